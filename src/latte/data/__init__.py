@@ -1,0 +1,35 @@
+"""Text for language models: corpora, tokenisers, token files and training blocks.
+
+    corpus = open_corpus("embedded")
+    tokenizer = byte_tokenizer()
+    tokens = tokenize_corpus(corpus, tokenizer, "train", "cache/")
+    blocks = PackedBlocks(tokens, 256, seed=0)
+    batch = BlockCollator()([blocks[0], blocks[1]])
+
+Neither ``datasets`` nor ``transformers`` is imported before a function needs it.
+"""
+
+from latte.data.blocks import BlockCollator, PackedBlocks
+from latte.data.corpora import Corpus, compression_baselines, open_corpus, sample_text
+from latte.data.tokenfile import TokenFile, tokenize_corpus
+from latte.data.tokenizers import (
+    byte_tokenizer,
+    load_tokenizer,
+    model_vocab_size,
+    train_bpe,
+)
+
+__all__ = [
+    "BlockCollator",
+    "Corpus",
+    "PackedBlocks",
+    "TokenFile",
+    "byte_tokenizer",
+    "compression_baselines",
+    "load_tokenizer",
+    "model_vocab_size",
+    "open_corpus",
+    "sample_text",
+    "tokenize_corpus",
+    "train_bpe",
+]

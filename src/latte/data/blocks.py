@@ -1,0 +1,173 @@
+"""Training blocks: equal pieces of the token stream, in an order that (seed, index) decides.
+
+T: block length, B: blocks in a batch, N: segments. A segment is the part of one document that
+lies in one block; it is the unit that states, windows and losses stay within.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from latte.data.tokenfile import TokenFile
+from latte.errors import LatteError
+
+IGNORE = -100
+
+
+def permuted(index: int, size: int, seed: int, epoch: int) -> int:
+    """The image of ``index`` under a permutation of range(size) that (seed, epoch) chooses.
+
+    A four-round Feistel network over the smallest even number of bits that holds ``size``, walked
+    until it lands inside (at most four steps on average): no table, whatever the size, and no
+    generator whose state could differ after a resume.
+    """
+    if not 0 <= index < size:
+        raise IndexError(f"index must be in [0, {size}), got {index}")
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = f"latte blocks {seed} {epoch} {size}".encode()
+    digest = hashlib.blake2b(key, digest_size=64).digest()
+    keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") | 1 for i in range(8)]
+    value = index
+    while True:
+        left, right = value >> half, value & mask
+        for i in range(0, 8, 2):
+            mixed = (right + keys[i]) * keys[i + 1] & 0xFFFFFFFFFFFFFFFF
+            mixed ^= mixed >> 29
+            mixed = mixed * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (mixed >> 32 & mask)
+        value = left << half | right
+        if value < size:
+            return value
+
+
+class PackedBlocks(Dataset):
+    """Blocks of T tokens; item i is a pure function of (seed, i).
+
+    Block b is ``tokens[b * T : (b + 1) * T]``; the last, shorter piece is left out. Item i is block
+    ``permuted(i % num_blocks, ...)`` of epoch ``i // num_blocks``, so that indices run on through
+    the epochs: give ``length`` (say, steps times batch size) and read them in order; a run resumed
+    at item i sees what it would have seen. No global random state is read or changed.
+
+    An item is a dictionary of tensors, named as a causal model's arguments:
+
+    - ``input_ids`` (T,) int64;
+    - ``labels`` (T,) int64: the input ids themselves, which the model shifts by one (the Hugging
+      Face convention), with -100 at each segment's first token, since what precedes it belongs to
+      another document or block;
+    - ``position_ids`` (T,) int64: the place within the segment;
+    - ``cu_seq_lens_q`` (N + 1,) int32: where segments start, from 0 to T.
+
+    With ``respect_documents=False`` the block is one segment, across which documents see each
+    other; the labels stay as they are.
+
+    Args:
+        tokens: the token file.
+        block_length: T.
+        seed: chooses the order.
+        shuffle: False keeps the corpus' order in each epoch.
+        respect_documents: whether a document's end is a boundary.
+        length: the number of items; one epoch by default.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        block_length: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        respect_documents: bool = True,
+        length: int | None = None,
+    ) -> None:
+        if block_length < 2:
+            raise LatteError(f"block_length must be at least 2, got {block_length}")
+        self.num_blocks = len(tokens) // block_length
+        if self.num_blocks == 0:
+            raise LatteError(
+                f"{tokens.path}: {len(tokens)} tokens are too few for a single block of "
+                f"{block_length}"
+            )
+        if length is not None and length < 1:
+            raise LatteError(f"length must be at least 1, got {length}")
+        self.tokens = tokens
+        self.block_length = block_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.respect_documents = respect_documents
+        self.length = self.num_blocks if length is None else length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def block_number(self, index: int) -> int:
+        """Which block of the stream item ``index`` is."""
+        epoch, place = divmod(index, self.num_blocks)
+        return permuted(place, self.num_blocks, self.seed, epoch) if self.shuffle else place
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index < 0:
+            index += self.length
+        if not 0 <= index < self.length:
+            raise IndexError(f"item {index} of {self.length}")
+        T = self.block_length
+        start = self.block_number(index) * T
+        input_ids = self.tokens.tokens[start : start + T].astype(np.int64)
+        offsets = self.tokens.offsets
+        first, last = np.searchsorted(offsets, (start + 1, start + T))
+        bounds = np.concatenate(([0], offsets[first:last] - start, [T]))
+        labels = input_ids.copy()
+        labels[bounds[:-1]] = IGNORE
+        if not self.respect_documents:
+            bounds = np.array([0, T])
+        starts = np.repeat(bounds[:-1], np.diff(bounds))
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(np.arange(T) - starts),
+            "cu_seq_lens_q": torch.from_numpy(bounds.astype(np.int32)),
+        }
+
+
+class BlockCollator:
+    """Blocks -> a batch for a causal model.
+
+    - ``"packed"``: one row of B * T tokens: ``input_ids``, ``labels``, ``position_ids`` (1, B*T)
+      and ``cu_seq_lens_q`` (N + 1,) int32 over the row, on which states and windows start anew.
+    - ``"rows"``: ``input_ids``, ``labels`` (B, T). Only for blocks of one segment each.
+    - ``"auto"``: rows when each block is one segment, packed otherwise. The two give the same loss.
+    """
+
+    def __init__(self, layout: Literal["auto", "packed", "rows"] = "auto") -> None:
+        if layout not in ("auto", "packed", "rows"):
+            raise LatteError(f"layout must be 'auto', 'packed' or 'rows', got {layout!r}")
+        self.layout = layout
+
+    def __call__(self, blocks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        single = all(len(block["cu_seq_lens_q"]) == 2 for block in blocks)
+        if self.layout == "rows" and not single:
+            raise LatteError(
+                "layout='rows' needs blocks of one document each; use 'packed' or 'auto', or "
+                "respect_documents=False"
+            )
+        if single and self.layout != "packed":
+            return {
+                name: torch.stack([torch.as_tensor(block[name]) for block in blocks])
+                for name in ("input_ids", "labels")
+            }
+        batch = {
+            name: torch.cat([torch.as_tensor(block[name]) for block in blocks])[None]
+            for name in ("input_ids", "labels", "position_ids")
+        }
+        bounds, end = [torch.zeros(1, dtype=torch.int32)], 0
+        for block in blocks:
+            cu = torch.as_tensor(block["cu_seq_lens_q"])
+            bounds.append((cu[1:] + end).to(torch.int32))
+            end += int(cu[-1])
+        return {**batch, "cu_seq_lens_q": torch.cat(bounds)}

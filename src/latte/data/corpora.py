@@ -1,0 +1,238 @@
+"""Corpora: where training and held-out documents come from.
+
+>>> corpus = open_corpus("embedded")
+>>> text = next(corpus.documents("validation"))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from latte.data.embedded import EmbeddedSource, compression_baselines
+from latte.data.files import FileSource, Meter, find_files, kind_of
+from latte.data.hub import PREFIX, HubSource
+from latte.errors import LatteError
+
+__all__ = ["Corpus", "Source", "Split", "compression_baselines", "open_corpus", "sample_text"]
+
+Split = Literal["train", "validation"]
+PathSpec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class Source(Protocol):
+    """Documents in a fixed order. ``total`` counts ``unit``s (None until known), for a bar."""
+
+    name: str
+    unit: str
+    total: int | None
+
+    def fingerprint(self) -> str: ...
+
+    def documents(self, meter: Meter | None = None) -> Iterator[str]: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A training source and a held-out source that share no document."""
+
+    name: str
+    train: Source
+    validation: Source
+
+    def source(self, split: Split) -> Source:
+        if split not in ("train", "validation"):
+            raise LatteError(f"split must be 'train' or 'validation', got {split!r}")
+        return self.train if split == "train" else self.validation
+
+    def documents(self, split: Split, meter: Meter | None = None) -> Iterator[str]:
+        """The documents of a split, in a fixed order; blank ones are left out."""
+        return (text for text in self.source(split).documents(meter) if text.strip())
+
+    def fingerprint(self, split: Split) -> str:
+        """A digest that changes when the documents of the split do."""
+        return self.source(split).fingerprint()
+
+    def raw_bytes(self, split: Split, limit: int | None = None) -> bytes:
+        """The UTF-8 bytes of all documents in one piece, at most ``limit`` of them."""
+        pieces, size = [], 0
+        for text in self.documents(split):
+            pieces.append(text.encode())
+            size += len(pieces[-1])
+            if limit is not None and size >= limit:
+                break
+        return b"".join(pieces)[:limit]
+
+
+def _document_chance(text: str) -> float:
+    """A number in [0, 1) that a document determines, blind to its case and white space."""
+    key = " ".join(text.casefold().split()).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
+
+
+class HashSplit:
+    """The documents of a source whose hash falls below ``held_out``, or the others.
+
+    A copy of a document falls on the side of the original, whatever its case or white space.
+    """
+
+    def __init__(self, source: Source, held_out: float, validation: bool) -> None:
+        self._source, self._held_out, self._validation = source, held_out, validation
+        self.name = f"{source.name} ({'held out' if validation else 'train'})"
+        self.unit = source.unit
+
+    @property
+    def total(self) -> int | None:
+        return self._source.total
+
+    def fingerprint(self) -> str:
+        parts = f"hash {self._held_out!r} {self._validation} {self._source.fingerprint()}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def documents(self, meter: Meter | None = None) -> Iterator[str]:
+        for text in self._source.documents(meter):
+            if (_document_chance(text) < self._held_out) == self._validation:
+                yield text
+
+
+class TailSplit:
+    """A single text file, cut at a line's end: the last ``held_out`` of it, or what precedes."""
+
+    def __init__(self, source: Source, held_out: float, validation: bool) -> None:
+        self._source, self._held_out, self._validation = source, held_out, validation
+        self.name = f"{source.name} ({'last part' if validation else 'train'})"
+        self.unit, self.total = source.unit, source.total
+
+    def fingerprint(self) -> str:
+        parts = f"tail {self._held_out!r} {self._validation} {self._source.fingerprint()}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def documents(self, meter: Meter | None = None) -> Iterator[str]:
+        for text in self._source.documents(meter):
+            near = int(len(text) * (1 - self._held_out))
+            cut = text.rfind("\n", 0, near) + 1 or near
+            yield text[cut:] if self._validation else text[:cut]
+
+
+def _paths(spec: PathSpec) -> list[Path]:
+    specs = [spec] if isinstance(spec, (str, os.PathLike)) else list(spec)
+    if not specs:
+        raise LatteError("a corpus needs at least one path, got an empty list")
+    found: dict[Path, Path] = {}
+    for entry in specs:
+        if not isinstance(entry, (str, os.PathLike)):
+            raise LatteError(f"a corpus path must be text, got {type(entry).__name__}")
+        for path in find_files(entry):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def open_corpus(
+    spec: PathSpec,
+    *,
+    validation: PathSpec | None = None,
+    held_out: float = 0.01,
+    field: str = "text",
+    config: str | None = None,
+    split: str = "train",
+    validation_split: str | None = None,
+    revision: str | None = None,
+    data_files: str | list[str] | Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Corpus:
+    """Open a corpus; nothing is read or downloaded beyond what the checks need.
+
+    Args:
+        spec: ``"embedded"``; paths, folders or globs of text, JSON lines or Parquet, plain or
+            compressed; or ``"hub:NAME"``, a dataset of the Hugging Face Hub.
+        validation: held-out files (for local files), same forms as ``spec``.
+        held_out: without them, the fraction of documents, by hash, that is held out. A single
+            text file is one document: its last part is held out instead.
+        field: the JSON field or Parquet/dataset column that holds the text.
+        config, split, validation_split, revision, data_files, cache_dir: passed to
+            ``datasets.load_dataset``, for ``hub:`` alone; without ``validation_split``,
+            ``held_out`` of the documents are held out by hash.
+
+    Raises:
+        LatteError: missing or unknown files, options that do not go together, a file on both
+            sides. What is wrong inside a file is raised when it is read.
+    """
+    if not isinstance(held_out, (int, float)) or not 0 < held_out < 1:
+        raise LatteError(f"held_out must be a fraction between 0 and 1, got {held_out!r}")
+    hub_only = {
+        "config": config,
+        "validation_split": validation_split,
+        "revision": revision,
+        "data_files": data_files,
+    }
+    is_hub = isinstance(spec, str) and spec.startswith(PREFIX)
+    given = [name for name, value in hub_only.items() if value is not None]
+    if given and not is_hub:
+        raise LatteError(f"{', '.join(given)}: only for a 'hub:NAME' corpus, not for {spec!r}")
+    if is_hub:
+        if validation is not None:
+            raise LatteError("a 'hub:' corpus takes validation_split, not validation")
+        name = str(spec)[len(PREFIX) :]
+
+        def source(part: str) -> HubSource:
+            return HubSource(
+                name,
+                config=config,
+                split=part,
+                column=field,
+                revision=revision,
+                data_files=data_files,
+                cache_dir=cache_dir,
+            )
+
+        if validation_split == split:
+            raise LatteError(f"validation_split must differ from split, both are {split!r}")
+        if validation_split is not None:
+            return Corpus(str(spec), source(split), source(validation_split))
+        whole: Source = source(split)
+        return Corpus(
+            str(spec), HashSplit(whole, held_out, False), HashSplit(whole, held_out, True)
+        )
+    if isinstance(spec, str) and spec == "embedded":
+        if validation is not None:
+            raise LatteError("the embedded corpus has its own held-out part: drop validation")
+        return Corpus("embedded", EmbeddedSource(False), EmbeddedSource(True))
+    paths = _paths(spec)
+    files = FileSource(paths, field)
+    title = str(spec) if isinstance(spec, (str, os.PathLike)) else files.name
+    if validation is not None:
+        others = _paths(validation)
+        both = {path.resolve() for path in paths} & {path.resolve() for path in others}
+        if both:
+            raise LatteError(f"{min(both)}: in both the training and the validation files")
+        return Corpus(title, files, FileSource(others, field))
+    single_text = len(paths) == 1 and kind_of(paths[0])[0] in (".txt", ".md", ".py")
+    cut = TailSplit if single_text else HashSplit
+    return Corpus(title, cut(files, held_out, False), cut(files, held_out, True))
+
+
+def sample_text(
+    corpus: Corpus, max_bytes: int, *, split: Split = "train", piece: int = 16384, seed: int = 0
+) -> list[str]:
+    """About ``max_bytes`` of the corpus, drawn evenly from all of it, for training a tokeniser.
+
+    Documents are cut into pieces of ``piece`` characters, and the pieces with the smallest hashes
+    (of seed, number and text) are kept, in the corpus' order: a function of corpus and seed.
+    """
+    kept: list[tuple[int, int, str]] = []
+    size = number = 0
+    for text in corpus.documents(split):
+        for start in range(0, len(text), piece):
+            part = text[start : start + piece]
+            key = hashlib.blake2b(f"{seed} {number} ".encode() + part[:256].encode()).digest()
+            heapq.heappush(kept, (-int.from_bytes(key[:8], "big"), number, part))
+            number += 1
+            size += len(part)
+            while size > max_bytes and len(kept) > 1:
+                size -= len(heapq.heappop(kept)[2])
+    return [part for _, _, part in sorted(kept, key=lambda entry: entry[1])]

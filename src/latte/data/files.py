@@ -1,0 +1,300 @@
+"""Documents from local files: text, JSON lines and Parquet, plain or compressed."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import shutil
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from latte.errors import LatteError
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+JSON_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
+KNOWN = f"{', '.join(SUFFIXES)}, each plain or {', '.join(COMPRESSIONS)}"
+
+Meter = Callable[[int], Any]
+# Files up to this size are identified by all their bytes, larger ones by samples and their date.
+FULL_DIGEST_BYTES = 256 << 20
+
+
+def kind_of(path: Path) -> tuple[str, str]:
+    """The (format, compression) suffixes of a path, ``("", "")`` where the format is unknown."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    if suffixes and suffixes[-1] in SUFFIXES:
+        return suffixes[-1], compression
+    return "", ""
+
+
+def find_files(spec: str | os.PathLike[str]) -> list[Path]:
+    """The corpus files that a path, a folder (searched in depth) or a glob stands for, sorted."""
+    text = os.path.expanduser(os.fspath(spec))
+    path = Path(text)
+    if path.is_file():
+        if not kind_of(path)[0]:
+            raise LatteError(f"{path}: unknown extension for a corpus; expected {KNOWN}")
+        return [path]
+    if path.is_dir():
+        found = [
+            Path(folder, name)
+            for folder, _, names in os.walk(path)
+            for name in names
+            if not name.startswith(".") and "/." not in Path(folder).relative_to(path).as_posix()
+        ]
+    elif glob.has_magic(text):
+        found = [Path(name) for name in glob.glob(text, recursive=True) if os.path.isfile(name)]
+        if not found:
+            raise LatteError(f"{text}: no file matches this pattern")
+    else:
+        raise LatteError(
+            f"{text}: no such file or folder (expected 'embedded', a path, a glob or 'hub:NAME')"
+        )
+    known = sorted(file for file in found if kind_of(file)[0])
+    if not known:
+        seen = Counter(file.suffix or "(none)" for file in found)
+        listing = ", ".join(suffix for suffix, _ in seen.most_common(5)) or "no files at all"
+        raise LatteError(f"{text}: no corpus file in it; expected {KNOWN}; found {listing}")
+    return known
+
+
+def _open_binary(path: Path, raw: IO[bytes], compression: str) -> IO[bytes]:
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if compression == ".xz":
+        return lzma.LZMAFile(raw)
+    if compression == ".bz2":
+        return bz2.BZ2File(raw)
+    if compression == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise LatteError(
+                f"{path}: reading .zst needs the package zstandard: pip install zstandard"
+            ) from error
+        return io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor()), 1 << 20)
+    return raw
+
+
+class _ZstdFrames(io.RawIOBase):
+    """zstd frames one after another; unlike zstandard's own reader, a cut-off one is an error."""
+
+    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input:
+                self._input = self._raw.read(1 << 17)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            self._output = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
+def _is_decompression_error(error: BaseException) -> bool:
+    damaged = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+    if isinstance(error, damaged) or type(error).__name__ == "ZstdError":
+        return True
+    return isinstance(error, OSError) and error.errno is None  # bz2's "Invalid data stream"
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """(decompressed stream, raw file); reading errors become one line that names the file."""
+    compression = kind_of(path)[1]
+    try:
+        with open(path, "rb") as raw:
+            yield _open_binary(path, raw, compression), raw
+    except LatteError:
+        raise
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        if compression and _is_decompression_error(error):
+            raise LatteError(
+                f"{path}: damaged or truncated {compression} file ({error})"
+            ) from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise LatteError(f"{path}: cannot be read ({reason})") from error
+    except Exception as error:
+        if not _is_decompression_error(error):  # zstandard's error class, known only by name
+            raise
+        raise LatteError(f"{path}: damaged or truncated {compression} file ({error})") from error
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """UTF-8 text, without a byte-order mark; anything else is refused with its position."""
+    nul = data.find(b"\0")
+    if nul >= 0:
+        raise LatteError(f"{where}: expected UTF-8 text, found a binary file (NUL at byte {nul})")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise LatteError(
+            f"{where}: expected UTF-8 text, found byte 0x{data[error.start]:02x} at position "
+            f"{error.start}"
+        ) from error
+
+
+def without_lone_surrogates(text: str) -> str:
+    """The text with halves of surrogate pairs (legal in JSON, not in UTF-8) made U+FFFD."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _field_of(row: object, field: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise LatteError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    if field not in row:
+        there = ", ".join(map(repr, list(row)[:12])) or "nothing"
+        raise LatteError(f"{where}: no field {field!r}; there is {there}")
+    value = row[field]
+    if not isinstance(value, str):
+        raise LatteError(f"{where}: field {field!r} must hold text, found {type(value).__name__}")
+    return without_lone_surrogates(value)
+
+
+def _json_documents(path: Path, field: str, meter: Meter | None) -> Iterator[str]:
+    with _opened(path) as (stream, raw):
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(decode_text(line, where))
+            except json.JSONDecodeError as error:
+                raise LatteError(f"{where}: malformed JSON ({error.msg})") from error
+            if meter is not None:
+                meter(raw.tell())
+            yield _field_of(row, field, where)
+
+
+def _parquet_documents(path: Path, column: str, meter: Meter | None) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with _opened(path) as (stream, raw), contextlib.ExitStack() as stack:
+        if stream is not raw:  # Parquet is read from its end: unpack it first
+            unpacked = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(stream, unpacked, 1 << 20)
+            unpacked.seek(0)
+            stream = unpacked
+        try:
+            file = pq.ParquetFile(stream)
+        except pa.ArrowInvalid as error:
+            raise LatteError(f"{path}: not a Parquet file, or a truncated one") from error
+        schema = file.schema_arrow
+        if column not in schema.names:
+            there = ", ".join(map(repr, schema.names[:12]))
+            raise LatteError(f"{path}: no column {column!r}; there is {there}")
+        kind = schema.field(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise LatteError(f"{path}: column {column!r} must hold text, found {kind}")
+        size, done, rows = path.stat().st_size, 0, max(1, file.metadata.num_rows)
+        batches = file.iter_batches(batch_size=256, columns=[column])
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise LatteError(f"{path}: damaged Parquet file ({error})") from error
+            if batch is None:
+                return
+            for value in batch.column(0).to_pylist():
+                done += 1
+                if value is None:
+                    raise LatteError(f"{path}, row {done}: column {column!r} holds no text (null)")
+                if meter is not None:
+                    meter(size * done // rows)
+                yield value
+
+
+def read_documents(path: Path, field: str = "text", meter: Meter | None = None) -> Iterator[str]:
+    """The documents of one file; ``meter`` is told how many of its bytes on disk are read."""
+    kind = kind_of(path)[0]
+    if kind in JSON_SUFFIXES:
+        yield from _json_documents(path, field, meter)
+    elif kind in PARQUET_SUFFIXES:
+        yield from _parquet_documents(path, field, meter)
+    else:
+        with _opened(path) as (stream, raw):
+            text = decode_text(stream.read(), str(path))
+            if meter is not None:
+                meter(raw.tell())
+        yield text
+
+
+def file_digest(path: Path) -> str:
+    """What a file is, by content: all of it, or samples, size and date when it is very large."""
+    digest = hashlib.sha256()
+    try:
+        status = path.stat()
+        with open(path, "rb") as file:
+            if status.st_size <= FULL_DIGEST_BYTES:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+            else:
+                digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+                for i in range(64):
+                    file.seek(status.st_size * i // 64)
+                    digest.update(file.read(1 << 16))
+    except OSError as error:
+        raise LatteError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+class FileSource:
+    """The documents of several files in order, one text file being one document."""
+
+    unit = "B"
+
+    def __init__(self, paths: Sequence[Path], field: str) -> None:
+        self.paths = list(paths)
+        self.field = field
+        self.name = str(self.paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+        self.total: int | None = sum(path.stat().st_size for path in self.paths)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(f"files {self.field}".encode())
+        for path in self.paths:
+            digest.update(f"{''.join(kind_of(path))} {file_digest(path)}".encode())
+        return digest.hexdigest()
+
+    def documents(self, meter: Meter | None = None) -> Iterator[str]:
+        before = 0
+        for path in self.paths:
+            start = before
+            forward = None if meter is None else (lambda done, start=start: meter(start + done))
+            yield from read_documents(path, self.field, forward)
+            before += path.stat().st_size

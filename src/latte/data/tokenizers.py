@@ -1,0 +1,212 @@
+"""Tokenisers: bytes, a trained byte-level BPE, or any Hugging Face tokeniser.
+
+All of them are Hugging Face fast tokenisers: ``save_pretrained`` and
+``AutoTokenizer.from_pretrained`` round-trip them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from latte.errors import LatteError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+EOS, BOS, PAD = "<|endoftext|>", "<|startoftext|>", "<|pad|>"
+
+
+@cache
+def byte_alphabet() -> tuple[str, ...]:
+    """GPT-2's printable stand-in for each byte: ``byte_alphabet()[b]`` is one character."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    table = {byte: chr(byte) for byte in plain}
+    table.update({byte: chr(256 + i) for i, byte in enumerate(others)})
+    return tuple(table[byte] for byte in range(256))
+
+
+def _wrapped(backend: Any) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS,
+        bos_token=BOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        # Text that happens to spell "<|endoftext|>" stays text: it cannot end a document.
+        split_special_tokens=True,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens: id b is byte b, then eos = 256, bos = 257, pad = 258. Lossless."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS, BOS, PAD])
+    return _wrapped(backend)
+
+
+def train_bpe(
+    documents: Iterable[str],
+    vocab_size: int,
+    *,
+    min_frequency: int = 2,
+    total_bytes: int | None = None,
+    progress: bool = True,
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE (GPT-2's pre-tokeniser) of exactly ``vocab_size`` entries.
+
+    Ids 0, 1, 2 are eos, bos, pad; the 256 bytes are all there, so any text round-trips. The same
+    documents give the same tokeniser. ``total_bytes`` only scales the progress bar.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tqdm.auto import tqdm
+
+    if vocab_size < 256 + 3:
+        raise LatteError(f"vocab_size must be at least 259 (256 bytes, 3 specials): {vocab_size}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[EOS, BOS, PAD],
+        initial_alphabet=list(byte_alphabet()),
+        show_progress=False,
+    )
+    bar = tqdm(
+        desc="Training BPE: counting words",
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    )
+
+    def counted() -> Iterator[str]:
+        for text in documents:
+            bar.update(len(text.encode()))
+            yield text
+        bar.set_description("Training BPE: merging")
+
+    with bar:
+        backend.train_from_iterator(counted(), trainer)
+        seen = bar.n
+        bar.set_description("Training BPE: done")
+    size = backend.get_vocab_size()
+    if size != vocab_size:
+        raise LatteError(
+            f"the text is too small for a vocabulary of {vocab_size}: only {size} entries occur at "
+            f"least {min_frequency} times" + (f" in {seen:,} bytes" if progress else "")
+        )
+    return _wrapped(backend)
+
+
+def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """``"byte"``, a folder with a tokeniser, or a name on the Hugging Face Hub ("gpt2").
+
+    Raises:
+        LatteError: it cannot be had, or has no end-of-text token (documents need one).
+    """
+    name = os.fspath(spec)
+    if name == "byte":
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) and not path.is_dir():
+        raise LatteError(f"tokenizer {name}: no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    # The hub, the network and every tokeniser class have errors of their own; each says "no".
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0][:300] if lines else type(error).__name__
+        raise LatteError(
+            f"tokenizer {name}: expected 'byte', a folder or a Hugging Face name: {reason}"
+        ) from error
+    document_ends(tokenizer)
+    return tokenizer
+
+
+def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """The ids that open and close a document; a tokeniser without bos opens with its eos."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise LatteError(
+            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no eos token, "
+            "which documents end with: set tokenizer.eos_token"
+        )
+    bos = tokenizer.bos_token_id
+    return (eos if bos is None else bos), eos
+
+
+def model_vocab_size(
+    tokenizer: PreTrainedTokenizerBase, *, multiple_of: int = 1, at_least: int = 0
+) -> int:
+    """The rows that a model's embedding needs: every id, padded up to a multiple.
+
+    ``at_least=50267`` gives the paper's vocabulary with GPT-2's tokeniser (50257 ids).
+    """
+    if multiple_of < 1:
+        raise LatteError(f"multiple_of must be at least 1, got {multiple_of}")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    needed = max(len(tokenizer), largest + 1, at_least)
+    return -(-needed // multiple_of) * multiple_of
+
+
+def _backend_json(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    description = json.loads(backend.to_str())
+    # Set by calls such as tokenizer(..., padding=True); they are not part of the tokeniser.
+    description["truncation"] = description["padding"] = None
+    return description
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of everything that decides the ids of a document."""
+    what = _backend_json(tokenizer)
+    if what is None:
+        what = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    what["document_ends"] = document_ends(tokenizer)
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text becomes exactly its UTF-8 bytes, id b for byte b."""
+    what = _backend_json(tokenizer)
+    if what is None or what["normalizer"] is not None or what["model"].get("merges") != []:
+        return False
+    vocabulary = what["model"]["vocab"]
+    steps = what["pre_tokenizer"] or {}
+    return (
+        steps.get("type") == "ByteLevel"
+        and not steps.get("add_prefix_space")
+        and all(vocabulary.get(character) == b for b, character in enumerate(byte_alphabet()))
+    )
+
+
+def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """The number of text bytes behind each id, 0 for specials; None if it is not byte-level."""
+    what = _backend_json(tokenizer)
+    if what is None or (what["decoder"] or {}).get("type") != "ByteLevel":
+        return None
+    lengths = [0] * model_vocab_size(tokenizer)
+    for text, index in tokenizer.get_vocab().items():
+        lengths[index] = len(text)
+    for added in what["added_tokens"]:
+        lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return lengths
