@@ -1,0 +1,214 @@
+"""`latte train`: one recipe, one folder, start or resume, always to the same weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import LatteError
+from .metrics import Progress, read_metrics
+from .recipe import Recipe
+from .run_folder import FINISHED_FILE, Claim, claim, write_json
+from .text import Text, held_out, prepare_text
+from .trainer import LatteTrainer
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. `finished` is False when `max_minutes` stopped it."""
+
+    folder: Path
+    finished: bool
+    steps: int
+    tokens: int
+    seconds: float
+    validation: dict[str, float]
+
+
+def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> Result:
+    """Run a recipe in its output folder, from its last complete checkpoint if it has one.
+
+    Under torchrun all processes call this; they hold the same data order and weights as any
+    uninterrupted run with as many processes.
+
+    Raises:
+        LatteError: anything wrong with the recipe, the text or the folder, or a loss that is not
+            finite.
+    """
+    check_model(recipe)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    first = int(os.environ.get("RANK", "0")) == 0
+    _calm(first)
+    if processes > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()
+    owner = _agree(lambda: claim(recipe, processes), first, processes)
+    steps = recipe.steps(processes)
+    if owner.finished:
+        result = _stored_result(owner.folder)
+        if first and not quiet:
+            print(f"{owner.folder} is finished ({result.steps} steps); nothing to do", flush=True)
+        return result
+    try:
+        text = prepare_text(recipe.data, progress=first and not quiet)
+        model = build_model(recipe, text)
+    except ValueError:
+        _give_back(owner, first)
+        raise
+    progress = Progress(recipe, label, quiet or not first)
+    count = steps * recipe.training.batch_size * recipe.training.gradient_accumulation * processes
+    trainer = LatteTrainer(
+        recipe,
+        model,
+        text.tokenizer,
+        text.blocks(recipe.data, count, recipe.training.seed),
+        text.collator(),
+        held_out(text.validation, recipe.data.max_validation_bytes),
+        steps=steps,
+        bytes_per_token=text.bytes_per_token,
+        callbacks=[progress],
+    )
+    if first and not quiet:
+        _announce(recipe, model, owner, steps, processes)
+    # Dropout differs between processes; a resumed run restores these states afterwards.
+    torch.manual_seed(recipe.training.seed + 1_000_003 * trainer.args.process_index)
+    trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
+    finished = trainer.state.global_step >= steps
+    return _finish(trainer, recipe, progress, finished)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise LatteError for a model that cannot be built, before any folder or text is touched."""
+    model_config(recipe, {})
+
+
+def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
+    """The recipe's LatteConfig; `model.overrides` wins over `defaults`."""
+    from ..models import preset_config
+
+    section = recipe.model
+    try:
+        return preset_config(section.preset, section.size, **{**defaults, **section.overrides})
+    except (ValueError, TypeError) as error:
+        raise LatteError(f"model: {' '.join(str(error).split())}") from None
+
+
+def build_model(recipe: Recipe, text: Text) -> Any:
+    """A freshly initialised model whose vocabulary fits the tokenizer, from the recipe's seed."""
+    from transformers import set_seed
+
+    from ..data.tokenizers import document_ends, model_vocab_size
+    from ..models import LatteForCausalLM
+
+    bos, eos = document_ends(text.tokenizer)
+    defaults = {
+        "vocab_size": model_vocab_size(text.tokenizer),
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": text.tokenizer.pad_token_id,
+    }
+    config = model_config(recipe, defaults)
+    text.train.check_vocabulary(config.vocab_size)
+    set_seed(recipe.training.seed)
+    return LatteForCausalLM(config)
+
+
+def _agree(action: Any, first: bool, processes: int) -> Claim:
+    """Run `action` on the first process and give its result, or its error, to all."""
+    answer: list[Any] = [None, None]
+    owner = None
+    if first:
+        try:
+            owner = action()
+            answer = [(owner.folder, owner.resume, owner.finished), None]
+        except LatteError as error:
+            answer = [None, str(error)]
+    if processes > 1:
+        torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise LatteError(answer[1])
+    return owner if owner is not None else Claim(*answer[0])
+
+
+def _give_back(owner: Claim, first: bool) -> None:
+    """A run that could not start leaves its new folder as it found it: empty."""
+    if first and owner.resume is None and owner.lock is not None:
+        started = [p for p in owner.folder.iterdir() if p.name not in ("run.json", ".lock")]
+        if not started:
+            (owner.folder / "run.json").unlink()
+            (owner.folder / ".lock").unlink()
+
+
+def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:
+    folder = Path(recipe.output_dir)
+    if finished:
+        trainer.save_model(str(folder))
+    if trainer.args.should_save:
+        evaluations = read_metrics(folder, "eval")
+        last = evaluations[-1] if evaluations else {}
+        result = {
+            "finished": finished,
+            "steps": trainer.state.global_step,
+            "tokens": trainer.state.global_step * recipe.tokens_per_step(trainer.args.world_size),
+            "seconds": round(progress.seconds, 2),
+            "validation": {k: v for k, v in last.items() if k.startswith("eval_")},
+        }
+        if finished:
+            write_json(folder / FINISHED_FILE, result)
+        else:
+            write_json(folder / "stopped.json", result)
+        if not progress.quiet:
+            _say_end(folder, finished, trainer.state.global_step, recipe)
+    if trainer.args.world_size > 1:
+        torch.distributed.barrier()
+    return _stored_result(folder)
+
+
+def _say_end(folder: Path, finished: bool, step: int, recipe: Recipe) -> None:
+    if finished:
+        print(f"finished: {folder} holds the model (try: latte generate {folder})", flush=True)
+    else:
+        print(
+            f"stopped at step {step} by training.max_minutes={recipe.training.max_minutes:g};"
+            " run again with more minutes to go on",
+            flush=True,
+        )
+
+
+def _stored_result(folder: Path) -> Result:
+    name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else "stopped.json"
+    stored = json.loads((folder / name).read_text(encoding="utf-8"))
+    return Result(folder=folder, **stored)
+
+
+def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: int) -> None:
+    for problem in owner.skipped:
+        print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{recipe.model.preset} ({recipe.model.size}), {parameters / 1e6:.2f}M parameters |"
+        f" {steps} steps of {recipe.tokens_per_step(processes):,} tokens on {processes}"
+        f" process{'es' if processes > 1 else ''} |"
+        f" {'resuming from ' + owner.resume.name if owner.resume else 'from the start'} |"
+        f" {owner.folder}",
+        flush=True,
+    )
+
+
+def _calm(first: bool) -> None:
+    """Libraries' chatter off the terminal: lines there are ours."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    if not first:
+        warnings.filterwarnings("ignore")

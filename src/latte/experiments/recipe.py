@@ -1,0 +1,188 @@
+"""Recipes: one YAML file per experiment and size, checked before anything slow starts.
+
+    latte train recipes/tiny/latte-r-swa++.yaml training.max_steps=200 output_dir=runs/mine
+
+A recipe has the sections `model`, `data`, `training` and an `output_dir`; `base: other.yaml`
+(relative to the file) starts from another recipe. Every key below can be overridden on the
+command line by its dotted name. This module never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import LatteError
+from .typed import apply_override, build, merge, read_yaml
+
+
+@dataclass
+class ModelSection:
+    """Which model: `latte.models.preset_config(preset, size, **overrides)`."""
+
+    preset: str = "latte-r-swa++"
+    size: str = "tiny"
+    overrides: dict[str, Any] = field(default_factory=dict)  # any LatteConfig field
+
+
+@dataclass
+class DataSection:
+    """Which text, and how it becomes blocks of tokens."""
+
+    corpus: str | list[str] = "embedded"  # see latte.data.corpora.open_corpus
+    validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
+    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
+    vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
+    block_length: int = 256  # tokens of a training example
+    cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
+    max_validation_bytes: int | None = 262144  # held-out text scored during training
+
+
+@dataclass
+class TrainingSection:
+    """AdamW with warmup and decay; lengths in optimiser steps unless a name says otherwise.
+
+    Give exactly one of `max_steps` and `max_tokens`. `max_minutes` is a budget of wall time on
+    top: the run saves and stops there, though its schedule is still that of the steps.
+    """
+
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    max_minutes: float | None = None
+    batch_size: int = 16  # blocks per process and micro-batch
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-3  # the peak, after warmup
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 100
+    min_learning_rate: float = 0.0  # what the decay ends at
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # on matrices; not on norms, biases and gates
+    max_grad_norm: float = 1.0
+    bf16: bool = False  # autocast; parameters and optimiser stay fp32
+    torch_compile: bool = False
+    gradient_checkpointing: bool = False
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
+    seed: int = 0
+    log_steps: int = 10
+    save_steps: int = 500
+    eval_steps: int = 500
+    keep_checkpoints: int = 2
+
+
+@dataclass
+class Recipe:
+    """One training run, complete."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    output_dir: str = "runs/latte"
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def tokens_per_step(self, processes: int = 1) -> int:
+        """Tokens read in one optimiser step over all processes."""
+        section = self.training
+        return (
+            section.batch_size * section.gradient_accumulation * processes * self.data.block_length
+        )
+
+    def steps(self, processes: int = 1) -> int:
+        """Optimiser steps of the whole run (tokens are rounded up to whole steps)."""
+        if self.training.max_steps is not None:
+            return self.training.max_steps
+        assert self.training.max_tokens is not None  # `check` saw to it
+        return -(-self.training.max_tokens // self.tokens_per_step(processes))
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run: everything but where and how often it reports."""
+        values = self.as_dict()
+        del values["output_dir"]
+        del values["data"]["cache_dir"]
+        for key in ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints"):
+            del values["training"][key]
+        return values
+
+
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a YAML recipe, apply dotted overrides, check everything.
+
+    Raises:
+        LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
+    """
+    tree = _read_with_bases(Path(path), seen=())
+    for assignment in overrides:
+        apply_override(tree, assignment)
+    return check(build(Recipe, tree))
+
+
+def recipe_from_dict(values: dict[str, Any]) -> Recipe:
+    """The inverse of `Recipe.as_dict`, checked."""
+    return check(build(Recipe, values))
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as JSON (which YAML reads too)."""
+    return json.dumps(recipe.as_dict(), indent=2) + "\n"
+
+
+def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise LatteError(f"recipe {path} is its own base: {' -> '.join(map(str, seen))}")
+    if path.is_dir():
+        raise LatteError(f"recipe {path} is a folder; expected a YAML file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise LatteError(f"recipe {path} does not exist; expected a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LatteError(f"recipe {path} cannot be read as text: {error}") from None
+    tree = read_yaml(text, f"recipe {path}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise LatteError(f"recipe {path}: base: expected a path (str), got {base!r}")
+    return merge(_read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
+
+
+def check(recipe: Recipe) -> Recipe:
+    """Values that have the right type but cannot be used together."""
+    training, data = recipe.training, recipe.data
+    if (training.max_steps is None) == (training.max_tokens is None):
+        raise LatteError(
+            "training: give exactly one of training.max_steps and training.max_tokens, got"
+            f" max_steps={training.max_steps} and max_tokens={training.max_tokens}"
+        )
+    positive = {
+        "training": ("max_steps", "max_tokens", "max_minutes", "batch_size", "learning_rate")
+        + ("gradient_accumulation", "epsilon", "log_steps", "save_steps", "eval_steps")
+        + ("keep_checkpoints",),
+        "data": ("block_length", "vocab_size", "max_validation_bytes"),
+    }
+    for name, keys in positive.items():
+        section = getattr(recipe, name)
+        for key in keys:
+            value = getattr(section, key)
+            if value is not None and not value > 0:
+                raise LatteError(f"{name}.{key}: expected a number above 0, got {value}")
+    for key in ("warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm", "seed"):
+        if getattr(training, key) < 0:
+            raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
+    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
+        raise LatteError(
+            f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
+        )
+    if training.min_learning_rate > training.learning_rate:
+        raise LatteError(
+            f"training.min_learning_rate: expected at most training.learning_rate"
+            f" ({training.learning_rate}), got {training.min_learning_rate}"
+        )
+    if data.block_length < 2:
+        raise LatteError(f"data.block_length: expected at least 2, got {data.block_length}")
+    return recipe

@@ -1,0 +1,196 @@
+"""The folder of a training run: whose it is, which checkpoints are complete, what is final.
+
+    output_dir/
+      run.json            the recipe and the number of processes: the run's identity
+      metrics.jsonl       one line per log or evaluation step
+      tensorboard/        the same for TensorBoard
+      checkpoint-<step>/  everything needed to continue; appears by one rename, complete
+      config.json, model.safetensors, tokenizer.json   the result, once the run has finished
+      finished.json       written last
+
+A checkpoint is written in `.staging/`, given a manifest of its files' sizes, flushed to disk and
+renamed, so a killed process leaves either all of it or nothing. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import LatteError
+from .recipe import Recipe
+
+RUN_FILE = "run.json"
+FINISHED_FILE = "finished.json"
+MANIFEST_FILE = "manifest.json"
+STAGING = ".staging"
+LOCK_FILE = ".lock"
+
+
+@dataclass
+class Claim:
+    """A run folder that is ours. `resume` is the newest complete checkpoint, if there is one."""
+
+    folder: Path
+    resume: Path | None
+    finished: bool
+    lock: IO[str] | None = None
+    skipped: tuple[str, ...] = ()  # damaged checkpoints that were passed over
+
+
+def claim(recipe: Recipe, processes: int = 1) -> Claim:
+    """Take `recipe.output_dir` for this run, or say in one line why not. Overwrites nothing.
+
+    Raises:
+        LatteError: the folder cannot be written, holds another run or something else, is in
+            use by another process, or all its checkpoints are damaged.
+    """
+    folder = Path(recipe.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LatteError(
+            f"output folder {folder} cannot be written: {error.strerror or error}"
+        ) from None
+    identity = {"recipe": recipe.identity(), "processes": processes}
+    run_file = folder / RUN_FILE
+    if not run_file.exists():
+        strangers = [p.name for p in folder.iterdir() if p.name not in (LOCK_FILE, STAGING)]
+        if strangers:
+            raise LatteError(
+                f"output folder {folder} is not empty and holds no run of latte (it has"
+                f" {sorted(strangers)[0]!r}); choose another output_dir"
+            )
+        lock = _lock(folder)
+        write_json(run_file, {"identity": identity, "recipe": recipe.as_dict()})
+        return Claim(folder, None, False, lock)
+    _check_same_run(run_file, identity)
+    lock = _lock(folder)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    if (folder / FINISHED_FILE).exists():
+        return Claim(folder, None, True, lock)
+    resume, skipped = newest_checkpoint(folder)
+    if resume is None and skipped:
+        raise LatteError(
+            f"no complete checkpoint in {folder}: {skipped[0]}; delete the damaged"
+            " checkpoint folders to start from step 0"
+        )
+    return Claim(folder, resume, False, lock, tuple(skipped))
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Hold the folder until this process ends, however it ends."""
+    lock = open(folder / LOCK_FILE, "w")  # noqa: SIM115  held open on purpose
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise LatteError(f"another process is training in {folder}") from None
+    return lock
+
+
+def _check_same_run(run_file: Path, identity: dict[str, Any]) -> None:
+    try:
+        stored = json.loads(run_file.read_text(encoding="utf-8"))["identity"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise LatteError(f"{run_file} is damaged ({error}); choose another output_dir") from None
+    difference = first_difference(stored, json.loads(json.dumps(identity)))
+    if difference:
+        key, there, here = difference
+        raise LatteError(
+            f"output folder {run_file.parent} holds another run: {key} is {there!r} there and"
+            f" {here!r} here; choose another output_dir"
+        )
+
+
+def first_difference(stored: Any, wanted: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """(dotted key, stored value, wanted value) of the first difference of two JSON trees."""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for name in [*stored, *(n for n in wanted if n not in stored)]:
+            dotted = f"{key}.{name}" if key else name
+            found = first_difference(stored.get(name), wanted.get(name), dotted)
+            if found:
+                return found
+        return None
+    return None if stored == wanted else (key.removeprefix("recipe."), stored, wanted)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint, and what is wrong with the newer ones passed over."""
+    skipped = []
+    for path in reversed(checkpoints(folder)):
+        problem = checkpoint_problem(path)
+        if problem is None:
+            return path, skipped
+        skipped.append(problem)
+    return None, skipped
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Folders named checkpoint-<step>, by step."""
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """None if every file of the manifest is there with its size, else a sentence."""
+    manifest = checkpoint / MANIFEST_FILE
+    try:
+        sizes = json.loads(manifest.read_text(encoding="utf-8"))["sizes"]
+        for name, size in sizes.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != size:
+                return f"{path} has {path.stat().st_size} bytes, expected {size}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{manifest} is missing or damaged"
+    return None
+
+
+def seal(staged: Path, final: Path) -> None:
+    """Write the manifest of a staged checkpoint, flush it to disk and move it into place."""
+    files = sorted(path for path in staged.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(staged)): path.stat().st_size for path in files}
+    write_json(staged / MANIFEST_FILE, {"sizes": sizes})
+    for path in [*files, staged / MANIFEST_FILE]:
+        _flush(path)
+    for path in [staged, *(p for p in staged.rglob("*") if p.is_dir())]:
+        _flush(path)
+    if final.exists():  # the same step, reached again after a damaged checkpoint
+        shutil.rmtree(final)
+    os.replace(staged, final)
+    _flush(final.parent)
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints."""
+    for path in checkpoints(folder)[:-keep]:
+        shutil.rmtree(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file by rename: readers see the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
