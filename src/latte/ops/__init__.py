@@ -1,0 +1,27 @@
+"""Tensors in, tensors out: everything that Latte computes, with exact gradients.
+
+See ``docs/mathematics.md`` for the equations and :mod:`latte.ops.api` for the shared keywords.
+"""
+
+from latte.ops.api import (
+    attention_weights,
+    latte_attention,
+    linear_attention,
+    macchiato_attention,
+    sliding_window_attention,
+)
+from latte.ops.recurrence import causal_conv1d, rg_lru
+from latte.ops.state import LatteState, LinearState, WindowState
+
+__all__ = [
+    "LatteState",
+    "LinearState",
+    "WindowState",
+    "attention_weights",
+    "causal_conv1d",
+    "latte_attention",
+    "linear_attention",
+    "macchiato_attention",
+    "rg_lru",
+    "sliding_window_attention",
+]

@@ -1,0 +1,162 @@
+"""One segment of causal Latte in the linear domain, with a single reference for all its tokens.
+
+With M the largest logit of the segment (and of the state it starts from), ``e_s = exp(k_s - M)``
+and ``alpha_t = m_0 + sum_{s<=t} e_s``, every quantity of the model is a cumulative sum:
+
+    y_t = sum_l p_t[l] / alpha_t[l] (m_0 mu_0 + sum_{s<=t} e_s[l] v_s)
+
+No logarithm, and no rescaling between chunks. It is exact while alpha does not fall below
+``e^-60``; :func:`scaled_keys` says so when it does, and the caller takes ``safe.py`` instead.
+
+Shape suffixes: X rows (batch x heads), S tokens of the segment, N chunks, C chunk length
+(S = N C), L latents, D value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+# Below exp(-60) the smallest terms of a sum that still matter (24 bits below alpha) would reach
+# fp32's subnormal numbers, at exp(-87).
+SMALLEST_MASS = 1e-26
+
+
+class Scaled(NamedTuple):
+    """Keys of a segment in the linear domain, relative to ``top``."""
+
+    top_XL: Tensor
+    e_XSL: Tensor
+    alpha_XSL: Tensor
+    mass_XL: Tensor  # of the state that the segment starts from
+    empty_XL: Tensor | None  # rows that have seen nothing by the end; None if there are none
+
+
+def scaled_keys(k_XSL: Tensor, log_mass_XL: Tensor, seen_XS: Tensor | None) -> Scaled | None:
+    """exp(k - M), its running sum and the first state's mass; None if one M cannot serve.
+
+    ``seen_XS`` is True from the first visible source on; None if all sources are visible.
+    """
+    top_XL = torch.maximum(k_XSL.amax(1), log_mass_XL)
+    top_XL = torch.where(torch.isneginf(top_XL), 0.0, top_XL)
+    e_XSL = (k_XSL - top_XL[:, None]).exp_()
+    mass_XL = torch.exp(log_mass_XL - top_XL)
+    alpha_XSL = e_XSL.cumsum(1).add_(mass_XL[:, None])
+    empty_XL = None
+    if seen_XS is None:
+        fits = alpha_XSL.amin() > SMALLEST_MASS
+    else:
+        unseen_XSL = ~seen_XS[..., None] & torch.isneginf(log_mass_XL)[:, None]
+        fits = ((alpha_XSL > SMALLEST_MASS) | unseen_XSL).all()
+        # Nothing seen yet: alpha = 0, and whatever is divided by it is 0 as well.
+        alpha_XSL = torch.where(unseen_XSL, 1.0, alpha_XSL)
+        empty_XL = unseen_XSL[:, -1]
+    return Scaled(top_XL, e_XSL, alpha_XSL, mass_XL, empty_XL) if bool(fits) else None
+
+
+def chunk(x_XSD: Tensor) -> Tensor:
+    """(X, S, D) -> (X N, C, D)."""
+    return x_XSD.reshape(-1, min(CHUNK, x_XSD.shape[1]), x_XSD.shape[-1])
+
+
+def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Tensor]:
+    """States before every chunk (X, N, L, D) and after the last (X, L, D), relative to ``top``."""
+    X, _, L = keys.e_XSL.shape
+    sums_XNLD = torch.bmm(chunk(keys.e_XSL).mT, chunk(v_XSD)).view(X, -1, L, v_XSD.shape[-1])
+    state_XLD = keys.mass_XL[..., None] * mean_XLD
+    for n in range(sums_XNLD.shape[1]):
+        after_XLD = state_XLD + sums_XNLD[:, n]
+        sums_XNLD[:, n] = state_XLD
+        state_XLD = after_XLD
+    return sums_XNLD, state_XLD
+
+
+def final_state(keys: Scaled, last_XLD: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-mass, mean) after the segment. A row that has seen nothing stays empty."""
+    alpha_XL = keys.alpha_XSL[:, -1]
+    log_mass_XL = keys.top_XL + torch.log(alpha_XL)
+    if keys.empty_XL is not None:
+        log_mass_XL = torch.where(keys.empty_XL, -torch.inf, log_mass_XL)
+    return log_mass_XL, last_XLD / alpha_XL[..., None]
+
+
+def forward(
+    p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs (X, S, D) of one segment, and the state after it."""
+    states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
+    ratio = chunk(p_XSL / keys.alpha_XSL)
+    scores = torch.bmm(ratio, chunk(keys.e_XSL).mT).tril_()
+    out = torch.bmm(scores, chunk(v_XSD))
+    out.baddbmm_(ratio, states_XNLD.flatten(0, 1))
+    return out.view(v_XSD.shape), *final_state(keys, last_XLD)
+
+
+def state_after(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Tensor]:
+    """Only the state after the segment."""
+    last_XLD = torch.baddbmm(keys.mass_XL[..., None] * mean_XLD, keys.e_XSL.mT, v_XSD)
+    return final_state(keys, last_XLD)
+
+
+def backward(
+    p_XSL: Tensor,
+    keys: Scaled,
+    v_XSD: Tensor,
+    mean_XLD: Tensor,
+    dy_XSD: Tensor,
+    dlog_mass_XL: Tensor,
+    dmean_XLD: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dlog_mass_0, dmean_0) from those of the outputs and the last state.
+
+    With delta_t[l] = <dy_t, mu_t[l]> and the reverse state R_s = sum_{t>=s} p_t / alpha_t dy_t:
+    dk_s[l] = e_s (<R_s, v_s> - sum_{t>=s} p_t delta_t / alpha_t), dv_s = sum_l e_s R_s.
+    """
+    X, S, L = p_XSL.shape
+    states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
+    ratio_XSL = p_XSL / keys.alpha_XSL
+    ratio, e, v, dy = chunk(ratio_XSL), chunk(keys.e_XSL), chunk(v_XSD), chunk(dy_XSD)
+
+    # (C, C) blocks: a_ts without the other chunks, and <dy_t, v_s>.
+    scores = torch.bmm(ratio, e.mT).tril_()
+    pairs = torch.bmm(dy, v.mT).tril_()
+
+    # delta_t alpha_t = <dy_t, unnormalised state at t>
+    delta = torch.bmm(pairs, e)
+    delta.baddbmm_(dy, states_XNLD.flatten(0, 1).mT)
+    delta_XSL = delta.view(X, S, L).div_(keys.alpha_XSL)
+    pulled_XSL = p_XSL * delta_XSL
+    dq_XSL = pulled_XSL - p_XSL * pulled_XSL.sum(-1, keepdim=True)
+    pulled_XSL.div_(keys.alpha_XSL)
+
+    # Reverse states, by chunk: what later chunks and the final state ask of a source.
+    alpha_XL = keys.alpha_XSL[:, -1]
+    last_mean_XLD = last_XLD / alpha_XL[..., None]
+    reverse_XLD = dmean_XLD / alpha_XL[..., None]
+    scalar_XL = (reverse_XLD * last_mean_XLD).sum(-1) - dlog_mass_XL / alpha_XL
+    sums_XNLD = torch.bmm(ratio.mT, dy).view(states_XNLD.shape)
+    C = ratio.shape[1]
+    scalars_XNL = pulled_XSL.view(X, -1, C, L).sum(2)
+    for n in reversed(range(sums_XNLD.shape[1])):
+        before_XLD, before_XL = reverse_XLD + sums_XNLD[:, n], scalar_XL + scalars_XNL[:, n]
+        sums_XNLD[:, n], scalars_XNL[:, n] = reverse_XLD, scalar_XL
+        reverse_XLD, scalar_XL = before_XLD, before_XL
+    later = sums_XNLD.flatten(0, 1)
+
+    dv = torch.bmm(scores.mT, dy)
+    dv.baddbmm_(e, later)
+    dk = torch.bmm(pairs.mT, ratio)
+    dk.baddbmm_(v, later.mT)
+    # sum over t >= s inside the chunk. Never as total - prefix: that cancels.
+    upper = torch.ones(C, C, dtype=p_XSL.dtype, device=p_XSL.device).triu_()
+    dk -= torch.matmul(upper, pulled_XSL.view(-1, C, L))
+    dk_XNCL = dk.view(X, -1, C, L)
+    dk_XNCL -= scalars_XNL[:, :, None]
+    dk_XSL = dk.view(X, S, L).mul_(keys.e_XSL)
+
+    dmean0_XLD = keys.mass_XL[..., None] * reverse_XLD
+    dlog_mass0_XL = (dmean0_XLD * mean_XLD).sum(-1) - keys.mass_XL * scalar_XL
+    return dq_XSL, dk_XSL, dv.view(X, S, -1), dlog_mass0_XL, dmean0_XLD

@@ -1,0 +1,102 @@
+"""How a batch, packed or not, is cut into pieces that fit the cache and the allocator.
+
+On a CPU intermediates above some 32 MB are mapped and unmapped again and again, and page faults
+then dominate. All the torch kernels therefore work on pieces of rows and of time, carrying the
+state; and packed sequences of similar length are padded into common batches.
+
+Shape suffixes: T tokens, n sequences of a piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Elements of the largest intermediate, 4 MB in fp32.
+PIECE = 1 << 20
+
+
+class Rows(NamedTuple):
+    """Sequences computed together: rows of the batch, or packed sequences of similar length."""
+
+    ids: slice | Tensor  # the states that they own
+    length: int  # tokens of the longest
+    index: Tensor | None  # (n, length) tokens of the packed row; None if not packed
+    real: Tensor | None  # (n, length) bool where padded; None if nothing is
+
+    def take(self, x: Tensor, span: slice) -> Tensor:
+        """Tokens ``span`` of these sequences: (B, T, ...) -> (n, span, ...)."""
+        return x[self.ids, span] if self.index is None else x[0][self.index[:, span]]
+
+    def put(self, x: Tensor, span: slice, values: Tensor) -> None:
+        """Write (n, span, ...) back to where it was taken from; padding is dropped."""
+        if self.index is None:
+            x[self.ids, span] = values
+        elif self.real is None:
+            x[0, self.index[:, span]] = values.to(x.dtype)
+        else:
+            real = self.real[:, span]
+            x[0, self.index[:, span][real]] = values[real].to(x.dtype)
+
+    def add(self, x: Tensor, span: slice, values: Tensor) -> None:
+        """Add (n, span, ...) where it was taken from; padding is dropped."""
+        if self.index is None:
+            x[self.ids, span] += values
+        elif self.real is None:
+            x[0, self.index[:, span]] += values
+        else:
+            real = self.real[:, span]
+            x[0, self.index[:, span][real]] += values[real]
+
+    def visible(self, key_mask: Tensor | None, span: slice) -> Tensor | None:
+        """(n, span) bool: real, unmasked tokens; None if all are."""
+        own = None if self.real is None else self.real[:, span]
+        if key_mask is None:
+            return own
+        mask = self.take(key_mask, span)
+        return mask if own is None else mask & own
+
+
+def rows_of(
+    x: Tensor, width: int, segment: int, cu_seqlens: Tensor | None, piece: int = PIECE
+) -> Iterator[Rows]:
+    """Groups of rows of x (B, T, ...) with about ``piece`` elements in one segment of time."""
+    B, T = x.shape[:2]
+    if cu_seqlens is None:
+        together = max(1, piece // (min(T, segment) * width))
+        for first in range(0, B, together):
+            yield Rows(slice(first, min(B, first + together)), T, None, None)
+        return
+    bounds = cu_seqlens.tolist()
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for n in range(len(bounds) - 1):
+        length = bounds[n + 1] - bounds[n]
+        if length:
+            # At most a quarter of padding, and equally many segments.
+            groups[math.ceil(math.log(length, 1.25)), -(-length // segment)].append(n)
+    for members in groups.values():
+        longest = max(bounds[n + 1] - bounds[n] for n in members)
+        together = max(1, piece // (min(longest, segment) * width))
+        for first in range(0, len(members), together):
+            yield _packed_rows(members[first : first + together], bounds, x.device)
+
+
+def _packed_rows(members: list[int], bounds: list[int], device: torch.device) -> Rows:
+    lengths = [bounds[n + 1] - bounds[n] for n in members]
+    longest = max(lengths)
+    starts_n1 = torch.tensor([bounds[n] for n in members], device=device)[:, None]
+    offset_1t = torch.arange(longest, device=device)[None]
+    real = offset_1t < torch.tensor(lengths, device=device)[:, None]
+    index = torch.where(real, starts_n1 + offset_1t, starts_n1)
+    padded = min(lengths) != longest
+    return Rows(torch.tensor(members, device=device), longest, index, real if padded else None)
+
+
+def spans(length: int, segment: int) -> list[slice]:
+    """Consecutive stretches of at most ``segment`` tokens."""
+    return [slice(t, min(length, t + segment)) for t in range(0, length, segment)]

@@ -1,0 +1,304 @@
+"""Sliding-window softmax attention in blocks: linear in time and memory, with its own backward.
+
+A block of Q queries reads whole blocks of keys: its own, and as many neighbours as the window
+reaches. Nothing but the inputs is saved; the backward pass computes the weights again. Full
+attention (``window=None``) goes through PyTorch's own kernels.
+
+Shape suffixes: B batch, T tokens, n rows of a piece, t tokens of a stretch, H query heads, G
+key/value heads, R = H / G, N blocks of Q queries, M keys read by a block, P keys of the earlier
+state, K key width, D value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from latte.ops.state import WindowState
+from latte.ops.torch_backend.full import full_attention
+from latte.ops.torch_backend.pieces import Rows, rows_of, spans
+from latte.ops.validation import computation_dtype
+
+# Elements of the largest intermediate, the scores.
+PIECE = 1 << 20
+
+
+def sliding_window_attention(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: WindowState | None,
+) -> Tensor:
+    """See :func:`latte.ops.sliding_window_attention`."""
+    if window is None:
+        return full_attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGD,
+            scale=scale,
+            softcap=softcap,
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+        )
+    tail = (None, None, None) if initial_state is None else tuple(initial_state)
+    return window_op(
+        q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail, window, scale, softcap or 0.0, causal
+    )
+
+
+class Blocks(NamedTuple):
+    """How queries and keys are blocked: Q queries see ``before + 1 + after`` blocks of keys."""
+
+    Q: int
+    before: int
+    after: int
+    window: int
+    causal: bool
+
+    @classmethod
+    def of(cls, window: int, causal: bool, T: int) -> Blocks:
+        """Blocks of about half a window: three blocks of keys then cover it."""
+        reach = min(window - 1 if causal else window // 2, max(T - 1, 0))
+        Q = min(128, max(16, 1 << (max(reach, 1).bit_length() - 1)))
+        before = -(-reach // Q)
+        return cls(Q, before, 0 if causal else before, window, causal)
+
+    @property
+    def M(self) -> int:
+        """Keys that a block of queries reads."""
+        return (self.before + 1 + self.after) * self.Q
+
+    def band(self, device: torch.device) -> Tensor:
+        """(Q, M) bool: the key is inside the query's window."""
+        query = torch.arange(self.Q, device=device)[:, None]
+        gap = query + self.before * self.Q - torch.arange(self.M, device=device)[None]
+        if self.causal:
+            return (gap >= 0) & (gap < self.window)
+        return gap.abs() <= self.window // 2
+
+    def gather(self, x_nGSK: Tensor, N: int) -> Tensor:
+        """Blocks of keys for every block of queries: (n G N, M, K)."""
+        x = x_nGSK.unflatten(2, (-1, self.Q))
+        parts = [x[:, :, j : j + N] for j in range(self.before + 1 + self.after)]
+        return torch.cat(parts, 3).flatten(0, 2)
+
+    def scatter(self, dx_ZMK: Tensor, n: int, G: int, N: int) -> Tensor:
+        """The adjoint of :meth:`gather`: overlapping blocks are added, (n, G, S, K)."""
+        dx = dx_ZMK.view(n, G, N, -1, self.Q, dx_ZMK.shape[-1])
+        out = dx.new_zeros(n, G, N + self.before + self.after, self.Q, dx.shape[-1])
+        for j in range(self.before + 1 + self.after):
+            out[:, :, j : j + N] += dx[:, :, :, j]
+        return out.flatten(2, 3)
+
+
+class Stretch:
+    """A stretch of queries of one piece, with the keys around it."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        span: slice,
+        blocks: Blocks,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        key_mask: Tensor | None,
+        tail: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> None:
+        q, k, v = qkv
+        self.rows, self.span, self.blocks = rows, span, blocks
+        self.dtype = computation_dtype(q.dtype)
+        self.t = span.stop - span.start
+        self.N = -(-self.t // blocks.Q)
+        # Keys [low, high) of the sequence stand at [pad, ...) of the buffers; earlier ones come
+        # from the state, whose last key is token -1.
+        first = span.start - blocks.before * blocks.Q
+        stop = span.start + (self.N + blocks.after) * blocks.Q
+        self.low, self.high = max(0, first), min(rows.length, stop)
+        self.keys_span = slice(self.low, self.high)
+        self.pad = self.low - first
+        self.S = stop - first
+        P = 0 if tail[0] is None else tail[0].shape[1]
+        self.old = min(P, max(0, -first)) if self.low == 0 else 0
+        self.k_nGSK, self.v_nGSD = self._keys(k, tail[0]), self._keys(v, tail[1])
+        self.q_ZRQK = self.queries(q)
+        self.n, self.G = self.k_nGSK.shape[:2]
+        real_nS = torch.zeros(self.n, self.S, dtype=torch.bool, device=q.device)
+        own = rows.visible(key_mask, self.keys_span)
+        real_nS[:, self.pad : self.pad + self.high - self.low] = True if own is None else own
+        if self.old and tail[2] is not None:
+            real_nS[:, self.pad - self.old : self.pad] = tail[2][rows.ids][:, P - self.old :]
+        # (n, 1, N, 1, Q, M): band and mask
+        near_nNM = blocks.gather(real_nS[:, None, :, None], self.N).view(self.n, self.N, -1)
+        self.seen = (blocks.band(q.device) & near_nNM[:, :, None])[:, None, :, None]
+        self.alive = self.seen.any(-1, keepdim=True)
+
+    def _keys(self, x: Tensor, tail: Tensor | None) -> Tensor:
+        """(n, G, S, K) around the stretch, zeros where there is nothing."""
+        own = self.rows.take(x, self.keys_span)
+        out = own.new_zeros((own.shape[0], own.shape[2], self.S, own.shape[3]), dtype=self.dtype)
+        out[:, :, self.pad : self.pad + own.shape[1]] = own.transpose(1, 2)
+        if self.old and tail is not None:
+            earlier = tail[self.rows.ids][:, tail.shape[1] - self.old :]
+            out[:, :, self.pad - self.old : self.pad] = earlier.transpose(1, 2)
+        return out
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(n G N, R Q, K): the queries of all the heads of a group read the same keys."""
+        own = self.rows.take(x, self.span)
+        n, t, H, K = own.shape
+        G = self.k_nGSK.shape[1]
+        out = own.new_zeros((n, G, self.N, H // G, self.blocks.Q, K), dtype=self.dtype)
+        flat = own.new_zeros((n, self.N * self.blocks.Q, H, K), dtype=self.dtype)
+        flat[:, :t] = own
+        out[:] = flat.view(n, self.N, self.blocks.Q, G, H // G, K).permute(0, 3, 1, 4, 2, 5)
+        return out.view(n * G * self.N, -1, K)
+
+    def back(self, x_ZRQK: Tensor) -> Tensor:
+        """The inverse of :meth:`queries`, (n, t, H, K)."""
+        x = x_ZRQK.view(self.n, self.G, self.N, -1, self.blocks.Q, x_ZRQK.shape[-1])
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
+        return x[:, : self.t]
+
+    def masked(self, x_ZRQM: Tensor, mask: Tensor, fill: float) -> Tensor:
+        """Fill where the mask (n, 1, N, 1, Q, M or 1) is False."""
+        shape = (self.n, self.G, self.N, -1, self.blocks.Q, x_ZRQM.shape[-1])
+        x_ZRQM.view(shape).masked_fill_(~mask, fill)
+        return x_ZRQM
+
+    def weights(self, scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+        """Attention weights (Z, R Q, M); with a softcap also tanh of the scaled logits."""
+        keys = self.blocks.gather(self.k_nGSK, self.N)
+        logits = torch.bmm(self.q_ZRQK, keys.mT).mul_(scale)
+        tanh = None
+        if softcap:
+            tanh = logits.div_(softcap).tanh_()
+            logits = tanh * softcap
+        # A finite minimum: rows without a visible key become an average, zeroed afterwards.
+        logits = self.masked(logits, self.seen, torch.finfo(logits.dtype).min / 2)
+        return torch.softmax(logits, -1), tanh
+
+
+def _stretches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, blocks: Blocks):
+    """Pieces and stretches whose scores stay small."""
+    T, H = q.shape[1:3]
+    width = H * max(blocks.M, q.shape[-1], v.shape[-1])
+    segment = max(1, PIECE // (width * blocks.Q)) * blocks.Q
+    for rows in rows_of(q, width, segment, cu_seqlens, PIECE):
+        for span in spans(rows.length, segment):
+            yield rows, span
+
+
+@torch.library.custom_op("latte::sliding_window", mutates_args=())
+def window_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tail_k: Tensor | None,
+    tail_v: Tensor | None,
+    tail_mask: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    causal: bool,
+) -> Tensor:
+    """Windowed softmax attention; ``softcap=0`` is none."""
+    out = v.new_empty((*q.shape[:3], v.shape[-1]))
+    blocks = Blocks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
+    for rows, span in _stretches(q, v, cu_seqlens, blocks):
+        part = Stretch(rows, span, blocks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
+        weights, _ = part.weights(scale, softcap)
+        y = torch.bmm(weights, blocks.gather(part.v_nGSD, part.N))
+        rows.put(out, span, part.back(part.masked(y, part.alive, 0.0)))
+    return out
+
+
+@window_op.register_fake
+def _(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal):
+    return v.new_empty((*q.shape[:3], v.shape[-1]))
+
+
+@torch.library.custom_op("latte::sliding_window_backward", mutates_args=())
+def window_backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tail_k: Tensor | None,
+    tail_v: Tensor | None,
+    tail_mask: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
+    dtype = computation_dtype(q.dtype)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    # Keys are shared by neighbouring stretches, so their gradients are added up in fp32.
+    dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
+    dtail_k = k.new_zeros(0 if tail_k is None else tail_k.shape, dtype=dtype)
+    dtail_v = v.new_zeros(0 if tail_v is None else tail_v.shape, dtype=dtype)
+    blocks = Blocks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
+    for rows, span in _stretches(q, v, cu_seqlens, blocks):
+        part = Stretch(rows, span, blocks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
+        n, G, N = part.n, part.G, part.N
+        weights, tanh = part.weights(scale, softcap)
+        dy = part.masked(part.queries(dout), part.alive, 0.0)
+        dvalues = torch.bmm(weights.mT, dy)
+        dweights = torch.bmm(dy, blocks.gather(part.v_nGSD, N).mT)
+        row = (weights * dweights).sum(-1, keepdim=True)
+        dlogits = dweights.sub_(row).mul_(weights).mul_(scale)
+        if tanh is not None:
+            dlogits = dlogits * (1.0 - tanh.square())
+        dqueries = torch.bmm(dlogits, blocks.gather(part.k_nGSK, N))
+        dkeys = torch.bmm(dlogits.mT, part.q_ZRQK)
+        rows.put(dq, span, part.back(dqueries))
+        stop = part.pad + part.high - part.low
+        for target, tail, blocked in ((dk, dtail_k, dkeys), (dv, dtail_v, dvalues)):
+            dx = blocks.scatter(blocked, n, G, N).transpose(1, 2)
+            rows.add(target, part.keys_span, dx[:, part.pad : stop])
+            if part.old:
+                P = tail.shape[1]
+                tail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dtail_k.to(k.dtype), dtail_v.to(v.dtype)
+
+
+@window_backward_op.register_fake
+def _(
+    dout, q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal
+):
+    tails = (
+        x.new_empty(0 if tail is None else tail.shape)
+        for x, tail in ((k, tail_k), (v, tail_v))
+    )
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, *tails
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:8])
+    ctx.options = inputs[8:]
+
+
+def _gradients(ctx, dout):
+    saved = ctx.saved_tensors
+    dq, dk, dv, dtail_k, dtail_v = window_backward_op(dout, *saved, *ctx.options)
+    tails = (None, None) if saved[5] is None else (dtail_k, dtail_v)
+    return dq, dk, dv, None, None, *tails, None, None, None, None, None
+
+
+window_op.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,127 @@
+"""Argument checks shared by every op: one clear line that says what was expected and what came.
+
+Nothing here reads a value from a GPU: only shapes, dtypes and devices are looked at there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BACKENDS = ("reference", "torch", "triton")
+
+
+def choose_backend(backend: str | None, op: str, available: tuple[str, ...]) -> str:
+    """The backend to use: exactly the one asked for, or the best available for ``None``."""
+    if backend is None:
+        return "torch"
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: backend must be None or one of {BACKENDS}, got {backend!r}")
+    if backend not in available:
+        raise ValueError(
+            f"{op}: backend {backend!r} is not available for this op, expected one of {available}"
+        )
+    return backend
+
+
+def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
+    """All tensors are floating point, of one dtype and on one device."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+        if x.dtype not in FLOATS:
+            raise ValueError(
+                f"{op}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}"
+            )
+        if x.dtype != first.dtype:
+            raise ValueError(
+                f"{op}: {name} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}"
+            )
+        if x.device != first.device:
+            raise ValueError(
+                f"{op}: {name} must be on the device of {first_name}, {first.device}, "
+                f"got {x.device}"
+            )
+
+
+def check_shape(op: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
+    """``x`` has the dimensions named by ``letters``; unknown letters are learnt into ``sizes``."""
+    expected = "(" + ", ".join(f"{c}={sizes[c]}" if c in sizes else c for c in letters) + ")"
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor {expected}, got {type(x).__name__}")
+    if x.ndim != len(letters):
+        raise ValueError(f"{op}: {name} must have shape {expected}, got {tuple(x.shape)}")
+    for letter, size in zip(letters, x.shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            raise ValueError(f"{op}: {name} must have shape {expected}, got {tuple(x.shape)}")
+
+
+def check_groups(op: str, H: int, G: int, name: str) -> None:
+    """G key/value heads serve H query heads."""
+    if G == 0 or H % G:
+        raise ValueError(f"{op}: {name} must have a number of heads that divides {H}, got {G}")
+
+
+def check_window(op: str, window: int | None, *, optional: bool = False) -> None:
+    """``window`` is a number of keys, self included."""
+    if window is None and optional:
+        return
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"{op}: window must be a positive number of keys, got {window!r}")
+
+
+def check_softcap(op: str, softcap: float | None) -> None:
+    """``softcap`` is None or positive."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
+
+
+def check_sequences(
+    op: str, B: int, T: int, device: torch.device, key_mask: Tensor | None, cu: Tensor | None
+) -> int:
+    """Check mask and packing; return the number of states, N when packed and B otherwise."""
+    if key_mask is not None:
+        check_shape(op, "key_mask", key_mask, "BT", {"B": B, "T": T})
+        if key_mask.dtype != torch.bool:
+            raise ValueError(f"{op}: key_mask must be bool (True = a token), got {key_mask.dtype}")
+        if key_mask.device != device:
+            raise ValueError(f"{op}: key_mask must be on {device}, got {key_mask.device}")
+    if cu is None:
+        return B
+    if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.shape[0] < 2:
+        came = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
+        raise ValueError(f"{op}: cu_seqlens must be a tensor (N+1,) with N >= 1, got {came}")
+    if cu.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens must be int32 (or int64), got {cu.dtype}")
+    if cu.device != device:
+        raise ValueError(f"{op}: cu_seqlens must be on {device}, got {cu.device}")
+    if B != 1:
+        raise ValueError(f"{op}: packed sequences (cu_seqlens) need a batch of 1, got {B}")
+    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = cu.tolist()
+        if values[0] != 0 or values[-1] != T or any(values[i] > values[i + 1] for i in range(len(values) - 1)):
+            raise ValueError(
+                f"{op}: cu_seqlens must rise from 0 to T={T}, got {values[:3]} ... {values[-1]}"
+            )
+    return cu.shape[0] - 1
+
+
+def check_state(
+    op: str, state: object, names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """``state`` is a tuple of tensors of the given shapes."""
+    if not isinstance(state, tuple) or len(state) != len(names):
+        raise ValueError(
+            f"{op}: initial_state must be a tuple ({', '.join(names)}), got {type(state).__name__}"
+        )
+    for name, shape, x in zip(names, shapes, state, strict=True):
+        if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{op}: initial_state.{name} must have shape {shape}, got {came}")
+
+
+def computation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64; everything else is computed, and carried, in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
