@@ -11,6 +11,7 @@ Neither ``datasets`` nor ``transformers`` is imported before a function needs it
 
 from latte.data.blocks import BlockCollator, PackedBlocks
 from latte.data.corpora import Corpus, compression_baselines, open_corpus, sample_text
+from latte.data.evaluation import EvaluationText, bits_per_byte, perplexity
 from latte.data.tokenfile import TokenFile, tokenize_corpus
 from latte.data.tokenizers import (
     byte_tokenizer,
@@ -22,13 +23,16 @@ from latte.data.tokenizers import (
 __all__ = [
     "BlockCollator",
     "Corpus",
+    "EvaluationText",
     "PackedBlocks",
     "TokenFile",
+    "bits_per_byte",
     "byte_tokenizer",
     "compression_baselines",
     "load_tokenizer",
     "model_vocab_size",
     "open_corpus",
+    "perplexity",
     "sample_text",
     "tokenize_corpus",
     "train_bpe",

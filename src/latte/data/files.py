@@ -22,7 +22,7 @@ from typing import IO, Any
 from latte.errors import LatteError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-JSON_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
@@ -55,7 +55,7 @@ def find_files(spec: str | os.PathLike[str]) -> list[Path]:
             Path(folder, name)
             for folder, _, names in os.walk(path)
             for name in names
-            if not name.startswith(".") and "/." not in Path(folder).relative_to(path).as_posix()
+            if not any(part.startswith(".") for part in Path(folder, name).relative_to(path).parts)
         ]
     elif glob.has_magic(text):
         found = [Path(name) for name in glob.glob(text, recursive=True) if os.path.isfile(name)]

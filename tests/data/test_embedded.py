@@ -1,0 +1,82 @@
+import gzip
+import subprocess
+import sys
+
+import pytest
+
+from latte.data import compression_baselines, open_corpus
+from latte.data.embedded import embedded_files, families
+from latte.errors import LatteError
+
+
+def test_sizes_and_both_kinds_of_text():
+    train, held_out = embedded_files()
+    sizes = [sum(len(file.text.encode()) for file in side) for side in (train, held_out)]
+    assert 5_000_000 < sizes[0] < 20_000_000
+    assert 0.02 < sizes[1] / sum(sizes) < 0.1
+    for side in (train, held_out):
+        assert any(file.name.startswith("topics/") for file in side)
+        assert any(file.name.endswith(".py") for file in side)
+    names = [file.name for file in (*train, *held_out)]
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    assert len(names) == len(set(names))
+
+
+def test_near_identical_files_fall_on_one_side():
+    train, held_out = embedded_files()
+    files = [*train, *held_out]
+    numbers = families([file.text for file in files])
+    assert not set(numbers[: len(train)]) & set(numbers[len(train) :])
+    assert not {file.text for file in train} & {file.text for file in held_out}
+    # An independent look: no held-out file of some length has half of its lines in one train file.
+
+    def lines(file):
+        return {line.strip() for line in file.text.splitlines() if len(line.strip()) > 20}
+
+    train_lines = [lines(file) for file in train]
+    for file in held_out:
+        own = lines(file)
+        if len(own) >= 10:
+            assert max(len(own & other) for other in train_lines) < 0.5 * len(own), file.name
+
+
+def test_families_by_hand():
+    base = [f"a line that is number {i} of the first file" for i in range(20)]
+    other = [f"quite another text, its line {i}, here" for i in range(20)]
+    texts = [
+        "\n".join(base),
+        "\n".join(other),
+        "\n".join([*base[:12], *(f"changed beyond recognition {i}" for i in range(8))]),
+        "x",
+        "x",
+    ]
+    a, b, c, d, e = families(texts)
+    assert a == c and d == e and len({a, b, d}) == 3
+
+
+def test_split_is_the_same_in_another_process():
+    code = (
+        "from latte.data import open_corpus; c = open_corpus('embedded');"
+        "print(c.fingerprint('train'), c.fingerprint('validation'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    corpus = open_corpus("embedded")
+    assert run.stdout.split() == [corpus.fingerprint("train"), corpus.fingerprint("validation")]
+
+
+def test_compression_baselines():
+    held_out = b"a line of text and another\n" * 50 + bytes(range(32, 127)) * 3
+    found = compression_baselines(held_out, train=held_out * 2)
+    size = len(gzip.compress(held_out, 9))
+    assert found["gzip"] == pytest.approx(8 * size / len(held_out))
+    assert found["xz_after_train"] < found["xz"]
+    assert set(compression_baselines(held_out)) == {"gzip", "xz"}
+    with pytest.raises(LatteError, match="got none"):
+        compression_baselines(b"")
+
+
+def test_raw_bytes():
+    corpus = open_corpus("embedded")
+    raw = corpus.raw_bytes("validation")
+    assert len(raw) == corpus.validation.total
+    assert corpus.raw_bytes("validation", 1000) == raw[:1000]

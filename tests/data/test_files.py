@@ -1,0 +1,219 @@
+import bz2
+import gzip
+import json
+import lzma
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from latte.data import open_corpus, sample_text
+from latte.errors import LatteError
+
+TEXTS = ["one\ttext\n", "zwei Wörter 😀", "drei\r\nLines\n\nof it", "vier"]
+
+
+def compress(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        half = len(data) // 2  # two frames, as parallel zstd writes them
+        return b"".join(zstandard.compress(part) for part in (data[:half], data[half:]))
+    return {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix](
+        data
+    )
+
+
+def parquet_bytes(texts, column="text"):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"n": list(range(len(texts))), column: texts}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def jsonl_bytes(texts, field="text"):
+    return "".join(json.dumps({field: text}) + "\n" for text in texts).encode()
+
+
+def read(path, **options):
+    other = path.parent / "other.txt"
+    other.write_text("held out")
+    corpus = open_corpus(path, validation=other, **options)
+    return list(corpus.documents("train"))
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".xz", ".bz2", ".zst"])
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet", ".txt", ".md", ".py"])
+def test_every_format_round_trips(tmp_path, kind, compression):
+    path = tmp_path / f"corpus{kind}{compression}"
+    texts = TEXTS if kind in (".jsonl", ".parquet") else TEXTS[1:2]
+    data = {".jsonl": jsonl_bytes, ".parquet": parquet_bytes}.get(kind, lambda t: t[0].encode())
+    path.write_bytes(compress(data(texts), compression))
+    assert read(path) == texts
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".bz2", ".zst"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+def test_damaged_compression_is_one_line(tmp_path, compression, damage):
+    path = tmp_path / f"corpus.jsonl{compression}"
+    whole = compress(jsonl_bytes([f"{i} {hash(str(i))}" for i in range(500)]), compression)
+    path.write_bytes(whole[:-40] if damage == "truncated" else b"this is not compressed at all")
+    with pytest.raises(LatteError, match=r"damaged or truncated \.\w+ file") as caught:
+        read(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_meter_ends_at_the_total(tmp_path):
+    for name, data in {"a.jsonl": jsonl_bytes(TEXTS), "b.parquet": parquet_bytes(TEXTS)}.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v" / "v.txt").write_text("x")
+    corpus = open_corpus(str(tmp_path / "*.*"), validation=tmp_path / "v")
+    seen = []
+    assert len(list(corpus.documents("train", seen.append))) == 8
+    assert seen == sorted(seen) and seen[-1] == corpus.train.total
+
+
+def test_folders_and_globs(tmp_path):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / ".hidden").mkdir()
+    (tmp_path / "in" / "b.txt").write_text("b")
+    (tmp_path / "in" / "deep" / "a.md").write_text("a")
+    (tmp_path / "in" / ".hidden" / "c.txt").write_text("c")
+    (tmp_path / "in" / "image.png").write_bytes(b"\x89PNG")
+    (tmp_path / "in" / "empty.txt").write_text("")
+    assert read(tmp_path / "in") == ["b", "a"]
+    assert read(tmp_path / "in" / "**" / "*.md") == ["a"]
+
+
+def test_other_field_and_fingerprint(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(jsonl_bytes(TEXTS, "body"))
+    assert read(path, field="body") == TEXTS
+    before = open_corpus(path, field="body").fingerprint("train")
+    assert before == open_corpus(path, field="body").fingerprint("train")
+    assert before != open_corpus(path, field="body", held_out=0.2).fingerprint("train")
+    assert before != open_corpus(path, field="body").fingerprint("validation")
+    path.write_bytes(jsonl_bytes([*TEXTS[:-1], "fünf"], "body"))
+    assert before != open_corpus(path, field="body").fingerprint("train")
+
+
+def test_held_out_by_hash_splits_and_keeps_copies_together(jsonl):
+    texts = [f"text {i}" for i in range(1000)]
+    path = jsonl(texts + [f"TEXT  {i}\n" for i in range(1000)])
+    corpus = open_corpus(path, held_out=0.1)
+    train, held_out = (list(corpus.documents(s)) for s in ("train", "validation"))
+    assert len(train) + len(held_out) == 2000 and 120 < len(held_out) < 280
+    sides = [{text.casefold().strip().replace("  ", " ") for text in s} for s in (train, held_out)]
+    assert not sides[0] & sides[1]
+    assert held_out == list(open_corpus(path, held_out=0.1).documents("validation"))
+
+
+def test_single_text_file_is_cut_at_a_line(tmp_path):
+    path = tmp_path / "book.txt"
+    text = "".join(f"line number {i}\n" for i in range(1000))
+    path.write_text(text)
+    corpus = open_corpus(path, held_out=0.1)
+    (train,), (held_out,) = (list(corpus.documents(s)) for s in ("train", "validation"))
+    assert train + held_out == text and train.endswith("\n")
+    assert 0.08 < len(held_out) / len(text) < 0.12
+
+
+def test_sample_text_is_drawn_from_everywhere(jsonl):
+    path = jsonl([f"{i} " * 50 for i in range(400)])
+    corpus = open_corpus(path)
+    sample = sample_text(corpus, 20_000)
+    assert sample == sample_text(corpus, 20_000) != sample_text(corpus, 20_000, seed=1)
+    assert 15_000 < sum(map(len, sample)) <= 20_000
+    numbers = [int(text.split()[0]) for text in sample]
+    assert numbers == sorted(numbers) and numbers[0] < 50 and numbers[-1] > 350
+
+
+BAD_LINES = {
+    "malformed": (b'{"text": "a"}\n{"text": "b"\n', r"c\.jsonl, line 2: malformed JSON"),
+    "not an object": (b'{"text": "a"}\n\n["b"]\n', r"line 3: expected a JSON object, found list"),
+    "no field": (b'{"body": "a", "id": 1}\n', r"line 1: no field 'text'; there is 'body', 'id'"),
+    "not text": (b'{"text": 7}\n', r"line 1: field 'text' must hold text, found int"),
+    "binary": (b'{"text": "a"}\n\x00\x01\n', r"line 2: expected UTF-8 text, found a binary file"),
+    "latin-1": (
+        '{"text": "é"}\n'.encode("latin-1"),
+        r"line 1: expected UTF-8 text, found byte 0xe9",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_json_lines(tmp_path, case):
+    data, message = BAD_LINES[case]
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(LatteError, match=message) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"text": "a\\ud800b \\ud83d\\ude00"}\n')
+    assert read(path) == ["a\ufffdb 😀"]
+
+
+def test_bad_parquet(tmp_path):
+    path = tmp_path / "c.parquet"
+    path.write_bytes(parquet_bytes(TEXTS, "body"))
+    with pytest.raises(LatteError, match="no column 'text'; there is 'n', 'body'"):
+        read(path)
+    with pytest.raises(LatteError, match="column 'n' must hold text, found int64"):
+        read(path, field="n")
+    path.write_bytes(parquet_bytes(["a", None]))
+    with pytest.raises(LatteError, match="row 2: column 'text' holds no text"):
+        read(path)
+    path.write_bytes(parquet_bytes(TEXTS)[:-30])
+    with pytest.raises(LatteError, match="not a Parquet file, or a truncated one"):
+        read(path)
+
+
+def test_bad_text(tmp_path):
+    path = tmp_path / "c.txt"
+    path.write_bytes(b"\x7fELF\x00\x00")
+    with pytest.raises(LatteError, match=r"c\.txt: expected UTF-8 text, found a binary file"):
+        read(path)
+    path.write_bytes(b"caf\xe9")
+    with pytest.raises(LatteError, match="found byte 0xe9 at position 3"):
+        read(path)
+
+
+def test_bad_specs(tmp_path):
+    (tmp_path / "x.pdf").write_bytes(b"%PDF")
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    cases = [
+        (dict(spec=tmp_path / "x.pdf"), r"unknown extension for a corpus; expected \.txt"),
+        (dict(spec=tmp_path / "none.txt"), "no such file or folder"),
+        (dict(spec="embeded"), "no such file or folder .expected 'embedded'"),
+        (dict(spec=str(tmp_path / "*.csv")), "no file matches"),
+        (dict(spec=tmp_path / "empty"), "no corpus file in it; .*found no files at all"),
+        (dict(spec=[]), "at least one path"),
+        (dict(spec=[3]), "must be text, got int"),
+        (dict(spec=tmp_path / "good.txt", held_out=1.5), "held_out must be a fraction"),
+        (dict(spec=tmp_path / "good.txt", held_out="0.1"), "held_out must be a fraction"),
+        (dict(spec=tmp_path / "good.txt", config="en"), "config: only for a 'hub:NAME' corpus"),
+        (dict(spec=tmp_path / "good.txt", validation=tmp_path / "good.txt"), "in both"),
+        (dict(spec="embedded", validation=tmp_path / "good.txt"), "its own held-out part"),
+        (dict(spec="hub:"), "must be followed by a dataset name"),
+        (dict(spec="hub:x", validation="y"), "takes validation_split"),
+        (dict(spec="hub:x", validation_split="train"), "must differ from split"),
+    ]
+    for options, message in cases:
+        with pytest.raises(LatteError, match=message) as caught:
+            open_corpus(**options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(LatteError, match="split must be"):
+        open_corpus("embedded").documents("test")
+
+
+def test_file_that_vanishes(tmp_path):
+    path = tmp_path / "c.txt"
+    path.write_text("x")
+    corpus = open_corpus(path)
+    path.unlink()
+    with pytest.raises(LatteError, match=r"c\.txt: cannot be read"):
+        list(corpus.documents("train"))
