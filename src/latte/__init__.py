@@ -1,0 +1,78 @@
+"""Latte: linear-time attention in which every weight is a probability.
+
+``import latte`` is quick: submodules and names load when first used. From then on Transformers'
+Auto classes know Latte's models.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from latte._auto_registration import install as _install
+from latte.errors import LatteError
+
+if TYPE_CHECKING:
+    from latte import cli, data, experiments, layers, models, ops
+    from latte.layers import RGLRU, LatteAttention, LatteMacchiato
+    from latte.models import (
+        LatteCache,
+        LatteConfig,
+        LatteForCausalLM,
+        LatteForSequenceClassification,
+        LatteModel,
+        preset_config,
+    )
+    from latte.ops import (
+        LatteState,
+        attention_weights,
+        causal_conv1d,
+        latte_attention,
+        linear_attention,
+        macchiato_attention,
+        rg_lru,
+        sliding_window_attention,
+    )
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("cli", "data", "experiments", "layers", "models", "ops")
+_NAMES = {
+    "ops": (
+        "LatteState",
+        "attention_weights",
+        "causal_conv1d",
+        "latte_attention",
+        "linear_attention",
+        "macchiato_attention",
+        "rg_lru",
+        "sliding_window_attention",
+    ),
+    "layers": ("LatteAttention", "LatteMacchiato", "RGLRU"),
+    "models": (
+        "LatteCache",
+        "LatteConfig",
+        "LatteForCausalLM",
+        "LatteForSequenceClassification",
+        "LatteModel",
+        "preset_config",
+    ),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+__all__ = ["LatteError", "__version__", *_SUBMODULES, *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"latte.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"latte.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'latte' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_install()

@@ -1,0 +1,112 @@
+"""The RG-LRU of Griffin (arXiv 2402.19427, section 2.4): the bare recurrent layer.
+
+Shape suffixes: B batch, T tokens, E channels, N blocks, P channels per block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from latte.layers.validation import check_divides, check_input
+from latte.ops import rg_lru
+
+MIN_DECAY, MAX_DECAY = 0.9, 0.999  # of a_t where the recurrence gate is fully open, r = 1
+
+
+class BlockDiagonalLinear(nn.Module):
+    """An affine map of N independent blocks of E/N channels."""
+
+    def __init__(self, hidden_size: int, num_blocks: int) -> None:
+        super().__init__()
+        check_divides(
+            "BlockDiagonalLinear",
+            "num_blocks",
+            "hidden_size",
+            hidden_size=hidden_size,
+            num_blocks=num_blocks,
+        )
+        width = hidden_size // num_blocks
+        self.weight = nn.Parameter(torch.empty(num_blocks, width, width))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.weight.shape[-1]))
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        x_BTNP = x_BTE.unflatten(-1, self.weight.shape[:2])
+        return torch.einsum("btni,nij->btnj", x_BTNP, self.weight).flatten(-2) + self.bias
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.bias.shape[0]}, num_blocks={self.weight.shape[0]}"
+
+
+class RGLRU(nn.Module):
+    """Real-gated linear recurrent unit.
+
+        r_t = sigmoid(R x_t),  i_t = sigmoid(I x_t)       block-diagonal affine maps
+        log a_t = -8 r_t softplus(theta)
+        h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)     at a sequence's start h_t = i_t x_t
+
+    ``theta`` starts so that a at r = 1, exp(-8 softplus(theta)), lies in [0.9, 0.999], uniform in
+    a^2. The state h is fp32.
+
+    Args:
+        num_blocks: of the gates' maps; the models use the number of heads.
+        reverse: run from the end to the start (for bidirectional models); then there is no state.
+    """
+
+    def __init__(self, hidden_size: int, num_blocks: int = 1, *, reverse: bool = False) -> None:
+        super().__init__()
+        self.hidden_size, self.reverse = hidden_size, reverse
+        self.recurrence_gate = BlockDiagonalLinear(hidden_size, num_blocks)
+        self.input_gate = BlockDiagonalLinear(hidden_size, num_blocks)
+        self.theta = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.theta.copy_(self.initial_theta())
+
+    def initial_theta(self) -> Tensor:
+        """A fresh draw of theta: softplus(theta) = -log(a) / 8 with a^2 uniform."""
+        squares = torch.empty_like(self.theta, dtype=torch.float32)
+        squares.uniform_(MIN_DECAY**2, MAX_DECAY**2)
+        return torch.log(torch.expm1(-0.5 * torch.log(squares) / 8.0))
+
+    def forward(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: Tensor | None = None,
+        output_final_state: bool = False,
+        *,
+        full_precision: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output (B, T, E) and the state (B, E) fp32, if asked for.
+
+        With ``full_precision`` the output is at least fp32, as the state is.
+        """
+        check_input("RGLRU", x_BTE, self.hidden_size)
+        dtype = x_BTE.dtype
+        if full_precision:
+            dtype = torch.promote_types(dtype, torch.float32)
+        gates = (self.recurrence_gate(x_BTE), self.input_gate(x_BTE))
+        return rg_lru(
+            x_BTE.to(dtype),
+            *(gate.to(dtype) for gate in gates),  # autocast may have lowered them
+            self.theta.to(dtype),
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            initial_state=state,
+            output_final_state=output_final_state,
+            reverse=self.reverse,
+        )
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, reverse={self.reverse}"

@@ -1,0 +1,38 @@
+"""Checks of the layers' arguments: one line that says what was expected and what came."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_positive(layer: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{layer}: {name} must be a positive integer, got {size!r}")
+
+
+def check_divides(layer: str, divisor: str, dividend: str, **sizes: int) -> None:
+    """``sizes[divisor]`` divides ``sizes[dividend]``; both are positive integers."""
+    check_positive(layer, **sizes)
+    if sizes[dividend] % sizes[divisor]:
+        raise ValueError(
+            f"{layer}: {dividend} must be a multiple of {divisor}, "
+            f"got {dividend}={sizes[dividend]} and {divisor}={sizes[divisor]}"
+        )
+
+
+def check_choice(layer: str, name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{layer}: {name} must be one of {choices}, got {value!r}")
+
+
+def check_input(layer: str, x: Tensor, hidden_size: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != hidden_size:
+        raise ValueError(
+            f"{layer}: x must have shape (B, T, hidden_size={hidden_size}), got {tuple(x.shape)}"
+        )
+
+
+def check_carried(layer: str, causal: bool, has_state: bool, output_final_state: bool) -> None:
+    if not causal and (has_state or output_final_state):
+        raise ValueError(f"{layer}: a bidirectional layer has no state to carry on")

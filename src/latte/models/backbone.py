@@ -1,0 +1,228 @@
+"""The decoder without a head. Shape suffixes: B batch, T tokens, E hidden size, P past tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple, logging
+
+from latte.layers import (
+    RGLRU,
+    BlockDiagonalLinear,
+    CausalConv1d,
+    Rotary,
+    RotaryEmbedding,
+    SinusoidalPositions,
+)
+from latte.layers.positions import token_positions
+from latte.models.block import LatteBlock, make_norm
+from latte.models.cache import LatteCache
+from latte.models.config import LatteConfig
+
+logger = logging.get_logger(__name__)
+
+
+class LattePreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation that all Latte models share."""
+
+    config: LatteConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LatteBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LatteBlock):
+            # As in GPT-2: the residual stream keeps its scale, whatever the depth.
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            init.normal_(module.mixer.o_proj.weight, std=std)
+            init.normal_(module.mlp.down_proj.weight, std=std)
+        elif isinstance(module, BlockDiagonalLinear):
+            init.normal_(module.weight, std=1.0 / math.sqrt(module.weight.shape[-1]))
+            init.zeros_(module.bias)
+        elif isinstance(module, CausalConv1d):
+            bound = 1.0 / math.sqrt(module.weight.shape[1])
+            init.uniform_(module.weight, -bound, bound)
+            init.zeros_(module.bias)
+        elif isinstance(module, RGLRU):
+            init.copy_(module.theta, module.initial_theta())
+
+
+class LatteModel(LattePreTrainedModel):
+    """Embeddings, decoder blocks and the final norm."""
+
+    def __init__(self, config: LatteConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, config.pad_token_id
+        )
+        self.positions = (
+            SinusoidalPositions(config.hidden_size) if config.position == "sinusoidal" else None
+        )
+        self.rotary = (
+            RotaryEmbedding(config.width_per_head, config.rope_theta)
+            if config.position == "rope"
+            else None
+        )
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.layers = nn.ModuleList(LatteBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = make_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LatteCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of a batch, of one more piece of it, or of packed sequences.
+
+        Args:
+            input_ids: (B, T); or ``inputs_embeds`` (B, T, E).
+            attention_mask: (B, P + T), 1 = a real token, over the cached tokens too. Padding may
+                stand on either side.
+            position_ids: (B, T); by default real tokens are counted, in each sequence.
+            past_key_values: a :class:`LatteCache`, read and updated.
+            use_cache: return the cache; by default the config's choice, and not in training.
+            output_attentions: also return p(s|t), (B, H, T, T) per layer: O(T^2) memory.
+            cu_seq_lens_q: (N + 1,) int32 bounds of N sequences packed into one row (B = 1), which
+                see nothing of each other.
+
+        Raises:
+            ValueError: the arguments do not fit together.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected exactly one of input_ids and inputs_embeds")
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        cache = self._cache(past_key_values, use_cache, cu_seq_lens_q)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        self._check(inputs_embeds, cache, output_attentions)
+        key_mask = self._key_mask(inputs_embeds, attention_mask, cache)
+
+        hidden, rotary = self._embed(
+            inputs_embeds, attention_mask, position_ids, cache, cu_seq_lens_q
+        )
+        hidden_states, attentions = [], []
+        for index, layer in enumerate(self.layers):
+            hidden_states.append(hidden)
+            state = None if cache is None else cache.state(index)
+            hidden, after, weights = layer(
+                hidden, key_mask, cu_seq_lens_q, rotary, state, cache is not None, output_attentions
+            )
+            attentions.append(weights)
+            if cache is not None:
+                cache.update(after, hidden.shape[1], index)
+        hidden = self.norm(hidden)
+        hidden_states.append(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=cache,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+
+    def _cache(
+        self, cache: LatteCache | None, use_cache: bool | None, cu_seq_lens: Tensor | None
+    ) -> LatteCache | None:
+        """The cache to fill, if any."""
+        if cache is not None and not isinstance(cache, LatteCache):
+            raise ValueError(
+                f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
+                "Latte do not fit into other caches"
+            )
+        possible = self.config.is_causal and cu_seq_lens is None
+        if not possible and (cache is not None or use_cache):
+            why = "packed sequences" if self.config.is_causal else "a bidirectional model"
+            raise ValueError(f"{why} cannot be carried on in a cache: leave use_cache out")
+        if self.gradient_checkpointing and self.training and (use_cache or cache is not None):
+            logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
+            return None
+        if cache is None and possible:
+            wanted = use_cache
+            if wanted is None:
+                wanted = self.config.use_cache and not self.training
+            if wanted:
+                cache = LatteCache(self.config)
+        return cache
+
+    def _check(self, x_BTE: Tensor, cache: LatteCache | None, output_attentions: bool) -> None:
+        if x_BTE.ndim != 3:
+            raise ValueError(
+                f"expected input_ids (B, T) or inputs_embeds (B, T, E), got a batch whose "
+                f"embeddings are {tuple(x_BTE.shape)}"
+            )
+        if cache is None:
+            return
+        if cache.batch_size not in (-1, x_BTE.shape[0]):
+            raise ValueError(
+                f"the cache holds a batch of {cache.batch_size}, got a batch of {x_BTE.shape[0]}"
+            )
+        if output_attentions and cache.get_seq_length():
+            raise ValueError(
+                "output_attentions needs the whole sequence at once, since a state does not tell "
+                "its tokens apart: pass use_cache=False"
+            )
+
+    def _key_mask(
+        self, x_BTE: Tensor, attention_mask: Tensor | None, cache: LatteCache | None
+    ) -> Tensor | None:
+        """The new tokens' part of the mask, (B, T) bool."""
+        if attention_mask is None:
+            return None
+        B, T = x_BTE.shape[:2]
+        past = 0 if cache is None else cache.get_seq_length()
+        if attention_mask.shape != (B, past + T):
+            raise ValueError(
+                f"attention_mask must be (B={B}, past + T={past} + {T}), "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        return attention_mask[:, past:].bool()
+
+    def _embed(
+        self,
+        x_BTE: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: LatteCache | None,
+        cu_seq_lens: Tensor | None,
+    ) -> tuple[Tensor, Rotary | None]:
+        """Embeddings with their positions in, and the rotary table that all layers share."""
+        rotary = None
+        if self.positions is not None or self.rotary is not None:
+            if position_ids is None:
+                key_mask = self._key_mask(x_BTE, attention_mask, cache)
+                start = None if cache is None else cache.position
+                position_ids = token_positions(x_BTE, key_mask, cu_seq_lens, start)
+            if self.rotary is not None:
+                rotary = self.rotary(position_ids, x_BTE.dtype)
+            if self.positions is not None:
+                # Scaled as in arXiv 1706.03762, so that neither part drowns the other.
+                scale = math.sqrt(self.config.hidden_size)
+                x_BTE = x_BTE * scale + self.positions(position_ids, x_BTE.dtype)
+        return self.dropout(x_BTE), rotary
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.embed_tokens = value

@@ -1,0 +1,221 @@
+"""The cache of Latte models: one state per layer, of constant size, in Transformers' Cache API.
+
+The states themselves are :class:`latte.layers.state.MixerState`; a cache layer holds one and
+moves it about. Only full softmax attention's state grows with the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from latte.layers.state import MixerState, drop_newest, map_tensors, rewind
+from latte.models.config import LatteConfig
+
+
+class LatteCacheLayer(CacheLayerMixin):
+    """One layer's state, and how many tokens (padding included) went into it.
+
+    Args:
+        grows: the state keeps every token (full softmax attention), so that tokens can be cut
+            off it; otherwise cutting needs recording (:meth:`activate_past_recording`).
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, grows: bool = False) -> None:
+        # Not calling the base's __init__: what it sets are read-only views of the state here.
+        self.grows = grows
+        self.record_past = False
+        self.seen_tokens = 0
+        self.device: torch.device | None = None
+        self.state = MixerState()
+
+    # --- the state, by the names of the design -------------------------------------------------
+
+    @property
+    def log_mass(self) -> Tensor | None:
+        """(B, H, L), the latents' log-mass (None for mixers without latents)."""
+        return getattr(self.state.latent, "log_mass", None)
+
+    @property
+    def mean(self) -> Tensor | None:
+        """(B, H, L, D), what each latent has seen."""
+        return getattr(self.state.latent, "mean", None)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, W-1, G, K), the window's keys, oldest first."""
+        return None if self.state.window is None else self.state.window.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, W-1, G, D), the window's values."""
+        return None if self.state.window is None else self.state.window.values
+
+    @property
+    def rglru(self) -> Tensor | None:
+        """(B, E) fp32, the RG-LRU's state."""
+        return self.state.rglru
+
+    @property
+    def conv(self) -> Tensor | None:
+        """(B, K-1, E), the convolution's last inputs."""
+        return self.state.conv
+
+    # --- reading and writing -------------------------------------------------------------------
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state.position is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate: the state comes from the first forward."""
+
+    def update(self, state: MixerState, num_tokens: int) -> MixerState:  # type: ignore[override]
+        """Put the state after ``num_tokens`` more tokens in place of the old one."""
+        if not self.record_past:
+            state = state._replace(undo=None)
+        assert state.position is not None, "a mixer's final state always has a position"
+        self.device = state.position.device
+        self.state = state
+        self.seen_tokens += num_tokens
+        return state
+
+    def get_seq_length(self) -> int:
+        return self.seen_tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen_tokens + query_length, 0
+
+    def reset(self) -> None:
+        self.state = MixerState()
+        self.seen_tokens = 0
+        if self.record_past:
+            self.activate_past_recording()
+
+    # --- the batch dimension -------------------------------------------------------------------
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.state = map_tensors(fn, self.state)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        device = self.device
+        if device is not None:
+            self._map(lambda x: x.to(device, non_blocking=True))
+
+    # --- taking tokens back --------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Keep what each further token adds, so that :meth:`crop` can take it back.
+
+        The log grows over as many forwards as are run, and is emptied by ``crop``.
+        """
+        self.record_past = True
+        if not self.grows and not self.state.recording:
+            self.state = self.state.record()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` tokens back; 0 empties the log of recorded tokens.
+
+        Raises:
+            ValueError: a positive number, more tokens than there are, or tokens that were not
+                recorded.
+        """
+        count = -tokens_to_remove
+        if not 0 <= count <= self.seen_tokens:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, here -{self.seen_tokens} "
+                f"to 0, got {tokens_to_remove}"
+            )
+        if count and count == self.seen_tokens:
+            self.reset()
+            return
+        if self.grows:
+            if count:
+                self.state = drop_newest(self.state, count)
+        elif self.state.recording:
+            self.state = rewind(self.state, count)
+        elif count:
+            raise ValueError(
+                "tokens were not recorded, so they cannot be taken back: call "
+                "activate_past_recording() on the cache before they are processed"
+            )
+        self.seen_tokens -= count
+
+
+class LatteCache(Cache):
+    """The states of all layers of a model; constant in size but for ``transformer++``.
+
+        cache = LatteCache(model.config)
+        out = model(input_ids, past_key_values=cache, use_cache=True)
+
+    Args:
+        config: of the model; it gives the number of layers and their kind.
+        offloading: keep each layer's state on the CPU while other layers compute.
+    """
+
+    def __init__(self, config: LatteConfig, offloading: bool = False) -> None:
+        grows = config.mixer == "softmax"
+        super().__init__(layers=[LatteCacheLayer(grows) for _ in range(config.num_hidden_layers)])
+        self.offload_layers = offloading
+
+    def state(self, layer_idx: int) -> MixerState:
+        """The state that layer ``layer_idx`` starts from."""
+        if self.offload_layers:
+            self.layers[layer_idx].prefetch()
+        return self.layers[layer_idx].state
+
+    def update(  # type: ignore[override]
+        self, state: MixerState, num_tokens: int, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> MixerState:
+        """Store the state that layer ``layer_idx`` ended in after ``num_tokens`` tokens."""
+        self.layers[layer_idx].update(state, num_tokens)
+        if self.offload_layers:
+            self.layers[layer_idx].offload()
+        return state
+
+    @property
+    def position(self) -> Tensor | None:
+        """(B,) int64, real tokens seen so far (padding not counted); None before the first."""
+        return self.layers[0].state.position
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.position is None else self.position.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all layers' states."""
+        total = 0
+
+        def count(x: Tensor) -> Tensor:
+            nonlocal total
+            total += x.numel() * x.element_size()
+            return x
+
+        for layer in self.layers:
+            map_tensors(count, layer.state)
+        return total

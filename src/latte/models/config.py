@@ -1,0 +1,181 @@
+"""The configuration of every model in the family, and its checks."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers.configuration_utils import PreTrainedConfig
+
+from latte.errors import LatteError
+
+WINDOWED = ("macchiato", "swa")  # mixers with local queries and keys over a window
+LATENT = ("latte", "macchiato", "linear")  # mixers whose heads have num_latents / heads states
+
+
+@strict
+class LatteConfig(PreTrainedConfig):
+    r"""Configuration of Latte models; the presets are in :mod:`latte.models.presets`.
+
+    Args:
+        mixer: what mixes tokens: ``latte`` (eq. 7-14), ``macchiato`` (eq. 15-17), ``swa``
+            (window only), ``softmax`` (full attention) or ``linear`` (undirected, eq. 4-5).
+        latent_input: where the latent logits come from: ``none`` (x), ``conv`` or ``rglru``
+            (eq. 18-19). With ``swa`` the window's queries, keys and values come from there.
+        num_latents: latent states (features of ``linear``) over all heads.
+        sliding_window: keys seen by ``macchiato`` and ``swa``, self included.
+        position: ``sinusoidal`` (added to the embeddings), ``rope`` (in the window or full
+            attention) or ``none``.
+        norm, mlp: ``rmsnorm`` and ``swiglu``, the "++" models, or ``layernorm`` and ``gelu``.
+        attn_logit_softcapping: local logits become ``cap * tanh(logit / cap)``.
+        feature_map: of ``linear``: ``elu`` (elu + 1), ``exp``, ``softplus`` or ``relu``.
+        is_causal: False for bidirectional layers (classification); they generate nothing.
+        max_position_embeddings: the training length; information only, nothing depends on it.
+
+    Raises:
+        LatteError: a value has a wrong type or the sizes do not fit, or a keyword looks like a
+            misspelt field.
+    """
+
+    model_type = "latte"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50267
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int = 3072
+    mixer: Literal["latte", "macchiato", "swa", "softmax", "linear"] = "macchiato"
+    latent_input: Literal["none", "conv", "rglru"] = "rglru"
+    num_latents: int | None = 128
+    sliding_window: int | None = 128
+    conv_kernel_size: int = 3
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm_eps: float = 1e-6
+    mlp: Literal["gelu", "swiglu"] = "swiglu"
+    position: Literal["sinusoidal", "rope", "none"] = "rope"
+    rope_theta: float = 10000.0
+    attn_logit_softcapping: float | None = None
+    feature_map: Literal["elu", "exp", "softplus", "relu"] = "elu"
+    is_causal: bool = True
+    embedding_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    classifier_dropout: float = 0.0
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 1024
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._reject_misspelt(kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    def _reject_misspelt(self, extra: dict[str, Any]) -> None:
+        """Hugging Face keeps unknown keywords as attributes: right for its own, not for typos."""
+        names = [field.name for field in fields(self)]
+        for name in extra:
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+            if close and not hasattr(PreTrainedConfig, name):
+                raise ValueError(f"unknown field {name!r}, did you mean {close[0]!r}?")
+
+    def validate_sizes(self) -> None:
+        """Part of ``@strict``: every size is positive and the divisions come out even."""
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "num_latents",
+            "sliding_window",
+            "conv_kernel_size",
+            "max_position_embeddings",
+        )
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.head_dim is None:
+            self._divides("num_attention_heads", "hidden_size")
+        self._divides("num_key_value_heads", "num_attention_heads")
+        if self.latent_input == "rglru":
+            self._divides("num_attention_heads", "hidden_size")  # the gates' blocks
+        if self.mixer in LATENT:
+            if self.num_latents is None:
+                raise ValueError(f"num_latents must be given for mixer={self.mixer!r}, got None")
+            self._divides("num_attention_heads", "num_latents")
+
+    def validate_choices(self) -> None:
+        """Part of ``@strict``: the choices fit together."""
+        if self.mixer in WINDOWED and self.sliding_window is None:
+            raise ValueError(f"sliding_window must be given for mixer={self.mixer!r}, got None")
+        if self.mixer in ("softmax", "linear") and self.latent_input != "none":
+            raise ValueError(
+                f"latent_input must be 'none' for mixer={self.mixer!r}, got {self.latent_input!r}"
+            )
+        if self.position == "rope":
+            if self.mixer not in (*WINDOWED, "softmax"):
+                raise ValueError(
+                    f"position='rope' needs a mixer with local queries and keys, "
+                    f"'macchiato', 'swa' or 'softmax', got mixer={self.mixer!r}"
+                )
+            if self.width_per_head % 2:
+                raise ValueError(
+                    f"position='rope' needs heads of an even width, got {self.width_per_head}"
+                )
+        for name in ("embedding_dropout", "hidden_dropout", "classifier_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        positive = ("norm_eps", "rope_theta", "initializer_range", "attn_logit_softcapping")
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    def _divides(self, divisor: str, dividend: str) -> None:
+        if getattr(self, dividend) % getattr(self, divisor):
+            raise ValueError(
+                f"{dividend} must be a multiple of {divisor}, got {dividend}="
+                f"{getattr(self, dividend)} and {divisor}={getattr(self, divisor)}"
+            )
+
+    @property
+    def width_per_head(self) -> int:
+        """Width of a head's keys and values: ``head_dim`` or hidden_size / heads."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+def _one_line_errors(cls: type) -> None:
+    """Turn the two-line errors of ``@strict``, which are no ValueErrors, into one clear line."""
+
+    def wrap(original: Any) -> Any:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                original(self, *args, **kwargs)
+            except StrictDataclassError as error:
+                raise LatteError(f"{cls.__name__}: {error.__cause__ or error}") from error
+            except LatteError:
+                raise
+            except ValueError as error:
+                raise LatteError(f"{cls.__name__}: {error}") from error
+
+        wrapped.__name__, wrapped.__doc__ = original.__name__, original.__doc__
+        return wrapped
+
+    for name in ("__init__", "__setattr__"):
+        setattr(cls, name, wrap(getattr(cls, name)))
+
+
+_one_line_errors(LatteConfig)
