@@ -34,7 +34,8 @@ def jsonl_bytes(texts, field="text"):
 
 
 def read(path, **options):
-    other = path.parent / "other.txt"
+    folder = path.parent if path.parent.is_dir() else path.parents[2]  # a glob's parent is none
+    other = folder / "other.txt"
     other.write_text("held out")
     corpus = open_corpus(path, validation=other, **options)
     return list(corpus.documents("train"))

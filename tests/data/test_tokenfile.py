@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import pickle
@@ -27,9 +28,7 @@ def test_contents(token_file):
     assert not tokens.tokens.flags.writeable
 
 
-def test_large_vocabulary_is_uint32(token_file, tokenizer, tmp_path):
-    import copy
-
+def test_large_vocabulary_is_uint32(token_file, tokenizer):
     large = copy.deepcopy(tokenizer)
     large.add_tokens([f"<extra-{i}>" for i in range(66_000)])
     tokens = token_file(["a <extra-65999> b"], tokenizer=large)
@@ -104,10 +103,10 @@ def damage_format(path):
 
 
 DAMAGES = [
-    (damage_truncate, "truncated or edited token cache: expected 80 bytes, found 10"),
+    (damage_truncate, "truncated or edited token cache: expected 84 bytes, found 10"),
     (damage_edit, "edited token cache: its checksum does not match"),
     (damage_offsets, "edited token cache"),
-    (damage_missing, "not a whole one: no bytes.npy"),
+    (damage_missing, "or an incomplete one: no bytes.npy"),
     (damage_index, "cannot be read"),
     (damage_entry, "bad entry 'files'"),
     (damage_format, "format 99, expected 1"),

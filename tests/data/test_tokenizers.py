@@ -1,9 +1,11 @@
+import copy
+
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from latte.data import load_tokenizer, model_vocab_size, open_corpus, sample_text, train_bpe
-from latte.data.tokenfile import Encoder, _pieces
+from latte.data.encoding import Encoder, _pieces
 from latte.data.tokenizers import (
     document_ends,
     is_byte_tokenizer,
@@ -71,6 +73,13 @@ def test_byte_ids(tokenizer):
     assert document_ends(tokenizer) == (257, 256) and tokenizer.pad_token_id == 258
     assert len(tokenizer) == 259 and is_byte_tokenizer(tokenizer)
     assert is_byte_tokenizer(load_tokenizer("byte"))
+
+
+def test_bytes_with_added_words_are_not_plain_bytes(tokenizer):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["<word>"])
+    assert not is_byte_tokenizer(larger)
+    assert Encoder(larger)(["a<word>"])[0].tolist() == [97, 259]
 
 
 def test_bpe_is_deterministic_and_compresses(bpe):

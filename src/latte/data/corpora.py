@@ -30,7 +30,9 @@ class Source(Protocol):
 
     name: str
     unit: str
-    total: int | None
+
+    @property
+    def total(self) -> int | None: ...
 
     def fingerprint(self) -> str: ...
 

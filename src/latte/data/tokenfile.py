@@ -17,30 +17,32 @@ one writes while the others wait.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from latte.data.corpora import Corpus, Split
+from latte.data.encoding import Encoder
 from latte.errors import LatteError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
 # Files up to this size are checksummed whole, larger ones by 256 samples of 64 KiB.
 FULL_CHECK_BYTES = 128 << 20
 BATCH_CHARACTERS = 2 << 20
-# A document beyond this is encoded in pieces: the tokeniser's working memory is ~100 B a token.
-PIECE_CHARACTERS = 4 << 20
 
 
 def _checksum(path: Path) -> int:
@@ -164,59 +166,6 @@ def _checked_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _pieces(text: str, limit: int) -> Iterator[str]:
-    """Cut a very long text before line ends that follow a letter or digit, where byte-level
-    pre-tokenisers cut too, so that the ids are those of the whole."""
-    start = 0
-    while len(text) - start > limit:
-        end = start + limit
-        cut = text.rfind("\n", start + limit // 2, end)
-        while cut > 0 and not text[cut - 1].isalnum():
-            cut = text.rfind("\n", start + limit // 2, cut)
-        end = cut if cut > start else end
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-class Encoder:
-    """text -> ids, exactly the text's: no specials added, none recognised within the text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from latte.data.tokenizers import is_byte_tokenizer
-
-        self._bytes = is_byte_tokenizer(tokenizer)
-        self._slow = tokenizer
-        self._fast: Any = None
-        if not self._bytes and getattr(tokenizer, "backend_tokenizer", None) is not None:
-            from tokenizers import Tokenizer
-
-            self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-            self._fast.no_truncation()
-            self._fast.no_padding()
-            self._fast.encode_special_tokens = True
-
-    def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text; a batch of texts is spread over the cores by the library."""
-        if self._bytes:
-            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        pieces = [list(_pieces(text, PIECE_CHARACTERS)) for text in texts]
-        flat = [piece for document in pieces for piece in document]
-        if self._fast is not None:
-            encoded = self._fast.encode_batch_fast(flat, add_special_tokens=False)
-            ids = [np.asarray(entry.ids, np.uint32) for entry in encoded]
-        else:
-            ids = [
-                np.asarray(self._slow.encode(piece, add_special_tokens=False), np.uint32)
-                for piece in flat
-            ]
-        result, start = [], 0
-        for document in pieces:
-            result.append(np.concatenate(ids[start : start + len(document)]))
-            start += len(document)
-        return result
-
-
 def _write(
     folder: Path,
     corpus: Corpus,
@@ -299,10 +248,10 @@ def _write(
         "eos": eos,
         "files": {path.name: [path.stat().st_size, _checksum(path)] for path in files},
     }
-    with open(folder / "index.json", "w", encoding="utf-8") as file:
-        json.dump(index, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    with open(folder / "index.json", "w", encoding="utf-8") as index_file:
+        json.dump(index, index_file, indent=2)
+        index_file.flush()
+        os.fsync(index_file.fileno())
 
 
 def tokenize_corpus(
@@ -322,7 +271,7 @@ def tokenize_corpus(
         LatteError: an empty or unreadable corpus, a cache folder that cannot be written, a cached
             file that was truncated or edited, a tokeniser without eos.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     from latte.data.tokenizers import tokenizer_fingerprint
 
@@ -341,7 +290,13 @@ def tokenize_corpus(
         if not root.is_dir() or not os.access(root, os.W_OK):
             raise PermissionError(13, "not writable")
         lock = FileLock(root / f".{name}.lock")
-        with lock:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("waiting for another process that is writing %s", final)
+            lock.acquire()
+        with contextlib.ExitStack() as stack:
+            stack.callback(lock.release)
             if final.is_dir():  # another process made it while this one waited
                 return TokenFile(final)
             # Whoever left these was killed: the lock would still be held otherwise.

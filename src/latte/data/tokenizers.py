@@ -195,6 +195,7 @@ def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     return (
         steps.get("type") == "ByteLevel"
         and not steps.get("add_prefix_space")
+        and all(added["special"] for added in what["added_tokens"])
         and all(vocabulary.get(character) == b for b, character in enumerate(byte_alphabet()))
     )
 
