@@ -1,7 +1,5 @@
 """The decoder without a head. Shape suffixes: B batch, T tokens, E hidden size, P past tokens."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The language model: next-token loss, and Hugging Face's ``generate``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

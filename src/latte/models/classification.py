@@ -1,7 +1,5 @@
 """Sequence classification by masked mean pooling. Shape suffixes: B batch, T tokens, E hidden."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple

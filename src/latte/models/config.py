@@ -1,7 +1,5 @@
 """The configuration of every model in the family, and its checks."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import fields
 from typing import Any, Literal
@@ -56,17 +54,17 @@ class LatteConfig(PreTrainedConfig):
     sliding_window: int | None = 128
     conv_kernel_size: int = 3
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    norm_eps: float = 1e-6
+    norm_eps: float | int = 1e-6
     mlp: Literal["gelu", "swiglu"] = "swiglu"
     position: Literal["sinusoidal", "rope", "none"] = "rope"
-    rope_theta: float = 10000.0
-    attn_logit_softcapping: float | None = None
+    rope_theta: float | int = 10000.0
+    attn_logit_softcapping: float | int | None = None
     feature_map: Literal["elu", "exp", "softplus", "relu"] = "elu"
     is_causal: bool = True
-    embedding_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    classifier_dropout: float = 0.0
-    initializer_range: float = 0.02
+    embedding_dropout: float | int = 0.0
+    hidden_dropout: float | int = 0.0
+    classifier_dropout: float | int = 0.0
+    initializer_range: float | int = 0.02
     max_position_embeddings: int = 1024
     tie_word_embeddings: bool = True
     use_cache: bool = True
