@@ -22,7 +22,7 @@ from pathlib import Path
 
 RECIPE = {
     "model": {"preset": "latte-r-swa++", "size": "tiny"},
-    "data": {"block_length": 64, "max_validation_bytes": 4096},
+    "data": {"block_length": 64, "max_validation_tokens": 4096},
     "training": {
         "batch_size": 2,
         "gradient_accumulation": 2,
@@ -114,7 +114,7 @@ def run(
     """The whole experiment; returns what happened, with `identical` True or False."""
     (folder / "text").mkdir(parents=True)
     settings = {section: dict(values) for section, values in RECIPE.items()}
-    settings["model"]["overrides"] = {**MODEL, "dropout": dropout}
+    settings["model"]["overrides"] = {**MODEL, "hidden_dropout": dropout}
     settings["data"] |= {
         "corpus": write_corpus(folder / "text"),
         "validation": str(folder / "text" / "document-0.txt"),

@@ -16,8 +16,8 @@ import torch
 from ..errors import LatteError
 from .metrics import Progress, read_metrics
 from .recipe import Recipe
-from .run_folder import FINISHED_FILE, Claim, claim, write_json
-from .text import Text, held_out, prepare_text
+from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
+from .text import Text, prepare_text
 from .trainer import LatteTrainer
 
 
@@ -70,7 +70,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         text.tokenizer,
         text.blocks(recipe.data, count, recipe.training.seed),
         text.collator(),
-        held_out(text.validation, recipe.data.max_validation_bytes),
+        text.held_out(recipe.data.max_validation_tokens),
         steps=steps,
         bytes_per_token=text.bytes_per_token,
         callbacks=[progress],
@@ -113,6 +113,7 @@ def build_model(recipe: Recipe, text: Text) -> Any:
         "bos_token_id": bos,
         "eos_token_id": eos,
         "pad_token_id": text.tokenizer.pad_token_id,
+        "max_position_embeddings": recipe.data.block_length,
     }
     config = model_config(recipe, defaults)
     text.train.check_vocabulary(config.vocab_size)
@@ -151,6 +152,8 @@ def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished:
     if finished:
         trainer.save_model(str(folder))
     if trainer.args.should_save:
+        if finished:
+            write_manifest(folder, sorted(folder.glob("*.safetensors")))
         evaluations = read_metrics(folder, "eval")
         last = evaluations[-1] if evaluations else {}
         result = {

@@ -34,11 +34,14 @@ class DataSection:
 
     corpus: str | list[str] = "embedded"  # see latte.data.corpora.open_corpus
     validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
+    field: str = "text"  # the JSON field or Parquet column that holds the text
+    hub_config: str | None = None  # a Hub dataset's configuration
+    hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
     tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
     vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
     block_length: int = 256  # tokens of a training example
     cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
-    max_validation_bytes: int | None = 262144  # held-out text scored during training
+    max_validation_tokens: int | None = 200_000  # scored during training; None: all
 
 
 @dataclass
@@ -163,7 +166,7 @@ def check(recipe: Recipe) -> Recipe:
         "training": ("max_steps", "max_tokens", "max_minutes", "batch_size", "learning_rate")
         + ("gradient_accumulation", "epsilon", "log_steps", "save_steps", "eval_steps")
         + ("keep_checkpoints",),
-        "data": ("block_length", "vocab_size", "max_validation_bytes"),
+        "data": ("block_length", "vocab_size", "max_validation_tokens"),
     }
     for name, keys in positive.items():
         section = getattr(recipe, name)

@@ -19,8 +19,9 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from ..errors import LatteError
@@ -144,29 +145,50 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def checkpoint_problem(checkpoint: Path) -> str | None:
-    """None if every file of the manifest is there with its size, else a sentence."""
-    manifest = checkpoint / MANIFEST_FILE
+def checkpoint_problem(folder: Path, only: str = "*") -> str | None:
+    """None if the manifest's files are there, with their sizes and checksums, else a sentence.
+
+    `only` restricts the check to names that match the pattern.
+    """
+    manifest = folder / MANIFEST_FILE
     try:
-        sizes = json.loads(manifest.read_text(encoding="utf-8"))["sizes"]
-        for name, size in sizes.items():
-            path = checkpoint / name
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        for name, (size, checksum) in files.items():
+            path = folder / name
+            if not PurePath(name).match(only):
+                continue
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size} bytes, expected {size}"
+            if _checksum(path) != checksum:
+                return f"{path} was edited: its checksum does not match"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{manifest} is missing or damaged"
     return None
 
 
+def write_manifest(folder: Path, files: list[Path]) -> None:
+    """Record sizes and checksums of `files`, and flush them and the record to disk."""
+    record = {}
+    for path in files:
+        record[str(path.relative_to(folder))] = [path.stat().st_size, _checksum(path)]
+        _flush(path)
+    write_json(folder / MANIFEST_FILE, {"files": record})
+    _flush(folder / MANIFEST_FILE)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
 def seal(staged: Path, final: Path) -> None:
     """Write the manifest of a staged checkpoint, flush it to disk and move it into place."""
-    files = sorted(path for path in staged.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(staged)): path.stat().st_size for path in files}
-    write_json(staged / MANIFEST_FILE, {"sizes": sizes})
-    for path in [*files, staged / MANIFEST_FILE]:
-        _flush(path)
+    write_manifest(staged, sorted(path for path in staged.rglob("*") if path.is_file()))
     for path in [staged, *(p for p in staged.rglob("*") if p.is_dir())]:
         _flush(path)
     if final.exists():  # the same step, reached again after a damaged checkpoint

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..data.blocks import BlockCollator, PackedBlocks
 from ..data.corpora import Corpus, open_corpus, sample_text
+from ..data.evaluation import EvaluationText
+from ..data.files import FileSource, find_files
 from ..data.tokenfile import TokenFile, tokenize_corpus
 from ..data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from ..errors import LatteError
 from .recipe import DataSection
-from .scoring import HeldOut
 
 # A vocabulary is learnt from at most so much text, drawn evenly from the corpus.
 BPE_SAMPLE_BYTES = 20_000_000
@@ -39,6 +38,10 @@ class Text:
         """The first `count` training blocks of the order that `seed` chooses."""
         return PackedBlocks(self.train, section.block_length, seed=seed, length=count)
 
+    def held_out(self, max_tokens: int | None = None) -> EvaluationText:
+        """The held-out documents, or about `max_tokens` of them, spread evenly."""
+        return EvaluationText(self.validation, max_tokens=max_tokens)
+
     @staticmethod
     def collator() -> BlockCollator:
         """Always one packed row: a batch's layout does not depend on where documents end."""
@@ -48,7 +51,13 @@ class Text:
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
     """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input."""
     cache = cache_folder(section)
-    corpus = open_corpus(section.corpus, validation=section.validation)
+    corpus = open_corpus(
+        section.corpus,
+        validation=section.validation,
+        field=section.field,
+        config=section.hub_config,
+        validation_split=section.hub_validation_split,
+    )
     tokenizer = make_tokenizer(section, corpus, cache, progress)
     return Text(
         corpus,
@@ -95,38 +104,25 @@ def make_tokenizer(section: DataSection, corpus: Corpus, cache: Path, progress: 
     return load_tokenizer(folder)
 
 
-def held_out(tokens: TokenFile, max_bytes: int | None = None) -> HeldOut:
-    """The documents of a token file without bos and eos, at most `max_bytes` of text.
-
-    To shorten, every document is cut to the same number of tokens, chosen as large as the budget
-    allows, so that no document dominates; a tokenizer that is not byte-level keeps or drops
-    whole documents instead, since bytes of a part are then unknown.
-    """
-    documents = [tokens.document(d)[1:-1] for d in range(tokens.num_documents)]
-    sizes = [int(size) for size in tokens.document_bytes]
-    if max_bytes is not None and sum(sizes) > max_bytes:
-        if tokens.byte_lengths is None:
-            kept = max(1, int(np.searchsorted(np.cumsum(sizes), max_bytes, "right")))
-            documents, sizes = documents[:kept], sizes[:kept]
-        else:
-            documents, sizes = _cut_evenly(documents, tokens.byte_lengths, max_bytes)
-    return HeldOut(documents, tokens.bos, sum(sizes))
-
-
-def _cut_evenly(
-    documents: list[np.ndarray], byte_lengths: np.ndarray, max_bytes: int
-) -> tuple[list[np.ndarray], list[int]]:
-    """Cut to the largest common number of tokens whose bytes add up to at most `max_bytes`."""
-    running = [np.cumsum(byte_lengths[document]) for document in documents]
-
-    def total(limit: int) -> int:
-        return sum(int(sizes[min(limit, len(sizes)) - 1]) for sizes in running if len(sizes))
-
-    low, high = 1, max(len(document) for document in documents)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if total(middle) <= max_bytes else (low, middle - 1)
-    cut = [document[:low] for document in documents]
-    return cut, [
-        int(sizes[len(d) - 1]) if len(d) else 0 for sizes, d in zip(running, cut, strict=True)
-    ]
+def evaluation_text(
+    corpus: str | list[str],
+    tokenizer: Any,
+    *,
+    validation: str | list[str] | None = None,
+    field: str = "text",
+    join: bool = False,
+    max_tokens: int | None = None,
+    progress: bool = True,
+) -> EvaluationText:
+    """What `latte evaluate` scores: all of local files, the held-out part of anything else."""
+    named = isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:"))
+    if named or validation is not None:
+        chosen = open_corpus(corpus, validation=validation, field=field)
+    else:
+        specs = [corpus] if isinstance(corpus, str) else corpus
+        paths = list(dict.fromkeys(path for spec in specs for path in find_files(spec)))
+        whole = FileSource(paths, field)
+        chosen = Corpus(whole.name, whole, whole)
+    cache = cache_folder(DataSection())
+    tokens = tokenize_corpus(chosen, tokenizer, "validation", cache, progress=progress)
+    return EvaluationText(tokens, join=join, max_tokens=max_tokens)

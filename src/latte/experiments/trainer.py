@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
+from ..data.evaluation import EvaluationText
 from ..errors import LatteError
 from . import sharding
 from .recipe import Recipe, dump
 from .run_folder import STAGING, rotate, seal
-from .scoring import HeldOut, score
+from .scoring import score
 
 
 class LatteTrainer(Trainer):
@@ -48,7 +49,7 @@ class LatteTrainer(Trainer):
         tokenizer: Any,
         train_dataset: Dataset,
         collate: Callable[[list[Any]], dict[str, Any]],
-        held_out: HeldOut | None,
+        held_out: EvaluationText | None,
         *,
         steps: int,
         bytes_per_token: float = 1.0,

@@ -1,0 +1,37 @@
+"""The command line `latte`: thin commands over `latte.experiments`.
+
+Parsing imports nothing heavy, so that `--help` answers at once; each command imports what it
+needs when it runs. A user's mistake (LatteError) is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..errors import LatteError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    from .parser import build_parser
+
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except LatteError as error:
+        _report(" ".join(str(error).split()))
+        return 2
+    except KeyboardInterrupt:
+        _report("interrupted; a training run goes on from its last checkpoint when run again")
+        return 130
+    except BrokenPipeError:  # such as `latte generate ... | head`
+        sys.stderr.close()
+        return 0
+
+
+def _report(message: str) -> None:
+    import os
+
+    if os.environ.get("RANK", "0") == "0":  # one line, not one per process of torchrun
+        print(f"latte: error: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,121 @@
+"""What each command does. Heavy imports stay inside the functions."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from ..errors import LatteError
+
+
+def train(options: Namespace) -> int:
+    """latte train RECIPE [key=value ...]"""
+    from ..experiments.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)  # checked before torch is imported
+    from ..experiments.pretrain import train as run
+
+    run(recipe, quiet=options.quiet)
+    return 0
+
+
+def evaluate(options: Namespace) -> int:
+    """latte evaluate CHECKPOINT ..."""
+    _at_least_one(options, "segment", "batch_tokens", "max_tokens")
+    from ..experiments.checkpoint import find_checkpoint
+
+    folder = find_checkpoint(options.checkpoint)
+    output = writable_folder(Path(options.output) if options.output else folder / "evaluation")
+    from ..experiments.checkpoint import load_checkpoint, training_recipe
+    from ..experiments.evaluate import evaluate_lengths, table, write_csv
+    from ..experiments.plots import evaluation_figure
+    from ..experiments.text import evaluation_text
+
+    recipe = training_recipe(folder)
+    model, tokenizer = load_checkpoint(folder, options.device)
+    shape = {"join": options.join, "max_tokens": options.max_tokens}
+    if options.corpus:
+        corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus
+        text = evaluation_text(corpus, tokenizer, field=options.field, **shape)
+    elif recipe is not None:
+        data = recipe.data
+        text = evaluation_text(
+            data.corpus, tokenizer, validation=data.validation, field=data.field, **shape
+        )
+    else:
+        raise LatteError(f"{folder} does not say what it was trained on; give --corpus")
+    label = recipe.model.preset if recipe is not None else folder.name
+    rows = evaluate_lengths(
+        model,
+        text,
+        sorted(set(options.lengths)),
+        segment=options.segment,
+        batch_tokens=options.batch_tokens,
+        bf16=options.bf16,
+        label=label,
+    )
+    write_csv(output / "evaluation.csv", rows, {"model": label})
+    evaluation_figure(
+        output / "evaluation.png",
+        {label: rows},
+        train_length=recipe.data.block_length if recipe is not None else None,
+        title="Held-out text",
+    )
+    print(table(rows))
+    print(f"written: {output / 'evaluation.csv'} and {output / 'evaluation.png'}")
+    return 0
+
+
+def generate(options: Namespace) -> int:
+    """latte generate CHECKPOINT --prompt ..."""
+    from ..experiments.checkpoint import load_checkpoint
+    from ..experiments.generate import generate as run
+
+    model, tokenizer = load_checkpoint(options.checkpoint, options.device)
+    print(options.prompt, end="", flush=True)
+    run(
+        model,
+        tokenizer,
+        options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    return 0
+
+
+def compare(options: Namespace) -> int:
+    """latte compare RECIPE --presets a,b,c"""
+    from ..experiments.recipe import load_recipe
+
+    _at_least_one(options, "max_tokens")
+    recipe = load_recipe(options.recipe, options.overrides)
+    from ..experiments.compare import compare as run
+
+    presets = [name.strip() for name in options.presets.split(",") if name.strip()]
+    run(recipe, presets, lengths=options.lengths, max_tokens=options.max_tokens)
+    return 0
+
+
+def writable_folder(folder: Path) -> Path:
+    """Create a folder for results, or say that it cannot be written."""
+    import tempfile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LatteError(
+            f"output folder {folder} cannot be written: {error.strerror or error}"
+        ) from None
+    return folder
+
+
+def _at_least_one(options: Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise LatteError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")

@@ -1,0 +1,128 @@
+"""Load a trained checkpoint, or say in one line what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import LatteError
+from .recipe import Recipe, recipe_from_dict
+from .run_folder import MANIFEST_FILE, checkpoint_problem, newest_checkpoint
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The folder with the weights: `path` itself, or the newest checkpoint of a run folder."""
+    folder = Path(path)
+    if not folder.exists():
+        raise LatteError(f"checkpoint {folder} does not exist; expected a folder")
+    if not folder.is_dir():
+        raise LatteError(f"checkpoint {folder} is a file; expected a folder")
+    if (folder / "config.json").exists():
+        return folder
+    newest, problems = newest_checkpoint(folder)
+    if newest is not None:
+        return newest
+    reason = problems[0] if problems else f"{folder / 'config.json'} is missing"
+    raise LatteError(f"{folder} is not a checkpoint: {reason}")
+
+
+def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer) of a folder written by training or save_pretrained.
+
+    Raises:
+        LatteError: no such folder, no config or weights, a truncated or edited file, weights
+            that do not fit the config, no tokenizer.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from .. import models  # noqa: F401  registers the Auto classes
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = find_checkpoint(path)
+    config = _load_config(folder)
+    _check_weights(folder)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True, local_files_only=True
+        )
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
+        raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
+    for what, keys in (
+        ("has weights of another shape than its config", found["mismatched_keys"]),
+        ("lacks weights", found["missing_keys"]),
+        ("has weights that its config does not know", found["unexpected_keys"]),
+    ):
+        if keys:
+            raise LatteError(
+                f"checkpoint {folder} {what}: {sorted(map(str, keys))[0]}"
+                + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+            )
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(where).eval(), _load_tokenizer(folder)
+
+
+def training_recipe(path: str | Path) -> Recipe | None:
+    """The recipe that a checkpoint was trained by, if it is there."""
+    file = find_checkpoint(path) / "recipe.json"
+    if not file.exists():
+        return None
+    try:
+        return recipe_from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise LatteError(f"{file} is damaged: {_line(error)}") from None
+
+
+def _load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise LatteError(f"{folder / 'config.json'} names no model_type: it was edited")
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except LatteError:
+        raise
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        raise LatteError(
+            f"{folder / 'config.json'} is damaged or was edited: {_line(error)}"
+        ) from None
+
+
+def _check_weights(folder: Path) -> None:
+    """The safetensors files are there, whole, and (if a manifest is there) as they were written."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise LatteError(f"checkpoint {folder} has no weights; expected model.safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            raise LatteError(f"{file} is truncated or damaged: {_line(error)}") from None
+    if (folder / MANIFEST_FILE).exists():
+        problem = checkpoint_problem(folder, only="*.safetensors")
+        if problem is not None:
+            raise LatteError(f"checkpoint is damaged: {problem}")
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise LatteError(f"checkpoint {folder} has no tokenizer; expected tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+        raise LatteError(f"{folder / 'tokenizer.json'} is damaged: {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,61 @@
+"""`latte generate`: stream a continuation of a prompt, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import LatteError
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int | None = None,
+    stream: bool = True,
+) -> str:
+    """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
+
+    The model sees the prompt as it saw documents in training, after the start token. Temperature
+    0 is greedy decoding. Generation ends early at the end-of-text token.
+    """
+    from transformers import TextStreamer
+
+    from ..data.tokenizers import document_ends
+
+    if max_new_tokens < 1:
+        raise LatteError(f"max-new-tokens: expected at least 1, got {max_new_tokens}")
+    if temperature < 0:
+        raise LatteError(f"temperature: expected 0 (greedy) or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise LatteError(f"top-k: expected at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
+    if seed is not None:
+        torch.manual_seed(seed)
+    start, end = document_ends(tokenizer)
+    ids = [start, *tokenizer.encode(prompt, add_special_tokens=False)]
+    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+        sampling["top_p"] = 1.0 if top_p is None else top_p
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=end,
+        pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        if stream
+        else None,
+        **sampling,
+    )
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

@@ -1,0 +1,144 @@
+"""Figures: bits per byte by context length, and learning curves. Matplotlib, no display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers repeat the message.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def evaluation_figure(
+    path: Path,
+    rows: Mapping[str, Sequence[Any]],
+    *,
+    train_length: int | None = None,
+    references: Mapping[str, float] | None = None,
+    title: str = "",
+) -> None:
+    """Bits per byte by context length, one line per model. `rows`: label -> evaluate.Row's."""
+    figure, axis = _canvas(1, (6.4, 4.2))
+    draw_lengths(axis[0], rows, train_length, references)
+    axis[0].set_title(title)
+    _save(figure, path)
+
+
+def comparison_figure(
+    path: Path,
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    rows: Mapping[str, Sequence[Any]],
+    *,
+    train_length: int | None = None,
+    references: Mapping[str, float] | None = None,
+    title: str = "",
+) -> None:
+    """Held-out learning curves beside bits per byte by context length.
+
+    Args:
+        curves: label -> "eval" records of metrics.jsonl.
+        rows: label -> evaluate.Row's.
+        train_length: drawn as a vertical line, in tokens.
+        references: label -> bits per byte of something that needs no training (gzip, xz).
+    """
+    figure, axes = _canvas(2, (11.0, 4.3))
+    draw_curves(axes[0], curves)
+    draw_lengths(axes[1], rows, train_length, references)
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def draw_curves(axis: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Held-out bits per byte against training tokens."""
+    for index, (label, records) in enumerate(curves.items()):
+        axis.plot(
+            [record["tokens"] for record in records],
+            [record["eval_bits_per_byte"] for record in records],
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=4,
+            label=label,
+        )
+    axis.set_xlabel("training tokens")
+    axis.set_ylabel("held-out bits per byte")
+    axis.set_title("While training, at the training length")
+    axis.xaxis.set_major_formatter(_thousands)
+    axis.legend(frameon=False)
+
+
+def draw_lengths(
+    axis: Any,
+    rows: Mapping[str, Sequence[Any]],
+    train_length: int | None,
+    references: Mapping[str, float] | None,
+) -> None:
+    """Bits per byte against context length, logarithmic in base 2, with reference lines."""
+    for index, (label, entries) in enumerate(rows.items()):
+        axis.plot(
+            [row.length for row in entries],
+            [row.bits_per_byte for row in entries],
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            label=label,
+        )
+    lengths = sorted({row.length for entries in rows.values() for row in entries})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.minorticks_off()
+    for label, value in (references or {}).items():
+        axis.axhline(value, color="#777777", linewidth=1, linestyle=(0, (4, 3)))
+        axis.annotate(
+            f"{label} {value:.2f}",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="#555555",
+        )
+    if train_length is not None:
+        axis.axvline(train_length, color="#777777", linewidth=1, linestyle=":")
+        axis.annotate(
+            "training length",
+            (train_length, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            rotation=90,
+            va="bottom",
+            fontsize=8,
+            color="#555555",
+        )
+    axis.set_xlabel("context length (tokens)")
+    axis.set_ylabel("held-out bits per byte")
+    axis.set_title("The same text at several context lengths")
+    axis.margins(y=0.15)
+    axis.legend(frameon=False)
+
+
+def _thousands(value: float, _: int) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value / 1e3:g}k" if value >= 1e3 else f"{value:g}"
+
+
+def _canvas(columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    axes = [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
