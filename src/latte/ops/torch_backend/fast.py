@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.torch_backend.carry import Carry
+
 CHUNK = 64
 # Below exp(-60) the smallest terms of a sum that still matter (24 bits below alpha) would reach
 # fp32's subnormal numbers, at exp(-87).
@@ -35,21 +37,21 @@ class Scaled(NamedTuple):
     empty_XL: Tensor | None  # rows that have seen nothing by the end; None if there are none
 
 
-def scaled_keys(k_XSL: Tensor, log_mass_XL: Tensor, seen_XS: Tensor | None) -> Scaled | None:
+def scaled_keys(k_XSL: Tensor, start: Carry, seen_XS: Tensor | None) -> Scaled | None:
     """exp(k - M), its running sum and the first state's mass; None if one M cannot serve.
 
     ``seen_XS`` is True from the first visible source on; None if all sources are visible.
     """
-    top_XL = torch.maximum(k_XSL.amax(1), log_mass_XL)
+    top_XL = torch.maximum(k_XSL.amax(1), start.top)
     top_XL = torch.where(torch.isneginf(top_XL), 0.0, top_XL)
     e_XSL = (k_XSL - top_XL[:, None]).exp_()
-    mass_XL = torch.exp(log_mass_XL - top_XL)
+    mass_XL = start.mass * torch.exp(start.top - top_XL)
     alpha_XSL = e_XSL.cumsum(1).add_(mass_XL[:, None])
     empty_XL = None
     if seen_XS is None:
         fits = alpha_XSL.amin() > SMALLEST_MASS
     else:
-        unseen_XSL = ~seen_XS[..., None] & torch.isneginf(log_mass_XL)[:, None]
+        unseen_XSL = ~seen_XS[..., None] & (start.mass == 0)[:, None]
         fits = ((alpha_XSL > SMALLEST_MASS) | unseen_XSL).all()
         # Nothing seen yet: alpha = 0, and whatever is divided by it is 0 as well.
         alpha_XSL = torch.where(unseen_XSL, 1.0, alpha_XSL)
@@ -74,31 +76,26 @@ def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor,
     return sums_XNLD, state_XLD
 
 
-def final_state(keys: Scaled, last_XLD: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-mass, mean) after the segment. A row that has seen nothing stays empty."""
-    alpha_XL = keys.alpha_XSL[:, -1]
-    log_mass_XL = keys.top_XL + torch.log(alpha_XL)
+def carry(keys: Scaled, last_XLD: Tensor) -> Carry:
+    """The state after the segment. A row that has seen nothing stays empty."""
+    alpha_XL, top_XL = keys.alpha_XSL[:, -1], keys.top_XL
+    mean_XLD = last_XLD / alpha_XL[..., None]
     if keys.empty_XL is not None:
-        log_mass_XL = torch.where(keys.empty_XL, -torch.inf, log_mass_XL)
-    return log_mass_XL, last_XLD / alpha_XL[..., None]
+        top_XL = torch.where(keys.empty_XL, -torch.inf, top_XL)
+        alpha_XL = torch.where(keys.empty_XL, 0.0, alpha_XL)
+    return Carry(top_XL, alpha_XL, mean_XLD)
 
 
 def forward(
     p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Carry]:
     """Outputs (X, S, D) of one segment, and the state after it."""
     states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
     ratio = chunk(p_XSL / keys.alpha_XSL)
     scores = torch.bmm(ratio, chunk(keys.e_XSL).mT).tril_()
     out = torch.bmm(scores, chunk(v_XSD))
     out.baddbmm_(ratio, states_XNLD.flatten(0, 1))
-    return out.view(v_XSD.shape), *final_state(keys, last_XLD)
-
-
-def state_after(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Tensor]:
-    """Only the state after the segment."""
-    last_XLD = torch.baddbmm(keys.mass_XL[..., None] * mean_XLD, keys.e_XSL.mT, v_XSD)
-    return final_state(keys, last_XLD)
+    return out.view(v_XSD.shape), carry(keys, last_XLD)
 
 
 def backward(

@@ -33,6 +33,14 @@ class Rows(NamedTuple):
         """Tokens ``span`` of these sequences: (B, T, ...) -> (n, span, ...)."""
         return x[self.ids, span] if self.index is None else x[0][self.index[:, span]]
 
+    def take_gradient(self, dx: Tensor, span: slice) -> Tensor:
+        """Like :meth:`take`, with zeros for padding, whose outputs nobody saw."""
+        values = self.take(dx, span)
+        if self.real is None:
+            return values
+        real = self.real[:, span]
+        return values.masked_fill(~real.view(*real.shape, *[1] * (values.ndim - 2)), 0.0)
+
     def put(self, x: Tensor, span: slice, values: Tensor) -> None:
         """Write (n, span, ...) back to where it was taken from; padding is dropped."""
         if self.index is None:

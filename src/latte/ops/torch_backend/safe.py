@@ -1,9 +1,10 @@
 """One segment of causal Latte for any finite logits: no factor ever exceeds 1.
 
-For s <= t and any reference r with k_s <= r <= A_t, exp(k_s - A_t) = exp(k_s - r) exp(r - A_t)
-with both factors at most 1. Chunks take the log-mass before them as the reference of the state.
-Inside a chunk neighbouring halves are paired at every scale, C/2, C/4, ... 1, with the left
-half's last A as reference; the diagonal is left. Slower than ``fast.py``, and never wrong.
+With M_t the largest logit up to t and m_t = sum_{s<=t} exp(k_s - M_t), for s <= u <= t the factors
+of exp(k_s - A_t) = exp(k_s - M_u) * exp(M_u - M_t) / m_t are both at most 1, so that nothing
+overflows and underflow is harmless. The state before a chunk is one reference. Inside a chunk
+neighbouring halves are paired at every scale, C/2, C/4, ... 1, with u the left half's last token;
+the diagonal is left. Slower than ``fast.py``, and never wrong.
 
 Shape suffixes: X rows (batch x heads), S tokens, N chunks, C chunk length, P pairs of halves,
 h length of a half, L latents, D value width.
@@ -17,31 +18,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.torch_backend.carry import Carry, divide, exp_difference
+
 CHUNK = 64
 
 
-def exp_difference(a: Tensor, b: Tensor) -> Tensor:
-    """exp(a - b) for a <= b, and 0 where a is -inf, also when b is."""
-    return torch.exp(a - torch.where(torch.isneginf(b), 0.0, b))
-
-
-def running_log_mass(k_XNCL: Tensor) -> Tensor:
-    """logsumexp over s <= t inside each chunk, by doubling (C is a power of two, or the length)."""
-    A = k_XNCL
+def running_mass(k_XNCL: Tensor) -> tuple[Tensor, Tensor]:
+    """(M_t, m_t) inside each chunk, by doubling."""
+    M, m = k_XNCL, (~torch.isneginf(k_XNCL)).to(k_XNCL.dtype)
     step = 1
-    while step < A.shape[2]:
-        A = torch.cat([A[:, :, :step], torch.logaddexp(A[:, :, step:], A[:, :, :-step])], 2)
+    while step < M.shape[2]:
+        early, late = slice(None, -step), slice(step, None)
+        top = torch.maximum(M[:, :, early], M[:, :, late])
+        mass = m[:, :, early] * exp_difference(M[:, :, early], top)
+        mass += m[:, :, late] * exp_difference(M[:, :, late], top)
+        M, m = torch.cat([M[:, :, :step], top], 2), torch.cat([m[:, :, :step], mass], 2)
         step *= 2
-    return A
+    return M, m
 
 
 class Prepared(NamedTuple):
-    """Log-masses of a segment and the states around its chunks."""
+    """Masses of a segment and the states around its chunks."""
 
-    A_XNCL: Tensor  # logsumexp over all sources up to t, the earlier state included
-    bounds_A: list[Tensor]  # N+1 times (X, L): before every chunk, and after the last
-    bounds_mu: list[Tensor]  # N+1 times (X, L, D)
-    weight_XNCL: Tensor  # exp(k_s - A at the chunk's end): what a source is worth afterwards
+    M_XNCL: Tensor  # the earlier state included
+    m_XNCL: Tensor
+    bounds: list[Carry]  # N+1: before every chunk, and after the last
+    from_state_XNCL: Tensor  # exp(A before the chunk - A_t)
+    own_XNCL: Tensor  # exp(k_t - A_t)
+    worth_XNCL: Tensor  # exp(k_s - A at the chunk's end)
+    decay_XNL: Tensor  # exp(A before the chunk - A at its end)
 
 
 def chunked(x_XSD: Tensor) -> Tensor:
@@ -50,24 +55,30 @@ def chunked(x_XSD: Tensor) -> Tensor:
     return x_XSD.reshape(X, -1, min(CHUNK, S), D)
 
 
-def prepare(k_XSL: Tensor, v_XSD: Tensor, log_mass_XL: Tensor, mean_XLD: Tensor) -> Prepared:
+def prepare(k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> Prepared:
     """Scan the chunks' states in order."""
     k_XNCL, v_XNCD = chunked(k_XSL), chunked(v_XSD)
-    local_XNCL = running_log_mass(k_XNCL)
-    end_XNL = local_XNCL[:, :, -1]
-    bounds_A = [log_mass_XL]
+    M, m = running_mass(k_XNCL)
+    tops, masses = [start.top], [start.mass]
     for n in range(k_XNCL.shape[1]):
-        bounds_A.append(torch.logaddexp(bounds_A[-1], end_XNL[:, n]))
-    after_XNL = torch.stack(bounds_A[1:], 1)
-    before_XNL = torch.stack(bounds_A[:-1], 1)
-    weight_XNCL = exp_difference(k_XNCL, after_XNL[:, :, None])
-    added_XNLD = weight_XNCL.mT @ v_XNCD
-    decay_XNL = exp_difference(before_XNL, after_XNL)
-    bounds_mu = [mean_XLD]
+        top = torch.maximum(tops[-1], M[:, n, -1])
+        mass = masses[-1] * exp_difference(tops[-1], top)
+        masses.append(mass + m[:, n, -1] * exp_difference(M[:, n, -1], top))
+        tops.append(top)
+    M0, m0 = torch.stack(tops[:-1], 1)[:, :, None], torch.stack(masses[:-1], 1)[:, :, None]
+    M1, m1 = torch.stack(tops[1:], 1)[:, :, None], torch.stack(masses[1:], 1)[:, :, None]
+    M_XNCL = torch.maximum(M, M0)
+    m_XNCL = m * exp_difference(M, M_XNCL) + m0 * exp_difference(M0, M_XNCL)
+    worth_XNCL = divide(exp_difference(k_XNCL, M1), m1)
+    decay_XNL = divide(m0 * exp_difference(M0, M1), m1)[:, :, 0]
+    added_XNLD = worth_XNCL.mT @ v_XNCD
+    bounds = [start]
     for n in range(k_XNCL.shape[1]):
-        bounds_mu.append(decay_XNL[:, n, :, None] * bounds_mu[-1] + added_XNLD[:, n])
-    A_XNCL = torch.logaddexp(local_XNCL, before_XNL[:, :, None])
-    return Prepared(A_XNCL, bounds_A, bounds_mu, weight_XNCL)
+        mean = decay_XNL[:, n, :, None] * bounds[-1].mean + added_XNLD[:, n]
+        bounds.append(Carry(tops[n + 1], masses[n + 1], mean))
+    from_state_XNCL = divide(m0 * exp_difference(M0, M_XNCL), m_XNCL)
+    own_XNCL = divide(exp_difference(k_XNCL, M_XNCL), m_XNCL)
+    return Prepared(M_XNCL, m_XNCL, bounds, from_state_XNCL, own_XNCL, worth_XNCL, decay_XNL)
 
 
 def halves(x_XNCD: Tensor, h: int) -> tuple[Tensor, Tensor]:
@@ -77,40 +88,39 @@ def halves(x_XNCD: Tensor, h: int) -> tuple[Tensor, Tensor]:
     return pairs[:, :, :, 0], pairs[:, :, :, 1]
 
 
-def scales(k_XNCL: Tensor, A_XNCL: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For every scale h: exp(k_left - r) and exp(r - A_right), both at most 1."""
+def scales(k_XNCL: Tensor, s: Prepared) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For every scale h: exp(k_left - M_u) and exp(M_u - A_right), both at most 1."""
     h = k_XNCL.shape[2] // 2
     while h >= 1:
         k_left, _ = halves(k_XNCL, h)
-        A_left, A_right = halves(A_XNCL, h)
-        reference = A_left[..., -1:, :]
-        yield h, exp_difference(k_left, reference), exp_difference(reference, A_right)
+        M_left, M_right = halves(s.M_XNCL, h)
+        _, m_right = halves(s.m_XNCL, h)
+        M_u = M_left[..., -1:, :]
+        right = divide(exp_difference(M_u, M_right), m_right)
+        yield h, exp_difference(k_left, M_u), right
         h //= 2
 
 
-def forward(
-    p_XSL: Tensor, k_XSL: Tensor, v_XSD: Tensor, log_mass_XL: Tensor, mean_XLD: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(p_XSL: Tensor, k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> tuple[Tensor, Carry]:
     """Outputs (X, S, D) of one segment, and the state after it. S divides into chunks of 2^n."""
     k_XNCL, v_XNCD, p_XNCL = chunked(k_XSL), chunked(v_XSD), chunked(p_XSL)
-    s = prepare(k_XSL, v_XSD, log_mass_XL, mean_XLD)
-    before_XNL, mu_XNLD = torch.stack(s.bounds_A[:-1], 1), torch.stack(s.bounds_mu[:-1], 1)
-    out_XNCD = (p_XNCL * exp_difference(before_XNL[:, :, None], s.A_XNCL)) @ mu_XNLD
-    for h, left, right in scales(k_XNCL, s.A_XNCL):
+    s = prepare(k_XSL, v_XSD, start)
+    mu_XNLD = torch.stack([b.mean for b in s.bounds[:-1]], 1)
+    out_XNCD = (p_XNCL * s.from_state_XNCL) @ mu_XNLD
+    for h, left, right in scales(k_XNCL, s):
         _, p_right = halves(p_XNCL, h)
         v_left, _ = halves(v_XNCD, h)
         _, out_right = halves(out_XNCD, h)
         out_right += (p_right * right) @ left.mT @ v_left
-    out_XNCD += (p_XNCL * exp_difference(k_XNCL, s.A_XNCL)).sum(-1, keepdim=True) * v_XNCD
-    return out_XNCD.view(v_XSD.shape), s.bounds_A[-1], s.bounds_mu[-1]
+    out_XNCD += (p_XNCL * s.own_XNCL).sum(-1, keepdim=True) * v_XNCD
+    return out_XNCD.view(v_XSD.shape), s.bounds[-1]
 
 
 def backward(
     p_XSL: Tensor,
     k_XSL: Tensor,
     v_XSD: Tensor,
-    log_mass_XL: Tensor,
-    mean_XLD: Tensor,
+    start: Carry,
     dy_XSD: Tensor,
     dlog_mass_XL: Tensor,
     dmean_XLD: Tensor,
@@ -122,14 +132,12 @@ def backward(
     """
     k_XNCL, v_XNCD, p_XNCL = chunked(k_XSL), chunked(v_XSD), chunked(p_XSL)
     dy_XNCD = chunked(dy_XSD)
-    s = prepare(k_XSL, v_XSD, log_mass_XL, mean_XLD)
-    before_XNL, mu_XNLD = torch.stack(s.bounds_A[:-1], 1), torch.stack(s.bounds_mu[:-1], 1)
-    from_state_XNCL = exp_difference(before_XNL[:, :, None], s.A_XNCL)
-    own_XNCL = exp_difference(k_XNCL, s.A_XNCL)
+    s = prepare(k_XSL, v_XSD, start)
+    mu_XNLD = torch.stack([b.mean for b in s.bounds[:-1]], 1)
     own_pairs_XNC1 = (dy_XNCD * v_XNCD).sum(-1, keepdim=True)
 
-    delta_XNCL = from_state_XNCL * (dy_XNCD @ mu_XNLD.mT) + own_XNCL * own_pairs_XNC1
-    for h, left, right in scales(k_XNCL, s.A_XNCL):
+    delta_XNCL = s.from_state_XNCL * (dy_XNCD @ mu_XNLD.mT) + s.own_XNCL * own_pairs_XNC1
+    for h, left, right in scales(k_XNCL, s):
         v_left, _ = halves(v_XNCD, h)
         _, dy_right = halves(dy_XNCD, h)
         _, delta_right = halves(delta_XNCL, h)
@@ -137,10 +145,10 @@ def backward(
     pulled_XNCL = p_XNCL * delta_XNCL
     dq_XNCL = pulled_XNCL - p_XNCL * pulled_XNCL.sum(-1, keepdim=True)
 
-    p_own_XNCL = p_XNCL * own_XNCL
+    p_own_XNCL = p_XNCL * s.own_XNCL
     dk_XNCL = p_own_XNCL * (own_pairs_XNC1 - delta_XNCL)
     dv_XNCD = p_own_XNCL.sum(-1, keepdim=True) * dy_XNCD
-    for h, left, right in scales(k_XNCL, s.A_XNCL):
+    for h, left, right in scales(k_XNCL, s):
         _, p_right = halves(p_XNCL, h)
         _, pulled_right = halves(pulled_XNCL, h)
         v_left, _ = halves(v_XNCD, h)
@@ -153,18 +161,15 @@ def backward(
         dv_left += left @ (weighted.mT @ dy_right)
 
     # Reverse over the chunks, with the gradient of the state after each of them.
-    weighted_XNCL = p_XNCL * from_state_XNCL
-    to_mean_XNLD = weighted_XNCL.mT @ dy_XNCD
-    to_scalar_XNL = (pulled_XNCL * from_state_XNCL).sum(2)
+    to_mean_XNLD = (p_XNCL * s.from_state_XNCL).mT @ dy_XNCD
+    to_scalar_XNL = (pulled_XNCL * s.from_state_XNCL).sum(2)
     dA_XL, dmu_XLD = dlog_mass_XL, dmean_XLD
     for n in reversed(range(k_XNCL.shape[1])):
-        worth_XCL, mu_after_XLD, mu_XLD = s.weight_XNCL[:, n], s.bounds_mu[n + 1], s.bounds_mu[n]
-        lost_XL = (dmu_XLD * mu_after_XLD).sum(-1) - dA_XL
+        lost_XL = (dmu_XLD * s.bounds[n + 1].mean).sum(-1) - dA_XL
+        worth_XCL, decay_XL = s.worth_XNCL[:, n], s.decay_XNL[:, n]
         dk_XNCL[:, n] += worth_XCL * (v_XNCD[:, n] @ dmu_XLD.mT - lost_XL[:, None])
         dv_XNCD[:, n] += worth_XCL @ dmu_XLD
-        decay_XL = exp_difference(s.bounds_A[n], s.bounds_A[n + 1])
-        kept_XLD = decay_XL[..., None] * dmu_XLD
-        dmu_XLD = to_mean_XNLD[:, n] + kept_XLD
-        dA_XL = (dmu_XLD * mu_XLD).sum(-1) - to_scalar_XNL[:, n] - decay_XL * lost_XL
+        dmu_XLD = to_mean_XNLD[:, n] + decay_XL[..., None] * dmu_XLD
+        dA_XL = (dmu_XLD * s.bounds[n].mean).sum(-1) - to_scalar_XNL[:, n] - decay_XL * lost_XL
     shape = p_XSL.shape
     return dq_XNCL.view(shape), dk_XNCL.view(shape), dv_XNCD.view(v_XSD.shape), dA_XL, dmu_XLD

@@ -130,7 +130,7 @@ class Stretch:
         P = 0 if tail[0] is None else tail[0].shape[1]
         self.old = min(P, max(0, -first)) if self.low == 0 else 0
         self.k_nGSK, self.v_nGSD = self._keys(k, tail[0]), self._keys(v, tail[1])
-        self.q_ZRQK = self.queries(q)
+        self.q_ZRQK = self.blocked(rows.take(q, span))
         self.n, self.G = self.k_nGSK.shape[:2]
         real_nS = torch.zeros(self.n, self.S, dtype=torch.bool, device=q.device)
         own = rows.visible(key_mask, self.keys_span)
@@ -152,9 +152,8 @@ class Stretch:
             out[:, :, self.pad - self.old : self.pad] = earlier.transpose(1, 2)
         return out
 
-    def queries(self, x: Tensor) -> Tensor:
-        """(n G N, R Q, K): the queries of all the heads of a group read the same keys."""
-        own = self.rows.take(x, self.span)
+    def blocked(self, own: Tensor) -> Tensor:
+        """(n, t, H, K) -> (n G N, R Q, K): the heads of a group read the same keys."""
         n, t, H, K = own.shape
         G = self.k_nGSK.shape[1]
         out = own.new_zeros((n, G, self.N, H // G, self.blocks.Q, K), dtype=self.dtype)
@@ -164,7 +163,7 @@ class Stretch:
         return out.view(n * G * self.N, -1, K)
 
     def back(self, x_ZRQK: Tensor) -> Tensor:
-        """The inverse of :meth:`queries`, (n, t, H, K)."""
+        """The inverse of :meth:`blocked`, (n, t, H, K)."""
         x = x_ZRQK.view(self.n, self.G, self.N, -1, self.blocks.Q, x_ZRQK.shape[-1])
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
         return x[:, : self.t]
@@ -257,7 +256,7 @@ def window_backward_op(
         part = Stretch(rows, span, blocks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
         n, G, N = part.n, part.G, part.N
         weights, tanh = part.weights(scale, softcap)
-        dy = part.masked(part.queries(dout), part.alive, 0.0)
+        dy = part.masked(part.blocked(rows.take_gradient(dout, span)), part.alive, 0.0)
         dvalues = torch.bmm(weights.mT, dy)
         dweights = torch.bmm(dy, blocks.gather(part.v_nGSD, N).mT)
         row = (weights * dweights).sum(-1, keepdim=True)
