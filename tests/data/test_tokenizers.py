@@ -95,6 +95,8 @@ def test_bpe_is_deterministic_and_compresses(bpe):
 def test_progress_bar(capfd):
     train_bpe(["aa bb aa bb"] * 10, 261, progress=True)
     assert "Training BPE" in capfd.readouterr().err
+    sample_text(open_corpus("embedded"), 1000)
+    assert "Sampling text: 100%" in capfd.readouterr().err
 
 
 def test_fingerprint_ignores_padding_and_truncation(bpe, tokenizer):

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from latte.data.embedded import EmbeddedSource, compression_baselines
 from latte.data.files import FileSource, Meter, find_files, kind_of
 from latte.data.hub import PREFIX, HubSource
+from latte.data.progress import CorpusBar
 from latte.errors import LatteError
 
 __all__ = ["Corpus", "Source", "Split", "compression_baselines", "open_corpus", "sample_text"]
@@ -219,7 +220,13 @@ def open_corpus(
 
 
 def sample_text(
-    corpus: Corpus, max_bytes: int, *, split: Split = "train", piece: int = 16384, seed: int = 0
+    corpus: Corpus,
+    max_bytes: int,
+    *,
+    split: Split = "train",
+    piece: int = 16384,
+    seed: int = 0,
+    progress: bool = True,
 ) -> list[str]:
     """About ``max_bytes`` of the corpus, drawn evenly from all of it, for training a tokeniser.
 
@@ -228,13 +235,14 @@ def sample_text(
     """
     kept: list[tuple[int, int, str]] = []
     size = number = 0
-    for text in corpus.documents(split):
-        for start in range(0, len(text), piece):
-            part = text[start : start + piece]
-            key = hashlib.blake2b(f"{seed} {number} ".encode() + part[:256].encode()).digest()
-            heapq.heappush(kept, (-int.from_bytes(key[:8], "big"), number, part))
-            number += 1
-            size += len(part)
-            while size > max_bytes and len(kept) > 1:
-                size -= len(heapq.heappop(kept)[2])
+    with CorpusBar("Sampling text", corpus.source(split), progress) as bar:
+        for text in corpus.documents(split, bar.meter):
+            for start in range(0, len(text), piece):
+                part = text[start : start + piece]
+                key = hashlib.blake2b(f"{seed} {number} ".encode() + part[:256].encode()).digest()
+                heapq.heappush(kept, (-int.from_bytes(key[:8], "big"), number, part))
+                number += 1
+                size += len(part)
+                while size > max_bytes and len(kept) > 1:
+                    size -= len(heapq.heappop(kept)[2])
     return [part for _, _, part in sorted(kept, key=lambda entry: entry[1])]

@@ -32,6 +32,7 @@ import numpy as np
 
 from latte.data.corpora import Corpus, Split
 from latte.data.encoding import Encoder
+from latte.data.progress import CorpusBar
 from latte.errors import LatteError
 
 if TYPE_CHECKING:
@@ -174,8 +175,6 @@ def _write(
     made_of: dict[str, Any],
     progress: bool,
 ) -> None:
-    from tqdm.auto import tqdm
-
     from latte.data.tokenizers import document_ends, model_vocab_size, token_byte_lengths
 
     bos, eos = document_ends(tokenizer)
@@ -185,19 +184,7 @@ def _write(
     offsets, sizes = array("q", [0]), array("q")
     largest = max(bos, eos)
     source = corpus.source(split)
-    bar = tqdm(
-        desc=f"Tokenising {split}",
-        total=source.total,
-        unit=source.unit,
-        unit_scale=True,
-        disable=not progress,
-    )
-
-    def meter(done: int) -> None:
-        if bar.total is None and source.total is not None:
-            bar.total = source.total
-        if done - bar.n >= 1:
-            bar.update(done - bar.n)
+    bar = CorpusBar(f"Tokenising {split}", source, progress)
 
     with bar, open(folder / "tokens.bin", "wb") as file:
         batch: list[str] = []
@@ -212,10 +199,10 @@ def _write(
                 offsets.append(offsets[-1] + len(document))
                 sizes.append(len(text.encode()))
             batch.clear()
-            bar.set_postfix_str(f"{offsets[-1] / 1e6:.1f}M tokens", refresh=False)
+            bar.note(f"{offsets[-1] / 1e6:.1f}M tokens")
 
         waiting = 0
-        for text in corpus.documents(split, meter if progress else None):
+        for text in corpus.documents(split, bar.meter):
             batch.append(text)
             waiting += len(text)
             if waiting >= BATCH_CHARACTERS:
