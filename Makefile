@@ -1,0 +1,46 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment with pinned versions.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One thread per test process: two OpenMP pools on one machine slow each other down.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+.PHONY: setup demo test test-all lint format docs bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Latte needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[train,docs,dev]"
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m latte.experiments.demo
+
+test: $(READY)
+	$(TEST) -m "not slow"
+
+test-all: $(READY)
+	$(TEST)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
+bench: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[jax]"
+	$(BIN)/python benchmarks/cpu_ops.py
+	$(BIN)/python benchmarks/cpu_decode.py
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
