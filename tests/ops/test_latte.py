@@ -55,9 +55,7 @@ def compare(T, *, causal=True, masked=False, packed=False, carried=False, H=2, L
 @pytest.mark.parametrize("causal", [True, False])
 def test_agrees_with_the_reference(causal, masked, packed, carried, scale):
     for T in (1, 2, 63, 65, 257):
-        compare(
-            T, causal=causal, masked=masked, packed=packed, carried=carried, scale=scale
-        )
+        compare(T, causal=causal, masked=masked, packed=packed, carried=carried, scale=scale)
 
 
 @pytest.mark.parametrize("causal", [True, False])

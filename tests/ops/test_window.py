@@ -20,7 +20,16 @@ from latte.ops import LatteState, WindowState, macchiato_attention, sliding_wind
 
 
 def compare_window(
-    T, window, *, causal=True, masked=False, packed=False, carried=False, softcap=None, G=2, scale=1.0
+    T,
+    window,
+    *,
+    causal=True,
+    masked=False,
+    packed=False,
+    carried=False,
+    softcap=None,
+    G=2,
+    scale=1.0,
 ):
     B, K, D, H = (1 if packed else 2), 6, 5, 4
     cu = boundaries(T) if packed else None

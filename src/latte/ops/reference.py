@@ -143,9 +143,7 @@ def _final_latte_state(
     return LatteState(log_mass, mean)
 
 
-def window_logits(
-    q_BTHK: Tensor, k_BSGK: Tensor, scale: float, softcap: float | None
-) -> Tensor:
+def window_logits(q_BTHK: Tensor, k_BSGK: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Local logits (B, H, T, S), scaled and softly capped: c tanh(x / c)."""
     k_BSHK = k_BSGK.repeat_interleave(q_BTHK.shape[2] // k_BSGK.shape[2], 2)
     logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) * scale

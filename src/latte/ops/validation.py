@@ -101,7 +101,11 @@ def check_sequences(
         raise ValueError(f"{op}: packed sequences (cu_seqlens) need a batch of 1, got {B}")
     if cu.device.type == "cpu" and not torch.compiler.is_compiling():
         values = cu.tolist()
-        if values[0] != 0 or values[-1] != T or any(values[i] > values[i + 1] for i in range(len(values) - 1)):
+        if (
+            values[0] != 0
+            or values[-1] != T
+            or any(values[i] > values[i + 1] for i in range(len(values) - 1))
+        ):
             raise ValueError(
                 f"{op}: cu_seqlens must rise from 0 to T={T}, got {values[:3]} ... {values[-1]}"
             )

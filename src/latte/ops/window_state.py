@@ -23,9 +23,7 @@ def check_window_state(
         )
     P = window - 1 if window is not None else state[0].shape[1]
     G, K, D = *k_BTGK.shape[2:], v_BTGD.shape[-1]
-    check_state(
-        op, tuple(state), ("keys", "values", "mask"), ((N, P, G, K), (N, P, G, D), (N, P))
-    )
+    check_state(op, tuple(state), ("keys", "values", "mask"), ((N, P, G, K), (N, P, G, D), (N, P)))
     keys, values, mask = state
     if mask.dtype != torch.bool:
         raise ValueError(f"{op}: initial_state.mask must be bool, got {mask.dtype}")
@@ -59,7 +57,9 @@ def final_window_state(
     # narrow, not a negative slice: a window of 1 keeps nothing. clone: the tail must not keep
     # the whole sequence's buffer alive.
     start = 0 if window is None else keys.shape[1] - (window - 1)
-    return WindowState(*(x.narrow(1, start, x.shape[1] - start).clone() for x in (keys, values, mask)))
+    return WindowState(
+        *(x.narrow(1, start, x.shape[1] - start).clone() for x in (keys, values, mask))
+    )
 
 
 def _final_packed(

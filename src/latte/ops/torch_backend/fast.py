@@ -86,9 +86,7 @@ def carry(keys: Scaled, last_XLD: Tensor) -> Carry:
     return Carry(top_XL, alpha_XL, mean_XLD)
 
 
-def forward(
-    p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor
-) -> tuple[Tensor, Carry]:
+def forward(p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Carry]:
     """Outputs (X, S, D) of one segment, and the state after it."""
     states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
     ratio = chunk(p_XSL / keys.alpha_XSL)

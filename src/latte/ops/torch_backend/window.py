@@ -281,8 +281,7 @@ def _(
     dout, q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal
 ):
     tails = (
-        x.new_empty(0 if tail is None else tail.shape)
-        for x, tail in ((k, tail_k), (v, tail_v))
+        x.new_empty(0 if tail is None else tail.shape) for x, tail in ((k, tail_k), (v, tail_v))
     )
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *grads, *tails
