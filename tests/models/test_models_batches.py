@@ -1,0 +1,129 @@
+"""Laws of a forward over a batch: causality, padding, packing, independence of its rows."""
+
+import pytest
+import torch
+
+from latte.models import PRESETS
+
+TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_future_tokens_cannot_change_the_past(build, tokens, preset):
+    model, ids = build(preset), tokens(2, 23)
+    changed = ids.clone()
+    changed[:, 11:] = (changed[:, 11:] + 5) % 40
+    with torch.no_grad():
+        before, after = model(ids).logits, model(changed).logits
+    # Only the rounding may differ: a chunk's reference point is taken from all of it.
+    torch.testing.assert_close(before[:, :11], after[:, :11], atol=1e-12, rtol=1e-12)
+    assert not torch.allclose(before[:, 11:], after[:, 11:])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_past_has_no_gradient_from_the_future(build, tokens, preset):
+    model, ids = build(preset), tokens(2, 23)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits
+    (gradient,) = torch.autograd.grad(logits[:, :11].square().sum(), embeds)
+    assert gradient[:, 11:].abs().max() == 0
+    assert gradient[:, :11].abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_batch_of_one_is_batch_of_many(build, tokens, preset):
+    model, ids = build(preset), tokens(3, 13)
+    with torch.no_grad():
+        together = model(ids).logits
+        alone = torch.cat([model(row[None]).logits for row in ids])
+    torch.testing.assert_close(together, alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_padded_is_unpadded(build, tokens, preset, side):
+    model, ids = build(preset), tokens(2, 14)
+    lengths = (14, 9)
+    mask = torch.zeros(2, 14, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, 14 - length :] = 1
+    if side == "right":
+        mask = mask.flip(1)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask).logits
+        for row in range(2):
+            real = mask[row].bool()
+            alone = model(ids[row][real][None]).logits[0]
+            torch.testing.assert_close(padded[row][real], alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_packed_is_separate(build, tokens, preset):
+    model, ids = build(preset), tokens(1, 24)
+    bounds = torch.tensor([0, 7, 8, 24], dtype=torch.int32)
+    with torch.no_grad():
+        packed = model(ids, cu_seq_lens_q=bounds).logits
+        parts = [model(ids[:, a:b]).logits for a, b in zip(bounds, bounds[1:], strict=False)]
+    torch.testing.assert_close(packed, torch.cat(parts, 1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bidirectional_sees_both_sides_and_ignores_padding(build, tokens, preset):
+    model, ids = build(preset, "model", is_causal=False), tokens(2, 10)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 7:] = 0
+    changed = ids.clone()
+    changed[0, 9] = (changed[0, 9] + 5) % 40
+    with torch.no_grad():
+        hidden = model(ids, attention_mask=mask).last_hidden_state
+        alone = model(ids[1:, :7]).last_hidden_state
+        other = model(changed, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(hidden[1:, :7], alone, **TOLERANCE)
+    # Two layers with a window of 4 reach back from the last token to the fifth at least.
+    assert (hidden[0, 6:9] - other[0, 6:9]).abs().amax(-1).min() > 1e-6
+    torch.testing.assert_close(hidden[1], other[1], **TOLERANCE)
+
+
+def test_shapes_that_do_not_fit_are_refused(build, tokens):
+    model, ids = build("latte-r-swa++"), tokens(2, 6)
+    with pytest.raises(ValueError, match=r"attention_mask must be \(B=2, past \+ T=0 \+ 6\)"):
+        model(ids, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="packed sequences cannot be carried on"):
+        model(ids[:1], cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32), use_cache=True)
+    with pytest.raises(TypeError, match="atention_mask"):
+        model(ids, atention_mask=torch.ones(2, 6))
+    bidirectional = build("latte-r-swa++", "model", is_causal=False)
+    with pytest.raises(ValueError, match="a bidirectional model cannot be carried on"):
+        bidirectional(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_attention_weights_are_probabilities_and_causal(build, tokens, preset):
+    model, ids = build(preset), tokens(2, 9)
+    with torch.no_grad():
+        out = model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
+        plain = model(ids, use_cache=False)
+    assert len(out.attentions) == 2 and len(out.hidden_states) == 3
+    assert torch.equal(out.logits, plain.logits)
+    for weights in out.attentions:
+        assert weights.shape == (2, 4, 9, 9)
+        assert (weights >= 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9).double(), **TOLERANCE)
+        assert weights.triu(1).abs().max() == 0
+
+
+def test_hidden_states_end_with_the_normed_ones(build, tokens):
+    model, ids = build("latte++", "model"), tokens(1, 5)
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    assert out.hidden_states[0].shape == (1, 5, 16)
+
+
+def test_tuple_output(build, tokens):
+    model, ids = build("latte++"), tokens(1, 5)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False, return_dict=False)[0]
+        assert torch.equal(logits, model(ids).logits)

@@ -1,0 +1,137 @@
+"""``generate`` with the cache does what it does without: greedy, beams, padding, drafts, pieces."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from latte.models import PRESETS, LatteCache, LatteForCausalLM
+
+NEW = 9
+
+
+@pytest.fixture(scope="module")
+def generate():
+    def run(model, ids, **options):
+        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        config = GenerationConfig(**(settings | options.pop("config", {})))
+        return model.generate(ids, generation_config=config, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_greedy_with_the_cache_is_greedy_without(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(3, 11)
+    out = generate(model, ids)
+    assert out.shape == (3, 11 + NEW)
+    assert torch.equal(out, generate(model, ids, config={"use_cache": False}))
+    assert out[:, 11:].unique().numel() > 3  # not one token over and over
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sampling_with_the_cache_is_sampling_without(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(2, 7)
+    outs = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        sampling = {"do_sample": True, "num_return_sequences": 3, "use_cache": use_cache}
+        outs.append(generate(model, ids, config=sampling))
+    assert torch.equal(*outs)
+    assert len({tuple(row.tolist()) for row in outs[0]}) == 6
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_beam_search_with_the_cache_is_beam_search_without(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(2, 8)
+    beams = {"num_beams": 4, "num_return_sequences": 2}
+    out = generate(model, ids, config=beams)
+    assert torch.equal(out, generate(model, ids, config=beams | {"use_cache": False}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_left_padded_batch_is_each_alone(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(3, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :4], mask[2, :9] = 0, 0
+    together = generate(model, ids * mask, attention_mask=mask)
+    for row, start in enumerate((0, 4, 9)):
+        alone = generate(model, ids[row : row + 1, start:])
+        assert torch.equal(together[row, 12:], alone[0, 12 - start :])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_continuing_from_a_cache(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(2, 10)
+    cache = LatteCache(model.config)
+    first = generate(model, ids, past_key_values=cache, config={"max_new_tokens": 5})
+    assert cache.get_seq_length() == 14  # the last token has not been through the model yet
+    more = torch.cat([first, tokens(2, 4, seed=3)], 1)
+    assert torch.equal(generate(model, more, past_key_values=cache), generate(model, more))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_chunked_prefill(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(2, 11)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    whole = generate(model, ids, attention_mask=mask)
+    for size in (1, 4):
+        pieces = generate(model, ids, attention_mask=mask, config={"prefill_chunk_size": size})
+        assert torch.equal(whole, pieces)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_prompt_lookup(build, tokens, generate, preset):
+    # A repetitive prompt, so that drafts are found; most are rejected and must be taken back.
+    model, ids = build(preset), tokens(1, 5).repeat(1, 4)
+    rejected = []
+    crop = LatteCache.crop
+
+    def spy(self, count):
+        rejected.append(-count)
+        crop(self, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LatteCache, "crop", spy)
+        out = generate(model, ids, config={"prompt_lookup_num_tokens": 3, "max_new_tokens": 16})
+    assert torch.equal(out, generate(model, ids, config={"max_new_tokens": 16}))
+    assert sum(rejected) > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("draft", ["itself", "another"])
+def test_assisted_decoding(build, tokens, generate, preset, draft):
+    model, ids = build(preset), tokens(1, 8)
+    assistant = model if draft == "itself" else build(preset, num_hidden_layers=1)
+    expected = generate(model, ids, config={"max_new_tokens": 16})
+    out = generate(model, ids, assistant_model=assistant, config={"max_new_tokens": 16})
+    assert torch.equal(out, expected)
+
+
+def test_offloaded_cache_and_refused_ones(build, tokens, generate):
+    model, ids = build("latte-r-swa++"), tokens(2, 6)
+    offloaded = generate(model, ids, config={"cache_implementation": "offloaded"})
+    assert torch.equal(offloaded, generate(model, ids))
+    with pytest.raises(ValueError, match="cache_implementation must be None"):
+        generate(model, ids, config={"cache_implementation": "static"})
+
+
+def test_generating_from_embeddings(build, tokens, generate):
+    model, ids = build("latte-conv-swa++"), tokens(2, 6)
+    embeds = model.get_input_embeddings()(ids)
+    out = generate(model, None, inputs_embeds=embeds)
+    assert torch.equal(out, generate(model, ids)[:, 6:])
+
+
+def test_attentions_while_generating_need_the_whole_sequence(build, tokens, generate):
+    model, ids = build("latte-r-swa++"), tokens(1, 6)
+    asked = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    out = generate(model, ids, config=asked | {"use_cache": False})
+    assert out.attentions[-1][0].shape == (1, 4, 7, 7)
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        generate(model, ids, config=asked)
+
+
+def test_a_bidirectional_model_generates_nothing(config):
+    with pytest.raises(ValueError, match="needs is_causal=True"):
+        LatteForCausalLM(config("latte++", is_causal=False))

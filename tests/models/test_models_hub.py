@@ -1,0 +1,135 @@
+"""Saving, loading, Auto classes, tied weights, initialisation."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from latte.models import (
+    PRESETS,
+    LatteConfig,
+    LatteForCausalLM,
+    LatteForSequenceClassification,
+    LatteModel,
+    preset_config,
+)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_save_and_load_is_the_identity(build, tokens, tmp_path, preset):
+    model, ids = build(preset, dtype=torch.float32), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")  # tied
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LatteForCausalLM
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.config.to_dict() | {"architectures": None} == model.config.to_dict() | {
+        "architectures": None,
+        "dtype": loaded.config.to_dict()["dtype"],
+    }
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+def test_auto_classes(build, tmp_path):
+    build("latte-r-swa++", dtype=torch.float32).save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is LatteConfig
+    backbone = AutoModel.from_pretrained(tmp_path)
+    assert type(backbone) is LatteModel
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    assert type(classifier) is LatteForSequenceClassification
+    assert classifier.score.weight.shape == (5, 16)
+    theta = build("latte-r-swa++", dtype=torch.float32).model.layers[0].mixer.latents.input.rglru
+    for model in (backbone, classifier.model):
+        assert torch.equal(model.layers[0].mixer.latents.input.rglru.theta, theta.theta)
+    from_config = AutoModelForCausalLM.from_config(preset_config("swa++", "tiny"))
+    assert type(from_config) is LatteForCausalLM
+
+
+def test_untied_head_is_saved(build, tokens, tmp_path):
+    model = build("latte++", dtype=torch.float32, tie_word_embeddings=False)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(1, 5)).logits, loaded(tokens(1, 5)).logits)
+
+
+def test_sharded_checkpoint_and_dtype(build, tokens, tmp_path):
+    model = build("latte-conv-swa++", dtype=torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(1, 5)).logits, loaded(tokens(1, 5)).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_weights_missing_from_a_checkpoint_are_initialised(config, tmp_path):
+    """from_pretrained builds on the meta device: what it does not load, _init_weights must fill."""
+    LatteForCausalLM(config("latte-r-swa++", initializer_range=0.02)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    kept = {n: w for n, w in load_file(path).items() if ".layers.1." not in n}
+    save_file(kept, path, metadata={"format": "pt"})
+    mixer = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[1].mixer
+    rglru = mixer.latents.input.rglru
+    check_decay(rglru.theta)
+    assert rglru.input_gate.bias.abs().max() == 0
+    assert 0.2 < rglru.input_gate.weight.std() * rglru.input_gate.weight.shape[-1] ** 0.5 < 2
+    assert (mixer.latents.input.norm.weight == 1).all()
+    assert 0.01 < mixer.q_proj.weight.std() < 0.03
+    assert 0.005 < mixer.o_proj.weight.std() < 0.015  # 0.02 / sqrt(2 * 2 layers)
+
+
+def check_decay(theta):
+    decay = torch.exp(-8 * F.softplus(theta.float()))
+    assert decay.min() >= 0.899 and decay.max() <= 0.9995
+
+
+def test_initialisation(config):
+    wide = config(
+        "latte-r-swa++", hidden_size=512, num_attention_heads=4, initializer_range=0.02
+    )
+    torch.manual_seed(0)
+    model = LatteForCausalLM(wide)
+    mixer = model.model.layers[0].mixer
+    theta = mixer.latents.input.rglru.theta
+    check_decay(theta)
+    squares = torch.exp(-8 * F.softplus(theta.detach())) ** 2
+    # Uniform: mean and standard deviation of U(0.81, 0.998).
+    assert abs(squares.mean() - (0.81 + 0.998) / 2) < 0.01
+    assert abs(squares.std() - (0.998 - 0.81) / 12**0.5) < 0.01
+    assert abs(mixer.v_proj.weight.std() - 0.02) < 0.001
+    assert abs(mixer.o_proj.weight.std() - 0.01) < 0.001
+    assert abs(model.model.layers[1].mlp.down_proj.weight.std() - 0.01) < 0.001
+    conv = LatteForCausalLM(config("latte-conv++")).model.layers[0].mixer.latents.input.conv
+    assert conv.bias.abs().max() == 0 and 0.1 < conv.weight.abs().max() <= 3**-0.5
+
+
+def test_resizing_the_embeddings_keeps_them_tied(config):
+    model = LatteForCausalLM(config("latte++"))
+    model.resize_token_embeddings(50)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model(torch.tensor([[49, 3]])).logits.shape == (1, 2, 50)
+
+
+def test_a_truncated_or_edited_config_is_one_clear_line(config, tmp_path):
+    LatteForCausalLM(config("latte++")).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"num_latents": 13}))
+    with pytest.raises(ValueError, match="num_latents must be a multiple of") as caught:
+        AutoConfig.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
