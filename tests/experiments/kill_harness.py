@@ -1,6 +1,6 @@
 """Kill a training run with SIGKILL again and again; its weights must not show it.
 
-    python tests/experiments/kill_harness.py --kills 10 --processes 2 --strategy fsdp2
+    python tests/experiments/kill_harness.py --kills 10 1 2-ddp 2-fsdp2
 
 Trains a reference run to its end, then the same recipe in another folder, killed at random
 moments (steps, saves and start-up alike) and started again each time, and compares every byte of
@@ -11,6 +11,7 @@ would end any process.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -164,26 +165,31 @@ def run(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-steps", type=int, default=4)
+    parser.add_argument("--output", help="keep the runs here; a temporary folder by default")
+    parser.add_argument(
+        "cases", nargs="+", help="processes and strategy, such as 1 or 2-ddp or 2-fsdp2"
+    )
     options = parser.parse_args()
     # Once for all attempts: importing takes longer than training.
     import latte.experiments.pretrain
-    import latte.models  # noqa: F401
+    import latte.models.causal_lm  # noqa: F401
 
     with tempfile.TemporaryDirectory() as scratch:
-        outcome = run(
-            Path(scratch),
-            kills=options.kills,
-            processes=options.processes,
-            strategy=options.strategy,
-            steps=options.steps,
-            save_steps=options.save_steps,
-        )
-    print(outcome, flush=True)
-    return 0 if outcome["identical"] else 1
+        outcomes = {}
+        for case in options.cases:
+            processes, _, strategy = case.partition("-")
+            outcomes[case] = run(
+                Path(options.output or scratch, case),
+                kills=options.kills,
+                processes=int(processes),
+                strategy=strategy or "ddp",
+                steps=options.steps,
+                save_steps=options.save_steps,
+            )
+            print(json.dumps({case: outcomes[case]}), flush=True)
+    return 0 if all(outcome["identical"] for outcome in outcomes.values()) else 1
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def evaluate(options: Namespace) -> int:
         bf16=options.bf16,
         label=label,
     )
-    write_csv(output / "evaluation.csv", rows, {"model": label})
+    write_csv(output / "evaluation.csv", rows, [{"model": label}] * len(rows))
     evaluation_figure(
         output / "evaluation.png",
         {label: rows},
@@ -95,7 +95,11 @@ def compare(options: Namespace) -> int:
     from ..experiments.compare import compare as run
 
     presets = [name.strip() for name in options.presets.split(",") if name.strip()]
-    run(recipe, presets, lengths=options.lengths, max_tokens=options.max_tokens)
+    entries = run(recipe, presets, lengths=options.lengths, max_tokens=options.max_tokens)
+    from ..experiments.compare import markdown
+
+    print(markdown(entries), end="")
+    print(f"written: comparison.csv, .md and .png in {recipe.output_dir}")
     return 0
 
 

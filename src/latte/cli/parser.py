@@ -38,13 +38,9 @@ class Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
-        from importlib.metadata import PackageNotFoundError, version
+        from .. import __version__
 
-        try:
-            found = version("latte")
-        except PackageNotFoundError:
-            found = "(not installed)"
-        print(f"latte {found}")
+        print(f"latte {__version__}")
         parser.exit(0)
 
 

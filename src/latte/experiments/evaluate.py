@@ -102,14 +102,16 @@ def table(rows: list[Row]) -> str:
             f"  {row.bits_per_byte:>9.4f}  {row.tokens_per_second:>9,.0f}"
             f"  {row.peak_memory_bytes / 2**30:>7.2f} GiB"
         )
-    lines.append(f"every row scores the same {rows[0].tokens:,} tokens ({rows[0].text_bytes:,.0f} bytes)")
+    lines.append(
+        f"every row scores the same {rows[0].tokens:,} tokens ({rows[0].text_bytes:,.0f} bytes)"
+    )
     return "\n".join(lines)
 
 
-def write_csv(path: Path, rows: list[Row], extra: dict[str, Any] | None = None) -> None:
-    """The rows as CSV; `extra` columns (such as the model's name) come first."""
-    extra = extra or {}
+def write_csv(path: Path, rows: list[Row], labels: list[dict[str, Any]]) -> None:
+    """The rows as CSV; `labels` gives each row's first columns, such as the model's name."""
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*extra, *(field.name for field in fields(Row))])
+        writer = csv.DictWriter(file, [*labels[0], *(field.name for field in fields(Row))])
         writer.writeheader()
-        writer.writerows({**extra, **asdict(row)} for row in rows)
+        for label, row in zip(labels, rows, strict=True):
+            writer.writerow({**label, **asdict(row)})

@@ -213,5 +213,6 @@ def _calm(first: bool) -> None:
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", message="OMP_NUM_THREADS", module="accelerate")
     if not first:
         warnings.filterwarnings("ignore")

@@ -235,6 +235,9 @@ class LatteTrainer(Trainer):
         if not self.args.should_save:
             return
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if state is not None and model.config.tie_word_embeddings:
+            for name in model._tied_weights_keys:  # gathered twice, saved once
+                state.pop(name, None)
         model.save_pretrained(folder, state_dict=state)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
@@ -314,5 +317,6 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,  # our own bar and line: see `metrics`
         report_to="none",
+        log_level="error",
         use_cpu=not torch.cuda.is_available(),
     )

@@ -1,0 +1,68 @@
+"""A tiny recipe over a few hundred words, and a folder where nothing else is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "num_latents": 8,
+    "sliding_window": 16,
+}
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Globs of training and held-out text files."""
+    folder = tmp_path_factory.mktemp("words")
+    generator = random.Random(0)
+    choice = ["latent", "window", "state", "mean", "mass", "token", "sum", "of", "the", "a"]
+    for number in range(6):
+        kind = "held-out" if number < 2 else "train"
+        text = " ".join(generator.choices(choice, k=500 + 100 * number))
+        (folder / f"{kind}-{number}.txt").write_text(text + "\n", encoding="utf-8")
+    return {
+        "corpus": str(folder / "train-*.txt"),
+        "validation": str(folder / "held-out-*.txt"),
+        "cache_dir": str(folder / "cache"),
+    }
+
+
+@pytest.fixture
+def make_recipe(words: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
+    """make_recipe(preset, name, **training) -> a checked recipe in tmp_path / name."""
+    from latte.experiments.recipe import recipe_from_dict
+
+    def make(preset: str = "latte-r-swa++", name: str = "run", **training: Any) -> Any:
+        overrides = dict(MODEL)
+        if preset in ("transformer++", "swa++"):
+            del overrides["num_latents"]
+        if preset == "transformer++":
+            del overrides["sliding_window"]
+        values = {
+            "max_steps": 6,
+            "batch_size": 2,
+            "warmup_steps": 2,
+            "log_steps": 1,
+            "eval_steps": 3,
+            "save_steps": 2,
+        }
+        return recipe_from_dict(
+            {
+                "model": {"preset": preset, "size": "tiny", "overrides": overrides},
+                "data": {**words, "block_length": 32, "max_validation_tokens": 1000},
+                "training": {**values, **training},
+                "output_dir": str(tmp_path / name),
+            }
+        )
+
+    return make
