@@ -60,7 +60,33 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = ["LatteError", "__version__", *_SUBMODULES, *_HOMES]
+__all__ = [
+    "RGLRU",
+    "LatteAttention",
+    "LatteCache",
+    "LatteConfig",
+    "LatteError",
+    "LatteForCausalLM",
+    "LatteForSequenceClassification",
+    "LatteMacchiato",
+    "LatteModel",
+    "LatteState",
+    "__version__",
+    "attention_weights",
+    "causal_conv1d",
+    "cli",
+    "data",
+    "experiments",
+    "latte_attention",
+    "layers",
+    "linear_attention",
+    "macchiato_attention",
+    "models",
+    "ops",
+    "preset_config",
+    "rg_lru",
+    "sliding_window_attention",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,12 @@ NEW = 9
 @pytest.fixture(scope="module")
 def generate():
     def run(model, ids, **options):
-        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "suppress_tokens": [0],  # in a prompt, generate would take it for padding
+        }
         config = GenerationConfig(**(settings | options.pop("config", {})))
         return model.generate(ids, generation_config=config, **options)
 

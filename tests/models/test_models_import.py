@@ -25,11 +25,9 @@ def run(code, *arguments):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    from conftest import tiny_config
-
+def checkpoint(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("checkpoint")
-    LatteForCausalLM(tiny_config("latte-r-swa++")).save_pretrained(path)
+    LatteForCausalLM(config("latte-r-swa++")).save_pretrained(path)
     return path
 
 

@@ -12,7 +12,7 @@ from latte.ops import causal_conv1d
 
 
 class CausalConv1d(nn.Module):
-    """``y_t = b + sum_i w_i x_{t-i}``, i = 0..K-1, per channel and without an activation."""
+    """``y_t = b + sum_i w_i x_{t-K+1+i}``, i = 0..K-1, per channel and without an activation."""
 
     def __init__(self, hidden_size: int, kernel_size: int = 3) -> None:
         super().__init__()

@@ -90,6 +90,4 @@ class LatteAttention(Mixer):
     ) -> Tensor:
         """The probabilities p(s|t) of these tokens among themselves, (B, H, T, T)."""
         q, k, _ = self.latents(x_BTE, key_mask, cu_seqlens)
-        return attention_weights(
-            q, k, causal=self.causal, key_mask=key_mask, cu_seqlens=cu_seqlens
-        )
+        return attention_weights(q, k, causal=self.causal, key_mask=key_mask, cu_seqlens=cu_seqlens)

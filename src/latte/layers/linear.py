@@ -83,17 +83,17 @@ class LinearAttention(Mixer):
         v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
         out_dtype = v.dtype
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, 2).to(k.dtype)
-        out, latent = linear_attention(
+        out, linear = linear_attention(
             q,
             k,
             v,
             causal=self.causal,
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
-            initial_state=state.latent,
+            initial_state=state.linear,
             output_final_state=output_final_state,
         )
-        after = MixerState(latent=latent)
+        after = MixerState(linear=linear)
         log = TokenLog(self._real(x_BTE, key_mask), k, v) if state.recording else None
         return out.to(out_dtype), after, log
 

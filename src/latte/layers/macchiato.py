@@ -97,6 +97,9 @@ class LatteMacchiato(Mixer):
         )
         q, k = self._local(x_BTE, key_mask, cu_seqlens, state, rotary)
         v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
+        initial = None
+        if state.latent is not None and state.window is not None:
+            initial = (state.latent, state.window)
         out, carried = macchiato_attention(
             latent_q,
             latent_k,
@@ -108,7 +111,7 @@ class LatteMacchiato(Mixer):
             causal=self.causal,
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
-            initial_state=None if state.latent is None else (state.latent, state.window),
+            initial_state=initial,
             output_final_state=output_final_state,
         )
         latent, window = (None, None) if carried is None else carried

@@ -38,7 +38,11 @@ class Mixer(nn.Module):
         name = type(self).__name__
         groups = num_heads if num_key_value_heads is None else num_key_value_heads
         check_divides(
-            name, "num_key_value_heads", "num_heads", num_heads=num_heads, num_key_value_heads=groups
+            name,
+            "num_key_value_heads",
+            "num_heads",
+            num_heads=num_heads,
+            num_key_value_heads=groups,
         )
         if head_dim is None:
             check_divides(
@@ -78,11 +82,15 @@ class Mixer(nn.Module):
             ValueError: shapes, dtypes or devices do not fit.
         """
         state = self._check(x_BTE, cu_seqlens, state, output_final_state)
-        out_BTHD, after, log = self._mix(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
+        out_BTHD, after, log = self._mix(
+            x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary
+        )
         out = self.o_proj(out_BTHD.flatten(-2))
         if not output_final_state:
             return out, None
-        after = after._replace(position=advance_position(state.position, key_mask, cu_seqlens, x_BTE))
+        after = after._replace(
+            position=advance_position(state.position, key_mask, cu_seqlens, x_BTE)
+        )
         if state.undo is not None and log is not None:
             after = after._replace(undo=state.undo.append(log))
         return out, after
@@ -98,6 +106,17 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, MixerState, TokenLog | None]:
         """Heads' outputs (B, T, H, D), the state but for its position, and the tokens' log."""
         raise TypeError(f"{type(self).__name__} must define _mix: Mixer is only a base class")
+
+    def attention_weights(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """The weights of these tokens among themselves, (B, H, T, T): O(T^2) memory."""
+        raise TypeError(f"{type(self).__name__} must define attention_weights")
 
     def _check(
         self, x_BTE: Tensor, cu_seqlens: Tensor | None, state: MixerState | None, carry: bool

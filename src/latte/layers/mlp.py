@@ -13,9 +13,7 @@ class GELUMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        check_positive(
-            "GELUMLP", hidden_size=hidden_size, intermediate_size=intermediate_size
-        )
+        check_positive("GELUMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.up_proj = nn.Linear(hidden_size, intermediate_size)
         self.down_proj = nn.Linear(intermediate_size, hidden_size)
 

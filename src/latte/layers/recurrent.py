@@ -96,10 +96,10 @@ class RGLRU(nn.Module):
         dtype = x_BTE.dtype
         if full_precision:
             dtype = torch.promote_types(dtype, torch.float32)
-        gates = (self.recurrence_gate(x_BTE), self.input_gate(x_BTE))
         return rg_lru(
             x_BTE.to(dtype),
-            *(gate.to(dtype) for gate in gates),  # autocast may have lowered them
+            self.recurrence_gate(x_BTE).to(dtype),  # autocast may have lowered the gates
+            self.input_gate(x_BTE).to(dtype),
             self.theta.to(dtype),
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,

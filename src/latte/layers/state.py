@@ -61,9 +61,10 @@ class UndoLog(NamedTuple):
     def append(self, tokens: TokenLog) -> UndoLog:
         if self.tokens is None:
             return self._replace(tokens=tokens)
-        pairs = zip(self.tokens, tokens, strict=True)
-        joined = (new if old is None else torch.cat([old, new], 1) for old, new in pairs)
-        return self._replace(tokens=TokenLog(*joined))
+        old = self.tokens._asdict()
+        new = {name: x for name, x in tokens._asdict().items() if x is not None}
+        joined = {name: torch.cat([old[name], x], 1) for name, x in new.items()}
+        return self._replace(tokens=TokenLog(**joined))
 
 
 class MixerState(NamedTuple):
@@ -74,7 +75,8 @@ class MixerState(NamedTuple):
 
     Attributes:
         position: (B,) int64, how many real tokens have been seen.
-        latent: the latent part, a ``LatteState`` (or the ``LinearState`` of linear attention).
+        latent: what the latents have seen.
+        linear: the sums of undirected linear attention.
         window: the last W-1 local keys and values (all of them for full softmax attention).
         rglru: (B, E) fp32, the RG-LRU's state.
         conv: (B, K-1, E), the convolution's last inputs.
@@ -82,7 +84,8 @@ class MixerState(NamedTuple):
     """
 
     position: Tensor | None = None
-    latent: LatteState | LinearState | None = None
+    latent: LatteState | None = None
+    linear: LinearState | None = None
     window: WindowState | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
@@ -160,23 +163,28 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
         start = torch.zeros_like(like.conv) if base.conv is None else base.conv
         inputs = torch.cat([start, log.conv * log.mask.unsqueeze(-1)], 1)
         conv = inputs[:, inputs.shape[1] - start.shape[1] :]
-    return MixerState(position, _replay_latent(base, log, like), window, rglru, conv)
-
-
-def _replay_latent(
-    base: MixerState, log: TokenLog, like: MixerState
-) -> LatteState | LinearState | None:
-    if like.latent is None or log.k is None or log.v is None:
-        return base.latent
-    # The queries do not matter for the state: any will do.
-    arguments = (torch.zeros_like(log.k), log.k, log.v)
-    if isinstance(like.latent, LinearState):
-        return linear_attention(
-            *arguments, key_mask=log.mask, initial_state=base.latent, output_final_state=True
-        )[1]
-    return latte_attention(
-        *arguments, key_mask=log.mask, initial_state=base.latent, output_final_state=True
-    )[1]
+    latent, linear = base.latent, base.linear
+    if log.k is not None and log.v is not None:
+        # The queries do not matter for the state: any will do.
+        if like.latent is not None:
+            _, latent = latte_attention(
+                torch.zeros_like(log.k),
+                log.k,
+                log.v,
+                key_mask=log.mask,
+                initial_state=base.latent,
+                output_final_state=True,
+            )
+        if like.linear is not None:
+            _, linear = linear_attention(
+                torch.zeros_like(log.k),
+                log.k,
+                log.v,
+                key_mask=log.mask,
+                initial_state=base.linear,
+                output_final_state=True,
+            )
+    return MixerState(position, latent, linear, window, rglru, conv)
 
 
 def _last_real(h_BSE: Tensor, mask_BS: Tensor, base_BE: Tensor | None) -> Tensor:

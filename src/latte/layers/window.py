@@ -88,9 +88,7 @@ class SlidingWindowAttention(Mixer):
         output_final_state: bool,
         rotary: Rotary | None,
     ) -> tuple[Tensor, MixerState, TokenLog | None]:
-        q, k, inputs = self._local(
-            x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary
-        )
+        q, k, inputs = self._local(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
         v = self._heads(self.v_proj(inputs.z), self.num_key_value_heads)
         out, window = sliding_window_attention(
             q,

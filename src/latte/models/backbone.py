@@ -38,11 +38,10 @@ class LattePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LatteBlock):
+        if isinstance(module, nn.Linear) and getattr(module, "writes_residual", False):
             # As in GPT-2: the residual stream keeps its scale, whatever the depth.
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
-            init.normal_(module.mixer.o_proj.weight, std=std)
-            init.normal_(module.mlp.down_proj.weight, std=std)
+            init.normal_(module.weight, std=std)
         elif isinstance(module, BlockDiagonalLinear):
             init.normal_(module.weight, std=1.0 / math.sqrt(module.weight.shape[-1]))
             init.zeros_(module.bias)
@@ -59,9 +58,7 @@ class LatteModel(LattePreTrainedModel):
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, config.pad_token_id
-        )
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.positions = (
             SinusoidalPositions(config.hidden_size) if config.position == "sinusoidal" else None
         )

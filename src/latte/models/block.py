@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -34,46 +36,45 @@ def make_mlp(config: LatteConfig) -> nn.Module:
 
 def make_mixer(config: LatteConfig) -> Mixer:
     """The token mixer of a configuration."""
-    heads = {
+    heads: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "causal": config.is_causal,
     }
-    size = (config.hidden_size, config.num_attention_heads)
-    local = {
+    local: dict[str, Any] = {
         "rope_theta": config.rope_theta if config.position == "rope" else None,
         "softcap": config.attn_logit_softcapping,
     }
-    inputs = {"conv_kernel_size": config.conv_kernel_size, "rms_norm_eps": config.norm_eps}
+    inputs: dict[str, Any] = {
+        "conv_kernel_size": config.conv_kernel_size,
+        "rms_norm_eps": config.norm_eps,
+    }
+    latents: dict[str, Any] = {
+        "num_latents": config.num_latents,
+        "latent_input": config.latent_input,
+    }
     match config.mixer:
         case "latte":
-            return LatteAttention(
-                *size, config.num_latents, latent_input=config.latent_input, **inputs, **heads
-            )
+            return LatteAttention(**heads, **latents, **inputs)
         case "macchiato":
             return LatteMacchiato(
-                *size,
-                config.num_latents,
-                window=config.sliding_window,
-                latent_input=config.latent_input,
-                **inputs,
-                **local,
-                **heads,
+                **heads, **latents, **inputs, **local, window=config.sliding_window or 0
             )
         case "swa":
             return SlidingWindowAttention(
-                *size,
-                window=config.sliding_window,
-                input_mixing=config.latent_input,
+                **heads,
                 **inputs,
                 **local,
-                **heads,
+                window=config.sliding_window,
+                input_mixing=config.latent_input,
             )
         case "softmax":
-            return SoftmaxAttention(*size, **local, **heads)
+            return SoftmaxAttention(**heads, **local)
         case "linear":
             return LinearAttention(
-                *size, config.num_latents, feature_map=config.feature_map, **heads
+                **heads, num_features=config.num_latents or 0, feature_map=config.feature_map
             )
     raise ValueError(f"unknown mixer {config.mixer!r}")
 
@@ -88,6 +89,9 @@ class LatteBlock(GradientCheckpointingLayer):
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        for output in (self.mixer.o_proj, self.mlp.down_proj):
+            # Read when weights are initialised.
+            output.writes_residual = True  # type: ignore[union-attr]
 
     def forward(
         self,

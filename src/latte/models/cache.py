@@ -43,20 +43,20 @@ class LatteCacheLayer(CacheLayerMixin):
     @property
     def log_mass(self) -> Tensor | None:
         """(B, H, L), the latents' log-mass (None for mixers without latents)."""
-        return getattr(self.state.latent, "log_mass", None)
+        return None if self.state.latent is None else self.state.latent.log_mass
 
     @property
     def mean(self) -> Tensor | None:
         """(B, H, L, D), what each latent has seen."""
-        return getattr(self.state.latent, "mean", None)
+        return None if self.state.latent is None else self.state.latent.mean
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """(B, W-1, G, K), the window's keys, oldest first."""
         return None if self.state.window is None else self.state.window.keys
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """(B, W-1, G, D), the window's values."""
         return None if self.state.window is None else self.state.window.values
 
@@ -73,7 +73,7 @@ class LatteCacheLayer(CacheLayerMixin):
     # --- reading and writing -------------------------------------------------------------------
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self.state.position is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -176,6 +176,8 @@ class LatteCache(Cache):
         config: of the model; it gives the number of layers and their kind.
         offloading: keep each layer's state on the CPU while other layers compute.
     """
+
+    layers: list[LatteCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, config: LatteConfig, offloading: bool = False) -> None:
         grows = config.mixer == "softmax"

@@ -111,13 +111,15 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """``generate`` asks here for the cache: Latte's own, unless the user brought one."""
         kind = generation_config.cache_implementation
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, *args, **kwargs
+            )
             return
         if kind not in (None, "dynamic", "offloaded"):
             raise LatteError(

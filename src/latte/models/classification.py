@@ -19,10 +19,10 @@ class LatteForSequenceClassification(LattePreTrainedModel):
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = config.num_labels or 2
         self.model = LatteModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
