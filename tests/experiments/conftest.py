@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,17 +23,18 @@ MODEL = {
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Globs of training and held-out text files."""
+    """Training and held-out documents, short ones."""
     folder = tmp_path_factory.mktemp("words")
     generator = random.Random(0)
     choice = ["latent", "window", "state", "mean", "mass", "token", "sum", "of", "the", "a"]
-    for number in range(6):
-        kind = "held-out" if number < 2 else "train"
-        text = " ".join(generator.choices(choice, k=500 + 100 * number))
-        (folder / f"{kind}-{number}.txt").write_text(text + "\n", encoding="utf-8")
+    for kind, count in (("train", 150), ("held-out", 30)):
+        with open(folder / f"{kind}.jsonl", "w", encoding="utf-8") as file:
+            for _ in range(count):  # documents end within blocks, so blocks count different tokens
+                text = " ".join(generator.choices(choice, k=generator.randint(5, 60)))
+                file.write(json.dumps({"text": text}) + "\n")
     return {
-        "corpus": str(folder / "train-*.txt"),
-        "validation": str(folder / "held-out-*.txt"),
+        "corpus": str(folder / "train.jsonl"),
+        "validation": str(folder / "held-out.jsonl"),
         "cache_dir": str(folder / "cache"),
     }
 

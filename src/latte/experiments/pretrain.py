@@ -58,17 +58,21 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         return result
     try:
         text = prepare_text(recipe.data, progress=first and not quiet)
+        blocks = text.blocks(
+            recipe.data,
+            steps * recipe.tokens_per_step(processes) // recipe.data.block_length,
+            recipe.training.seed,
+        )
         model = build_model(recipe, text)
     except ValueError:
         _give_back(owner, first)
         raise
     progress = Progress(recipe, label, quiet or not first)
-    count = steps * recipe.training.batch_size * recipe.training.gradient_accumulation * processes
     trainer = LatteTrainer(
         recipe,
         model,
         text.tokenizer,
-        text.blocks(recipe.data, count, recipe.training.seed),
+        blocks,
         text.collator(),
         text.held_out(recipe.data.max_validation_tokens),
         steps=steps,
@@ -145,6 +149,7 @@ def _give_back(owner: Claim, first: bool) -> None:
         if not started:
             (owner.folder / "run.json").unlink()
             (owner.folder / ".lock").unlink()
+            owner.lock.close()
 
 
 def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:
