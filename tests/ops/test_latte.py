@@ -18,11 +18,15 @@ from helpers import (
 
 from latte.ops import LatteState, latte_attention
 from latte.ops.torch_backend import fast, safe
+from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend.carry import Carry
+from latte.ops.torch_backend.latte import Segment
 
 
-def compare(T, *, causal=True, masked=False, packed=False, carried=False, H=2, L=3, D=5, scale=1.0):
-    B = 1 if packed else 2
+def compare(
+    T, *, causal=True, masked=False, packed=False, carried=False, H=2, L=3, D=5, B=2, scale=1.0
+):
+    B = 1 if packed else B
     cu = boundaries(T) if packed else None
     inputs = [*latte_inputs(B, T, H, L, D, scale)]
     if carried:
@@ -65,9 +69,17 @@ def test_odd_widths(causal, L, D):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_many_segments(causal, scale, packed, monkeypatch):
+    """Segments of one chunk: the state passes through several boundaries, both ways."""
+    monkeypatch.setattr(torch_latte, "LONGEST_SEGMENT", 64)
+    compare(257, causal=causal, packed=packed, carried=True, scale=scale)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_longer_than_one_segment(packed, scale):
-    compare(4099, packed=packed, carried=True, H=1, L=2, D=3, scale=scale)
+def test_longer_than_one_segment(scale):
+    compare(4099, carried=True, H=1, L=1, D=2, B=1, scale=scale)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -124,7 +136,7 @@ def test_extreme_logits(kind, dtype):
         return
     judge = values_and_gradients(lambda *x: latte_attention(*x, backend="reference"), low)
     for got, plain, want in zip(out, judge, ref, strict=True):
-        floor = 16 * torch.finfo(dtype).eps * want.norm().item()
+        floor = 16 * torch.finfo(dtype).eps * max(1.0, want.norm().item())
         error = (got.to(F64) - want).norm().item()
         assert error <= max(2 * (plain.to(F64) - want).norm().item(), floor)
 
@@ -149,32 +161,36 @@ def test_low_precision_errs_at_most_twice_the_reference(dtype, causal):
 @pytest.mark.parametrize("masked", [False, True])
 def test_fast_and_safe_kernels_agree(masked, monkeypatch):
     """Both kernels serve ordinary logits; each is exact, so neither can hide the other."""
-    q, k, v = latte_inputs(1, 192, 2, 4, 6)
+    inputs = latte_inputs(1, 192, 2, 4, 6)
     mask = key_mask(1, 192) if masked else None
+    taken = []
+    for module in (fast, safe):
+
+        def spy(*args, module=module, forward=module.forward):
+            taken.append(module)
+            return forward(*args)
+
+        monkeypatch.setattr(module, "forward", spy)
 
     def fn(q, k, v):
         return latte_attention(q, k, v, key_mask=mask, output_final_state=True, backend="torch")
 
-    taken = []
-    forward = fast.forward
-    monkeypatch.setattr(fast, "forward", lambda *a: taken.append("fast") or forward(*a))
-    quick = values_and_gradients(fn, (q, k, v))
-    assert taken == ["fast"]
-    monkeypatch.setattr(fast, "scaled_keys", lambda *a: None)
-    pairwise = safe.forward
-    monkeypatch.setattr(safe, "forward", lambda *a: taken.append("safe") or pairwise(*a))
-    slow = values_and_gradients(fn, (q, k, v))
-    assert taken == ["fast", "safe"]
+    quick = values_and_gradients(fn, inputs)
+    assert taken == [fast]
+    run = Segment.run
+    monkeypatch.setattr(Segment, "run", lambda self, t, state, short: run(self, t, state, True))
+    slow = values_and_gradients(fn, inputs)
+    assert taken == [fast, safe]
     assert_same(quick, slow, 1e-12)
 
 
-def test_wide_range_leaves_the_fast_kernel():
-    """One reference for +-20 logits that fall off within a chunk is the family's classic NaN."""
-    k = torch.linspace(40, -40, 64).view(1, 64, 1).flip(1)
+def test_runs_end_before_a_key_out_of_reach():
+    """One reference for logits that span +-20 within a chunk is the family's classic NaN."""
+    k = torch.linspace(0, 64, 65).view(1, 65, 1)
     nothing = Carry.of(torch.full((1, 1), -torch.inf), torch.zeros(1, 1, 1))
-    assert fast.scaled_keys(k, nothing, None) is None
-    near = torch.linspace(-20, 20, 64).view(1, 64, 1)
-    assert fast.scaled_keys(near, nothing, None) is not None
+    reference = fast.reference_logits(k, nothing, None)
+    assert reference.item() == 0.0 and fast.run_length(k, reference) == 17
+    assert fast.run_length(k.flip(1), k.flip(1)[:, 0]) == 65
 
 
 def test_outputs_do_not_depend_on_old_memory(monkeypatch):

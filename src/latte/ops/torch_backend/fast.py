@@ -1,14 +1,16 @@
-"""One segment of causal Latte in the linear domain, with a single reference for all its tokens.
+"""A run of causal Latte in the linear domain, with a single reference for all its tokens.
 
-With M the largest logit of the segment (and of the state it starts from), ``e_s = exp(k_s - M)``
-and ``alpha_t = m_0 + sum_{s<=t} e_s``, every quantity of the model is a cumulative sum:
+With r a logit of the past, ``e_s = exp(k_s - r)`` and ``alpha_t = m_0 + sum_{s<=t} e_s``, every
+quantity of the model is a cumulative sum:
 
     y_t = sum_l p_t[l] / alpha_t[l] (m_0 mu_0 + sum_{s<=t} e_s[l] v_s)
 
-No logarithm, and no rescaling between chunks. It is exact while alpha does not fall below
-``e^-60``; :func:`scaled_keys` says so when it does, and the caller takes ``safe.py`` instead.
+No logarithm, and no rescaling between chunks. The reference is the largest logit before the run,
+or the first one of the sequence; alpha is then at least 1, and the run ends before the first key
+that exceeds r by ``REACH`` (:func:`run_length`). Both depend on the past alone, so that future
+inputs cannot change the past, not even its rounding.
 
-Shape suffixes: X rows (batch x heads), S tokens of the segment, N chunks, C chunk length
+Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk length
 (S = N C), L latents, D value width.
 """
 
@@ -22,45 +24,62 @@ from torch import Tensor
 from latte.ops.torch_backend.carry import Carry
 
 CHUNK = 64
-# Below exp(-60) the smallest terms of a sum that still matter (24 bits below alpha) would reach
-# fp32's subnormal numbers, at exp(-87).
-SMALLEST_MASS = 1e-26
+# exp(k - r) is as exact as its argument: at 16 half a unit in the last place of fp32 is 1e-6.
+REACH = 16.0
 
 
 class Scaled(NamedTuple):
-    """Keys of a segment in the linear domain, relative to ``top``."""
+    """Keys of a run in the linear domain, relative to ``reference``."""
 
-    top_XL: Tensor
+    reference_XL: Tensor
     e_XSL: Tensor
     alpha_XSL: Tensor
-    mass_XL: Tensor  # of the state that the segment starts from
+    mass_XL: Tensor  # of the state that the run starts from
+    top_XL: Tensor  # the largest logit by the end
     empty_XL: Tensor | None  # rows that have seen nothing by the end; None if there are none
 
 
-def scaled_keys(k_XSL: Tensor, start: Carry, seen_XS: Tensor | None) -> Scaled | None:
-    """exp(k - M), its running sum and the first state's mass; None if one M cannot serve.
+def reference_logits(k_XSL: Tensor, start: Carry, seen_XS: Tensor | None) -> Tensor:
+    """(X, L): the largest logit up to the first token, or the first one that is visible.
 
     ``seen_XS`` is True from the first visible source on; None if all sources are visible.
     """
-    top_XL = torch.maximum(k_XSL.amax(1), start.top)
-    top_XL = torch.where(torch.isneginf(top_XL), 0.0, top_XL)
-    e_XSL = (k_XSL - top_XL[:, None]).exp_()
-    mass_XL = start.mass * torch.exp(start.top - top_XL)
+    first_XL = torch.maximum(k_XSL[:, 0], start.top)
+    if seen_XS is None:
+        return first_XL
+    index_X = seen_XS.to(torch.uint8).argmax(1)
+    later_XL = k_XSL[torch.arange(k_XSL.shape[0], device=k_XSL.device), index_X]
+    first_XL = torch.where(torch.isneginf(first_XL), later_XL, first_XL)
+    return torch.where(torch.isneginf(first_XL), 0.0, first_XL)
+
+
+def run_length(k_XSL: Tensor, reference_XL: Tensor) -> int:
+    """How many tokens this reference can serve."""
+    limit_X1L = (reference_XL + REACH)[:, None]
+    if not (k_XSL.amax(1, keepdim=True) > limit_X1L).any():
+        return k_XSL.shape[1]
+    return int((k_XSL > limit_X1L).any(0).any(-1).to(torch.uint8).argmax())
+
+
+def scaled_keys(
+    k_XSL: Tensor, reference_XL: Tensor, start: Carry, seen_XS: Tensor | None
+) -> Scaled:
+    """exp(k - r), its running sum and the first state's mass."""
+    e_XSL = (k_XSL - reference_XL[:, None]).exp_()
+    mass_XL = start.mass * torch.exp(start.top - reference_XL)
     alpha_XSL = e_XSL.cumsum(1).add_(mass_XL[:, None])
     empty_XL = None
-    if seen_XS is None:
-        fits = alpha_XSL.amin() > SMALLEST_MASS
-    else:
-        unseen_XSL = ~seen_XS[..., None] & (start.mass == 0)[:, None]
-        fits = ((alpha_XSL > SMALLEST_MASS) | unseen_XSL).all()
+    if seen_XS is not None:
         # Nothing seen yet: alpha = 0, and whatever is divided by it is 0 as well.
+        unseen_XSL = ~seen_XS[..., None] & (start.mass == 0)[:, None]
         alpha_XSL = torch.where(unseen_XSL, 1.0, alpha_XSL)
         empty_XL = unseen_XSL[:, -1]
-    return Scaled(top_XL, e_XSL, alpha_XSL, mass_XL, empty_XL) if bool(fits) else None
+    top_XL = torch.maximum(k_XSL.amax(1), start.top)
+    return Scaled(reference_XL, e_XSL, alpha_XSL, mass_XL, top_XL, empty_XL)
 
 
 def chunk(x_XSD: Tensor) -> Tensor:
-    """(X, S, D) -> (X N, C, D)."""
+    """(X, S, D) -> (X N, C, D); S is a multiple of ``CHUNK``, or smaller."""
     return x_XSD.reshape(-1, min(CHUNK, x_XSD.shape[1]), x_XSD.shape[-1])
 
 
@@ -77,13 +96,18 @@ def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor,
 
 
 def carry(keys: Scaled, last_XLD: Tensor) -> Carry:
-    """The state after the segment. A row that has seen nothing stays empty."""
-    alpha_XL, top_XL = keys.alpha_XSL[:, -1], keys.top_XL
+    """The state after the run. A row that has seen nothing stays empty."""
+    alpha_XL = keys.alpha_XSL[:, -1]
     mean_XLD = last_XLD / alpha_XL[..., None]
+    mass_XL = alpha_XL * torch.exp(keys.reference_XL - keys.top_XL)
     if keys.empty_XL is not None:
-        top_XL = torch.where(keys.empty_XL, -torch.inf, top_XL)
-        alpha_XL = torch.where(keys.empty_XL, 0.0, alpha_XL)
-    return Carry(top_XL, alpha_XL, mean_XLD)
+        mass_XL = torch.where(keys.empty_XL, 0.0, mass_XL)
+    return Carry(keys.top_XL, mass_XL, mean_XLD)
+
+
+def state_after(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> Carry:
+    """The state after the run, without its outputs."""
+    return carry(keys, chunk_states(keys, v_XSD, mean_XLD)[1])
 
 
 def forward(p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Carry]:

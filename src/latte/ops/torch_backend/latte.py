@@ -1,9 +1,9 @@
 """Latte in linear time: the driver over pieces and segments, as custom ops with closed gradients.
 
 Saved activations are the inputs and one state per segment of time: O(T / 2048) states, never
-O(T L D). Each segment takes the linear-domain kernel (``fast``) if one reference can serve all of
-it, and the pairwise one (``safe``) otherwise; on a GPU always the latter, as asking would wait
-for the device.
+O(T L D). A segment is one run of the linear-domain kernel (``fast``) wherever one reference can
+serve all of it; else it is cut into runs of that kernel and of the pairwise one (``safe``). On a
+GPU it is always the latter, as asking would wait for the device.
 
 Shape suffixes: B batch, T tokens, n rows of a piece, X = n H, S tokens of a segment, t of them
 not padding, H heads, L latents, D value width, N states.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from latte.ops.state import LatteState
 from latte.ops.torch_backend import fast, safe
@@ -21,6 +22,8 @@ from latte.ops.torch_backend.pieces import PIECE, Rows, rows_of, spans
 from latte.ops.validation import computation_dtype
 
 LONGEST_SEGMENT = 2048
+# Tokens given to the pairwise kernel where the linear-domain kernel's runs are short.
+SAFE_RUN = 256
 
 
 def latte_attention(
@@ -54,6 +57,22 @@ def padded_length(t: int) -> int:
     return -(-t // fast.CHUNK) * fast.CHUNK if t >= fast.CHUNK else 1 << (t - 1).bit_length()
 
 
+def aligned(D: int) -> int:
+    """Whole cache lines, so that a product's rounding does not depend on where it is stored."""
+    return -(-D // 16) * 16
+
+
+def widened(x: Tensor) -> Tensor:
+    """Zeros up to :func:`aligned` in the last dimension."""
+    missing = aligned(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def initial_carry(A: Tensor, mu: Tensor, rows: Rows) -> Carry:
+    """The rows' states before their first token, heads first."""
+    return Carry.of(A[rows.ids].flatten(0, 1), widened(mu[rows.ids].flatten(0, 1)))
+
+
 def heads_first(x_ntHD: Tensor, S: int, dtype: torch.dtype, fill: float = 0.0) -> Tensor:
     """(n, t, H, D) -> contiguous (n H, S, D), padded from t to S tokens."""
     n, t, H, D = x_ntHD.shape
@@ -82,39 +101,119 @@ class Segment:
             self.seen_XS = seen_nS.repeat_interleave(self.H, 0)
         self.p_XSL = heads_first(q, self.S, self.dtype).softmax(-1)
         self.k_XSL = heads_first(k, self.S, self.dtype, -torch.inf)
-        self.v_XSD = heads_first(v, self.S, self.dtype)
+        self.v_XSD = widened(heads_first(v, self.S, self.dtype))
 
     def gradient(self, dout: Tensor) -> Tensor:
         """The outputs' gradient (B, T, H, D) at these tokens: (X, S, D)."""
-        return heads_first(self.rows.take_gradient(dout, self.span), self.S, self.dtype)
+        dy = self.rows.take_gradient(dout, self.span)
+        return widened(heads_first(dy, self.S, self.dtype))
 
     def put(self, target: Tensor, x_XSD: Tensor) -> None:
         """Write (X, S, D) back to these tokens of the target (B, T, H, D)."""
-        x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)
-        self.rows.put(target, self.span, x_nHSD[:, :, : self.t].transpose(1, 2))
+        x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)[:, :, : self.t, : target.shape[-1]]
+        self.rows.put(target, self.span, x_nHSD.transpose(1, 2))
 
-    def scaled(self, start: Carry) -> fast.Scaled | None:
-        """The keys in the linear domain, or None where the pairwise kernel is needed."""
+    def run(self, start: int, state: Carry, after_short: bool) -> Run:
+        """The run of tokens from ``start`` on, as long as its kernel can serve; see ``Run``."""
+        k = self.k_XSL[:, start:]
+        seen = None if self.seen_XS is None else self.seen_XS[:, start:]
         if self.k_XSL.device.type != "cpu":
-            return None
-        return fast.scaled_keys(self.k_XSL, start, self.seen_XS)
+            # Asking for the reach of a reference would wait for the device.
+            return Run(self, slice(start, self.S), state, None)
+        if after_short:
+            return Run(self, slice(start, min(self.S, start + SAFE_RUN)), state, None)
+        reference = fast.reference_logits(k, state, seen)
+        stop = start + fast.run_length(k, reference)
+        return Run(self, slice(start, stop), state, reference)
 
-    def forward(self, start: Carry) -> tuple[Tensor, Carry]:
+    def forward(self, state: Carry) -> tuple[Tensor, Carry]:
         """Outputs (X, S, D) and the state after the segment."""
-        keys = self.scaled(start)
-        if keys is None:
-            return safe.forward(self.p_XSL, self.k_XSL, self.v_XSD, start)
-        return fast.forward(self.p_XSL, keys, self.v_XSD, start.mean)
+        outputs: list[Tensor] = []
+        stop, short = 0, False
+        while stop < self.S:
+            run = self.run(stop, state, short)
+            out, state = run.forward()
+            outputs.append(out)
+            stop, short = run.span.stop, run.short
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), state
 
     def backward(
-        self, start: Carry, dy_XSD: Tensor, dA_XL: Tensor, dmu_XLD: Tensor
+        self, state: Carry, dy_XSD: Tensor, dA_XL: Tensor, dmu_XLD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(dq, dk, dv, dA, dmu); the last two belong to the state before the segment."""
-        keys = self.scaled(start)
-        grads = (dy_XSD, dA_XL, dmu_XLD)
-        if keys is None:
-            return safe.backward(self.p_XSL, self.k_XSL, self.v_XSD, start, *grads)
-        return fast.backward(self.p_XSL, keys, self.v_XSD, start.mean, *grads)
+        runs: list[Run] = []
+        while not runs or runs[-1].span.stop < self.S:
+            if runs:
+                state = runs[-1].state_after()
+            stop, short = (runs[-1].span.stop, runs[-1].short) if runs else (0, False)
+            runs.append(self.run(stop, state, short))
+        parts: list[tuple[Tensor, ...]] = []
+        for run in reversed(runs):
+            *part, dA_XL, dmu_XLD = run.backward(dy_XSD[:, run.span], dA_XL, dmu_XLD)
+            parts.append(tuple(part))
+        if len(parts) == 1:
+            dq, dk, dv = parts[0]
+        else:
+            dq, dk, dv = (torch.cat(xs[::-1], 1) for xs in zip(*parts, strict=True))
+        return dq, dk, dv, dA_XL, dmu_XLD
+
+
+class Run:
+    """Consecutive tokens of a segment that one kernel serves.
+
+    The linear-domain kernel needs a reference that no key exceeds by far; it ends where one does.
+    Where such runs are short (logits that rise by leaps) the pairwise kernel takes a stretch. The
+    choice depends on the past alone.
+    """
+
+    def __init__(
+        self, segment: Segment, span: slice, state: Carry, reference: Tensor | None
+    ) -> None:
+        self.span, self.state = span, state
+        self.length = span.stop - span.start
+        self.chunk = min(fast.CHUNK, segment.S)
+        self.short = reference is not None and self.length < fast.CHUNK
+        whole = (segment.p_XSL, segment.k_XSL, segment.v_XSD)
+        self.p, self.k, self.v = (
+            self.padded(x[:, span], fill)
+            for x, fill in zip(whole, (0.0, -torch.inf, 0.0), strict=True)
+        )
+        self.keys: fast.Scaled | None = None
+        if reference is not None:
+            seen = None
+            if segment.seen_XS is not None:
+                seen = segment.seen_XS[:, span]
+                rest = self.p.shape[1] - self.length
+                seen = torch.cat([seen, seen[:, -1:].expand(-1, rest)], 1)
+            self.keys = fast.scaled_keys(self.k, reference, state, seen)
+
+    def padded(self, x_XSD: Tensor, fill: float) -> Tensor:
+        """Whole chunks, of the segment's size whatever the length: rounding depends on it."""
+        missing = -self.length % self.chunk
+        return F.pad(x_XSD, (0, 0, 0, missing), value=fill) if missing else x_XSD
+
+    def forward(self) -> tuple[Tensor, Carry]:
+        """Outputs of these tokens and the state after them."""
+        if self.keys is None:
+            out, state = safe.forward(self.p, self.k, self.v, self.state)
+        else:
+            out, state = fast.forward(self.p, self.keys, self.v, self.state.mean)
+        return out[:, : self.length], state
+
+    def state_after(self) -> Carry:
+        """Only the state after these tokens."""
+        if self.keys is None:
+            return safe.state_after(self.k, self.v, self.state)
+        return fast.state_after(self.keys, self.v, self.state.mean)
+
+    def backward(self, dy: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of these tokens and of the state before them."""
+        dy = self.padded(dy, 0.0)
+        if self.keys is None:
+            grads = safe.backward(self.p, self.k, self.v, self.state, dy, dA, dmu)
+        else:
+            grads = fast.backward(self.p, self.keys, self.v, self.state.mean, dy, dA, dmu)
+        return *(x[:, : self.length] for x in grads[:3]), *grads[3:]
 
 
 def first_state(
@@ -148,7 +247,7 @@ class Checkpoints:
         B, T, H, L = q.shape
         M = B * ((T - 1) // segment_length(H, L, v.shape[-1]))
         top = q.new_empty((M, H, L), dtype=computation_dtype(q.dtype))
-        return top, torch.empty_like(top), top.new_empty((M, H, L, v.shape[-1]))
+        return top, torch.empty_like(top), top.new_empty((M, H, L, aligned(v.shape[-1])))
 
     def save(self, n: int, state: Carry) -> None:
         """Keep the state of n rows."""
@@ -185,7 +284,7 @@ def causal_op(
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
     for rows in rows_of(q, H * max(L, D, fast.CHUNK), segment, cu_seqlens):
-        state = Carry.of(final_A[rows.ids].flatten(0, 1), final_mu[rows.ids].flatten(0, 1))
+        state = initial_carry(final_A, final_mu, rows)
         for span in spans(rows.length, segment):
             part = Segment(rows, span, (q, k, v), key_mask)
             if span.start:
@@ -193,7 +292,7 @@ def causal_op(
             y, state = part.forward(state)
             part.put(out, y)
         final_A[rows.ids] = state.log_mass().view(-1, H, L)
-        final_mu[rows.ids] = state.mean.view(-1, H, L, D)
+        final_mu[rows.ids] = state.mean[..., :D].unflatten(0, (-1, H))
     return out, final_A, final_mu, *saved
 
 
@@ -227,7 +326,7 @@ def causal_backward_op(
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
     for rows in rows_of(q, H * max(L, D, fast.CHUNK), segment, cu_seqlens):
-        dA, dmu = dA_0[rows.ids].flatten(0, 1), dmu_0[rows.ids].flatten(0, 1)
+        dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
         stretches = spans(rows.length, segment)
         n = dA.shape[0] // H
         for i, span in reversed(list(enumerate(stretches))):
@@ -235,13 +334,14 @@ def causal_backward_op(
             if i:
                 state = kept.load(n, i - 1)
             else:
-                state = Carry.of(A_0[rows.ids].flatten(0, 1), mu_0[rows.ids].flatten(0, 1))
+                state = initial_carry(A_0, mu_0, rows)
             dq_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(dout), dA, dmu)
             part.put(dq, dq_)
             part.put(dk, dk_)
             part.put(dv, dv_)
         kept.next += (len(stretches) - 1) * n
-        dA_0[rows.ids], dmu_0[rows.ids] = dA.view(-1, H, L), dmu.view(-1, H, L, D)
+        dA_0[rows.ids] = dA.view(-1, H, L)
+        dmu_0[rows.ids] = dmu[..., :D].unflatten(0, (-1, H))
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
 
 
@@ -284,7 +384,7 @@ def bidirectional_op(
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
     for rows in rows_of(q, H * max(L, D), segment, cu_seqlens):
-        state = Carry.of(A_N[rows.ids].flatten(0, 1), mu_N[rows.ids].flatten(0, 1))
+        state = initial_carry(A_N, mu_N, rows)
         for span in spans(rows.length, segment):
             part = Segment(rows, span, (q, k, v), key_mask)
             top = part.k_XSL.amax(1)
@@ -296,7 +396,7 @@ def bidirectional_op(
             part.put(out, part.p_XSL @ state.mean)
         A_N[rows.ids] = state.log_mass().view(-1, H, L)
         top_N[rows.ids], mass_N[rows.ids] = state.top.view(-1, H, L), state.mass.view(-1, H, L)
-        mu_N[rows.ids] = state.mean.view(-1, H, L, D)
+        mu_N[rows.ids] = state.mean[..., :D].unflatten(0, (-1, H))
     return out, A_N, mu_N, top_N, mass_N
 
 
@@ -331,7 +431,8 @@ def bidirectional_backward_op(
     segment = segment_length(H, L, D)
     for rows in rows_of(q, H * max(L, D), segment, cu_seqlens):
         top, mass, mu = (x[rows.ids].flatten(0, 1) for x in (top_N, mass_N, mu_N))
-        dA, dmu = dA_0[rows.ids].flatten(0, 1), dmu_0[rows.ids].flatten(0, 1)
+        mu = widened(mu)
+        dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
         for span in spans(rows.length, segment):
             part = Segment(rows, span, (q, k, v), key_mask)
             dmu = dmu + part.p_XSL.mT @ part.gradient(dout)
@@ -343,10 +444,10 @@ def bidirectional_backward_op(
             weight = divide(exp_difference(part.k_XSL, top[:, None]), mass[:, None])
             part.put(dk, weight * (part.v_XSD @ dmu.mT - lost_XL[:, None]))
             part.put(dv, weight @ dmu)
-        earlier = Carry.of(A_0[rows.ids].flatten(0, 1), mu_0[rows.ids].flatten(0, 1))
+        earlier = initial_carry(A_0, mu_0, rows)
         kept = divide(earlier.mass * exp_difference(earlier.top, top), mass)
         dA_0[rows.ids] = (kept * ((dmu * earlier.mean).sum(-1) - lost_XL)).view(-1, H, L)
-        dmu_0[rows.ids] = (kept[..., None] * dmu).view(-1, H, L, D)
+        dmu_0[rows.ids] = (kept[..., None] * dmu)[..., :D].unflatten(0, (-1, H))
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
 
 

@@ -116,6 +116,11 @@ def forward(p_XSL: Tensor, k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> tuple[
     return out_XNCD.view(v_XSD.shape), s.bounds[-1]
 
 
+def state_after(k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> Carry:
+    """The state after the segment, without its outputs."""
+    return prepare(k_XSL, v_XSD, start).bounds[-1]
+
+
 def backward(
     p_XSL: Tensor,
     k_XSL: Tensor,
