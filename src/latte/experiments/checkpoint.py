@@ -48,7 +48,11 @@ def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, A
     _check_weights(folder)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, local_files_only=True
+            folder,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them below
+            local_files_only=True,
         )
     except (ValueError, RuntimeError, OSError, KeyError) as error:
         raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
@@ -63,7 +67,11 @@ def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, A
                 + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
             )
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(where).eval(), _load_tokenizer(folder)
+    try:
+        model.to(where)
+    except (RuntimeError, AssertionError) as error:
+        raise LatteError(f"device {where!r} cannot be used: {_line(error)}") from None
+    return model.eval(), _load_tokenizer(folder)
 
 
 def training_recipe(path: str | Path) -> Recipe | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Text:
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
     """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input."""
+    progress = progress and sys.stderr.isatty()  # bars belong on a terminal
     cache = cache_folder(section)
     corpus = open_corpus(
         section.corpus,
@@ -124,5 +126,6 @@ def evaluation_text(
         whole = FileSource(paths, field)
         chosen = Corpus(whole.name, whole, whole)
     cache = cache_folder(DataSection())
+    progress = progress and sys.stderr.isatty()
     tokens = tokenize_corpus(chosen, tokenizer, "validation", cache, progress=progress)
     return EvaluationText(tokens, join=join, max_tokens=max_tokens)

@@ -1,0 +1,145 @@
+"""The commands at work, on a checkpoint of a few steps."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from latte.cli import main
+
+SOURCES = Path(__file__).parents[2] / "src"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
+COMMANDS: list[list[str]] = [[], ["train"], ["evaluate"], ["generate"], ["compare"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c) or "latte")
+def test_help_is_quick_and_imports_nothing_heavy(command: list[str]) -> None:
+    """Both: the modules, and the best of two times, since machines are busy."""
+    script = (
+        "import sys; from latte.cli import main\n"
+        f"try: main({[*command, '--help']!r})\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "assert code == 0 and not heavy, (code, heavy)"
+    )
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT
+        )
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "usage: latte" in done.stdout
+    assert min(seconds) < 1.0
+
+
+def test_version_and_module_entry() -> None:
+    import latte
+
+    done = subprocess.run(
+        [sys.executable, "-m", "latte.cli", "--version"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stdout) == (0, f"latte {latte.__version__}\n")
+
+
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
+def test_evaluate_writes_a_table_a_csv_and_a_plot(
+    place: Any, preset: str, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = ["evaluate", str(place.trained(preset)), "--lengths", "64,16", "--segment", "16"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "bits/byte" in out and "every row scores the same" in out
+    with open(tmp_path / "evaluation.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["length"] for row in rows] == ["16", "64"]
+    assert len({(row["tokens"], row["text_bytes"]) for row in rows}) == 1
+    assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluate_scores_whole_files(place: Any, tmp_path: Path, capsys: Any) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("state of the latent mean\n" * 20)
+    arguments = ["evaluate", str(place.trained()), "--corpus", str(text), "--lengths", "32"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    # 500 bytes and the document's end
+    assert "the same 501 tokens (500 bytes)" in capsys.readouterr().out
+
+
+def test_generate_streams_the_same_text_for_a_seed(place: Any, capsys: Any) -> None:
+    arguments = ["generate", str(place.trained()), "--prompt", "latent", "--max-new-tokens", "12"]
+    assert main([*arguments, "--seed", "3"]) == 0
+    first = capsys.readouterr().out
+    assert main([*arguments, "--seed", "3"]) == 0
+    assert capsys.readouterr().out == first
+    assert first.startswith("latent")
+    assert main([*arguments, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("latent")
+
+
+def test_a_run_folder_without_export_offers_its_newest_checkpoint(
+    place: Any, tmp_path: Path, capsys: Any
+) -> None:
+    import shutil
+
+    folder = tmp_path / "run"
+    shutil.copytree(place.trained() / "checkpoint-2", folder / "checkpoint-2")
+    assert main(["generate", str(folder), "--max-new-tokens", "2", "--prompt", "a"]) == 0
+    assert capsys.readouterr().out.startswith("a")
+
+
+def test_auto_classes_load_what_was_trained(place: Any) -> None:
+    import transformers
+
+    import latte  # noqa: F401  registers the models
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(place.trained())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place.trained())
+    assert type(model).__name__ == "LatteForCausalLM"
+    assert tokenizer.decode(tokenizer.encode("latte")) == "latte"
+
+
+def test_compare_puts_presets_side_by_side(place: Any, tmp_path: Path, capsys: Any) -> None:
+    output = f"output_dir={tmp_path / 'both'}"
+    arguments = ["compare", str(place.recipe()), output, "--presets", "latte-r-swa++,swa++"]
+    assert main([*arguments, "--lengths", "16,32"]) == 0
+    table = capsys.readouterr().out
+    assert "| `latte-r-swa++` |" in table and "| `swa++` |" in table
+    for name in ("comparison.csv", "comparison.md", "comparison.png"):
+        assert (tmp_path / "both" / name).stat().st_size > 0
+    weights = tmp_path / "both" / "swa++" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert main([*arguments, "--lengths", "16,32"]) == 0  # goes on where it stopped: at the end
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_torchrun_trains_on_two_processes(place: Any, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "latte.cli", "train", str(place.recipe())),
+            f"output_dir={tmp_path / 'two'}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("on 2 processes") == 1  # one process speaks
+    assert (tmp_path / "two" / "finished.json").exists()
+    assert {p.name for p in (tmp_path / "two" / "checkpoint-4").glob("rng_state*")} == {
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    }
