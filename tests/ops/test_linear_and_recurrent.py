@@ -112,7 +112,7 @@ def test_rg_lru_is_griffins_recurrence(backend, reverse, masked, packed, carried
                 backend=backend,
             )
 
-        def by_hand(x, r, i, theta, h0=None, mask=mask, cu=cu, N=N):
+        def by_hand(x, r, i, theta, h0=None, mask=mask, cu=cu, N=N, T=T):
             bounds = [0, T] if cu is None else cu.tolist()
             outs, states = [], []
             for n in range(N):
@@ -175,7 +175,7 @@ def test_convolution_is_its_sum(taps, masked, packed, carried):
                 output_final_state=True,
             )
 
-        def by_hand(x, w, b, tail=None, mask=mask, cu=cu, N=N):
+        def by_hand(x, w, b, tail=None, mask=mask, cu=cu, N=N, T=T):
             if mask is not None:
                 x = x * mask[..., None]
             bounds = [0, T] if cu is None else cu.tolist()

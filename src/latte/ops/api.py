@@ -161,6 +161,9 @@ def macchiato_attention(
             f"than latent_k (column 0 is the window), got {tuple(latent_q.shape)}"
         )
     check_shape(op, "latent_q", latent_q, "BTHL", plus_one)
+    check_shape(op, "q", q, "BTHK", sizes)
+    check_window(op, window)
+    check_softcap(op, softcap)
     if initial_state is not None and (
         not isinstance(initial_state, tuple) or len(initial_state) != 2
     ):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements of the largest intermediate, 4 MB in fp32.
-PIECE = 1 << 20
+# Elements of the largest intermediate, 1 MB in fp32: a core's second-level cache.
+PIECE = 1 << 18
 
 
 class Rows(NamedTuple):
@@ -70,13 +70,11 @@ class Rows(NamedTuple):
         return mask if own is None else mask & own
 
 
-def rows_of(
-    x: Tensor, width: int, segment: int, cu_seqlens: Tensor | None, piece: int = PIECE
-) -> Iterator[Rows]:
-    """Groups of rows of x (B, T, ...) with about ``piece`` elements in one segment of time."""
+def rows_of(x: Tensor, width: int, segment: int, cu_seqlens: Tensor | None) -> Iterator[Rows]:
+    """Groups of rows of x (B, T, ...) with about ``PIECE`` elements in one segment of time."""
     B, T = x.shape[:2]
     if cu_seqlens is None:
-        together = max(1, piece // (min(T, segment) * width))
+        together = max(1, PIECE // (min(T, segment) * width))
         for first in range(0, B, together):
             yield Rows(slice(first, min(B, first + together)), T, None, None)
         return
@@ -89,7 +87,7 @@ def rows_of(
             groups[math.ceil(math.log(length, 1.25)), -(-length // segment)].append(n)
     for members in groups.values():
         longest = max(bounds[n + 1] - bounds[n] for n in members)
-        together = max(1, piece // (min(longest, segment) * width))
+        together = max(1, PIECE // (min(longest, segment) * width))
         for first in range(0, len(members), together):
             yield _packed_rows(members[first : first + together], bounds, x.device)
 

@@ -18,11 +18,8 @@ from torch import Tensor
 
 from latte.ops.state import WindowState
 from latte.ops.torch_backend.full import full_attention
-from latte.ops.torch_backend.pieces import Rows, rows_of, spans
+from latte.ops.torch_backend.pieces import PIECE, Rows, rows_of, spans
 from latte.ops.validation import computation_dtype
-
-# Elements of the largest intermediate, the scores.
-PIECE = 1 << 20
 
 
 def sliding_window_attention(
@@ -192,7 +189,7 @@ def _stretches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, blocks: Blocks):
     T, H = q.shape[1:3]
     width = H * max(blocks.M, q.shape[-1], v.shape[-1])
     segment = max(1, PIECE // (width * blocks.Q)) * blocks.Q
-    for rows in rows_of(q, width, segment, cu_seqlens, PIECE):
+    for rows in rows_of(q, width, segment, cu_seqlens):
         for span in spans(rows.length, segment):
             yield rows, span
 
