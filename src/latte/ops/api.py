@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def latte_attention(
     if T == 0:
         start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
         return torch.zeros_like(v), start if output_final_state else None
-    options = {
+    options: dict[str, Any] = {
         "causal": causal,
         "key_mask": key_mask,
         "cu_seqlens": cu_seqlens,
@@ -172,7 +173,7 @@ def macchiato_attention(
             f"got {type(initial_state).__name__}"
         )
     latte_state, window_state = (None, None) if initial_state is None else initial_state
-    shared = {
+    shared: dict[str, Any] = {
         "causal": causal,
         "key_mask": key_mask,
         "cu_seqlens": cu_seqlens,
@@ -256,7 +257,7 @@ def sliding_window_attention(
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
     if sizes["T"] == 0:
         return q.new_zeros(*q.shape[:3], sizes["D"]), state
-    options = {
+    options: dict[str, Any] = {
         "window": window,
         "scale": scale,
         "softcap": softcap,

@@ -9,6 +9,7 @@ Half-precision inputs are computed in fp32 and rounded at the end. Autograd give
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -269,7 +270,7 @@ def attention_weights(
 ) -> Tensor:
     """p(s|t) = sum_l p(l|t) p(s|l,t), with the window as state 0 if q and k are given."""
     T, L = latent_k.shape[1], latent_k.shape[-1]
-    common = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    common: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
     seen = visible_sources(T, device=latent_k.device, **common)
     p_BHTL = F.softmax(latent_q, -1).transpose(1, 2)
     total = p_BHTL.new_zeros(p_BHTL.shape[0], p_BHTL.shape[1], T, T)

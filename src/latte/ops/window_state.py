@@ -43,7 +43,7 @@ def final_window_state(
     real_BT = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
     if cu_seqlens is not None and window is not None:
         return _final_packed(k_BTGK, v_BTGD, real_BT, window - 1, cu_seqlens, initial_state)
-    parts = [(k_BTGK, v_BTGD, real_BT)]
+    parts: list[tuple[Tensor, ...]] = [(k_BTGK, v_BTGD, real_BT)]
     if initial_state is not None:
         parts.insert(0, tuple(initial_state))
     if window is not None:

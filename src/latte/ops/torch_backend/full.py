@@ -55,12 +55,10 @@ def full_attention(
     out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
     everything = slice(0, T)
     for rows in rows_of(q_BTHK, q_BTHK[0, 0].numel(), T, cu_seqlens):
-        parts = (rows.take(x, everything) for x in (q_BTHK, k_BTGK, v_BTGD))
+        q, k, v = (rows.take(x, everything) for x in (q_BTHK, k_BTGK, v_BTGD))
         mask = rows.visible(key_mask, everything)
-        y = _attend(*parts, scale, causal, mask, None)
-        index = rows.index if rows.real is None else rows.index[rows.real]
-        y = y if rows.real is None else y[rows.real]
-        out = out.index_put((torch.zeros_like(index), index), y.to(out.dtype))
+        y = _attend(q, k, v, scale, causal, mask, None).to(out.dtype)
+        out = rows.scattered(out, y)
     return out
 
 

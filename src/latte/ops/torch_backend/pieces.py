@@ -26,12 +26,12 @@ class Rows(NamedTuple):
 
     ids: slice | Tensor  # the states that they own
     length: int  # tokens of the longest
-    index: Tensor | None  # (n, length) tokens of the packed row; None if not packed
+    tokens: Tensor | None  # (n, length) tokens of the packed row; None if not packed
     real: Tensor | None  # (n, length) bool where padded; None if nothing is
 
     def take(self, x: Tensor, span: slice) -> Tensor:
         """Tokens ``span`` of these sequences: (B, T, ...) -> (n, span, ...)."""
-        return x[self.ids, span] if self.index is None else x[0][self.index[:, span]]
+        return x[self.ids, span] if self.tokens is None else x[0][self.tokens[:, span]]
 
     def take_gradient(self, dx: Tensor, span: slice) -> Tensor:
         """Like :meth:`take`, with zeros for padding, whose outputs nobody saw."""
@@ -43,23 +43,30 @@ class Rows(NamedTuple):
 
     def put(self, x: Tensor, span: slice, values: Tensor) -> None:
         """Write (n, span, ...) back to where it was taken from; padding is dropped."""
-        if self.index is None:
+        if self.tokens is None:
             x[self.ids, span] = values
         elif self.real is None:
-            x[0, self.index[:, span]] = values.to(x.dtype)
+            x[0, self.tokens[:, span]] = values.to(x.dtype)
         else:
             real = self.real[:, span]
-            x[0, self.index[:, span][real]] = values[real].to(x.dtype)
+            x[0, self.tokens[:, span][real]] = values[real].to(x.dtype)
+
+    def scattered(self, x: Tensor, values: Tensor) -> Tensor:
+        """A copy of the packed row x with all tokens of these sequences written; differentiable."""
+        assert self.tokens is not None
+        tokens = self.tokens if self.real is None else self.tokens[self.real]
+        values = values if self.real is None else values[self.real]
+        return x.index_put((torch.zeros_like(tokens), tokens), values)
 
     def add(self, x: Tensor, span: slice, values: Tensor) -> None:
         """Add (n, span, ...) where it was taken from; padding is dropped."""
-        if self.index is None:
+        if self.tokens is None:
             x[self.ids, span] += values
         elif self.real is None:
-            x[0, self.index[:, span]] += values
+            x[0, self.tokens[:, span]] += values
         else:
             real = self.real[:, span]
-            x[0, self.index[:, span][real]] += values[real]
+            x[0, self.tokens[:, span][real]] += values[real]
 
     def visible(self, key_mask: Tensor | None, span: slice) -> Tensor | None:
         """(n, span) bool: real, unmasked tokens; None if all are."""
