@@ -48,16 +48,10 @@ def test_import_is_light():
 ORDERS = {
     "latte first": "import latte\nfrom transformers import AutoConfig, AutoModelForCausalLM",
     "transformers first": "from transformers import AutoConfig, AutoModelForCausalLM\nimport latte",
-    "in between": "import transformers\nimport latte\n"
-    "from transformers import AutoConfig, AutoModelForCausalLM",
     "another model first": "import latte\nfrom transformers import LlamaModel\n"
     "from transformers import AutoConfig, AutoModelForCausalLM",
     "configuration first": "from latte.models import LatteConfig\n"
     "LatteConfig()\nfrom transformers import AutoConfig, AutoModelForCausalLM",
-    "models first": "from latte.models import LatteForCausalLM\n"
-    "from transformers import AutoConfig, AutoModelForCausalLM",
-    "Trainer first": "import latte\nfrom transformers import Trainer\n"
-    "from transformers import AutoConfig, AutoModelForCausalLM",
 }
 
 

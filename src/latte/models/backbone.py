@@ -91,7 +91,7 @@ class LatteModel(LattePreTrainedModel):
         Args:
             input_ids: (B, T); or ``inputs_embeds`` (B, T, E).
             attention_mask: (B, P + T), 1 = a real token, over the cached tokens too. Padding may
-                stand on either side.
+                stand on either side; what is to be carried on in a cache is padded on the left.
             position_ids: (B, T); by default real tokens are counted, in each sequence.
             past_key_values: a :class:`LatteCache`, read and updated.
             use_cache: return the cache; by default the config's choice, and not in training.
@@ -114,9 +114,7 @@ class LatteModel(LattePreTrainedModel):
         self._check(inputs_embeds, cache, output_attentions)
         key_mask = self._key_mask(inputs_embeds, attention_mask, cache)
 
-        hidden, rotary = self._embed(
-            inputs_embeds, attention_mask, position_ids, cache, cu_seq_lens_q
-        )
+        hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
         hidden_states, attentions = [], []
         for index, layer in enumerate(self.layers):
             hidden_states.append(hidden)
@@ -196,7 +194,7 @@ class LatteModel(LattePreTrainedModel):
     def _embed(
         self,
         x_BTE: Tensor,
-        attention_mask: Tensor | None,
+        key_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: LatteCache | None,
         cu_seq_lens: Tensor | None,
@@ -205,7 +203,6 @@ class LatteModel(LattePreTrainedModel):
         rotary = None
         if self.positions is not None or self.rotary is not None:
             if position_ids is None:
-                key_mask = self._key_mask(x_BTE, attention_mask, cache)
                 start = None if cache is None else cache.position
                 position_ids = token_positions(x_BTE, key_mask, cu_seq_lens, start)
             if self.rotary is not None:
