@@ -302,3 +302,17 @@ def test_a_million_tokens_in_pieces(scale):
     # fp32 states: the log-mass is rounded once per piece, so are the means.
     assert torch.allclose(state.log_mass[0].double(), log_mass, rtol=1e-6, atol=2e-5)
     assert (state.mean[0] - mean).abs().max() < 1e-3
+
+
+@OPS
+@BACKENDS
+def test_autocast_changes_nothing(op, backend):
+    """Sums stay in fp32 inside an autocast region."""
+    inputs = [x.float().requires_grad_() for x in time_inputs(op, 40)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, _ = op(inputs, backend=backend)
+        assert out.dtype == torch.float32
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert_same(results[1], results[0], 1e-6)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
+from latte.ops.precision import full_precision
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
@@ -48,6 +49,7 @@ from latte.ops.window_state import check_window_state, final_window_state
 AVAILABLE = ("reference", "torch")
 
 
+@full_precision
 def latte_attention(
     q: Tensor,
     k: Tensor,
@@ -111,6 +113,7 @@ def latte_attention(
     return out.to(v.dtype), state
 
 
+@full_precision
 def macchiato_attention(
     latent_q: Tensor,
     latent_k: Tensor,
@@ -199,6 +202,7 @@ def macchiato_attention(
     return out, (latte_state, window_state)
 
 
+@full_precision
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,
@@ -285,6 +289,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@full_precision
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -358,6 +363,7 @@ def linear_attention(
     return out.to(v.dtype), state
 
 
+@full_precision
 def attention_weights(
     latent_q: Tensor,
     latent_k: Tensor,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from latte.ops import reference
 from latte.ops.packing import sequence_ids, sequence_starts
+from latte.ops.precision import full_precision
 from latte.ops.torch_backend.scan import linear_recurrence
 from latte.ops.validation import (
     check_floats,
@@ -26,6 +27,7 @@ AVAILABLE = ("reference", "torch")
 GATE_STRENGTH = 8.0
 
 
+@full_precision
 def rg_lru(
     x: Tensor,
     recurrence_gate: Tensor,
@@ -137,6 +139,7 @@ def _first_tokens(
     return first & (new_N[:, None] if ids is None else new_N[ids][None])
 
 
+@full_precision
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

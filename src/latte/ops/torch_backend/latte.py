@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
 from latte.ops.torch_backend import fast, safe
 from latte.ops.torch_backend.carry import Carry, divide, exp_difference
@@ -267,6 +268,7 @@ def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op("latte::causal", mutates_args=())
+@full_precision
 def causal_op(
     q: Tensor,
     k: Tensor,
@@ -303,6 +305,7 @@ def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
 
 
 @torch.library.custom_op("latte::causal_backward", mutates_args=())
+@full_precision
 def causal_backward_op(
     dout: Tensor,
     dlog_mass: Tensor,
@@ -367,6 +370,7 @@ causal_op.register_autograd(_causal_gradients, setup_context=_save_causal)
 
 
 @torch.library.custom_op("latte::bidirectional", mutates_args=())
+@full_precision
 def bidirectional_op(
     q: Tensor,
     k: Tensor,
@@ -408,6 +412,7 @@ def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
 
 
 @torch.library.custom_op("latte::bidirectional_backward", mutates_args=())
+@full_precision
 def bidirectional_backward_op(
     dout: Tensor,
     dlog_mass: Tensor,

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from latte.ops.precision import full_precision
 from latte.ops.torch_backend.pieces import spans
 
 # Elements of one stretch of time, 16 MB in fp32.
@@ -59,6 +60,7 @@ def scan(a_BTE: Tensor, b_BTE: Tensor, h0_BE: Tensor, back: bool = False) -> Ten
 
 
 @torch.library.custom_op("latte::linear_recurrence", mutates_args=())
+@full_precision
 def linear_recurrence(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
     """h_t = a_t h_{t-1} + b_t for a, b (B, T, E) and h0 (B, E), all of one dtype."""
     return scan(a, b, h0)
@@ -70,6 +72,7 @@ def _(a, b, h0):
 
 
 @torch.library.custom_op("latte::linear_recurrence_backward", mutates_args=())
+@full_precision
 def linear_recurrence_backward(
     dh: Tensor, a: Tensor, h: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

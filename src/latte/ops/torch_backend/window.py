@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.precision import full_precision
 from latte.ops.state import WindowState
 from latte.ops.torch_backend.full import full_attention
 from latte.ops.torch_backend.pieces import PIECE, Rows, rows_of, spans
@@ -195,6 +196,7 @@ def _stretches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, blocks: Blocks):
 
 
 @torch.library.custom_op("latte::sliding_window", mutates_args=())
+@full_precision
 def window_op(
     q: Tensor,
     k: Tensor,
@@ -226,6 +228,7 @@ def _(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, s
 
 
 @torch.library.custom_op("latte::sliding_window_backward", mutates_args=())
+@full_precision
 def window_backward_op(
     dout: Tensor,
     q: Tensor,
