@@ -195,5 +195,3 @@ def test_flops_of_a_plain_transformer() -> None:
     matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     expected = 6 * matrices + 3 * config.num_hidden_layers * 4 * config.hidden_size * (257 / 2)
     assert hardware.flops_per_token(model, 256) == pytest.approx(expected)
-
-

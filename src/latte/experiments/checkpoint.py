@@ -47,7 +47,7 @@ def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, A
     config = _load_config(folder)
     _check_weights(folder)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             output_loading_info=True,
@@ -56,6 +56,7 @@ def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, A
         )
     except (ValueError, RuntimeError, OSError, KeyError) as error:
         raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
+    model, found = loaded
     for what, keys in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
         ("lacks weights", found["missing_keys"]),

@@ -21,8 +21,8 @@ from ..errors import LatteError
 
 PRESETS = ("latte-r-swa++", "transformer++")
 PROMPT = 'def read_lines(path):\n    """'
-SAMPLE_TOKENS = 400
-HELD_OUT_TOKENS = 131_072
+SAMPLE_TOKENS = 200
+HELD_OUT_TOKENS = 65_536
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,8 +59,8 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
         PRESETS,
         max_tokens=HELD_OUT_TOKENS,
         references=references,
-        title="Python's library sources as bytes,"
-        f" {recipe.tokens_per_step() * recipe.steps() / 1e6:.1f}M training tokens each",
+        title="Python's library sources,"
+        f" {recipe.tokens_per_step() * recipe.steps():,} training tokens each",
     )
     folder = Path(recipe.output_dir)
     print(f"\nA continuation by {PRESETS[0]} of {PROMPT!r}:\n")

@@ -103,12 +103,12 @@ def draw_lengths(
         axis.axvline(train_length, color="#777777", linewidth=1, linestyle=":")
         axis.annotate(
             "training length",
-            (train_length, 0.02),
+            (train_length, 0.98),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
             rotation=90,
-            va="bottom",
+            va="top",
             fontsize=8,
             color="#555555",
         )

@@ -126,7 +126,7 @@ def first_difference(stored: Any, wanted: Any, key: str = "") -> tuple[str, Any,
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and what is wrong with the newer ones passed over."""
-    skipped = []
+    skipped: list[str] = []
     for path in reversed(checkpoints(folder)):
         problem = checkpoint_problem(path)
         if problem is None:

@@ -39,8 +39,8 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of the longest ModuleList: the transformer blocks."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def assert_sharded(model: nn.Module) -> None:
@@ -53,7 +53,8 @@ def assert_sharded(model: nn.Module) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """All weights in full on the CPU of process 0 (empty elsewhere). Every process must call."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
 
 
 def save_shards(model: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -65,7 +66,7 @@ def save_shards(model: nn.Module, optimizer: Any, folder: Path) -> None:
 def load_shards(model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Read what `save_shards` wrote, in place. Every process must call."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder / SHARDS)
     set_state_dict(
         model,

@@ -89,7 +89,7 @@ def make_tokenizer(section: DataSection, corpus: Corpus, cache: Path, progress: 
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f".{name}.lock"):
             if not folder.is_dir():
-                sample = sample_text(corpus, BPE_SAMPLE_BYTES)
+                sample = sample_text(corpus, BPE_SAMPLE_BYTES, progress=progress)
                 tokenizer = train_bpe(
                     sample,
                     section.vocab_size,

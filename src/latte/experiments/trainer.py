@@ -42,6 +42,11 @@ class LatteTrainer(Trainer):
         bytes_per_token: of the training text, for bits per byte in the log.
     """
 
+    # The Trainer types these as possibly None, which they are not once training has begun.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self,
         recipe: Recipe,
@@ -56,6 +61,7 @@ class LatteTrainer(Trainer):
         callbacks: list[Any] | None = None,
     ) -> None:
         self.recipe = recipe
+        self.tokenizer = tokenizer
         self.held_out = held_out
         self.bytes_per_token = bytes_per_token
         self._staging = False
@@ -66,7 +72,6 @@ class LatteTrainer(Trainer):
             data_collator=collate,
             train_dataset=train_dataset,
             eval_dataset=train_dataset,  # `evaluate` below scores `held_out` instead
-            processing_class=tokenizer,
             callbacks=callbacks,
         )
         from transformers.trainer_callback import PrinterCallback
@@ -84,7 +89,8 @@ class LatteTrainer(Trainer):
     # ---- data, optimiser, schedule
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(dataset)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """Weight decay is for matrices: norms, biases and recurrence rates have one dimension."""
@@ -201,7 +207,7 @@ class LatteTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The Trainer's checkpoint, written aside and renamed when every process has written."""
-        final = Path(self.args.output_dir)
+        final = Path(self.recipe.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         if (final / name).exists() and self._resumed_at == self.state.global_step:
             return  # already there, complete: we resumed from it
@@ -230,7 +236,7 @@ class LatteTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Export for `from_pretrained`: weights in safetensors, config, tokeniser, recipe."""
-        folder = self.args.output_dir if output_dir is None else output_dir
+        folder = self.recipe.output_dir if output_dir is None else output_dir
         state = sharding.full_state_dict(self.model) if self._sharded else None
         if not self.args.should_save:
             return
@@ -239,8 +245,7 @@ class LatteTrainer(Trainer):
             for name in model._tied_weights_keys:  # gathered twice, saved once
                 state.pop(name, None)
         model.save_pretrained(folder, state_dict=state)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
         Path(folder, "recipe.json").write_text(dump(self.recipe), encoding="utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -318,5 +323,6 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         disable_tqdm=True,  # our own bar and line: see `metrics`
         report_to="none",
         log_level="error",
+        log_level_replica="error",
         use_cpu=not torch.cuda.is_available(),
     )
