@@ -1,0 +1,234 @@
+"""Time of the ops on a CPU, 1k to 16k tokens, beside softmax attention and a scan of Listing 1.
+
+fp32, B = 1, H = 8 heads, L = 32 latents per head, D = 64 value width; every side uses all threads.
+Sides, all timed in turns in one process (see ``common``):
+
+* ``latte``: ``latte.ops.latte_attention``, causal.
+* ``jax scan``: the same function as Listing 1 of the paper, corrected, jitted (``listing1``), at
+  its fastest unroll of 1 to 32, searched per mode at the length of the goals. Before timing, both
+  are checked against the fp64 reference, and against each other at every length.
+* ``sdpa``: ``torch.nn.functional.scaled_dot_product_attention``, causal, K = 64, on its native
+  contiguous (B, H, T, D) layout.
+* for information ``macchiato`` (window 128, K = 64), ``window 128``
+  (``sliding_window_attention``) and ``rg-lru`` on H D = 512 channels.
+
+"forward" is one call without gradients. "forward+backward" is one call and the gradients of
+``<dy, y>`` for a fixed random dy with respect to all inputs; the scan's need not return y itself.
+
+    python benchmarks/cpu_ops.py [--quick] [--out DIR] [--budget SECONDS]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import listing1
+import torch
+from common import D, H, L, Row, Times, interleave, output_folder, parser, use_all_threads
+from figures import draw_ops
+from records import Goal, Table, report_goals
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.ops import latte_attention, macchiato_attention, rg_lru, sliding_window_attention
+
+WINDOW = 128
+MODES = ("forward", "forward+backward")
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+UNROLLS = (1, 2, 4, 8, 16, 32)
+GOAL_LENGTH = 4096
+# Agreement: a thousand roundings of fp32, relative to the largest entry.
+TOLERANCE = 1000 * torch.finfo(torch.float32).eps
+
+Call = Callable[[], Any]
+Inputs = dict[str, Tensor]
+
+
+def make_inputs(T: int) -> Inputs:
+    """Standard normal inputs of every op; the same for every side."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "latent_q": normal(1, T, H, L),
+        "latent_k": normal(1, T, H, L),
+        "window_logit": normal(1, T, H, 1),
+        "q": normal(1, T, H, D),
+        "k": normal(1, T, H, D),
+        "v": normal(1, T, H, D),
+        "theta": normal(H * D),
+        "dy": normal(1, T, H, D),
+    }
+
+
+def torch_call(mode: str, op: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> Call:
+    """A call of the op: the output, or the gradients of <dy, output> for all inputs."""
+    if mode == "forward":
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return op(*inputs)
+
+        return forward
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+
+
+def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
+    """All sides that run in torch."""
+    T = x["v"].shape[1]
+    heads_first = [x[name].transpose(1, 2).contiguous() for name in ("q", "k", "v")]
+    dy_heads_first = x["dy"].transpose(1, 2).contiguous()
+    latent_q = torch.cat([x["window_logit"], x["latent_q"]], -1)
+    channels = [x[name].reshape(1, T, H * D) for name in ("v", "q", "k")]
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def macchiato(*tensors: Tensor) -> Tensor:
+        return macchiato_attention(*tensors, window=WINDOW)[0]
+
+    def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliding_window_attention(q, k, v, window=WINDOW)[0]
+
+    def recurrent(*tensors: Tensor) -> Tensor:
+        return rg_lru(*tensors)[0]
+
+    local = [x["q"], x["k"], x["v"]]
+    dy = x["dy"]
+    return {
+        "latte": latte_call(mode, x),
+        "macchiato": torch_call(mode, macchiato, [latent_q, x["latent_k"], *local], dy),
+        "window 128": torch_call(mode, window, local, dy),
+        "rg-lru": torch_call(mode, recurrent, [*channels, x["theta"]], dy.reshape(1, T, H * D)),
+        "sdpa": torch_call(mode, softmax, heads_first, dy_heads_first),
+    }
+
+
+def latte_call(mode: str, x: Inputs, backend: str | None = None) -> Call:
+    """Latte's side."""
+
+    def latte(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return latte_attention(q, k, v, backend=backend)[0]
+
+    return torch_call(mode, latte, [x["latent_q"], x["latent_k"], x["v"]], x["dy"])
+
+
+def scan_call(mode: str, x: Inputs, unroll: int) -> Call:
+    """The scan's side."""
+    q, k, v = x["latent_q"], x["latent_k"], x["v"]
+    if mode == "forward":
+        return listing1.forward(q, k, v, unroll)
+    return listing1.gradients(q, k, v, x["dy"], unroll)
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """Largest difference relative to the largest entry, over one array or a tuple of them."""
+    ours, theirs = ([x] if not isinstance(x, tuple) else x for x in (ours, theirs))
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        a, b = (y if isinstance(y, Tensor) else listing1.to_torch(y) for y in (a, b))
+        worst = max(worst, ((a.double() - b.double()).abs().max() / b.abs().max()).item())
+    return worst
+
+
+def agree(label: str, ours: Any, theirs: Any) -> None:
+    """Stop unless two sides computed the same function."""
+    worst = difference(ours, theirs)
+    print(f"check {label}: relative difference {worst:.1e}", flush=True)
+    if not worst <= TOLERANCE:
+        raise SystemExit(f"check failed: {label} differ by {worst:.1e}, allowed {TOLERANCE:.1e}")
+
+
+def check_sides(T: int) -> None:
+    """Latte and the scan against the equations in fp64, values and gradients."""
+    x = make_inputs(T)
+    exact = {name: value.double() for name, value in x.items()}
+    for mode in MODES:
+        judge = latte_call(mode, exact, backend="reference")()
+        agree(f"latte, {mode}, with the fp64 reference", latte_call(mode, x)(), judge)
+        if listing1.AVAILABLE:
+            scan = scan_call(mode, x, unroll=4)()
+            agree(f"jax scan, {mode}, with the fp64 reference", scan, judge)
+
+
+def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> int:
+    """The unroll whose median time is the smallest, all timed in turns."""
+    x = make_inputs(T)
+    times = interleave({str(n): scan_call(mode, x, n) for n in unrolls}, budget)
+    best = min(times, key=lambda n: times[n].median)
+    all_of_them = ", ".join(f"{n}: {t.median:.1f} ms" for n, t in times.items())
+    print(f"unroll, {mode}, T = {T}: {all_of_them}; fastest {best}", flush=True)
+    return int(best)
+
+
+def ratio(times: dict[tuple[str, str, int], Times], rival: str, mode: str, T: int) -> float:
+    """How many times longer the rival's median is than Latte's."""
+    return times[rival, mode, T].median / times["latte", mode, T].median
+
+
+def goals_of(times: dict[tuple[str, str, int], Times], lengths: Sequence[int]) -> list[Goal]:
+    """The goals at the lengths that were run."""
+    goals = []
+    for mode, target in zip(MODES, (3.0, 5.0), strict=True):
+        if ("jax scan", mode, GOAL_LENGTH) in times:
+            ours, scan = (times[s, mode, GOAL_LENGTH].median for s in ("latte", "jax scan"))
+            name = f"{mode}, T = {GOAL_LENGTH}: times faster than the jitted scan"
+            note = f"{ours:.1f} ms against {scan:.1f} ms"
+            goals.append(Goal(name, target, scan / ours, True, note))
+    for mode in MODES:
+        if LENGTHS[-1] in lengths:
+            ours, softmax = (times[s, mode, LENGTHS[-1]].median for s in ("latte", "sdpa"))
+            name = f"{mode}, T = {LENGTHS[-1]}: times faster than SDPA"
+            note = f"{ours:.1f} ms against {softmax:.1f} ms"
+            goals.append(Goal(name, 20.0, softmax / ours, True, note))
+    return goals
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    out, threads = output_folder(args), use_all_threads()
+    lengths: Sequence[int] = (128, 256) if args.quick else LENGTHS
+    unrolls: Sequence[int] = (1, 4) if args.quick else UNROLLS
+    budget = args.budget or (0.05 if args.quick else 1.5)
+    print(f"ops: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads", flush=True)
+    if not listing1.AVAILABLE:
+        print("jax is not installed: leaving out the jax scan (pip install jax)", flush=True)
+    check_sides(128 if args.quick else 512)
+
+    table = Table(out / "cpu_ops.csv")
+    times: dict[tuple[str, str, int], Times] = {}
+    for mode in MODES:
+        unroll = 0
+        if listing1.AVAILABLE:
+            at = lengths[-1] if args.quick else GOAL_LENGTH
+            unroll = fastest_unroll(mode, at, unrolls, budget)
+        for T in lengths:
+            x = make_inputs(T)
+            sides = torch_sides(mode, x)
+            if listing1.AVAILABLE:
+                scan = scan_call(mode, x, unroll)
+                agree(f"latte with jax scan, {mode}, T = {T}", sides["latte"](), scan())
+                sides = {"latte": sides.pop("latte"), "jax scan": scan, **sides}
+            measured = interleave(sides, budget)
+            for side, statistics in measured.items():
+                times[side, mode, T] = statistics
+                row: Row = {"side": side, "mode": mode, "tokens": T, **statistics.row()}
+                row |= {"times_latte": round(ratio(times, side, mode, T), 3)}
+                row |= {"unroll": unroll if side == "jax scan" else ""}
+                table.add(row | {"dtype": "float32", "B": 1, "H": H, "L": L, "D": D})
+                print(
+                    f"{mode:17} T = {T:6} {side:11} {statistics.median:10.2f} ms "
+                    f"(p10 {statistics.p10:.2f}, p90 {statistics.p90:.2f}, "
+                    f"{statistics.calls} calls), {row['times_latte']:.2f} x latte",
+                    flush=True,
+                )
+    print(f"wrote {table.path} and {draw_ops(out)}")
+    report_goals(out, "cpu_ops", goals_of(times, lengths))
+
+
+if __name__ == "__main__":
+    main()

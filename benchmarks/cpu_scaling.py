@@ -1,0 +1,127 @@
+"""Time and peak memory of Latte on a CPU, 4k to 256k tokens, and the exponents fitted to them.
+
+fp32, B = 1, H = 8, L = 32, D = 64, causal, all threads. Each length and mode runs in a process
+of its own: a small call first (256 tokens), then the inputs, then warm-up and timed calls.
+
+* Time: the median of the timed calls. "forward" without gradients; "forward+backward" with the
+  gradients of ``<dy, y>`` for all inputs.
+* Peak memory: the process's peak resident memory over all these calls less what was resident
+  before the inputs were made. It holds the inputs, outputs, gradients, saved activations and
+  intermediates.
+* Exponent: the slope of a least-squares line through (log tokens, log value), over all lengths,
+  of equal weight. The note gives the slope over the longer half alone, since fixed costs at the
+  shorter lengths flatten the line.
+
+    python benchmarks/cpu_scaling.py [--quick] [--out DIR] [--budget SECONDS]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from common import (
+    D,
+    H,
+    L,
+    Row,
+    child_job,
+    exponent,
+    in_fresh_process,
+    interleave,
+    output_folder,
+    parser,
+    peak_bytes,
+    reset_peak,
+    resident_bytes,
+    use_all_threads,
+)
+from records import Goal, Table, report_goals
+
+from latte.ops import latte_attention
+
+MODES = ("forward", "forward+backward")
+LENGTHS = tuple(4096 * 2**i for i in range(7))
+
+
+def make_inputs(T: int, gradients: bool) -> list[torch.Tensor]:
+    """q, k, v and the output's gradient."""
+    generator = torch.Generator().manual_seed(T)
+    widths = (L, L, D, D) if gradients else (L, L, D)
+    inputs = [torch.randn(1, T, H, width, generator=generator) for width in widths]
+    return [x.requires_grad_(gradients and i < 3) for i, x in enumerate(inputs)]
+
+
+def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor | None = None) -> None:
+    """One call, with gradients if dy is given."""
+    if dy is None:
+        with torch.no_grad():
+            latte_attention(q, k, v)
+    else:
+        torch.autograd.grad(latte_attention(q, k, v)[0], (q, k, v), dy)
+
+
+def measure(job: Row) -> Row:
+    """One length and mode, in this process."""
+    use_all_threads()
+    gradients = job["mode"] == "forward+backward"
+    step(*make_inputs(256, gradients))
+    before = resident_bytes()
+    reset_peak()
+    inputs = make_inputs(job["tokens"], gradients)
+    times = interleave({"latte": lambda: step(*inputs)}, job["budget"])["latte"]
+    peak = peak_bytes()
+    return {
+        **times.row(),
+        "peak_net_mb": round((peak - before) / 2**20, 3),
+        "peak_process_mb": round(peak / 2**20, 3),
+    }
+
+
+def goals_of(rows: Sequence[Row]) -> list[Goal]:
+    """Exponents of time and memory per mode."""
+    goals = []
+    for column, what in (("median_ms", "time"), ("peak_net_mb", "peak memory")):
+        for mode in MODES:
+            here = [row for row in rows if row["mode"] == mode]
+            tokens, values = [row["tokens"] for row in here], [row[column] for row in here]
+            upper = max(2, -(-len(here) // 2))
+            longer = exponent(tokens[-upper:], values[-upper:])
+            name = f"{mode}: exponent of {what}, {tokens[0]} to {tokens[-1]} tokens"
+            note = f"{longer:.3f} from {tokens[-upper]} tokens"
+            goals.append(Goal(name, 1.05, exponent(tokens, values), False, note))
+    return goals
+
+
+def main() -> None:
+    job = child_job()
+    if job is not None:
+        print(json.dumps(measure(job)))
+        return
+    from figures import draw_scaling  # here, so that matplotlib is not part of what is measured
+
+    args = parser(__doc__).parse_args()
+    out, threads = output_folder(args), use_all_threads()
+    lengths = (1024, 2048) if args.quick else LENGTHS
+    budget = args.budget or (0.05 if args.quick else 2.5)
+    print(f"scaling: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads", flush=True)
+    table = Table(out / "cpu_scaling.csv")
+    for mode in MODES:
+        for T in lengths:
+            job = {"mode": mode, "tokens": T, "budget": budget}
+            row = in_fresh_process(__file__, job)
+            sizes = {"dtype": "float32", "B": 1, "H": H, "L": L, "D": D}
+            table.add({"mode": mode, "tokens": T, **row, **sizes})
+            print(
+                f"{mode:17} T = {T:6} {row['median_ms']:10.2f} ms ({row['calls']} calls), "
+                f"{1e3 * row['median_ms'] / T:.2f} us per token; peak memory "
+                f"{row['peak_net_mb']:.1f} MB, {1024 * row['peak_net_mb'] / T:.1f} kB per token",
+                flush=True,
+            )
+    print(f"wrote {table.path} and {draw_scaling(out)}")
+    report_goals(out, "cpu_scaling", goals_of(table.rows))
+
+
+if __name__ == "__main__":
+    main()
