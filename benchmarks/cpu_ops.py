@@ -193,11 +193,11 @@ def main() -> None:
     out, threads = output_folder(args), use_all_threads()
     lengths: Sequence[int] = (128, 256) if args.quick else LENGTHS
     unrolls: Sequence[int] = (1, 4) if args.quick else UNROLLS
-    budget = args.budget or (0.05 if args.quick else 1.5)
+    budget = args.budget or (0.05 if args.quick else 1.0)
     print(f"ops: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads", flush=True)
     if not listing1.AVAILABLE:
         print("jax is not installed: leaving out the jax scan (pip install jax)", flush=True)
-    check_sides(128 if args.quick else 512)
+    check_sides(64 if args.quick else 256)
 
     table = Table(out / "cpu_ops.csv")
     times: dict[tuple[str, str, int], Times] = {}

@@ -153,16 +153,10 @@ def draw_scaling(out: Path) -> Path:
             xs = [float(row["tokens"]) for row in here]
             ys = [float(row[column]) for row in here]
             ax.plot(xs, ys, "o-", color=colour, label=mode, markersize=5)
-            slope = f"exponent {exponent(xs, ys):.3f}"
-            ax.annotate(
-                slope,
-                (xs[-1], ys[-1]),
-                (-8, 8),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8.5,
-                color=colour,
-            )
+            height = 0.10 if mode == "forward+backward" else 0.03
+            slope = f"{mode}: exponent {exponent(xs, ys):.3f}"
+            corner: Any = {"transform": ax.transAxes, "ha": "right", "fontsize": 8.5}
+            ax.text(0.98, height, slope, color=colour, **corner)
             # Through the last point: what is above it at the left are fixed costs.
             ideal = [ys[-1] * x / xs[-1] for x in xs]
             label = "slope 1 (exactly linear)" if mode == "forward+backward" else None

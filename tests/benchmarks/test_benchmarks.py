@@ -1,0 +1,143 @@
+"""The benchmarks run, on tiny sizes and without JAX, and their arithmetic is right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+import listing1
+import pytest
+import records
+import torch
+
+from latte.ops import latte_attention
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables for a process that has one thread, and no JAX even where it is installed."""
+    hidden = tmp_path_factory.mktemp("hidden")
+    (hidden / "jax.py").write_text("raise ImportError('no jax in this test')\n")
+    paths = [str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def run(script, out, environment):
+    """Output, the rows of the script's CSV file and the goals; a figure must be there too."""
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figure = (out / f"{script}.png").read_bytes()
+    assert figure.startswith(b"\x89PNG") and len(figure) < 200_000
+    rows = records.read_rows(out / f"{script}.csv")
+    for row in rows:
+        assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
+        assert row["torch"] == torch.__version__ and row["cpu"] and row["date"]
+    return done.stdout, rows
+
+
+def test_ops_without_jax(tmp_path, environment):
+    printed, rows = run("cpu_ops", tmp_path, environment)
+    assert printed.count("jax is not installed") == 1
+    sides = {"latte", "macchiato", "window 128", "rg-lru", "sdpa"}
+    modes = {"forward", "forward+backward"}
+    found = {(row["side"], row["mode"]) for row in rows}
+    assert found == {(side, mode) for side in sides for mode in modes}
+    assert "with the fp64 reference: relative difference" in printed
+
+
+def test_scaling(tmp_path, environment):
+    printed, rows = run("cpu_scaling", tmp_path, environment)
+    assert len(rows) == 4
+    # Inputs and outputs alone: q and k of L, v and out of D, in fp32.
+    for row in rows:
+        least = int(row["tokens"]) * common.H * 2 * (common.L + common.D) * 4
+        assert float(row["peak_process_mb"]) * 2**20 > least
+    goals = records.read_rows(tmp_path / "goals.csv")
+    assert {goal["script"] for goal in goals} == {"cpu_scaling"} and len(goals) == 4
+    assert all(goal["goal"] in printed for goal in goals)
+
+
+def test_decode(tmp_path, environment):
+    _, rows = run("cpu_decode", tmp_path, environment)
+    caches = {(row["model"], row["context"]): int(row["cache_bytes"]) for row in rows}
+    short, long = sorted({row["context"] for row in rows}, key=int)
+    assert caches["latte-r-swa++", short] == caches["latte-r-swa++", long]
+    growth = caches["transformer++", long] / caches["transformer++", short]
+    assert growth == pytest.approx(int(long) / int(short), rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["forward", "gradients"])
+def test_listing_1_is_latte(mode):
+    pytest.importorskip("jax")
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 33, 2, 3), (2, 33, 2, 3), (2, 33, 2, 5))
+    q, k, v = (torch.randn(*s, generator=generator).requires_grad_() for s in shapes)
+    out, _ = latte_attention(q.double(), k.double(), v.double(), backend="reference")
+    dy = torch.randn(out.shape, generator=generator)
+    if mode == "forward":
+        pairs = [(out, listing1.forward(q, k, v, unroll=2)())]
+    else:
+        exact = torch.autograd.grad(out, (q, k, v), dy.double())
+        pairs = list(zip(exact, listing1.gradients(q, k, v, dy, unroll=2)(), strict=True))
+    for exact, found in pairs:
+        torch.testing.assert_close(listing1.to_torch(found), exact.float())
+
+
+def test_exponent_of_a_power_law():
+    tokens = [4096 * 2**i for i in range(7)]
+    assert common.exponent(tokens, [3e-4 * t**1.25 for t in tokens]) == pytest.approx(1.25)
+
+
+def test_statistics():
+    times = common.Times.of([0.003, 0.001, 0.002, 0.005, 0.004])
+    assert times == pytest.approx((3.0, 1.4, 4.6, 1.0, 5))
+
+
+def test_sides_take_turns():
+    calls = []
+    sides = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
+    times = common.interleave(sides, budget=1e-9)
+    # One call to warm up, as it is over the budget; then one call in each of three rounds.
+    assert calls == ["a", "b"] * 4
+    assert [t.calls for t in times.values()] == [3, 3]
+
+
+def test_peak_memory_is_of_the_child_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import json, sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport common\n"
+        "job = common.child_job()\nbefore = common.resident_bytes()\ncommon.reset_peak()\n"
+        "kept = bytearray(job['bytes'])\n"
+        "print(json.dumps({'net': common.peak_bytes() - before}))\n"
+    )
+    ballast = bytearray(300_000_000)
+    net = [common.in_fresh_process(str(script), {"bytes": n})["net"] for n in (1000, 50_000_000)]
+    assert len(ballast) == 300_000_000
+    assert net[0] < 10_000_000
+    assert 49_000_000 < net[1] < 60_000_000
+
+
+def test_goals_of_several_scripts_are_kept(tmp_path, capsys):
+    fast = records.Goal("faster", 3.0, 4.0, True)
+    linear = records.Goal("exponent", 1.05, 1.2, False, "too steep")
+    records.report_goals(tmp_path, "one", [fast])
+    records.report_goals(tmp_path, "two", [linear])
+    records.report_goals(tmp_path, "one", [fast._replace(measured=2.0)])
+    rows = records.read_rows(tmp_path / "goals.csv")
+    verdicts = {row["script"]: (row["measured"], row["verdict"]) for row in rows}
+    assert verdicts == {"one": ("2.000", "miss"), "two": ("1.200", "miss")}
+    assert "too steep" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_interrupted_runs_leave_their_rows(tmp_path):
+    table = records.Table(tmp_path / "rows.csv")
+    table.path.write_text("from an earlier run\n")
+    table.add({"tokens": 1})
+    table.add({"tokens": 2})
+    assert [row["tokens"] for row in records.read_rows(table.path)] == ["1", "2"]
+    assert json.loads(records.read_rows(table.path)[0]["threads"]) == torch.get_num_threads()
