@@ -20,6 +20,8 @@ from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
 from .text import Text, prepare_text
 from .trainer import LatteTrainer
 
+STOPPED_FILE = "stopped.json"  # what `max_minutes` left, until the run is finished
+
 
 @dataclass(frozen=True)
 class Result:
@@ -48,6 +50,8 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     first = int(os.environ.get("RANK", "0")) == 0
     _calm(first)
     if processes > 1 and not torch.distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group()
     owner = _agree(lambda: claim(recipe, processes), first, processes)
     steps = recipe.steps(processes)
@@ -169,9 +173,8 @@ def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished:
             "validation": {k: v for k, v in last.items() if k.startswith("eval_")},
         }
         if finished:
-            write_json(folder / FINISHED_FILE, result)
-        else:
-            write_json(folder / "stopped.json", result)
+            (folder / STOPPED_FILE).unlink(missing_ok=True)
+        write_json(folder / (FINISHED_FILE if finished else STOPPED_FILE), result)
         if not progress.quiet:
             _say_end(folder, finished, trainer.state.global_step, recipe)
     if trainer.args.world_size > 1:
@@ -191,7 +194,7 @@ def _say_end(folder: Path, finished: bool, step: int, recipe: Recipe) -> None:
 
 
 def _stored_result(folder: Path) -> Result:
-    name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else "stopped.json"
+    name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else STOPPED_FILE
     stored = json.loads((folder / name).read_text(encoding="utf-8"))
     return Result(folder=folder, **stored)
 

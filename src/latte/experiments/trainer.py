@@ -209,8 +209,6 @@ class LatteTrainer(Trainer):
         """The Trainer's checkpoint, written aside and renamed when every process has written."""
         final = Path(self.recipe.output_dir)
         name = f"checkpoint-{self.state.global_step}"
-        if (final / name).exists() and self._resumed_at == self.state.global_step:
-            return  # already there, complete: we resumed from it
         if self.args.should_save:
             shutil.rmtree(final / STAGING, ignore_errors=True)
         self._barrier()
@@ -225,10 +223,6 @@ class LatteTrainer(Trainer):
             (final / STAGING).rmdir()
             rotate(final, self.recipe.training.keep_checkpoints)
         self._barrier()
-
-    @property
-    def _resumed_at(self) -> int:
-        return getattr(self, "_initial_global_step", 0)
 
     def _barrier(self) -> None:
         if self.args.world_size > 1:
