@@ -33,7 +33,10 @@ from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
 from latte.ops.torch_backend import window as torch_window
+from latte.ops.triton_backend import latte as triton_latte
+from latte.ops.triton_backend.launch import unavailable
 from latte.ops.validation import (
+    BACKENDS,
     check_floats,
     check_groups,
     check_sequences,
@@ -81,7 +84,7 @@ def latte_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "latte_attention"
-    chosen = choose_backend(backend, op, AVAILABLE)
+    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"q": q, "k": k, "v": v})
     sizes: dict[str, int] = {}
     check_shape(op, "q", q, "BTHL", sizes)
@@ -89,6 +92,8 @@ def latte_attention(
     check_shape(op, "v", v, "BTGD", sizes)
     B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
     check_groups(op, H, G, "v")
+    if chosen == "triton" and (reason := unavailable(q, L, D)):
+        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     dtype = computation_dtype(q.dtype)
     if initial_state is not None:
@@ -108,6 +113,8 @@ def latte_attention(
     }
     if chosen == "reference":
         out, state = reference.latte_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
+    elif chosen == "triton":
+        out, state = triton_latte.latte_attention(q, k, v, **options)
     else:
         out, state = torch_latte.latte_attention(q, k, v, **options)
     return out.to(v.dtype), state

@@ -1,0 +1,1 @@
+"""Latte on a GPU, in Triton. Nothing here imports Triton until a kernel is launched."""

@@ -1,0 +1,307 @@
+"""Causal and bidirectional Latte, backward: the closed form, chunk by chunk.
+
+With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
+
+    dq_t = p_t (delta_t - sum_l p_t delta_t)
+    dv_s = sum_{t>=s} sum_l p_t w_ts dy_t
+    dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
+
+1. ``query_gradients``: delta and dq; what the chunk asks of the state before it.
+2. ``scan_back``: in reverse, the gradient of the state after each chunk: dmean (L, D), and ``lost``
+   (L,) = <dmean, mean> - dlog_mass, which obeys the same recurrence as dmean.
+3. ``source_gradients``: dk and dv, from the rows of the chunk and from the state after it.
+
+Everything else is recomputed from the inputs and the states between chunks.
+
+Shape suffixes: M chunks of all sequences, C tokens of a chunk, N sequences, H heads, L latents,
+D value width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from latte.ops.triton_backend.tiles import (
+    column,
+    decay_of,
+    finite,
+    inverse,
+    keys_of,
+    load_key,
+    load_keys,
+    load_queries,
+    load_row,
+    load_state,
+    load_tile,
+    merge_masses,
+    mm,
+    own_weight,
+    place,
+    reference,
+    running_masses,
+    store_row,
+    store_state,
+    store_tile,
+    within_reach,
+)
+
+
+@triton.jit
+def query_gradients(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, mean_ptr, dy_ptr, dq_ptr, asked_ptr, lost_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """dq; sum_t p_t f_t dy_t (M, H, L, D) and sum_t p_t f_t delta_t (M, H, L), f = e^{A_0-A_t}."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += row * T
+    q_ptr += row * q_b + h * q_h
+    k_ptr += row * k_b + h * k_h
+    v_ptr += row * v_b + h * v_h
+    dy_ptr += row * dy_b + h * dy_h
+    dq_ptr += row * T * H * L + h * L
+    i = m.to(tl.int64) * H + h
+    rows = tl.arange(0, C)
+    pairs = tl.zeros((C, C), tl.float32)
+    delta = tl.zeros((C, BL), tl.float32)
+    for d0 in range(0, D, BD):
+        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
+        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+        pairs += mm(dy, tl.trans(v), NARROW)
+        delta += mm(dy, tl.trans(load_state(mean_ptr, i, L, D, d0, BL, BD)), WIDE)
+    pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
+    top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
+    top, mass = running_masses(k, top0, mass0)
+    from_state = mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
+    delta *= from_state
+    ref = reference(top)
+    if tl.min(within_reach(top, ref).to(tl.int32), 0) == 1:
+        delta += mm(pairs, keys_of(k, ref), WIDE) * decay_of(top, mass, ref)
+    else:
+        for s in range(0, tl.minimum(stop - start, C).to(tl.int32)):
+            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
+            delta += own_weight(k_s, s, rows, top, mass) * column(pairs, s, C)[:, None]
+    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    pulled = p * delta
+    dq = pulled - p * tl.sum(pulled, 1)[:, None]
+    store_tile(dq_ptr, H * L, 1, start, stop, 0, L, dq, C, BL)
+    store_row(lost_ptr, i, L, tl.sum(pulled * from_state, 0), BL)
+    asking = tl.trans(p * from_state)
+    for d0 in range(0, D, BD):
+        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+        store_state(asked_ptr, i, L, D, d0, mm(asking, dy, NARROW), BL, BD)
+
+
+@triton.jit
+def scan_back(
+    top_ptr, mass_ptr, asked_ptr, lost_ptr, first_ptr,
+    top1_ptr, mass1_ptr, dmean1_ptr, lost1_ptr,
+    after_dmean_ptr, after_lost_ptr, dmean0_ptr, lost0_ptr,
+    chunks, H, L, D,
+    BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the state after each chunk of one sequence, and of the initial state."""
+    n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    x = tl.program_id(1) * BL + tl.arange(0, BL)
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
+    real_L = x < L
+    real_LD = real_L[:, None] & (d < D)[None, :]
+    at_LD = x[:, None].to(tl.int64) * D + d[None, :]
+    leads = tl.program_id(2) == 0
+    if first_ptr is None:
+        first = n * chunks
+        last = first + chunks
+    else:
+        first = tl.load(first_ptr + n)
+        last = tl.load(first_ptr + n + 1)
+    i = n * H + h
+    top1 = tl.load(top1_ptr + i * L + x, mask=real_L, other=0.0)
+    mass1 = tl.load(mass1_ptr + i * L + x, mask=real_L, other=0.0)
+    lost = tl.load(lost1_ptr + i * L + x, mask=real_L, other=0.0)
+    dmean = tl.load(dmean1_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+    for back in tl.range(0, last - first):
+        i = (last - 1 - back) * H + h
+        tl.store(after_lost_ptr + i * L + x, lost, mask=real_L & leads)
+        tl.store(after_dmean_ptr + i * L * D + at_LD, dmean, mask=real_LD)
+        top0 = tl.load(top_ptr + i * L + x, mask=real_L, other=0.0)
+        mass0 = tl.load(mass_ptr + i * L + x, mask=real_L, other=0.0)
+        decay = mass0 * tl.exp(top0 - finite(top1)) * inverse(mass1)
+        lost = tl.load(lost_ptr + i * L + x, mask=real_L, other=0.0) + decay * lost
+        asked = tl.load(asked_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+        dmean = asked + decay[:, None] * dmean
+        top1, mass1 = top0, mass0
+    i = n * H + h
+    tl.store(lost0_ptr + i * L + x, lost, mask=real_L & leads)
+    tl.store(dmean0_ptr + i * L * D + at_LD, dmean, mask=real_LD)
+
+
+@triton.jit
+def source_gradients(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, mean_ptr, dy_ptr, after_dmean_ptr, after_lost_ptr, dk_ptr, dv_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """dk and dv. Sums over the rows of the chunk never come as total - prefix: that cancels."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += row * T
+    q_ptr += row * q_b + h * q_h
+    k_ptr += row * k_b + h * k_h
+    v_ptr += row * v_b + h * v_h
+    dy_ptr += row * dy_b + h * dy_h
+    dk_ptr += row * T * H * L + h * L
+    dv_ptr += row * T * H * D + h * D
+    i = m.to(tl.int64) * H + h
+    rows = tl.arange(0, C)
+    pairs = tl.zeros((C, C), tl.float32)
+    delta = tl.zeros((C, BL), tl.float32)
+    dk = tl.zeros((C, BL), tl.float32)
+    for d0 in range(0, D, BD):
+        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
+        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+        pairs += mm(dy, tl.trans(v), NARROW)
+        delta += mm(dy, tl.trans(load_state(mean_ptr, i, L, D, d0, BL, BD)), WIDE)
+        dk += mm(v, tl.trans(load_state(after_dmean_ptr, i, L, D, d0, BL, BD)), WIDE)
+    pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
+    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
+    top, mass = running_masses(k, top0, mass0)
+    delta *= mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
+    # What a source is worth to the state after the chunk, exp(k_s - A_1).
+    own = tl.max(k, 0)
+    top1, mass1 = merge_masses(top0, mass0, own, tl.sum(tl.exp(k - finite(own)[None, :]), 0))
+    worth = tl.exp(k - finite(top1)[None, :]) * inverse(mass1)[None, :]
+    dk = worth * (dk - load_row(after_lost_ptr, i, L, BL)[None, :])
+    ref = reference(top)
+    if tl.min(within_reach(top, ref).to(tl.int32), 0) == 1:
+        e = keys_of(k, ref)
+        decay = decay_of(top, mass, ref)
+        delta += mm(pairs, e, WIDE) * decay
+        p *= decay
+        scores = mm(p, tl.trans(e), WIDE)
+        asked = mm(tl.trans(pairs), p, WIDE)
+        dk += e * (asked - tl.cumsum(p * delta, 0, reverse=True))
+        scores = tl.where(rows[:, None] >= rows[None, :], scores, 0.0)
+    else:
+        scores = tl.zeros((C, C), tl.float32)
+        tokens = tl.minimum(stop - start, C).to(tl.int32)
+        for s in range(0, tokens):
+            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
+            w = own_weight(k_s, s, rows, top, mass)
+            delta += w * column(pairs, s, C)[:, None]
+            scores = tl.where(rows[None, :] == s, tl.sum(p * w, 1)[:, None], scores)
+        for s in range(0, tokens):
+            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
+            w = own_weight(k_s, s, rows, top, mass)
+            dk_s = tl.sum(p * w * (column(pairs, s, C)[:, None] - delta), 0)
+            dk += tl.where((rows == s)[:, None], dk_s[None, :], 0.0)
+    store_tile(dk_ptr, H * L, 1, start, stop, 0, L, dk, C, BL)
+    scores = tl.trans(scores)
+    for d0 in range(0, D, BD):
+        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+        dv = mm(scores, dy, NARROW)
+        dv += mm(worth, load_state(after_dmean_ptr, i, L, D, d0, BL, BD), WIDE)
+        store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
+
+
+@triton.jit
+def queries_ask(
+    q_ptr, table_ptr, dy_ptr, asked_ptr,
+    q_b, q_t, q_h, q_l, dy_b, dy_t, dy_h, dy_d,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Bidirectional: sum_t p_t dy_t of each chunk, (M, H, L, D)."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    q_ptr += row * q_b + h * q_h
+    dy_ptr += row * dy_b + h * dy_h
+    p = tl.trans(load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL))
+    for d0 in range(0, D, BD):
+        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+        i = m.to(tl.int64) * H + h
+        store_state(asked_ptr, i, L, D, d0, mm(p, dy, NARROW), BL, BD)
+
+
+@triton.jit
+def add_up(
+    asked_ptr, first_ptr, dmean_ptr,
+    chunks, H, L, D,
+    BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add each sequence's (M, H, L, D) blocks, in order, to dmean (N, H, L, D)."""
+    n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    x = tl.program_id(1) * BL + tl.arange(0, BL)
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
+    real_LD = (x < L)[:, None] & (d < D)[None, :]
+    at_LD = x[:, None].to(tl.int64) * D + d[None, :]
+    if first_ptr is None:
+        first = n * chunks
+        last = first + chunks
+    else:
+        first = tl.load(first_ptr + n)
+        last = tl.load(first_ptr + n + 1)
+    i = n * H + h
+    total = tl.load(dmean_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+    for m in tl.range(first, last):
+        total += tl.load(asked_ptr + (m * H + h) * L * D + at_LD, mask=real_LD, other=0.0)
+    tl.store(dmean_ptr + i * L * D + at_LD, total, mask=real_LD)
+
+
+@triton.jit
+def mixture_gradients(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, mean_ptr, dy_ptr, dmean_ptr, lost_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Bidirectional: dv_s = w_s g and dk_s = w_s (<g, v_s> - lost), g = dmean and w = e^{k-A}."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, sequence = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += row * T
+    q_ptr += row * q_b + h * q_h
+    k_ptr += row * k_b + h * k_h
+    v_ptr += row * v_b + h * v_h
+    dy_ptr += row * dy_b + h * dy_h
+    dq_ptr += row * T * H * L + h * L
+    dk_ptr += row * T * H * L + h * L
+    dv_ptr += row * T * H * D + h * D
+    i = sequence * H + h
+    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
+    top, mass = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
+    weight = tl.exp(k - finite(top)[None, :]) * inverse(mass)[None, :]
+    delta = tl.zeros((C, BL), tl.float32)
+    dk = tl.zeros((C, BL), tl.float32)
+    for d0 in range(0, D, BD):
+        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
+        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+        delta += mm(dy, tl.trans(load_state(mean_ptr, i, L, D, d0, BL, BD)), WIDE)
+        g = load_state(dmean_ptr, i, L, D, d0, BL, BD)
+        dk += mm(v, tl.trans(g), WIDE)
+        dv = mm(weight, g, WIDE)
+        store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
+    dk = weight * (dk - load_row(lost_ptr, i, L, BL)[None, :])
+    store_tile(dk_ptr, H * L, 1, start, stop, 0, L, dk, C, BL)
+    pulled = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    dq = pulled * (delta - tl.sum(pulled * delta, 1)[:, None])
+    store_tile(dq_ptr, H * L, 1, start, stop, 0, L, dq, C, BL)

@@ -1,0 +1,197 @@
+"""Causal and bidirectional Latte, forward: three kernels, one program per chunk and head.
+
+1. ``sums``: of each chunk alone, the largest logit, the mass and the weighted sum of the values.
+2. ``scan``: the state before each chunk, by merging these in order; the final states.
+3. ``outputs``: the state before the chunk and the sources inside it, mixed by the queries.
+
+Inside a chunk the weights factor around one reference, a logit of the past, while the running
+maximum stays within reach of it. Rows beyond its reach take their weights source by source. The
+choice is made per row and depends on the row's past alone: future inputs cannot change an output,
+not even its rounding.
+
+Shape suffixes: M chunks of all sequences, C tokens of a chunk, N sequences, H heads, L latents,
+D value width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from latte.ops.triton_backend.tiles import (
+    decay_of,
+    finite,
+    inverse,
+    keys_of,
+    load_key,
+    load_keys,
+    load_queries,
+    load_row,
+    load_state,
+    load_tile,
+    merge_masses,
+    mm,
+    own_weight,
+    place,
+    reference,
+    running_masses,
+    store_row,
+    store_state,
+    store_tile,
+    within_reach,
+)
+
+
+@triton.jit
+def sums(
+    k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, sum_ptr,
+    k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each chunk."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += row * T
+    k_ptr += row * k_b + h * k_h
+    v_ptr += row * v_b + h * v_h
+    i = m.to(tl.int64) * H + h
+    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
+    top = tl.max(k, 0)
+    e = tl.exp(k - finite(top)[None, :])
+    store_row(top_ptr, i, L, top, BL)
+    store_row(mass_ptr, i, L, tl.sum(e, 0), BL)
+    e = tl.trans(e)
+    for d0 in range(0, D, BD):
+        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
+        store_state(sum_ptr, i, L, D, d0, mm(e, v, WIDE), BL, BD)
+
+
+@triton.jit
+def scan(
+    top_ptr, mass_ptr, sum_ptr, first_ptr,
+    log_mass0_ptr, mean0_ptr,
+    before_top_ptr, before_mass_ptr, before_mean_ptr,
+    top1_ptr, mass1_ptr, log_mass1_ptr, mean1_ptr,
+    chunks, H, L, D,
+    BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of one sequence in order, for one head and one tile of (L, D).
+
+    ``first_ptr``: (N+1,) the sequences' first chunks when packed, else None. ``before_*`` is None
+    if nobody needs the states between chunks. The first tile of D writes what has no D.
+    """
+    n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    x = tl.program_id(1) * BL + tl.arange(0, BL)
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
+    real_L = x < L
+    real_LD = real_L[:, None] & (d < D)[None, :]
+    at_LD = x[:, None].to(tl.int64) * D + d[None, :]
+    leads = tl.program_id(2) == 0
+    if first_ptr is None:
+        first = n * chunks
+        last = first + chunks
+    else:
+        first = tl.load(first_ptr + n)
+        last = tl.load(first_ptr + n + 1)
+    if log_mass0_ptr is None:
+        top = tl.full((BL,), float("-inf"), tl.float32)
+        mass = tl.zeros((BL,), tl.float32)
+        mean = tl.zeros((BL, BD), tl.float32)
+    else:
+        i = n * H + h
+        top = tl.load(log_mass0_ptr + i * L + x, mask=real_L, other=0.0)
+        mass = tl.where(top == float("-inf"), 0.0, 1.0)
+        mean = tl.load(mean0_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+    for m in tl.range(first, last):
+        i = m * H + h
+        if before_top_ptr is not None:
+            tl.store(before_top_ptr + i * L + x, top, mask=real_L & leads)
+            tl.store(before_mass_ptr + i * L + x, mass, mask=real_L & leads)
+            tl.store(before_mean_ptr + i * L * D + at_LD, mean, mask=real_LD)
+        top_m = tl.load(top_ptr + i * L + x, mask=real_L, other=0.0)
+        mass_m = tl.load(mass_ptr + i * L + x, mask=real_L, other=0.0)
+        sum_m = tl.load(sum_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+        new_top, new_mass = merge_masses(top, mass, top_m, mass_m)
+        at, share = finite(new_top), inverse(new_mass)
+        mean = (mass * tl.exp(top - at) * share)[:, None] * mean
+        mean += (tl.exp(top_m - at) * share)[:, None] * sum_m
+        top, mass = new_top, new_mass
+    i = n * H + h
+    tl.store(top1_ptr + i * L + x, top, mask=real_L & leads)
+    tl.store(mass1_ptr + i * L + x, mass, mask=real_L & leads)
+    log_mass = tl.where(mass == 0.0, float("-inf"), top + tl.log(tl.where(mass == 0.0, 1.0, mass)))
+    tl.store(log_mass1_ptr + i * L + x, log_mass, mask=real_L & leads)
+    tl.store(mean1_ptr + i * L * D + at_LD, mean, mask=real_LD)
+
+
+@triton.jit
+def outputs(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, mean_ptr, out_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """y_t = sum_l p(l|t) (exp(A_0 - A_t) mu_0 + sum_s exp(k_s - A_t) v_s), contiguous."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
+    i = m.to(tl.int64) * H + h
+    if start >= stop:
+        # Packed sequences may need fewer chunks than there are: what is saved is defined there too.
+        store_row(top_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
+        store_row(mass_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
+        for d0 in range(0, D, BD):
+            store_state(mean_ptr, i, L, D, d0, tl.zeros((BL, BD), tl.float32), BL, BD)
+        return
+    if mask_ptr is not None:
+        mask_ptr += row * T
+    q_ptr += row * q_b + h * q_h
+    k_ptr += row * k_b + h * k_h
+    v_ptr += row * v_b + h * v_h
+    out_ptr += row * T * H * D + h * D
+    rows = tl.arange(0, C)
+    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
+    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
+    top, mass = running_masses(k, top0, mass0)
+    ref = reference(top)
+    near = within_reach(top, ref)
+    scores = mm(p * decay_of(top, mass, ref), tl.trans(keys_of(k, ref)), WIDE)
+    scores = tl.where((rows[:, None] >= rows[None, :]) & near[:, None], scores, 0.0)
+    if tl.min(near.to(tl.int32), 0) == 0:
+        for s in range(0, tl.minimum(stop - start, C).to(tl.int32)):
+            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
+            a_s = tl.sum(p * own_weight(k_s, s, rows, top, mass), 1)
+            here = (rows[None, :] == s) & (near == 0)[:, None]
+            scores = tl.where(here, a_s[:, None], scores)
+    p *= mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
+    for d0 in range(0, D, BD):
+        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
+        y = mm(scores, v, NARROW)
+        y += mm(p, load_state(mean_ptr, i, L, D, d0, BL, BD), WIDE)
+        store_tile(out_ptr, H * D, 1, start, stop, d0, D, y, C, BD)
+
+
+@triton.jit
+def mixtures(
+    q_ptr, table_ptr, mean_ptr, out_ptr,
+    q_b, q_t, q_h, q_l,
+    T, chunks, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Bidirectional: y_t = sum_l p(l|t) mu[l], with mu (N, H, L, D) over the whole sequence."""
+    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, start, stop, sequence = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    q_ptr += row * q_b + h * q_h
+    out_ptr += row * T * H * D + h * D
+    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    for d0 in range(0, D, BD):
+        y = mm(p, load_state(mean_ptr, sequence * H + h, L, D, d0, BL, BD), WIDE)
+        store_tile(out_ptr, H * D, 1, start, stop, d0, D, y, C, BD)

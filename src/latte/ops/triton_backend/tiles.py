@@ -1,0 +1,209 @@
+"""What the kernels share: where a chunk lies, loads, products, running masses.
+
+A log-mass is carried as (top, mass), ``top + log(mass)`` with ``top`` a logit that occurred, so
+that it never loses digits, however large the logits. Nothing in this file exceeds 1 but a mass and
+:func:`keys_of`'s factors, which are at most e^REACH.
+
+Shape suffixes: C tokens of a chunk, L latents (of a tile, padded), D value width (of a tile).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# One reference serves a row while its running maximum stays within e^16 of it: the argument of exp
+# is then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
+REACH = tl.constexpr(16.0)
+
+
+@triton.jit
+def place(m, table_ptr, T, chunks, C: tl.constexpr):
+    """Row, first token, end of the sequence and number of the sequence of chunk ``m``."""
+    if table_ptr is None:
+        row = m // chunks
+        start = (m % chunks) * C
+        return row.to(tl.int64), start.to(tl.int64), tl.cast(T, tl.int64), row.to(tl.int64)
+    else:
+        start = tl.load(table_ptr + m * 3)
+        stop = tl.load(table_ptr + m * 3 + 1)
+        sequence = tl.load(table_ptr + m * 3 + 2)
+        return sequence * 0, start, stop, sequence
+
+
+@triton.jit
+def load_tile(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
+    """(C, BX) in fp32 from tokens ``start`` on and columns ``x0`` on; zeros outside."""
+    t = start + tl.arange(0, C)
+    x = x0 + tl.arange(0, BX)
+    inside = (t < stop)[:, None] & (x < X)[None, :]
+    at = ptr + t[:, None] * stride_t + x[None, :].to(tl.int64) * stride_x
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(
+    ptr, stride_t, stride_x, start, stop, x0, X, value, C: tl.constexpr, BX: tl.constexpr
+):
+    """Write (C, BX) to where :func:`load_tile` reads."""
+    t = start + tl.arange(0, C)
+    x = x0 + tl.arange(0, BX)
+    inside = (t < stop)[:, None] & (x < X)[None, :]
+    at = ptr + t[:, None] * stride_t + x[None, :].to(tl.int64) * stride_x
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_state(ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
+    """(BL, BD) of the i-th (L, D) block of contiguous fp32 states; zeros outside."""
+    x = tl.arange(0, BL)
+    d = d0 + tl.arange(0, BD)
+    inside = (x < L)[:, None] & (d < D)[None, :]
+    at = ptr + i * L * D + x[:, None].to(tl.int64) * D + d[None, :]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_state(ptr, i, L, D, d0, value, BL: tl.constexpr, BD: tl.constexpr):
+    """Write (BL, BD) to where :func:`load_state` reads."""
+    x = tl.arange(0, BL)
+    d = d0 + tl.arange(0, BD)
+    inside = (x < L)[:, None] & (d < D)[None, :]
+    tl.store(ptr + i * L * D + x[:, None].to(tl.int64) * D + d[None, :], value, mask=inside)
+
+
+@triton.jit
+def load_row(ptr, i, L, BL: tl.constexpr):
+    """(BL,) of the i-th row of contiguous (., L) fp32 numbers; zeros outside."""
+    x = tl.arange(0, BL)
+    return tl.load(ptr + i * L + x, mask=x < L, other=0.0)
+
+
+@triton.jit
+def store_row(ptr, i, L, value, BL: tl.constexpr):
+    """Write (BL,) to where :func:`load_row` reads."""
+    x = tl.arange(0, BL)
+    tl.store(ptr + i * L + x, value, mask=x < L)
+
+
+@triton.jit
+def load_queries(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
+    """p(l|t) = softmax of the query logits, (C, BL); padded latents get 0."""
+    q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
+    q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
+    e = tl.exp(q - tl.max(q, 1)[:, None])
+    return e / tl.sum(e, 1)[:, None]
+
+
+@triton.jit
+def load_keys(ptr, mask_ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
+    """Key logits (C, BL): -inf for masked tokens and past the end, 0 for padded latents.
+
+    ``mask_ptr`` points to the mask's row, or is None.
+    """
+    k = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
+    t = start + tl.arange(0, C)
+    real = t < stop
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + t, mask=real, other=0) != 0
+    padded = (tl.arange(0, BL) >= L)[None, :]
+    return tl.where(real[:, None] | padded, k, float("-inf"))
+
+
+@triton.jit
+def load_key(ptr, mask_ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
+    """The key logits (BL,) of token ``t``, like a row of :func:`load_keys`."""
+    x = tl.arange(0, BL)
+    k = tl.load(ptr + t * stride_t + x.to(tl.int64) * stride_x, mask=x < L, other=0.0)
+    k = k.to(tl.float32)
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + t) != 0
+        k = tl.where((x >= L) | real, k, float("-inf"))
+    return k
+
+
+@triton.jit
+def mm(a, b, PRODUCT: tl.constexpr):
+    """a @ b with fp32 sums; ``PRODUCT`` says what the factors are rounded to.
+
+    "bf16_as_fp32" rounds as a GPU does, then multiplies in fp32: it is for Triton's interpreter.
+    """
+    if PRODUCT == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif PRODUCT == "bf16_as_fp32":
+        a = a.to(tl.bfloat16).to(tl.float32)
+        b = b.to(tl.bfloat16).to(tl.float32)
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRODUCT)
+
+
+@triton.jit
+def finite(top):
+    """``top``, or 0 where nothing has been seen: differences from it are then never NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def merge_masses(top1, mass1, top2, mass2):
+    """(top, mass) of two stretches; (-inf, 0) is neutral."""
+    top = tl.maximum(top1, top2)
+    at = finite(top)
+    return top, mass1 * tl.exp(top1 - at) + mass2 * tl.exp(top2 - at)
+
+
+@triton.jit
+def running_masses(k, top0, mass0):
+    """(top_t, mass_t) (C, BL) of everything up to each token, the earlier state included."""
+    seen = tl.where(k == float("-inf"), 0.0, 1.0)
+    top, mass = tl.associative_scan((k, seen), 0, merge_masses)
+    return merge_masses(
+        top0[None, :] + tl.zeros_like(k), mass0[None, :] + tl.zeros_like(k), top, mass
+    )
+
+
+@triton.jit
+def inverse(mass):
+    """1 / mass, and 1 where nothing has been seen (what it multiplies is 0 there)."""
+    return 1.0 / tl.where(mass == 0.0, 1.0, mass)
+
+
+@triton.jit
+def reference(top):
+    """(BL,): the first finite running maximum of the chunk, a logit of the past for every row."""
+    first = tl.min(tl.where(top == float("-inf"), float("inf"), top), 0)
+    return tl.where(first == float("inf"), 0.0, first)
+
+
+@triton.jit
+def within_reach(top, ref):
+    """(C,) bool: the rows that one reference can serve. It depends on their past alone."""
+    gap = tl.where(top == float("-inf"), 0.0, top - ref[None, :])
+    return tl.max(gap, 1) <= REACH
+
+
+@triton.jit
+def keys_of(k, ref):
+    """exp(k_s - r), at most e^REACH for the sources of rows within reach."""
+    return tl.exp(tl.minimum(k - ref[None, :], REACH))
+
+
+@triton.jit
+def decay_of(top, mass, ref):
+    """exp(r - A_t), at most 1; 0 where nothing has been seen."""
+    return tl.where(
+        mass == 0.0, 0.0, tl.exp(tl.minimum(ref[None, :] - finite(top), 0.0))
+    ) * inverse(mass)
+
+
+@triton.jit
+def own_weight(k, t, rows, top, mass):
+    """p(s|l,t) of one source (C, BL), spelled out: safe for any logits; 0 for earlier rows."""
+    w = tl.exp(tl.minimum(k[None, :] - finite(top), 0.0)) * inverse(mass)
+    return tl.where((rows >= t)[:, None], w, 0.0)
+
+
+@triton.jit
+def column(x, s, C: tl.constexpr):
+    """Column ``s`` of (C, C)."""
+    return tl.sum(tl.where((tl.arange(0, C) == s)[None, :], x, 0.0), 1)

@@ -1,0 +1,65 @@
+"""Where the kernels' tests run, and how they are judged.
+
+Shape suffixes: B batch, T tokens, H heads, L latents, D value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from helpers import F64, boundaries, key_mask, latte_inputs, latte_state, values_and_gradients
+from torch import Tensor
+
+from latte.ops import LatteState, latte_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def call(backend, q, k, v, *state, **options):
+    """``latte_attention`` with its final state."""
+    return latte_attention(
+        q,
+        k,
+        v,
+        initial_state=LatteState(*state) if state else None,
+        **{"output_final_state": True, "backend": backend, **options},
+    )
+
+
+def judged(inputs: list[Tensor], **options) -> list[Tensor]:
+    """Values and gradients of the kernels, which may err at most twice what the reference does.
+
+    Both get the same inputs in low precision; what is exact comes from fp64. The floor of a few
+    ulps is for the cases where the reference, by luck, is exact.
+    """
+
+    def run(backend, inputs):
+        inputs = [x.to(DEVICE) for x in inputs]
+        outputs = values_and_gradients(lambda *x: call(backend, *x, **options), inputs)
+        return [x.cpu() for x in outputs]
+
+    want = run("reference", [x.to(F64) for x in inputs])
+    plain, got = run("reference", inputs), run("triton", inputs)
+    for i, (a, b, e) in enumerate(zip(got, plain, want, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        seen = torch.isfinite(e)
+        assert torch.equal(a[~seen].to(F64), e[~seen]), f"tensor {i}: other infinities, or NaN"
+        a, b, e = (torch.where(seen, x.to(F64), 0.0) for x in (a, b, e))
+        floor = 16 * torch.finfo(torch.float32).eps * max(1.0, e.norm().item())
+        error, limit = (a - e).norm().item(), 2 * (b - e).norm().item()
+        assert error <= max(limit, floor), f"tensor {i}: {error:.3g} above {limit:.3g}"
+    return got
+
+
+def compare(
+    T, *, masked=False, packed=False, carried=False, H=1, L=3, D=5, B=2, scale=1.0, **options
+) -> list[Tensor]:
+    """The kernels against the reference on random inputs in fp32."""
+    B = 1 if packed else B
+    cu = boundaries(T) if packed else None
+    inputs = [x.float() for x in latte_inputs(B, T, H, L, D, scale)]
+    if carried:
+        N = B if cu is None else len(cu) - 1
+        inputs += [x.float() for x in latte_state(N, H, L, D, scale=scale)]
+    mask = key_mask(B, T).to(DEVICE) if masked else None
+    cu = None if cu is None else cu.to(DEVICE)
+    return judged(inputs, key_mask=mask, cu_seqlens=cu, **options)

@@ -1,0 +1,31 @@
+"""Run the kernels' tests of this folder under Triton's interpreter, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
+
+
+@pytest.mark.skipif(RUNS_ALREADY, reason="the kernels' tests run in this process")
+@pytest.mark.parametrize("name", ["test_kernels.py", "test_kernel_laws.py"])
+def test_under_the_interpreter(name):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-p", "no:xdist", str(HERE / name)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    print(done.stdout[-6000:], done.stderr[-2000:])
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " skipped" not in done.stdout.splitlines()[-1]

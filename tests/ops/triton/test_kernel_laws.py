@@ -1,0 +1,202 @@
+"""Laws that the Triton kernels obey, their memory manners, and their custom ops' contracts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_same, boundaries, flat, key_mask, latte_inputs, latte_state
+from kernel_helpers import DEVICE, call, compare
+
+from latte.ops import LatteState, latte_attention
+from latte.ops.triton_backend.latte import bidirectional_op, causal_op
+
+
+def fp32_inputs(*shape, **options):
+    return [x.float().to(DEVICE) for x in latte_inputs(*shape, **options)]
+
+
+@pytest.mark.parametrize("cut", [1, 40, 64])
+def test_split_equals_whole(cut):
+    inputs = fp32_inputs(1, 70, 2, 3, 5, scale=3.0)
+    whole, last = call("triton", *inputs)
+    first, state = call("triton", *(x[:, :cut] for x in inputs))
+    second, state = call("triton", *(x[:, cut:] for x in inputs), *state)
+    assert_same([torch.cat([first, second], 1), *state], [whole, *last], 2e-6)
+
+
+@pytest.mark.parametrize("change", [1.0, 90.0, 1e4])
+@pytest.mark.parametrize("t", [3, 63, 64, 68])
+def test_the_future_cannot_change_the_past(t, change):
+    """To the last bit, also where the change moves later rows beyond a reference's reach."""
+    q, k, v = fp32_inputs(1, 70, 1, 3, 5, scale=2.0)
+    before, _ = call("triton", q, k, v)
+    q[:, t:] *= -1.0
+    k[:, t:] += change
+    v[:, t:] += 7.0
+    after, _ = call("triton", q, k, v)
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert not torch.equal(before[:, t:], after[:, t:])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_key_gradients_sum_to_zero(causal, scale):
+    q, k, v = (x.requires_grad_() for x in fp32_inputs(1, 70, 1, 3, 5, scale=scale))
+    out, _ = call("triton", q, k, v, causal=causal)
+    (dk,) = torch.autograd.grad((out * torch.linspace(-1, 1, 5, device=DEVICE)).sum(), k)
+    assert dk.abs().max() > 1e-4
+    # exp(k - A) sums to 1 as closely as fp32 holds its argument, some 30 here: 2e-6.
+    assert dk.sum(1).abs().max() <= 1e-5 * dk.abs().sum(1).max()
+
+
+def test_rows_sum_to_one():
+    q, k, _ = fp32_inputs(1, 70, 1, 3, 1, scale=9.0)
+    out, _ = call("triton", q, k, torch.ones(1, 70, 1, 1, device=DEVICE))
+    assert_same([out], [torch.ones_like(out)], 2e-6)
+
+
+def test_packed_equals_separate():
+    cu = [0, 0, 17, 18, 70]
+    q, k, v = fp32_inputs(1, 70, 1, 3, 5)
+    bounds = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    packed, state = call("triton", q, k, v, cu_seqlens=bounds)
+    for n, (a, b) in enumerate(zip(cu, cu[1:], strict=False)):
+        apart, last = call("triton", *(x[:, a:b] for x in (q, k, v)))
+        assert_same([packed[:, a:b], *(x[n : n + 1] for x in state)], [apart, *last], 0.0)
+
+
+def test_strided_inputs():
+    q, k, v = fp32_inputs(2, 33, 2, 3, 5)
+    want, _ = call("triton", q, k, v)
+    strided = [x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for x in (q, k, v)]
+    assert strided[0].stride(-1) != 1
+    assert_same([call("triton", *strided)[0]], [want], 0.0)
+    expanded = v[:, :, :1].expand(-1, -1, 2, -1)
+    got, _ = call("triton", q, k, expanded)
+    assert_same([got], [call("triton", q, k, expanded.contiguous())[0]], 0.0)
+
+
+class Fences:
+    """Replaces PyTorch's empty buffers by NaN ones inside larger NaN ones."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[torch.Tensor, int]] = []
+
+    def fenced(self, shape, dtype, device, fence=512):
+        size = 1
+        for n in shape:
+            size *= n
+        whole = torch.full((size + 2 * fence,), torch.nan, dtype=dtype, device=device)
+        self.kept.append((whole, size))
+        return whole[fence : fence + size].view(shape)
+
+    def of(self, x):
+        """A copy of ``x`` inside NaN: what is read beyond it shows in the results."""
+        out = self.fenced(x.shape, x.dtype, x.device)
+        out.detach().copy_(x)
+        return out
+
+    def check(self, fence=512):
+        assert self.kept
+        for whole, size in self.kept:
+            assert torch.isnan(whole[:fence]).all() and torch.isnan(whole[fence + size :]).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_is_neither_read_nor_written_beyond(causal, packed, monkeypatch):
+    """Every element of a buffer is written, and nothing around it; inputs lie among NaN."""
+    fences = Fences()
+
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, size, dtype=None, device=None):
+        if not isinstance(size, tuple):
+            return plain(self, size, device=device)  # the interpreter's own
+        return fences.fenced(size, dtype or self.dtype, self.device)
+
+    def empty_like(x, memory_format=None):
+        return fences.fenced(tuple(x.shape), x.dtype, x.device)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    T = 70
+    cu = boundaries(T).to(DEVICE) if packed else None
+    N = 1 if cu is None else len(cu) - 1
+    inputs = [*fp32_inputs(1, T, 1, 3, 5)]
+    inputs += [x.float().to(DEVICE) for x in latte_state(N, 1, 3, 5)]
+    leaves = [fences.of(x).requires_grad_() for x in inputs]
+    mask = key_mask(1, T).to(DEVICE)
+    out, state = call("triton", *leaves, causal=causal, key_mask=mask, cu_seqlens=cu)
+    total = out.sum() + state.mean.sum() + state.log_mass.nan_to_num(neginf=0.0).sum()
+    grads = torch.autograd.grad(total, leaves)
+    assert not any(torch.isnan(x).any() for x in (out, *state, *grads))
+    fences.check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_sequence_that_is_all_masked(causal):
+    q, k, v = (x.requires_grad_() for x in fp32_inputs(1, 20, 1, 3, 5))
+    mask = torch.zeros(1, 20, dtype=torch.bool, device=DEVICE)
+    out, state = call("triton", q, k, v, causal=causal, key_mask=mask)
+    assert not out.any() and torch.isneginf(state.log_mass).all() and not state.mean.any()
+    assert not any(g.any() for g in torch.autograd.grad(out.sum() + state.mean.sum(), (q, k, v)))
+
+
+def test_values_with_fewer_heads_and_no_tokens():
+    q, k, v = fp32_inputs(1, 17, 4, 3, 5)
+    shared = v[:, :, :2]
+    out, _ = call("triton", q, k, shared)
+    assert_same([out], [call("triton", q, k, shared.repeat_interleave(2, 2))[0]], 0.0)
+    out, state = call("triton", q[:, :0], k[:, :0], v[:, :0])
+    assert out.shape == (1, 0, 4, 5) and torch.isneginf(state.log_mass).all()
+
+
+@pytest.mark.parametrize(("causal", "packed"), [(True, True), (False, False)])
+def test_compiles_in_one_graph(causal, packed):
+    torch._dynamo.reset()
+    mask = key_mask(1, 20).to(DEVICE)
+    cu = boundaries(20).to(DEVICE) if packed else None
+    options = {"causal": causal, "key_mask": mask, "cu_seqlens": cu}
+
+    def fn(q, k, v):
+        return call("triton", q, k, v, **options)
+
+    inputs = [x.requires_grad_() for x in fp32_inputs(1, 20, 1, 3, 5)]
+    results = []
+    for run in (torch.compile(fn, fullgraph=True, backend="aot_eager"), fn):
+        outputs = flat(run(*inputs))
+        total = sum((torch.where(x.isfinite(), x, 0.0) ** 2).sum() for x in outputs)
+        grads = torch.autograd.grad(total, inputs)
+        results.append([*(x.detach() for x in outputs), *grads])
+    assert_same(*results, 1e-6)
+
+
+@pytest.mark.parametrize(("op", "packed"), [(causal_op, True), (bidirectional_op, False)])
+def test_custom_ops_keep_their_contracts(op, packed):
+    """Schema, fake tensors, autograd registration and dynamic shapes (torch.library.opcheck)."""
+    inputs = [x.requires_grad_() for x in fp32_inputs(1, 20, 1, 3, 5)]
+    cu = boundaries(20).to(DEVICE) if packed else None
+    mask = key_mask(1, 20).to(DEVICE)
+    checks = torch.library.opcheck(op, (*inputs, mask, cu, None, None))
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_what_the_kernels_cannot_serve_is_told():
+    q, k, v = latte_inputs(1, 4, 1, 3, 5)
+    with pytest.raises(ValueError, match="'triton' is not available for torch.float64"):
+        latte_attention(q, k, v, backend="triton")
+    wide = torch.zeros(1, 4, 1, 600)
+    with pytest.raises(ValueError, match="not available for L=3, D=600: expected L from 1 to 256"):
+        latte_attention(q.float(), k.float(), wide, backend="triton")
+
+
+def test_a_state_comes_back_as_it_went_in():
+    q, k, v = fp32_inputs(1, 9, 1, 3, 5)
+    state = LatteState(*(x.float().to(DEVICE) for x in latte_state(1, 1, 3, 5)))
+    _, after = call("triton", q, k, v, *state, key_mask=torch.zeros_like(q[..., 0, 0]).bool())
+    assert_same([*after], [*state], 1e-6)
+
+
+def test_sequences_without_tokens_keep_their_state():
+    compare(3, packed=True, carried=True)
