@@ -1,0 +1,103 @@
+"""Compile the kernels for sm_90 without a GPU, and report what they take.
+
+python tests/ops/triton/ahead_of_time.py    # the table of docs/kernels.md
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from typing import NamedTuple
+
+import torch
+
+from latte.ops.triton_backend.launch import HALF, PRODUCTS, configuration, scan_tile
+
+SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
+ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORWARD = ("sums", "outputs", "mixtures")
+BACKWARD = ("query_gradients", "source_gradients", "queries_ask", "mixture_gradients")
+SCANS = ("scan", "scan_back", "add_up")
+# Arguments of the inputs' dtype; every other pointer but these and the integers is to fp32.
+OF_INPUTS = {f"{x}_ptr" for x in ("q", "k", "v", "dy", "out", "dq", "dk", "dv")}
+INTEGERS = {"mask_ptr": "*u8", "table_ptr": "*i64", "first_ptr": "*i64"}
+UNIT_STRIDES = ("q_l", "k_l", "v_d", "dy_d")
+
+
+class Resources(NamedTuple):
+    """What one program takes."""
+
+    registers: int  # per thread
+    spilled: int  # bytes of stack per thread
+    shared: int  # bytes
+
+
+def compiled(name: str, L: int, dtype: torch.dtype, *, plain: bool = False) -> Resources:
+    """Compile one kernel in the configuration that these inputs would choose.
+
+    ``plain``: without mask, packing and initial state, which else are all there.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from latte.ops.triton_backend import backward, forward
+
+    kernel = getattr(forward, name, None) or getattr(backward, name)
+    c = configuration(L, dtype)
+    values = {"C": c.C, "BL": c.BL, "BD": c.BD, "WIDE": c.wide, "NARROW": c.narrow}
+    warps = c.warps_back if name in BACKWARD else c.warps
+    if name in SCANS:
+        warps = 1
+        values["BL"], values["BD"] = scan_tile()
+    values |= dict.fromkeys(UNIT_STRIDES, 1)
+    if plain:
+        absent = ("mask_ptr", "table_ptr", "first_ptr", "log_mass0_ptr", "mean0_ptr")
+        values |= dict.fromkeys(absent)
+    constants = {a: values[a] for a in kernel.arg_names if a in values}
+    signature, aligned = {}, {}
+    for i, a in enumerate(kernel.arg_names):
+        if a in constants:
+            signature[a] = "constexpr"
+            continue
+        pointer = f"*{ELEMENTS[dtype]}" if a in OF_INPUTS else INTEGERS.get(a, "*fp32")
+        signature[a] = pointer if a.endswith("_ptr") else "i32"
+        if a not in ("T", "chunks"):
+            # Multiples of 16, as the sizes of models are.
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    target = GPUTarget("cuda", 90, 32)
+    binary = triton.compile(source, target=target, options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Resources(int(found[1]), int(found[2]), binary.metadata.shared)
+
+
+def main() -> None:
+    print("| inputs | L | kernel | C | tile of D | warps | registers | stack, bytes | shared, KB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in SCANS:
+        r = compiled(name, 16, torch.float32)
+        BL, BD = scan_tile()
+        print(f"| all | {BL} | {name} | - | {BD} | 1 | {r.registers} | {r.spilled} | 0 |")
+    for dtype in PRODUCTS:
+        for L in HALF:
+            c = configuration(L, dtype)
+            for name in FORWARD + BACKWARD:
+                r = compiled(name, L, dtype)
+                warps = c.warps_back if name in BACKWARD else c.warps
+                print(
+                    f"| {ELEMENTS[dtype]} | {L} | {name} | {c.C} | {c.BD} | {warps} "
+                    f"| {r.registers} | {r.spilled} | {r.shared / 1024:.0f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
