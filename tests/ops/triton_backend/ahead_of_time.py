@@ -1,6 +1,6 @@
 """Compile the kernels for sm_90 without a GPU, and report what they take.
 
-python tests/ops/triton/ahead_of_time.py    # the table of docs/kernels.md
+python tests/ops/triton_backend/ahead_of_time.py    # the table of docs/kernels.md
 """
 
 from __future__ import annotations
