@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from latte.ops.triton_backend.launch import HALF, PRODUCTS, configuration, scan_tile
+from latte.ops.triton_backend.launch import HALF, PRODUCTS, SCAN, configuration
 
 SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -33,10 +33,13 @@ class Resources(NamedTuple):
     shared: int  # bytes
 
 
-def compiled(name: str, L: int, dtype: torch.dtype, *, plain: bool = False) -> Resources:
+def compiled(
+    name: str, L: int, dtype: torch.dtype, *, plain: bool = False, ones: bool = False
+) -> Resources:
     """Compile one kernel in the configuration that these inputs would choose.
 
-    ``plain``: without mask, packing and initial state, which else are all there.
+    ``plain``: without mask, packing and initial state, which else are all there. ``ones``: every
+    size is 1, which Triton makes a constant.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -49,9 +52,11 @@ def compiled(name: str, L: int, dtype: torch.dtype, *, plain: bool = False) -> R
     values = {"C": c.C, "BL": c.BL, "BD": c.BD, "WIDE": c.wide, "NARROW": c.narrow}
     warps = c.warps_back if name in BACKWARD else c.warps
     if name in SCANS:
-        warps = 1
-        values["BL"], values["BD"] = scan_tile()
+        values |= SCAN
+        warps = SCAN["num_warps"]
     values |= dict.fromkeys(UNIT_STRIDES, 1)
+    if ones:
+        values |= dict.fromkeys(("T", "chunks", "H", "L", "D"), 1)
     if plain:
         absent = ("mask_ptr", "table_ptr", "first_ptr", "log_mass0_ptr", "mean0_ptr")
         values |= dict.fromkeys(absent)
@@ -84,8 +89,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name in SCANS:
         r = compiled(name, 16, torch.float32)
-        BL, BD = scan_tile()
-        print(f"| all | {BL} | {name} | - | {BD} | 1 | {r.registers} | {r.spilled} | 0 |")
+        print(
+            f"| all | {SCAN['BL']} | {name} | - | {SCAN['BD']} | {SCAN['num_warps']} "
+            f"| {r.registers} | {r.spilled} | {r.shared / 1024:.0f} |"
+        )
     for dtype in PRODUCTS:
         for L in HALF:
             c = configuration(L, dtype)

@@ -53,6 +53,11 @@ def test_scans(plain):
     check(SCANS, torch.float32, 16, plain=plain)
 
 
+def test_sizes_of_one():
+    """Triton turns arguments that are 1 into constants, which know fewer operations."""
+    check(FORWARD + BACKWARD + SCANS, torch.bfloat16, 1, plain=True, ones=True)
+
+
 def test_without_mask_packing_and_state():
     check(("sums", "outputs"), torch.bfloat16, 32, plain=True)
 

@@ -23,10 +23,13 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton_backend.tiles import (
+    chunks_of,
     column,
+    compose,
     decay_of,
     finite,
     inverse,
+    kept_share,
     keys_of,
     load_key,
     load_keys,
@@ -106,38 +109,57 @@ def scan_back(
     top1_ptr, mass1_ptr, dmean1_ptr, lost1_ptr,
     after_dmean_ptr, after_lost_ptr, dmean0_ptr, lost0_ptr,
     chunks, H, L, D,
-    BL: tl.constexpr, BD: tl.constexpr,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the state after each chunk of one sequence, and of the initial state."""
     n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     x = tl.program_id(1) * BL + tl.arange(0, BL)
     d = tl.program_id(2) * BD + tl.arange(0, BD)
+    u = tl.arange(0, U)
     real_L = x < L
     real_LD = real_L[:, None] & (d < D)[None, :]
     at_LD = x[:, None].to(tl.int64) * D + d[None, :]
     leads = tl.program_id(2) == 0
-    if first_ptr is None:
-        first = n * chunks
-        last = first + chunks
-    else:
-        first = tl.load(first_ptr + n)
-        last = tl.load(first_ptr + n + 1)
+    first, last = chunks_of(n, chunks, first_ptr)
     i = n * H + h
     top1 = tl.load(top1_ptr + i * L + x, mask=real_L, other=0.0)
     mass1 = tl.load(mass1_ptr + i * L + x, mask=real_L, other=0.0)
     lost = tl.load(lost1_ptr + i * L + x, mask=real_L, other=0.0)
     dmean = tl.load(dmean1_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
-    for back in tl.range(0, last - first):
-        i = (last - 1 - back) * H + h
-        tl.store(after_lost_ptr + i * L + x, lost, mask=real_L & leads)
-        tl.store(after_dmean_ptr + i * L * D + at_LD, dmean, mask=real_LD)
-        top0 = tl.load(top_ptr + i * L + x, mask=real_L, other=0.0)
-        mass0 = tl.load(mass_ptr + i * L + x, mask=real_L, other=0.0)
-        decay = mass0 * tl.exp(top0 - finite(top1)) * inverse(mass1)
-        lost = tl.load(lost_ptr + i * L + x, mask=real_L, other=0.0) + decay * lost
-        asked = tl.load(asked_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
-        dmean = asked + decay[:, None] * dmean
-        top1, mass1 = top0, mass0
+    i = (last - 1) * H + h
+    tl.store(after_lost_ptr + i * L + x, lost, mask=real_L & leads & (first < last))
+    tl.store(after_dmean_ptr + i * L * D + at_LD, dmean, mask=real_LD & (first < last))
+    for back in tl.range(0, last - first, U):
+        m = last - 1 - back - u
+        row_UL = ((m * H + h) * L)[:, None] + x[None, :]
+        real_UL = (m >= first)[:, None] & real_L[None, :]
+        # The state after a chunk is the one before the next, or the final one.
+        next_UL = real_UL & (m + 1 < last)[:, None]
+        late = tl.load(top_ptr + row_UL + H * L, mask=next_UL, other=0.0)
+        late_mass = tl.load(mass_ptr + row_UL + H * L, mask=next_UL, other=0.0)
+        ends = (m + 1 == last)[:, None]
+        late = tl.where(ends, top1[None, :], late)
+        late_mass = tl.where(ends, mass1[None, :], late_mass)
+        early = tl.load(top_ptr + row_UL, mask=real_UL, other=0.0)
+        early_mass = tl.load(mass_ptr + row_UL, mask=real_UL, other=0.0)
+        decay = tl.where((m >= first)[:, None], kept_share(early, early_mass, late, late_mass), 1.0)
+        losses = tl.load(lost_ptr + row_UL, mask=real_UL, other=0.0)
+        at_ULD = (row_UL * D)[:, :, None] + d[None, None, :]
+        real_ULD = real_UL[:, :, None] & (d < D)[None, None, :]
+        asked = tl.load(asked_ptr + at_ULD, mask=real_ULD, other=0.0)
+        decay_ULD = decay[:, :, None] + tl.zeros_like(asked)
+        decay, losses = tl.associative_scan((decay, losses), 0, compose)
+        decay_ULD, asked = tl.associative_scan((decay_ULD, asked), 0, compose)
+        losses += decay * lost[None, :]
+        asked += decay_ULD * dmean[None, :, :]
+        # Before this chunk is after the previous one.
+        follows = m - 1 >= first
+        at = row_UL - H * L
+        tl.store(after_lost_ptr + at, losses, mask=real_UL & leads & follows[:, None])
+        at = at_ULD - H * L * D
+        tl.store(after_dmean_ptr + at, asked, mask=real_ULD & follows[:, None, None])
+        lost = tl.sum(tl.where((u == U - 1)[:, None], losses, 0.0), 0)
+        dmean = tl.sum(tl.where((u == U - 1)[:, None, None], asked, 0.0), 0)
     i = n * H + h
     tl.store(lost0_ptr + i * L + x, lost, mask=real_L & leads)
     tl.store(dmean0_ptr + i * L * D + at_LD, dmean, mask=real_LD)
@@ -243,24 +265,22 @@ def queries_ask(
 def add_up(
     asked_ptr, first_ptr, dmean_ptr,
     chunks, H, L, D,
-    BL: tl.constexpr, BD: tl.constexpr,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add each sequence's (M, H, L, D) blocks, in order, to dmean (N, H, L, D)."""
+    """Add each sequence's (M, H, L, D) blocks to dmean (N, H, L, D)."""
     n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     x = tl.program_id(1) * BL + tl.arange(0, BL)
     d = tl.program_id(2) * BD + tl.arange(0, BD)
     real_LD = (x < L)[:, None] & (d < D)[None, :]
     at_LD = x[:, None].to(tl.int64) * D + d[None, :]
-    if first_ptr is None:
-        first = n * chunks
-        last = first + chunks
-    else:
-        first = tl.load(first_ptr + n)
-        last = tl.load(first_ptr + n + 1)
+    first, last = chunks_of(n, chunks, first_ptr)
     i = n * H + h
     total = tl.load(dmean_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
-    for m in tl.range(first, last):
-        total += tl.load(asked_ptr + (m * H + h) * L * D + at_LD, mask=real_LD, other=0.0)
+    for m0 in tl.range(first, last, U):
+        m = m0 + tl.arange(0, U)
+        at_ULD = ((m * H + h) * L * D)[:, None, None] + at_LD[None, :, :]
+        real_ULD = (m < last)[:, None, None] & real_LD[None, :, :]
+        total += tl.sum(tl.load(asked_ptr + at_ULD, mask=real_ULD, other=0.0), 0)
     tl.store(dmean_ptr + i * L * D + at_LD, total, mask=real_LD)
 
 

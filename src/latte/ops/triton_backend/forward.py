@@ -19,9 +19,12 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton_backend.tiles import (
+    chunks_of,
+    compose,
     decay_of,
     finite,
     inverse,
+    kept_share,
     keys_of,
     load_key,
     load_keys,
@@ -78,9 +81,9 @@ def scan(
     before_top_ptr, before_mass_ptr, before_mean_ptr,
     top1_ptr, mass1_ptr, log_mass1_ptr, mean1_ptr,
     chunks, H, L, D,
-    BL: tl.constexpr, BD: tl.constexpr,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one sequence in order, for one head and one tile of (L, D).
+    """Merge the chunks of one sequence in order, U at a time, for one head and tile of (L, D).
 
     ``first_ptr``: (N+1,) the sequences' first chunks when packed, else None. ``before_*`` is None
     if nobody needs the states between chunks. The first tile of D writes what has no D.
@@ -88,16 +91,12 @@ def scan(
     n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     x = tl.program_id(1) * BL + tl.arange(0, BL)
     d = tl.program_id(2) * BD + tl.arange(0, BD)
+    u = tl.arange(0, U)
     real_L = x < L
     real_LD = real_L[:, None] & (d < D)[None, :]
     at_LD = x[:, None].to(tl.int64) * D + d[None, :]
     leads = tl.program_id(2) == 0
-    if first_ptr is None:
-        first = n * chunks
-        last = first + chunks
-    else:
-        first = tl.load(first_ptr + n)
-        last = tl.load(first_ptr + n + 1)
+    first, last = chunks_of(n, chunks, first_ptr)
     if log_mass0_ptr is None:
         top = tl.full((BL,), float("-inf"), tl.float32)
         mass = tl.zeros((BL,), tl.float32)
@@ -107,20 +106,46 @@ def scan(
         top = tl.load(log_mass0_ptr + i * L + x, mask=real_L, other=0.0)
         mass = tl.where(top == float("-inf"), 0.0, 1.0)
         mean = tl.load(mean0_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
-    for m in tl.range(first, last):
-        i = m * H + h
+    if before_mean_ptr is not None:
+        at = before_mean_ptr + (first * H + h) * L * D + at_LD
+        tl.store(at, mean, mask=real_LD & (first < last))
+    for m0 in tl.range(first, last, U):
+        m = m0 + u
+        row_UL = ((m * H + h) * L)[:, None] + x[None, :]
+        real_UL = (m < last)[:, None] & real_L[None, :]
+        # Before each chunk: what came with the loop, and the chunks of this round that precede it.
+        previous = row_UL - H * L
+        inside = ((m <= last) & (u > 0))[:, None] & real_L[None, :]
+        early = tl.load(top_ptr + previous, mask=inside, other=float("-inf"))
+        early_mass = tl.load(mass_ptr + previous, mask=inside, other=0.0)
+        early, early_mass = tl.associative_scan((early, early_mass), 0, merge_masses)
+        early, early_mass = merge_masses(
+            top[None, :] + tl.zeros_like(early), mass[None, :] + tl.zeros_like(early),
+            early, early_mass,
+        )  # fmt: skip
         if before_top_ptr is not None:
-            tl.store(before_top_ptr + i * L + x, top, mask=real_L & leads)
-            tl.store(before_mass_ptr + i * L + x, mass, mask=real_L & leads)
-            tl.store(before_mean_ptr + i * L * D + at_LD, mean, mask=real_LD)
-        top_m = tl.load(top_ptr + i * L + x, mask=real_L, other=0.0)
-        mass_m = tl.load(mass_ptr + i * L + x, mask=real_L, other=0.0)
-        sum_m = tl.load(sum_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
-        new_top, new_mass = merge_masses(top, mass, top_m, mass_m)
-        at, share = finite(new_top), inverse(new_mass)
-        mean = (mass * tl.exp(top - at) * share)[:, None] * mean
-        mean += (tl.exp(top_m - at) * share)[:, None] * sum_m
-        top, mass = new_top, new_mass
+            tl.store(before_top_ptr + row_UL, early, mask=real_UL & leads)
+            tl.store(before_mass_ptr + row_UL, early_mass, mask=real_UL & leads)
+        own = tl.load(top_ptr + row_UL, mask=real_UL, other=float("-inf"))
+        own_mass = tl.load(mass_ptr + row_UL, mask=real_UL, other=0.0)
+        late, late_mass = merge_masses(early, early_mass, own, own_mass)
+        kept = tl.where((m < last)[:, None], kept_share(early, early_mass, late, late_mass), 1.0)
+        added = tl.exp(own - finite(late)) * inverse(late_mass)
+        at_ULD = (row_UL * D)[:, :, None] + d[None, None, :]
+        real_ULD = real_UL[:, :, None] & (d < D)[None, None, :]
+        sums_ULD = added[:, :, None] * tl.load(sum_ptr + at_ULD, mask=real_ULD, other=0.0)
+        kept_ULD = kept[:, :, None] + tl.zeros_like(sums_ULD)
+        kept_ULD, sums_ULD = tl.associative_scan((kept_ULD, sums_ULD), 0, compose)
+        means_ULD = kept_ULD * mean[None, :, :] + sums_ULD
+        if before_mean_ptr is not None:
+            # After this chunk is before the next one.
+            follows = real_ULD & (m + 1 < last)[:, None, None]
+            tl.store(before_mean_ptr + at_ULD + H * L * D, means_ULD, mask=follows)
+        ends = u == U - 1
+        mean = tl.sum(tl.where(ends[:, None, None], means_ULD, 0.0), 0)
+        # Not a sum with zeros: the top of what has seen nothing is -inf.
+        top = tl.max(tl.where(ends[:, None], late, float("-inf")), 0)
+        mass = tl.sum(tl.where(ends[:, None], late_mass, 0.0), 0)
     i = n * H + h
     tl.store(top1_ptr + i * L + x, top, mask=real_L & leads)
     tl.store(mass1_ptr + i * L + x, mass, mask=real_L & leads)

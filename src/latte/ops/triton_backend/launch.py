@@ -51,6 +51,11 @@ SINGLE = {
 }
 
 
+# The scans' chunks at a time and their tile of (L, D): small, as B x H x L x D is all their
+# parallelism, but many chunks, as each round waits for memory once.
+SCAN = {"U": 16, "BL": 8, "BD": 16, "num_warps": 4}
+
+
 def configuration(L: int, dtype: torch.dtype) -> Configuration:
     """The one configuration for these latents: ten in all, for two sizes of element."""
     BL = max(16, 1 << (L - 1).bit_length())
@@ -120,7 +125,7 @@ class Launcher:
 
     def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
         B, self.T, self.H, self.L = q.shape
-        self.D = D
+        self.D, self.device = D, q.device
         self.config = configuration(self.L, q.dtype)
         self.chunks = Chunks.of(B, self.T, self.config.C, cu_seqlens)
         wide, narrow = self.config.wide, self.config.narrow
@@ -142,9 +147,9 @@ class Launcher:
     ) -> None:
         """One program per chunk and head; ``back`` for the backward pass."""
         c = self.config
-        kernel[self.chunks.M, self.H](
+        self.launch(
+            kernel[self.chunks.M, self.H],
             *args,
-            *(self.T, self.chunks.per_row, self.H, self.L, self.D),
             C=c.C,
             BL=c.BL,
             BD=c.BD,
@@ -154,11 +159,15 @@ class Launcher:
 
     def by_sequence(self, kernel: Any, *args: Any) -> None:
         """One program per sequence, head and tile of the state: it walks over the chunks."""
-        BL, BD = scan_tile()
-        grid = (self.chunks.N * self.H, -(-self.L // BL), -(-self.D // BD))
-        kernel[grid](*args, self.chunks.per_row, self.H, self.L, self.D, BL=BL, BD=BD, num_warps=1)
+        grid = (self.chunks.N * self.H, -(-self.L // SCAN["BL"]), -(-self.D // SCAN["BD"]))
+        self.launch(kernel[grid], *args, **SCAN)
 
-
-def scan_tile() -> tuple[int, int]:
-    """The scans' tile of (L, D): small, as B x H x L x D is all their parallelism."""
-    return 8, 32
+    def launch(self, kernel: Any, *args: Any, **options: int | str) -> None:
+        """On the device of the inputs, which need not be the current one."""
+        sizes = (self.T,) if "C" in options else ()
+        args = (*args, *sizes, self.chunks.per_row, self.H, self.L, self.D)
+        if self.device.type != "cuda":
+            kernel(*args, **options)
+            return
+        with torch.cuda.device(self.device):
+            kernel(*args, **options)

@@ -32,6 +32,15 @@ def place(m, table_ptr, T, chunks, C: tl.constexpr):
 
 
 @triton.jit
+def chunks_of(n, chunks, first_ptr):
+    """First chunk of sequence ``n``, and the one after its last."""
+    if first_ptr is None:
+        return n * chunks, n * chunks + chunks
+    else:
+        return tl.load(first_ptr + n), tl.load(first_ptr + n + 1)
+
+
+@triton.jit
 def load_tile(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
     """(C, BX) in fp32 from tokens ``start`` on and columns ``x0`` on; zeros outside."""
     t = start + tl.arange(0, C)
@@ -153,6 +162,12 @@ def merge_masses(top1, mass1, top2, mass2):
 
 
 @triton.jit
+def compose(a1, b1, a2, b2):
+    """x -> a1 x + b1, then x -> a2 x + b2."""
+    return a1 * a2, a2 * b1 + b2
+
+
+@triton.jit
 def running_masses(k, top0, mass0):
     """(top_t, mass_t) (C, BL) of everything up to each token, the earlier state included."""
     seen = tl.where(k == float("-inf"), 0.0, 1.0)
@@ -166,6 +181,13 @@ def running_masses(k, top0, mass0):
 def inverse(mass):
     """1 / mass, and 1 where nothing has been seen (what it multiplies is 0 there)."""
     return 1.0 / tl.where(mass == 0.0, 1.0, mass)
+
+
+@triton.jit
+def kept_share(top1, mass1, top2, mass2):
+    """exp(A_1 - A_2), what an earlier state is worth to a later one: exactly 1 if they agree."""
+    kept = mass1 * tl.exp(top1 - finite(top2))
+    return kept / tl.where(mass2 == 0.0, 1.0, mass2)
 
 
 @triton.jit
