@@ -97,7 +97,11 @@ def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
         ("", ["model.preset"], "expected key=value"),
         ("", ["model.preset.x=3"], "model.preset is a value"),
         ("model: {preset: a}", ["model.preset.x=3"], "model.preset is a value"),
-        ("", ["training.max_tokens=9"], "exactly one of training.max_steps and training.max_to"),
+        (
+            "",
+            ["training.max_steps=9", "training.max_tokens=9"],
+            "exactly one of training.max_steps and training.max_to",
+        ),
         ("- a", [], "expected a mapping"),
         ("a: [", [], "not valid YAML"),
         ("base: missing.yaml", [], "missing.yaml does not exist"),
