@@ -40,6 +40,7 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[jax]"
 	$(BIN)/python benchmarks/cpu_ops.py
+	$(BIN)/python benchmarks/cpu_scaling.py
 	$(BIN)/python benchmarks/cpu_decode.py
 
 clean:

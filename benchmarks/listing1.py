@@ -10,6 +10,7 @@ Shape suffixes: B batch, T tokens, H heads, L latents per head, D value width.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -50,9 +51,21 @@ def latte_scan(q_BTHL: Any, k_BTHL: Any, v_BTHD: Any, unroll: int) -> Any:
     return jnp.moveaxis(y, 0, 1)
 
 
+@functools.cache
+def _jitted(unroll: int, with_gradients: bool) -> Callable[..., Any]:
+    """The jitted function, compiled once per shape."""
+    if not with_gradients:
+        return jax.jit(functools.partial(latte_scan, unroll=unroll))
+
+    def loss(q: Any, k: Any, v: Any, dy: Any) -> Any:
+        return jnp.sum(latte_scan(q, k, v, unroll) * dy)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unroll: int) -> Callable[[], Any]:
     """A call that computes the outputs and waits for them."""
-    step = jax.jit(lambda q, k, v: latte_scan(q, k, v, unroll))
+    step = _jitted(unroll, False)
     inputs = [jnp.asarray(x.detach().numpy()) for x in (q, k, v)]
     return lambda: jax.block_until_ready(step(*inputs))
 
@@ -61,9 +74,7 @@ def gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, unroll: int
 ) -> Callable[[], Any]:
     """A call that computes the gradients (q, k, v) of ``<dy, y>``, and waits for them."""
-    step = jax.jit(
-        jax.grad(lambda q, k, v, dy: jnp.sum(latte_scan(q, k, v, unroll) * dy), argnums=(0, 1, 2))
-    )
+    step = _jitted(unroll, True)
     inputs = [jnp.asarray(x.detach().numpy()) for x in (q, k, v, dy)]
     return lambda: jax.block_until_ready(step(*inputs))
 

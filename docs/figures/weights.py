@@ -25,6 +25,15 @@ from latte.ops import attention_weights, latte_attention, sliding_window_attenti
 
 T, L, K, WINDOW = 112, 5, 6, 16
 INK, MUTED = "#1f2430", "#6b7280"
+STYLE = {
+    "font.size": 11,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.7,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+}
 # State 0 is the window; the latents are 1 to L.
 COLOURS = ("#30343f", "#0072b2", "#e69f00", "#009e73", "#cc3f77", "#7b5cd6")
 
@@ -75,20 +84,11 @@ def coloured(weights_TXS: np.ndarray, colours: tuple[str, ...], top: float) -> n
     return picture
 
 
+@plt.rc_context(STYLE)
 def draw(path: Path) -> None:
+    """Write the picture as PNG."""
     p_TL, window_TS, latents_TLS = (x.numpy() for x in probabilities())
     everything = np.concatenate([window_TS[:, None], latents_TLS], 1)
-    plt.rcParams.update(
-        {
-            "font.size": 11,
-            "axes.edgecolor": MUTED,
-            "axes.linewidth": 0.7,
-            "text.color": INK,
-            "axes.labelcolor": INK,
-            "xtick.color": MUTED,
-            "ytick.color": MUTED,
-        }
-    )
     figure, axes = plt.subplots(
         1,
         4,

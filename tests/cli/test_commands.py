@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from latte.cli import main
+from latte.cli.parser import parse
 
 SOURCES = Path(__file__).parents[2] / "src"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
@@ -39,6 +40,16 @@ def test_help_is_quick_and_imports_nothing_heavy(command: list[str]) -> None:
         assert done.returncode == 0, done.stderr
         assert "usage: latte" in done.stdout
     assert min(seconds) < 1.0
+
+
+def test_overrides_may_stand_anywhere_after_the_recipe(capsys: Any) -> None:
+    options = parse(["train", "r.yaml", "model.size=tiny", "--quiet", "training.max_steps=3"])
+    assert options.overrides == ["model.size=tiny", "training.max_steps=3"] and options.quiet
+    for wrong in (["train", "r.yaml", "--quiet", "x"], ["train", "r.yaml", "--lr=3"]):
+        with pytest.raises(SystemExit) as stop:
+            parse(wrong)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_version_and_module_entry() -> None:

@@ -57,6 +57,18 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
     assert recipe_from_dict(recipe.as_dict()) == recipe
 
 
+@pytest.mark.parametrize(
+    ("override", "steps", "tokens"),
+    [("training.max_steps=7", 7, None), ("training.max_tokens=9000", None, 9000)],
+)
+def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens) -> None:
+    """Every shipped recipe gives tokens; a newcomer overrides steps."""
+    training = load_recipe(RECIPES / "demo.yaml", [override]).training
+    assert (training.max_steps, training.max_tokens) == (steps, tokens)
+    with pytest.raises(LatteError, match="exactly one"):
+        load_recipe(RECIPES / "demo.yaml", ["training.max_steps=7", "training.max_tokens=9000"])
+
+
 def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
     path = write(tmp_path, "training: {max_tokens: 10001, batch_size: 10}")
     recipe = load_recipe(path, ["data.block_length=100"])
@@ -85,7 +97,11 @@ def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
         ("", ["model.preset"], "expected key=value"),
         ("", ["model.preset.x=3"], "model.preset is a value"),
         ("model: {preset: a}", ["model.preset.x=3"], "model.preset is a value"),
-        ("", ["training.max_tokens=9"], "exactly one of training.max_steps and training.max_to"),
+        (
+            "",
+            ["training.max_steps=9", "training.max_tokens=9"],
+            "exactly one of training.max_steps and training.max_to",
+        ),
         ("- a", [], "expected a mapping"),
         ("a: [", [], "not valid YAML"),
         ("base: missing.yaml", [], "missing.yaml does not exist"),

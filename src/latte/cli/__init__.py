@@ -14,9 +14,9 @@ from ..errors import LatteError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    from .parser import build_parser
+    from .parser import parse
 
-    options = build_parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         return options.run(options)
     except LatteError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from . import commands
@@ -29,6 +30,22 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(kinds)
     _add_compare(kinds)
     return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of one call. Dotted overrides may stand anywhere after the recipe.
+
+    argparse itself takes the positional arguments of one place only, and would refuse
+    `latte train RECIPE --quiet seed=1`.
+    """
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text]
+    if rest and (unknown or not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 class Version(argparse.Action):

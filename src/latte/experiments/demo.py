@@ -1,6 +1,6 @@
 """`make demo`: a Latte and a transformer of the same size learn Python's own library, in minutes.
 
-    python -m latte.experiments.demo [--output runs/demo]
+    python -m latte.experiments.demo [output_dir=runs/demo]
 
 Trains `latte-r-swa++` and `transformer++` by one recipe on the same tokens of the embedded
 corpus, scores both on held-out files at 1, 4 and 16 times the training length beside gzip and

@@ -119,9 +119,20 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
     """
     tree = _read_with_bases(Path(path), seen=())
+    _make_room_for_length(tree, overrides)
     for assignment in overrides:
         apply_override(tree, assignment)
     return check(build(Recipe, tree))
+
+
+def _make_room_for_length(tree: dict[str, Any], overrides: list[str] | tuple[str, ...]) -> None:
+    """An override of the length in steps replaces the recipe's length in tokens, and vice versa."""
+    names = ("max_steps", "max_tokens")
+    given = {key.partition("=")[0] for key in overrides}
+    chosen = [name for name in names if f"training.{name}" in given]
+    section = tree.get("training")
+    if len(chosen) == 1 and isinstance(section, dict):
+        section.pop(names[1 - names.index(chosen[0])], None)
 
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:

@@ -14,12 +14,13 @@ R = TypeVar("R")
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run ``fn``, whose first argument is a tensor, with autocast off."""
+    """Run ``fn`` with autocast off on the device of its first tensor."""
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if args else None
-        kind = first.device.type if isinstance(first, Tensor) else "cpu"
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        first = next(tensors, None)
+        kind = "cpu" if first is None else first.device.type
         if not torch.amp.is_autocast_available(kind):
             return fn(*args, **kwargs)
         with torch.autocast(kind, enabled=False):

@@ -19,7 +19,7 @@ from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
 from latte.ops.torch_backend import fast, safe
 from latte.ops.torch_backend.carry import Carry, divide, exp_difference
-from latte.ops.torch_backend.pieces import PIECE, Rows, rows_of, spans
+from latte.ops.torch_backend.pieces import CHUNK, PIECE, Rows, rows_of, spans
 from latte.ops.validation import computation_dtype
 
 LONGEST_SEGMENT = 2048
@@ -48,14 +48,14 @@ def latte_attention(
 def segment_length(H: int, L: int, D: int) -> int:
     """Tokens computed at once: about ``PIECE`` elements, a power of two, at most 2048."""
     length = LONGEST_SEGMENT
-    while length > fast.CHUNK and length * H * max(L, D, fast.CHUNK) > PIECE:
+    while length > CHUNK and length * H * max(L, D, 2 * CHUNK) > PIECE:
         length //= 2
     return length
 
 
 def padded_length(t: int) -> int:
     """Whole chunks, or a power of two below one chunk."""
-    return -(-t // fast.CHUNK) * fast.CHUNK if t >= fast.CHUNK else 1 << (t - 1).bit_length()
+    return -(-t // CHUNK) * CHUNK if t >= CHUNK else 1 << (t - 1).bit_length()
 
 
 def aligned(D: int) -> int:
@@ -172,8 +172,8 @@ class Run:
     ) -> None:
         self.span, self.state = span, state
         self.length = span.stop - span.start
-        self.chunk = min(fast.CHUNK, segment.S)
-        self.short = reference is not None and self.length < fast.CHUNK
+        self.chunk = min(CHUNK, segment.S)
+        self.short = reference is not None and self.length < CHUNK
         whole = (segment.p_XSL, segment.k_XSL, segment.v_XSD)
         self.p, self.k, self.v = (
             self.padded(x[:, span], fill)
@@ -285,7 +285,7 @@ def causal_op(
     kept = Checkpoints(*saved)
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, fast.CHUNK), segment, cu_seqlens):
+    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, cu_seqlens):
         state = initial_carry(final_A, final_mu, rows)
         for span in spans(rows.length, segment):
             part = Segment(rows, span, (q, k, v), key_mask)
@@ -328,7 +328,7 @@ def causal_backward_op(
     kept = Checkpoints(top_M, mass_M, mean_M)
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, fast.CHUNK), segment, cu_seqlens):
+    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, cu_seqlens):
         dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
         stretches = spans(rows.length, segment)
         n = dA.shape[0] // H

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Tokens whose weights are formed as one block. Measured on two cores: 32 beats 64 and 128.
+CHUNK = 32
 # Elements of the largest intermediate, 1 MB in fp32: a core's second-level cache.
 PIECE = 1 << 18
 

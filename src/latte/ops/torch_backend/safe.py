@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.torch_backend.carry import Carry, divide, exp_difference
-
-CHUNK = 64
+from latte.ops.torch_backend.pieces import CHUNK
 
 
 def running_mass(k_XNCL: Tensor) -> tuple[Tensor, Tensor]:

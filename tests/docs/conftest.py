@@ -1,0 +1,73 @@
+"""The documents, and what is read out of them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A Markdown file of the repository."""
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.name
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def prose(self) -> str:
+        """The text without fenced blocks."""
+        return re.sub(r"^```.*?^```", "", self.text, flags=re.S | re.M)
+
+    def blocks(self, language: str) -> list[tuple[int, str]]:
+        """(line of the first line, text) of each fenced block of a language."""
+        found = re.finditer(rf"^```{language}\n(.*?)^```", self.text, re.S | re.M)
+        return [(self.text[: m.start()].count("\n") + 2, m.group(1)) for m in found]
+
+    def commands(self) -> list[list[str]]:
+        """The shell commands of its bash blocks, split into words."""
+        lines = "\n".join(block for _, block in self.blocks("bash")).replace("\\\n", " ")
+        return [shlex.split(line) for line in lines.splitlines() if line.strip()]
+
+    def tables(self) -> list[list[dict[str, str]]]:
+        """Its tables, as lists of rows by column name."""
+        tables = []
+        for match in re.finditer(r"(?:^\|.*\|\n)+", self.prose, re.M):
+            rows = [
+                [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+                for line in match.group().splitlines()
+            ]
+            tables.append([dict(zip(rows[0], row, strict=True)) for row in rows[2:]])
+        return tables
+
+
+NAMES = ["README.md", "CHANGELOG.md"]
+NAMES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "document" in metafunc.fixturenames:
+        metafunc.parametrize("document", [Document(name) for name in NAMES], ids=NAMES)
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def read():
+    """read(name) -> the Document of that name."""
+    return Document

@@ -1,0 +1,100 @@
+"""Every documented command could be typed: its targets, files, options and recipes exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from latte.cli.parser import build_parser
+from latte.experiments.recipe import load_recipe
+from latte.models import PRESETS
+
+
+def make_targets(root):
+    return re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M)
+
+
+def check_latte(words, root):
+    options = build_parser().parse_args(words)
+    if options.command in ("train", "compare"):
+        recipe = load_recipe(root / options.recipe, options.overrides)
+        assert recipe.model.preset in PRESETS
+    if options.command == "compare":
+        assert set(options.presets.split(",")) <= set(PRESETS)
+
+
+def check(words, root):
+    """Fails for a command that nobody could type from the repository's root."""
+    program, *rest = words
+    if program == "make":
+        assert rest and set(rest) <= set(make_targets(root)), words
+    elif program == "latte":
+        check_latte(rest, root)
+    elif program == "torchrun":
+        at = rest.index("latte.cli")
+        assert rest[at - 1] == "-m" and rest[0] == "--nproc-per-node" and rest[1].isdigit()
+        check_latte(rest[at + 1 :], root)
+    elif words[:3] == ["python", "-m", "latte.experiments.demo"]:
+        load_recipe(root / "recipes/demo.yaml", words[3:])
+    elif program == "python":
+        assert (root / rest[0]).is_file(), words
+    elif program == "pip":
+        extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
+        wanted = re.findall(r"\[([\w,]+)\]", words[-1])
+        assert all(name in extras for group in wanted for name in group.split(","))
+        assert (root / "constraints.txt").is_file() and "constraints.txt" in words
+    else:
+        raise AssertionError(f"not a command of this project: {words}")
+
+
+def test_commands_in_blocks(document, root):
+    commands = document.commands()
+    for words in commands:
+        check(words, root)
+    assert document.text.count("```bash") == len(document.blocks("bash"))
+
+
+def test_commands_in_sentences(document, root):
+    found = re.findall(r"`((?:make|latte|python) [^`]+)`", document.prose)
+    for command in found:
+        if command.isupper() or re.search(r"[A-Z]{4,}", command):
+            continue  # `latte COMMAND --help`
+        if command.split()[0] == "latte" and len(command.split()) == 2:
+            words = [*command.split()[1:], "--help"]
+            with pytest.raises(SystemExit) as stop:
+                build_parser().parse_args(words)
+            assert stop.value.code == 0, command
+        elif command.startswith("latte evaluate "):
+            check_latte(["evaluate", "a-checkpoint", *command.split()[2:], "256"], root)
+        elif command not in ("python -m latte.cli",):
+            check(command.split(), root)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["latte", "train", "recipes/tiny/none.yaml"],
+        ["latte", "train", "recipes/demo.yaml", "training.max_step=3"],
+        ["latte", "evaluate", "runs/x", "--length", "3"],
+        ["make", "everything"],
+        ["python", "docs/figures/none.py"],
+    ],
+)
+def test_a_wrong_command_would_be_found(words, root):
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
+        check(words, root)
+
+
+def test_every_option_is_documented(read):
+    text = read("docs/reference/command-line.md").text
+    parser = build_parser()
+    kinds = next(action for action in parser._actions if action.dest == "command").choices
+    for name, command in kinds.items():
+        section = text.split(f"## latte {name}\n")[1].split("\n## ")[0]
+        known = {o for a in command._actions for o in a.option_strings} - {"-h", "--help"}
+        documented = set(re.findall(r"^\| `(--[\w-]+)`", section, re.M))
+        assert documented == known, name

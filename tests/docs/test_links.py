@@ -1,0 +1,78 @@
+"""What the documents point at exists: files, headings, images, recipes, functions, tests."""
+
+from __future__ import annotations
+
+import re
+
+
+def slugs(text):
+    """Anchors of the headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[\s]+", "-", heading) for heading in plain}
+
+
+def test_links_and_images_resolve(document):
+    links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", document.prose)
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.path.parent / name).resolve() if name else document.path
+        assert target.is_file(), f"{document.name}: {link}"
+        if anchor:
+            assert anchor in slugs(target.read_text(encoding="utf-8")), f"{document.name}: {link}"
+
+
+def test_links_of_the_site_stay_inside_it(document, root):
+    """MkDocs copies docs/ alone."""
+    if not document.name.startswith("docs/"):
+        assert "](docs/" in document.text or document.name == "CHANGELOG.md"
+        return
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.prose):
+        if not link.startswith(("http", "#")):
+            target = (document.path.parent / link.partition("#")[0]).resolve()
+            assert target.is_relative_to(root / "docs"), link
+
+
+def test_recipes_named_exist(document, root):
+    named = re.findall(r"\brecipes/[\w+./-]*[\w+/]", document.text)
+    missing = [name for name in named if not (root / name).exists()]
+    assert not missing
+
+
+def test_every_recipe_is_listed(read, root):
+    text = read("docs/guide.md").text
+    for path in (root / "recipes").rglob("*.yaml"):
+        name = str(path.relative_to(root))
+        beside_base = name.startswith("recipes/openwebtext/")
+        assert f"`{name}`" in text or (beside_base and "one file per preset beside it" in text)
+
+
+def defined(path, name):
+    text = path.read_text(encoding="utf-8")
+    return re.search(rf"^(?:def|class) {re.escape(name)}\b", text, re.M) is not None
+
+
+def test_functions_and_tests_named_exist(document, root):
+    for file, name in re.findall(r"`([\w/.-]+\.py)::(\w+)`", document.text):
+        path = root / file if file.startswith("tests/") else root / "src/latte" / file
+        assert path.is_file(), f"{document.name}: {file}"
+        assert defined(path, name), f"{document.name}: {file}::{name}"
+    for file in re.findall(r"`((?:benchmarks|docs|tests|src)/[\w/.-]+\.py)`", document.text):
+        assert (root / file).is_file(), f"{document.name}: {file}"
+
+
+def test_the_paper_table_is_there(read):
+    rows = read("docs/paper-to-code.md").tables()[0]
+    assert len(rows) >= 15 and all("`" in row["code"] for row in rows)
+
+
+def test_nothing_is_left_open(document):
+    assert not re.search(r"\b(TODO|TBD|FIXME|XXX)\b", document.text)
+
+
+def test_the_place_for_results_is_there(read):
+    readme, results = read("README.md").text, read("docs/results.md").text
+    assert readme.count("<!-- results -->") == readme.count("<!-- /results -->") == 1
+    assert results.count("<!-- results: ") == results.count("<!-- /results -->") >= 5

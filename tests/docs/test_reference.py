@@ -1,0 +1,145 @@
+"""The reference says what the code says: names, signatures, fields, presets, recipe keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+
+import latte
+from latte.experiments.recipe import DataSection, ModelSection, TrainingSection
+from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
+
+PAGES = {
+    "latte.ops": "docs/reference/ops.md",
+    "latte.layers": "docs/reference/layers.md",
+    "latte.models": "docs/reference/models.md",
+    "latte.data": "docs/reference/data.md",
+}
+NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+MLPS = {"gelu": "GELU", "swiglu": "SwiGLU"}
+INPUTS = {"none": "x", "conv": "convolution", "rglru": "RG-LRU"}
+
+
+def signature(name, value):
+    """`name(a, b=1)`, without annotations."""
+    found = inspect.signature(value)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self"]
+    return name + str(found.replace(parameters=plain, return_annotation=found.empty))
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_every_public_name_is_there(module, read):
+    text = read(PAGES[module]).text
+    public = importlib.import_module(module).__all__
+    missing = [name for name in public if not re.search(rf"\b{name}\b", text)]
+    assert public and not missing
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_signatures_are_those_of_the_code(module, read):
+    home = importlib.import_module(module)
+    shown = [line for _, block in read(PAGES[module]).blocks("text") for line in block.splitlines()]
+    wanted = {"forward": ("latte.layers", "Mixer"), "LatteState.empty": ("latte.ops", "LatteState")}
+    for line in shown:
+        name = line.partition("(")[0]
+        if name in wanted:
+            owner = getattr(importlib.import_module(wanted[name][0]), wanted[name][1])
+            value = getattr(owner, name.rpartition(".")[2])
+        else:
+            value = getattr(home, name)
+        assert line == signature(name, value)
+    assert len(shown) >= 3
+
+
+def test_every_op_has_its_signature(read):
+    shown = "\n".join(block for _, block in read(PAGES["latte.ops"]).blocks("text"))
+    for name in latte.ops.__all__:
+        assert signature(name, getattr(latte.ops, name)) in shown
+
+
+def test_names_at_the_top(read):
+    documented = "\n".join(read(page).text for page in PAGES.values())
+    modules = {"cli", "data", "experiments", "layers", "models", "ops", "__version__"}
+    missing = [n for n in latte.__all__ if n not in modules and f"{n}" not in documented]
+    assert not missing
+
+
+def preset_rows(document):
+    return next(
+        table for table in document.tables() if "preset" in table[0] and "mixer" in table[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/reference/models.md"])
+def test_presets_are_those_of_the_code(name, read):
+    rows = preset_rows(read(name))
+    assert [row["preset"].strip("`") for row in rows] == list(PRESETS)
+    for row in rows:
+        config = preset_config(row["preset"].strip("`"), "paper")
+        assert row == {
+            "preset": row["preset"],
+            "mixer": f"`{config.mixer}`",
+            "q, k logits from": INPUTS[config.latent_input],
+            "window": str(config.sliding_window or "-"),
+            "norm, MLP": f"{NORMS[config.norm]}, {MLPS[config.mlp]}",
+            "positions": config.position,
+            "parameters": f"{count_parameters(config) / 1e6:.2f}M",
+        }
+
+
+def test_sizes_are_those_of_the_code(read):
+    rows = next(t for t in read("docs/reference/models.md").tables() if "size" in t[0])
+    assert [row["size"].strip("`") for row in rows] == list(SIZES)
+    for row in rows:
+        config = preset_config("latte-r-swa++", row["size"].strip("`"))
+        assert [
+            row[key] for key in ("hidden", "layers", "heads", "MLP", "latents", "vocabulary")
+        ] == [
+            str(value)
+            for value in (
+                config.hidden_size,
+                config.num_hidden_layers,
+                config.num_attention_heads,
+                config.intermediate_size,
+                config.num_latents,
+                config.vocab_size,
+            )
+        ]
+        assert row["`latte-r-swa++`"] == f"{count_parameters(config) / 1e6:.2f}M"
+
+
+def test_config_fields_and_defaults(read):
+    rows = next(t for t in read("docs/reference/models.md").tables() if "field" in t[0])
+    documented = {row["field"].strip("`"): row["default"] for row in rows}
+    own = {
+        field.name: str(field.default)
+        if not isinstance(field.default, str)
+        else f"'{field.default}'"
+        for field in dataclasses.fields(LatteConfig)
+        if field.name in LatteConfig.__annotations__
+    }
+    assert documented == own
+
+
+@pytest.mark.parametrize("section", [ModelSection, DataSection, TrainingSection])
+def test_recipe_keys_are_those_of_the_code(section, read):
+    title = section.__name__.removesuffix("Section").lower()
+    text = read("docs/guide.md").text.split(f"\n`{title}`\n")[1].lstrip().split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+    documented = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(section))
+    for names, default, _ in rows:
+        for name, shown in zip(
+            re.findall(r"`(\w+)`", names), re.split(r", (?![^\[]*\])", default), strict=False
+        ):
+            value = getattr(section(), name)
+            if isinstance(value, bool):
+                assert shown == str(value).lower(), name
+            elif isinstance(value, int | float):
+                assert float(shown) == value, name
+            elif value:
+                assert shown.strip("`") == str(value), name
