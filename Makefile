@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread per test process: two OpenMP pools on one machine slow each other down.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: setup demo test test-all lint format docs bench clean
+.PHONY: setup demo test test-all test-triton lint format docs bench clean
 
 setup: $(READY)
 
@@ -24,6 +24,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(TEST)
+
+# Triton's kernels in its interpreter and compiled for sm_90, without a GPU: minutes.
+test-triton: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/triton_backend
 
 lint: $(READY)
 	$(BIN)/ruff check .
