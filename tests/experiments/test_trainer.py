@@ -46,6 +46,15 @@ def test_a_run_reports_and_exports(make_recipe: Any, preset: str) -> None:
     assert [p.name for p in checkpoints(result.folder)] == ["checkpoint-4", "checkpoint-6"]
 
 
+@pytest.mark.slow
+def test_a_compiled_run_learns_the_same(make_recipe: Any) -> None:
+    """`training.torch_compile`, packed documents included; the export has plain names."""
+    plain = train(make_recipe(name="plain"), quiet=True)
+    compiled = train(make_recipe(name="compiled", torch_compile=True), quiet=True)
+    assert compiled.steps == 6
+    assert_same(weights(compiled.folder), weights(plain.folder), atol=2e-3)
+
+
 def test_a_finished_run_is_left_alone(make_recipe: Any) -> None:
     result = train(make_recipe(), quiet=True)
     before = {p: p.stat().st_mtime_ns for p in result.folder.rglob("*") if p.name != ".lock"}
