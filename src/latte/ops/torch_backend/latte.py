@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
 from latte.ops.torch_backend import fast, safe
@@ -260,11 +261,6 @@ class Checkpoints:
         """The i-th state kept for the present n rows."""
         here = slice(self.next + i * n, self.next + (i + 1) * n)
         return Carry(*(x[here].flatten(0, 1) for x in self.tensors))
-
-
-def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous buffers of the inputs' shapes and dtypes."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
 @torch.library.custom_op("latte::causal", mutates_args=())

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.torch_backend.pieces import spans
 
@@ -87,7 +88,7 @@ def linear_recurrence_backward(
 
 @linear_recurrence_backward.register_fake
 def _(dh, a, h, h0):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, h, h0))
+    return empty_gradients(a, h, h0)
 
 
 def _save(ctx, inputs, output):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import WindowState
 from latte.ops.torch_backend.full import full_attention
@@ -283,8 +284,7 @@ def _(
     tails = (
         x.new_empty(0 if tail is None else tail.shape) for x, tail in ((k, tail_k), (v, tail_v))
     )
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, *tails
+    return *empty_gradients(q, k, v), *tails
 
 
 def _save(ctx, inputs, output):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
 from latte.ops.triton_backend.launch import Launcher, configuration
@@ -41,11 +42,6 @@ def readable(key_mask: Tensor | None) -> Tensor | None:
 def contiguous_state(*state: Tensor | None) -> tuple[Tensor | None, ...]:
     """Contiguous tensors of a state that may be missing."""
     return tuple(None if x is None else x.contiguous() for x in state)
-
-
-def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous buffers of the inputs' shapes and dtypes."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
 def state_gradients(
