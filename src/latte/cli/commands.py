@@ -44,7 +44,7 @@ def evaluate(options: Namespace) -> int:
         )
     else:
         raise LatteError(f"{folder} does not say what it was trained on; give --corpus")
-    label = recipe.model.preset if recipe is not None else folder.name
+    label = recipe.model.name if recipe is not None else folder.name
     rows = evaluate_lengths(
         model,
         text,

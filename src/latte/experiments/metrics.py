@@ -29,7 +29,7 @@ class Progress(TrainerCallback):
 
     def __init__(self, recipe: Recipe, label: str | None = None, quiet: bool = False) -> None:
         self.recipe = recipe
-        self.label = label or recipe.model.preset
+        self.label = label or recipe.model.name
         self.quiet = quiet
         self.seconds = 0.0  # wall time of the run up to the last report, over all resumes
         self.stopped_early = False

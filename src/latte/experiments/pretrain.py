@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         model,
         text.tokenizer,
         blocks,
-        text.collator(),
+        text.collator(recipe.data),
         text.held_out(recipe.data.max_validation_tokens),
         steps=steps,
         bytes_per_token=text.bytes_per_token,
@@ -98,14 +98,37 @@ def check_model(recipe: Recipe) -> None:
 
 
 def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
-    """The recipe's LatteConfig; `model.overrides` wins over `defaults`."""
-    from ..models import preset_config
-
+    """The recipe's model config; `model.overrides` wins over `defaults`."""
     section = recipe.model
+    values = {**defaults, **section.overrides}
     try:
-        return preset_config(section.preset, section.size, **{**defaults, **section.overrides})
+        if section.architecture is not None:
+            return architecture_config(section.architecture, values)
+        from ..models import preset_config
+
+        return preset_config(section.preset, section.size, **values)
     except (ValueError, TypeError) as error:
         raise LatteError(f"model: {' '.join(str(error).split())}") from None
+
+
+def architecture_config(architecture: str, values: dict[str, Any]) -> Any:
+    """The config of a plain model of Transformers. Raises LatteError for unknown names."""
+    from dataclasses import fields
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LatteError(
+            f"architecture {architecture!r} is no causal language model of Transformers;"
+            " expected a model type such as llama, mistral or gemma2"
+        )
+    kind: Any = CONFIG_MAPPING[architecture]
+    known = {field.name for field in fields(kind)}
+    for name in values:
+        if name not in known:
+            raise LatteError(f"unknown field {name!r} of {kind.__name__}")
+    return kind(**values)
 
 
 def build_model(recipe: Recipe, text: Text) -> Any:
@@ -126,7 +149,11 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     config = model_config(recipe, defaults)
     text.train.check_vocabulary(config.vocab_size)
     set_seed(recipe.training.seed)
-    return LatteForCausalLM(config)
+    if recipe.model.architecture is None:
+        return LatteForCausalLM(config)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _agree(action: Any, first: bool, processes: int) -> Claim:
@@ -203,8 +230,9 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
     for problem in owner.skipped:
         print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
     parameters = sum(p.numel() for p in model.parameters())
+    size = "" if recipe.model.architecture else f" ({recipe.model.size})"
     print(
-        f"{recipe.model.preset} ({recipe.model.size}), {parameters / 1e6:.2f}M parameters |"
+        f"{recipe.model.name}{size}, {parameters / 1e6:.2f}M parameters |"
         f" {steps} steps of {recipe.tokens_per_step(processes):,} tokens on {processes}"
         f" process{'es' if processes > 1 else ''} |"
         f" {'resuming from ' + owner.resume.name if owner.resume else 'from the start'} |"

@@ -21,11 +21,21 @@ from .typed import apply_override, build, merge, read_yaml
 
 @dataclass
 class ModelSection:
-    """Which model: `latte.models.preset_config(preset, size, **overrides)`."""
+    """Which model: `latte.models.preset_config(preset, size, **overrides)`.
+
+    With an `architecture`, a plain model of Transformers instead, such as a base to convert:
+    `preset` and `size` are not used, and `overrides` are fields of its config.
+    """
 
     preset: str = "latte-r-swa++"
     size: str = "tiny"
-    overrides: dict[str, Any] = field(default_factory=dict)  # any LatteConfig field
+    architecture: str | None = None  # a model type of Transformers, such as llama
+    overrides: dict[str, Any] = field(default_factory=dict)  # any field of the model's config
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call the model."""
+        return self.architecture or self.preset
 
 
 @dataclass
@@ -40,6 +50,7 @@ class DataSection:
     tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
     vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
     block_length: int = 256  # tokens of a training example
+    respect_documents: bool = True  # a document sees nothing of another that shares its block
     cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
     max_validation_tokens: int | None = 200_000  # scored during training; None: all
 

@@ -37,16 +37,22 @@ class Text:
 
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
         """The first `count` training blocks of the order that `seed` chooses."""
-        return PackedBlocks(self.train, section.block_length, seed=seed, length=count)
+        return PackedBlocks(
+            self.train,
+            section.block_length,
+            seed=seed,
+            respect_documents=section.respect_documents,
+            length=count,
+        )
 
     def held_out(self, max_tokens: int | None = None) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
         return EvaluationText(self.validation, max_tokens=max_tokens)
 
     @staticmethod
-    def collator() -> BlockCollator:
-        """Always one packed row: a batch's layout does not depend on where documents end."""
-        return BlockCollator("packed")
+    def collator(section: DataSection) -> BlockCollator:
+        """One layout for every batch, wherever documents end: packed if they are kept apart."""
+        return BlockCollator("packed" if section.respect_documents else "rows")
 
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
