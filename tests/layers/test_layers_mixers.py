@@ -83,6 +83,38 @@ def test_attention_weights_reproduce_the_output(mixer, name, causal):
         assert weights.triu(1).abs().max() == 0
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixing_logits_are_what_the_weights_are_made_of(mixer, name):
+    layer, x = mixer(name), inputs(2, 11)
+    with torch.no_grad():
+        latent_q, latent_k, q, k = layer.mixing_logits(x)
+        weights = layer.attention_weights(x)
+    seen = torch.ones(11, 11, dtype=torch.bool).tril()
+    if name.startswith("linear"):
+        assert latent_q is latent_k is q is k is None
+        return
+    window = getattr(layer, "window", None)
+    states = [] if q is None else [local_weights(layer, q, k, seen, window)]
+    if latent_k is not None:
+        assert latent_q.shape[-1] == latent_k.shape[-1] + len(states)
+        keys = latent_k.permute(3, 0, 2, 1)[..., None, :]  # (L, B, H, 1, T)
+        states += list(keys.masked_fill(~seen, -torch.inf).softmax(-1))
+        p = latent_q.softmax(-1).permute(3, 0, 2, 1)[..., None]
+        total = sum(share * state for share, state in zip(p, states, strict=True))
+    else:
+        (total,) = states
+    torch.testing.assert_close(total, weights, **TOLERANCE)
+
+
+def local_weights(layer, q, k, seen, window):
+    logits = torch.einsum("bthk,bshk->bhts", q, k.repeat_interleave(4 // k.shape[2], 2))
+    logits = logits / q.shape[-1] ** 0.5
+    if layer.softcap is not None:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    near = seen if window is None else seen & ~seen.tril(-window)
+    return logits.masked_fill(~near, -torch.inf).softmax(-1)
+
+
 @pytest.mark.parametrize("cut", [1, 6, 10])
 @pytest.mark.parametrize("name", MIXERS)
 def test_pieces_make_the_whole(mixer, name, cut):

@@ -5,7 +5,7 @@ from latte.layers.latent_input import LatentInput, LatentLogits
 from latte.layers.latte import LatteAttention
 from latte.layers.linear import LinearAttention
 from latte.layers.macchiato import LatteMacchiato
-from latte.layers.mixer import Mixer
+from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.mlp import GELUMLP, SwiGLU
 from latte.layers.norms import LayerNorm, RMSNorm
 from latte.layers.positions import Rotary, RotaryEmbedding, SinusoidalPositions
@@ -26,6 +26,7 @@ __all__ = [
     "LinearAttention",
     "Mixer",
     "MixerState",
+    "MixingLogits",
     "RMSNorm",
     "Rotary",
     "RotaryEmbedding",

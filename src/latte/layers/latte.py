@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from latte.layers.latent_input import LatentLogits
-from latte.layers.mixer import Mixer
+from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary
 from latte.layers.state import MixerState, TokenLog
 from latte.ops import attention_weights, latte_attention
@@ -79,6 +79,18 @@ class LatteAttention(Mixer):
             return out, after, None
         mask = self._real(x_BTE, key_mask)
         return out, after, TokenLog(mask, k, v, None, inputs.rglru_log, inputs.conv_log)
+
+    def mixing_logits(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        rotary: Rotary | None = None,
+    ) -> MixingLogits:
+        """Latent logits q and k of these tokens, (B, T, H, L) each."""
+        latent_q, latent_k, _ = self.latents(x_BTE, key_mask, cu_seqlens)
+        return MixingLogits(latent_q, latent_k)
 
     def attention_weights(
         self,

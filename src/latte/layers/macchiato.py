@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from latte.layers.latent_input import LatentLogits
-from latte.layers.mixer import Mixer
+from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary, RotaryEmbedding
 from latte.layers.state import MixerState, TokenLog
 from latte.layers.validation import check_positive
@@ -120,6 +120,19 @@ class LatteMacchiato(Mixer):
             return out, after, None
         mask = self._real(x_BTE, key_mask)
         return out, after, TokenLog(mask, latent_k, v, k, inputs.rglru_log, inputs.conv_log)
+
+    def mixing_logits(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        rotary: Rotary | None = None,
+    ) -> MixingLogits:
+        """Latent logits, column 0 of the queries being the window's, and local q and k."""
+        latent_q, latent_k, _ = self.latents(x_BTE, key_mask, cu_seqlens)
+        q, k = self._local(x_BTE, key_mask, cu_seqlens, MixerState(), rotary)
+        return MixingLogits(latent_q, latent_k, q, k)
 
     def attention_weights(
         self,

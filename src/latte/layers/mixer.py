@@ -6,12 +6,27 @@ D value width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from latte.layers.positions import Rotary, RotaryEmbedding, apply_rotary, token_positions
 from latte.layers.state import MixerState, TokenLog, advance_position
 from latte.layers.validation import check_carried, check_divides, check_input, check_positive
+
+
+class MixingLogits(NamedTuple):
+    """The logits that a layer's probabilities are softmaxes of; None for what it does not have.
+
+    ``latent_q`` (B, T, H, L or L+1) gives p(l|t), ``latent_k`` (B, T, H, L) p(s|l,t), and the
+    rotated ``q`` (B, T, H, K) and ``k`` (B, T, G, K) the window's, before scale and softcap.
+    """
+
+    latent_q: Tensor | None = None
+    latent_k: Tensor | None = None
+    q: Tensor | None = None
+    k: Tensor | None = None
 
 
 class Mixer(nn.Module):
@@ -106,6 +121,17 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, MixerState, TokenLog | None]:
         """Heads' outputs (B, T, H, D), the state but for its position, and the tokens' log."""
         raise TypeError(f"{type(self).__name__} must define _mix: Mixer is only a base class")
+
+    def mixing_logits(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        rotary: Rotary | None = None,
+    ) -> MixingLogits:
+        """The logits behind the weights of these tokens among themselves, for looking at."""
+        return MixingLogits()
 
     def attention_weights(
         self,

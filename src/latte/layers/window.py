@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from latte.layers.latent_input import LatentInput, LatentInputs
-from latte.layers.mixer import Mixer
+from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary, RotaryEmbedding
 from latte.layers.state import MixerState, TokenLog
 from latte.layers.validation import check_positive
@@ -107,6 +107,18 @@ class SlidingWindowAttention(Mixer):
             return out, after, None
         mask = self._real(x_BTE, key_mask)
         return out, after, TokenLog(mask, None, v, k, inputs.rglru_log, inputs.conv_log)
+
+    def mixing_logits(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        rotary: Rotary | None = None,
+    ) -> MixingLogits:
+        """Queries and keys of these tokens, rotated; there are no latents."""
+        q, k, _ = self._local(x_BTE, key_mask, cu_seqlens, MixerState(), False, rotary)
+        return MixingLogits(q=q, k=k)
 
     def attention_weights(
         self,
