@@ -1,0 +1,194 @@
+"""Multi-query associative recall: a recipe's grid of runs, a table and figures, in one command.
+
+    python -m latte.experiments.mqar recipes/mqar/cpu.yaml [key=value ...]
+
+Every run has a folder under the recipe's `output_dir` with its `result.json`; a run that has one
+is not done again, so an interrupted grid goes on where it stopped. After every run `accuracy.csv`
+(a row per run and tested cell), `accuracy.md` (the best learning rate of each model) and the
+figures `accuracy.png` and `latents.png` are written anew from all results there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import LatteError
+from .mqar_recipe import Cell, MQARRecipe, Run, load, runs
+
+RESULT_FILE = "result.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a recipe; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m latte.experiments.mqar",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see recipes/mqar")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and do none")
+    parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
+    options = parser.parse_args(arguments)
+    try:
+        recipe = load(options.recipe, options.overrides)
+        if options.dry_run:
+            _list(recipe)
+        else:
+            print(sweep(recipe, quiet=options.quiet), end="")
+            print(f"written: accuracy.csv, accuracy.md and figures in {recipe.output_dir}")
+    except LatteError as error:
+        print(f"mqar: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mqar: interrupted; run again, it goes on after the last finished run",
+              file=sys.stderr)  # fmt: skip
+        return 130
+    return 0
+
+
+def sweep(recipe: MQARRecipe, *, quiet: bool = False) -> str:
+    """Do all runs that have no result yet, write the report, return its table.
+
+    Raises:
+        LatteError: sizes that do not fit, a folder that cannot be written, or one that holds the
+            result of another recipe; before anything is trained.
+    """
+    grid = runs(recipe)
+    results = {run: stored for run in grid if (stored := stored_result(run, recipe)) is not None}
+    folder = Path(recipe.output_dir)
+    _make(folder)
+    from .mqar_report import write_report
+
+    tables: dict[tuple[Cell, str], Any] = {}
+    for number, run in enumerate(grid, 1):
+        if run in results or (recipe.training.skip_solved and _solved(run, results, recipe)):
+            continue
+        _say(f"[{number}/{len(grid)}] {run.label}", quiet)
+        results[run] = _do(run, recipe, tables, quiet)
+        write_report(folder, results)
+    return write_report(folder, results)
+
+
+def stored_result(run: Run, recipe: MQARRecipe) -> dict[str, Any] | None:
+    """The result in a run's folder, None if there is none.
+
+    Raises:
+        LatteError: it is damaged, or of a run with other settings.
+    """
+    from .run_folder import first_difference
+
+    file = run.folder / RESULT_FILE
+    if not file.exists():
+        return None
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        identity, _ = stored["identity"], stored["outcome"]["cells"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise LatteError(f"{file} is damaged ({error}); delete it to do the run again") from None
+    wanted = json.loads(json.dumps(run.identity(recipe)))
+    difference = first_difference(identity, wanted)
+    if difference:
+        key, there, here = difference
+        raise LatteError(
+            f"{run.folder} holds another run: {key} is {there!r} there and {here!r} here; choose"
+            " another output_dir"
+        )
+    return stored
+
+
+def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet: bool) -> Any:
+    """Train one run and keep its result."""
+    import datetime
+
+    import torch
+
+    from .mqar_training import make_table, train_run
+    from .run_folder import write_json
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for split, cells in (("train", run.train), ("test", run.tests)):
+        for cell in cells:
+            if (cell, split) not in tables:
+                tables[cell, split] = make_table(cell, recipe.data, split)
+    bar = _bar(quiet)
+
+    def evaluated(point: dict[str, float]) -> None:
+        accuracies = " ".join(f"{k} {v:.4f}" for k, v in point.items() if "x" in k)
+        text = f"  epoch {point['epoch']:.2f} | loss {point['loss']:.4f} | {accuracies}"
+        bar.write(f"{text} | {point['seconds']:.0f} s", file=sys.stdout)
+
+    outcome = train_run(
+        run,
+        recipe,
+        {cell.name: tables[cell, "train"] for cell in run.train},
+        {cell.name: tables[cell, "test"] for cell in run.tests},
+        device,
+        None if quiet else evaluated,
+        bar.update,
+    )
+    bar.close()
+    result = {
+        "identity": run.identity(recipe),
+        "outcome": asdict(outcome),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    _make(run.folder)
+    write_json(run.folder / RESULT_FILE, result)
+    return result
+
+
+def _solved(run: Run, results: dict[Run, Any], recipe: MQARRecipe) -> bool:
+    """Whether an earlier learning rate solved this very task, model and seed."""
+    return any(
+        other.key == run.key
+        and other.seed == run.seed
+        and min(cell["accuracy"] for cell in result["outcome"]["cells"]) >= recipe.training.stop_at
+        for other, result in results.items()
+    )
+
+
+def _bar(quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    # No bar where stderr is not a terminal.
+    return tqdm(unit="step", dynamic_ncols=True, leave=False, disable=True if quiet else None)
+
+
+def _list(recipe: MQARRecipe) -> None:
+    grid = runs(recipe)
+    for run in grid:
+        done = " (done)" if stored_result(run, recipe) is not None else ""
+        print(f"{run.label}: {run.folder}{done}")
+    print(f"{len(grid)} runs")
+
+
+def _make(folder: Path) -> None:
+    import tempfile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LatteError(
+            f"output folder {folder} cannot be written: {error.strerror or error}"
+        ) from None
+
+
+def _say(line: str, quiet: bool) -> None:
+    if not quiet:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
