@@ -17,7 +17,14 @@ from latte.cli.parser import parse
 
 SOURCES = Path(__file__).parents[2] / "src"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
-COMMANDS: list[list[str]] = [[], ["train"], ["evaluate"], ["generate"], ["compare"]]
+COMMANDS: list[list[str]] = [
+    [],
+    ["train"],
+    ["evaluate"],
+    ["generate"],
+    ["compare"],
+    ["inspect"],
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c) or "latte")

@@ -68,3 +68,29 @@ def make_recipe(words: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Any]:
+    """make_model(preset, **fields) -> an untrained model of bytes whose weights are large enough
+    for its probabilities to differ.
+    """
+    import torch
+
+    from latte.models import LatteForCausalLM, preset_config
+
+    def make(preset: str, **fields: Any) -> Any:
+        sizes = {**MODEL, "num_latents": 16, **fields}
+        if not preset.startswith(("latte", "linear")):
+            del sizes["num_latents"]
+        if "swa" not in preset:
+            del sizes["sliding_window"]
+        torch.manual_seed(0)
+        model = LatteForCausalLM(preset_config(preset, "tiny", **sizes)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("q_proj.weight", "k_proj.weight")):
+                    parameter.mul_(30)
+        return model
+
+    return make

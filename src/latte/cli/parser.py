@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import commands
+from . import commands, inspect_command
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(kinds)
     _add_generate(kinds)
     _add_compare(kinds)
+    _add_inspect(kinds)
     return parser
 
 
@@ -176,3 +177,15 @@ def _add_compare(kinds) -> None:  # type: ignore[no-untyped-def]
         "--lengths", type=integers, help="context lengths in tokens; 1, 4 and 16 times the block"
     )
     parser.add_argument("--max-tokens", type=int, help="held-out tokens scored at the end")
+
+
+def _add_inspect(kinds) -> None:  # type: ignore[no-untyped-def]
+    parser = _command(
+        kinds,
+        "inspect",
+        "show which tokens a model looks at, and through which latents",
+        "Writes index.html, where a token can be picked, figures and CSVs of how the latents are"
+        " used, such as the collapse figure.",
+        inspect_command.run,
+    )
+    inspect_command.add_options(parser)

@@ -1,0 +1,1 @@
+"""`latte inspect`: what a trained model's latents do on a text, as numbers, figures and a page."""
