@@ -13,7 +13,8 @@ from latte._auto_registration import install as _install
 from latte.errors import LatteError
 
 if TYPE_CHECKING:
-    from latte import cli, data, experiments, layers, models, ops
+    from latte import cli, conversion, data, experiments, layers, models, ops
+    from latte.conversion import convert
     from latte.layers import RGLRU, LatteAttention, LatteMacchiato
     from latte.models import (
         LatteCache,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("cli", "data", "experiments", "layers", "models", "ops")
+_SUBMODULES = ("cli", "conversion", "data", "experiments", "layers", "models", "ops")
 _NAMES = {
     "ops": (
         "LatteState",
@@ -48,6 +49,7 @@ _NAMES = {
         "rg_lru",
         "sliding_window_attention",
     ),
+    "conversion": ("convert",),
     "layers": ("LatteAttention", "LatteMacchiato", "RGLRU"),
     "models": (
         "LatteCache",
@@ -75,6 +77,8 @@ __all__ = [
     "attention_weights",
     "causal_conv1d",
     "cli",
+    "conversion",
+    "convert",
     "data",
     "experiments",
     "latte_attention",

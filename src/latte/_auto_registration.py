@@ -18,14 +18,20 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 AUTO_MODELS = "transformers.models.auto.modeling_auto"
 # Latte's models import these two; the second imports AUTO_MODELS while it is itself half loaded.
 NEEDED = ("transformers.modeling_utils", "transformers.modeling_layers")
-OWN = "latte.models."  # half loaded, when it is what pulls Transformers in
+OWN = ("latte.models.", "latte.conversion.")  # half loaded, when they pull Transformers in
+
+# Converted models derive from these, which may be what the user is importing.
+BASES = tuple(
+    f"transformers.models.{family}.modeling_{family}"
+    for family in ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
+)
 
 _loading: set[str] = set()
 _done: set[str] = set()
 
 
 def _watched(name: str) -> bool:
-    return name in (AUTO_CONFIG, AUTO_MODELS, *NEEDED) or name.startswith(OWN)
+    return name in (AUTO_CONFIG, AUTO_MODELS, *NEEDED, *BASES) or name.startswith(OWN)
 
 
 def _ready(name: str) -> bool:
@@ -41,11 +47,22 @@ def register_what_is_ready() -> None:
         from latte.models.auto import register_config
 
         register_config()
+    # The configurations of other models read AUTO_MODELS' tables while they load.
+    if _ready(AUTO_CONFIG) and AUTO_MODELS not in _loading and "converted" not in _done:
+        _done.add("converted")
+        from latte.conversion.auto import register_configs
+
+        register_configs()
     if _ready(AUTO_MODELS) and not _loading & set(NEEDED) and "models" not in _done:
         _done.add("models")
         from latte.models.auto import register_models
 
         register_models()
+    if "models" in _done and not _loading & set(BASES) and "converted models" not in _done:
+        _done.add("converted models")
+        from latte.conversion.auto import register_models as register_converted
+
+        register_converted()
 
 
 class _Loader(importlib.abc.Loader):

@@ -25,14 +25,14 @@ def evaluate(options: Namespace) -> int:
     from ..experiments.checkpoint import find_checkpoint
 
     folder = find_checkpoint(options.checkpoint)
-    output = writable_folder(Path(options.output) if options.output else folder / "evaluation")
+    output = writable_folder(evaluation_folder(options, folder))
     from ..experiments.checkpoint import load_checkpoint, training_recipe
     from ..experiments.evaluate import evaluate_lengths, table, write_csv
     from ..experiments.plots import evaluation_figure
     from ..experiments.text import evaluation_text
 
     recipe = training_recipe(folder)
-    model, tokenizer = load_checkpoint(folder, options.device)
+    model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     shape = {"join": options.join, "max_tokens": options.max_tokens}
     if options.corpus:
         corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus
@@ -44,7 +44,8 @@ def evaluate(options: Namespace) -> int:
         )
     else:
         raise LatteError(f"{folder} does not say what it was trained on; give --corpus")
-    label = recipe.model.name if recipe is not None else folder.name
+    label = recipe.name if recipe is not None else folder.name
+    label += f" ({options.mixing})" if options.mixing else ""
     rows = evaluate_lengths(
         model,
         text,
@@ -101,6 +102,13 @@ def compare(options: Namespace) -> int:
     print(markdown(entries), end="")
     print(f"written: comparison.csv, .md and .png in {recipe.output_dir}")
     return 0
+
+
+def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
+    """Where `latte evaluate` writes: a control's results beside the model's own, not over them."""
+    if options.output:
+        return Path(options.output)
+    return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
 
 
 def writable_folder(folder: Path) -> Path:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import commands, inspect_command
+from . import commands, convert_command, evaluate_command, inspect_command
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(kinds)
     _add_generate(kinds)
     _add_compare(kinds)
+    _add_convert(kinds)
     _add_inspect(kinds)
     return parser
 
@@ -110,11 +111,11 @@ def _add_evaluate(kinds) -> None:  # type: ignore[no-untyped-def]
     parser = _command(
         kinds,
         "evaluate",
-        "score a checkpoint on held-out text at several context lengths",
+        "score a checkpoint: held-out text at several context lengths, tasks or probes",
         "Perplexity and bits per byte as a table, a CSV and a plot. Every length scores the same"
         " tokens: each document is cut into windows of that length, the state is carried inside"
-        " a window and starts empty in the next.",
-        commands.evaluate,
+        " a window and starts empty in the next. With --tasks or --probes it runs those instead.",
+        evaluate_command.run,
     )
     parser.add_argument("checkpoint", help="a folder written by latte train or save_pretrained")
     parser.add_argument(
@@ -131,12 +132,13 @@ def _add_evaluate(kinds) -> None:  # type: ignore[no-untyped-def]
         "--join", action="store_true", help="one long document of all, for contexts beyond them"
     )
     parser.add_argument("--max-tokens", type=int, help="score about so many, spread evenly")
+    evaluate_command.add_options(parser)
     parser.add_argument("--segment", type=int, default=1024, help="tokens read at a time")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens side by side")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--device", help="such as cpu or cuda; a GPU if there is one")
     parser.add_argument(
-        "--output", help="folder of evaluation.csv and evaluation.png; CHECKPOINT/evaluation"
+        "--output", help="folder of the tables and figures; CHECKPOINT/evaluation[-MIXING]"
     )
 
 
@@ -177,6 +179,18 @@ def _add_compare(kinds) -> None:  # type: ignore[no-untyped-def]
         "--lengths", type=integers, help="context lengths in tokens; 1, 4 and 16 times the block"
     )
     parser.add_argument("--max-tokens", type=int, help="held-out tokens scored at the end")
+
+
+def _add_convert(kinds) -> None:  # type: ignore[no-untyped-def]
+    parser = _command(
+        kinds,
+        "convert",
+        "give a pretrained decoder a window and latents in the place of full attention",
+        "Keeps all of the base's weights and adds the latents'. With a recipe it also trains them"
+        " and compares base, controls and result; run again, it goes on where it stopped.",
+        convert_command.run,
+    )
+    convert_command.add_options(parser)
 
 
 def _add_inspect(kinds) -> None:  # type: ignore[no-untyped-def]

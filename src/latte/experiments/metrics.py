@@ -16,6 +16,13 @@ from . import hardware
 from .recipe import Recipe
 
 METRICS_FILE = "metrics.jsonl"
+# What a log line shows beside the loss, if the run's objective has it: key, name, format.
+LOSS_PARTS = (
+    ("perplexity", "ppl", ".4g"),
+    ("bits_per_byte", "bpb", ".3f"),
+    ("output_error", "error", ".4f"),
+    ("mass_divergence", "mass KL", ".4f"),
+)
 
 
 class Progress(TrainerCallback):
@@ -29,7 +36,7 @@ class Progress(TrainerCallback):
 
     def __init__(self, recipe: Recipe, label: str | None = None, quiet: bool = False) -> None:
         self.recipe = recipe
-        self.label = label or recipe.model.name
+        self.label = label or recipe.name
         self.quiet = quiet
         self.seconds = 0.0  # wall time of the run up to the last report, over all resumes
         self.stopped_early = False
@@ -174,8 +181,7 @@ def train_line(record: dict[str, Any], max_steps: int) -> str:
     parts = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
         f"loss {record['loss']:.4f}",
-        f"ppl {record['perplexity']:.4g}",
-        f"bpb {record['bits_per_byte']:.3f}",
+        *(f"{short} {record[key]:{form}}" for key, short, form in LOSS_PARTS if key in record),
         f"grad {record.get('grad_norm', math.nan):.2f}",
         f"lr {record['learning_rate']:.2e}",
         f"{record['tokens_per_second']:,.0f} tok/s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import torch
 
 from ..errors import LatteError
 from .metrics import Progress, read_metrics
-from .recipe import Recipe
+from .recipe import DataSection, Recipe
 from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
 from .text import Text, prepare_text
 from .trainer import LatteTrainer
@@ -61,7 +62,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
             print(f"{owner.folder} is finished ({result.steps} steps); nothing to do", flush=True)
         return result
     try:
-        text = prepare_text(recipe.data, progress=first and not quiet)
+        text = prepare_text(data_section(recipe), progress=first and not quiet)
         blocks = text.blocks(
             recipe.data,
             steps * recipe.tokens_per_step(processes) // recipe.data.block_length,
@@ -72,7 +73,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         _give_back(owner, first)
         raise
     progress = Progress(recipe, label, quiet or not first)
-    trainer = LatteTrainer(
+    trainer = trainer_class(recipe)(
         recipe,
         model,
         text.tokenizer,
@@ -94,7 +95,28 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
 
 def check_model(recipe: Recipe) -> None:
     """Raise LatteError for a model that cannot be built, before any folder or text is touched."""
-    model_config(recipe, {})
+    if recipe.conversion.base is None:
+        model_config(recipe, {})
+    else:
+        from .conversion_model import starting_config
+
+        starting_config(recipe.conversion)
+
+
+def trainer_class(recipe: Recipe) -> type[LatteTrainer]:
+    """The Trainer of a recipe's objective."""
+    if recipe.conversion.base is None:
+        return LatteTrainer
+    from .conversion_trainer import ConversionTrainer
+
+    return ConversionTrainer
+
+
+def data_section(recipe: Recipe) -> DataSection:
+    """The recipe's data, in the base's tokens if there is a base."""
+    if recipe.conversion.base is None:
+        return recipe.data
+    return dataclasses.replace(recipe.data, tokenizer=recipe.conversion.base)
 
 
 def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
@@ -138,6 +160,12 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     from ..data.tokenizers import document_ends, model_vocab_size
     from ..models import LatteForCausalLM
 
+    if recipe.conversion.base is not None:
+        from .conversion_model import starting_model
+
+        model = starting_model(recipe.conversion, recipe.training.seed)
+        text.train.check_vocabulary(model.config.vocab_size)
+        return model
     bos, eos = document_ends(text.tokenizer)
     defaults = {
         "vocab_size": model_vocab_size(text.tokenizer),
@@ -230,9 +258,13 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
     for problem in owner.skipped:
         print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
     parameters = sum(p.numel() for p in model.parameters())
-    size = "" if recipe.model.architecture else f" ({recipe.model.size})"
+    if recipe.conversion.base is not None:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        detail = f" ({recipe.conversion.objective}, {trained / 1e6:.2f}M trained)"
+    else:
+        detail = "" if recipe.model.architecture else f" ({recipe.model.size})"
     print(
-        f"{recipe.model.name}{size}, {parameters / 1e6:.2f}M parameters |"
+        f"{recipe.name}{detail}, {parameters / 1e6:.2f}M parameters |"
         f" {steps} steps of {recipe.tokens_per_step(processes):,} tokens on {processes}"
         f" process{'es' if processes > 1 else ''} |"
         f" {'resuming from ' + owner.resume.name if owner.resume else 'from the start'} |"

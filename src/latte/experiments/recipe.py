@@ -88,16 +88,60 @@ class TrainingSection:
 
 
 @dataclass
+class ConversionSection:
+    """A pretrained decoder as the start: how it becomes Latte-Macchiato, and what is trained.
+
+    With a `base`, `model` is not used, and `data.tokenizer` is the base's. A base that has been
+    converted already is gone on with; its own window, latents and the like must be the ones here.
+    """
+
+    base: str | None = None  # a folder, or a name on the Hub
+    window: int = 128  # keys that the window sees, self included
+    num_latents: int = 128  # over all query heads
+    latent_input: Literal["none", "conv", "rglru"] = "rglru"
+    window_probability: float = 0.95  # what p(l=0) starts at
+    num_sinks: int = 0  # first tokens that stay visible to the window
+    delay_latents: bool = False  # feed latents only with tokens that have left the window
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
+    objective: Literal["next-token", "transfer"] = "next-token"
+    mass_weight: float = 1.0  # of KL(m || p(l=0)) in attention transfer
+    distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
+    trainable: Literal["latents", "lora", "all"] = "latents"  # with lora: the latents too
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj"])
+
+    def fields(self) -> dict[str, Any]:
+        """The values that are fields of a converted model's configuration, by their names there."""
+        return {
+            "local_window": self.window,
+            "num_latents": self.num_latents,
+            "latent_input": self.latent_input,
+            "window_probability": self.window_probability,
+            "num_sinks": self.num_sinks,
+            "delay_latents": self.delay_latents,
+        }
+
+
+@dataclass
 class Recipe:
     """One training run, complete."""
 
     model: ModelSection = field(default_factory=ModelSection)
+    conversion: ConversionSection = field(default_factory=ConversionSection)
     data: DataSection = field(default_factory=DataSection)
     training: TrainingSection = field(default_factory=TrainingSection)
     output_dir: str = "runs/latte"
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call the model."""
+        if self.conversion.base is not None:
+            return f"{Path(self.conversion.base).name}, converted"
+        return self.model.name
 
     def tokens_per_step(self, processes: int = 1) -> int:
         """Tokens read in one optimiser step over all processes."""
@@ -129,7 +173,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     Raises:
         LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
     """
-    tree = _read_with_bases(Path(path), seen=())
+    tree = read_with_bases(Path(path))
     _make_room_for_length(tree, overrides)
     for assignment in overrides:
         apply_override(tree, assignment)
@@ -156,7 +200,8 @@ def dump(recipe: Recipe) -> str:
     return json.dumps(recipe.as_dict(), indent=2) + "\n"
 
 
-def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's tree, merged into those that it names as its bases."""
     if path.resolve() in seen:
         raise LatteError(f"recipe {path} is its own base: {' -> '.join(map(str, seen))}")
     if path.is_dir():
@@ -173,7 +218,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise LatteError(f"recipe {path}: base: expected a path (str), got {base!r}")
-    return merge(_read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
+    return merge(read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
 
 
 def check(recipe: Recipe) -> Recipe:
@@ -207,6 +252,24 @@ def check(recipe: Recipe) -> Recipe:
         raise LatteError(
             f"training.min_learning_rate: expected at most training.learning_rate"
             f" ({training.learning_rate}), got {training.min_learning_rate}"
+        )
+    conversion = recipe.conversion
+    for key in ("mass_weight", "distillation"):
+        value = getattr(conversion, key)
+        if value < 0 or (key == "distillation" and value > 1):
+            raise LatteError(
+                f"conversion.{key}: expected {'0 to 1' if key == 'distillation' else '0 or more'},"
+                f" got {value}"
+            )
+    if conversion.trainable == "lora" and (conversion.lora_rank < 1 or not conversion.lora_targets):
+        raise LatteError(
+            "conversion.trainable=lora: expected lora_rank of at least 1 and some lora_targets, got"
+            f" {conversion.lora_rank} and {conversion.lora_targets}"
+        )
+    if conversion.objective == "transfer" and conversion.trainable != "latents":
+        raise LatteError(
+            "conversion.objective=transfer trains the latents alone; expected"
+            f" conversion.trainable=latents, got {conversion.trainable}"
         )
     if data.block_length < 2:
         raise LatteError(f"data.block_length: expected at least 2, got {data.block_length}")

@@ -45,9 +45,9 @@ class Text:
             length=count,
         )
 
-    def held_out(self, max_tokens: int | None = None) -> EvaluationText:
+    def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
-        return EvaluationText(self.validation, max_tokens=max_tokens)
+        return EvaluationText(self.validation, join=join, max_tokens=max_tokens)
 
     @staticmethod
     def collator(section: DataSection) -> BlockCollator:

@@ -167,12 +167,18 @@ class LatteTrainer(Trainer):
             window = self._window.clone()
             if self.args.world_size > 1:
                 dist.all_reduce(window)
-            nll, tokens = window.tolist()
+            total, tokens = window.tolist()
             self._window.zero_()
-            logs["loss"] = nll / tokens
-            logs["perplexity"] = math.exp(min(nll / tokens, 700.0))
-            logs["bits_per_byte"] = nll / tokens / math.log(2) / self.bytes_per_token
+            logs["loss"] = total / tokens
+            logs.update(self.loss_parts(total / tokens))
         super().log(logs, start_time)
+
+    def loss_parts(self, loss: float) -> dict[str, float]:
+        """What is logged beside the loss, nats per token."""
+        return {
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": loss / math.log(2) / self.bytes_per_token,
+        }
 
     # ---- held-out text
 
@@ -232,8 +238,11 @@ class LatteTrainer(Trainer):
         """Export for `from_pretrained`: weights in safetensors, config, tokeniser, recipe."""
         folder = self.recipe.output_dir if output_dir is None else output_dir
         state = sharding.full_state_dict(self.model) if self._sharded else None
-        if not self.args.should_save:
-            return
+        if self.args.should_save:
+            self.export(folder, state)
+
+    def export(self, folder: str, state: dict[str, torch.Tensor] | None) -> None:
+        """Write a model folder; `state` are its weights where they are not the model's own."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if state is not None and model.config.tie_word_embeddings:
             for name in model._tied_weights_keys:  # gathered twice, saved once

@@ -150,6 +150,8 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping)
     origin = get_origin(hint)
     if origin is list:
         return isinstance(value, Sequence) and not isinstance(value, str)

@@ -5,9 +5,12 @@ Shape suffixes: B batch, T tokens, E hidden size, H heads, L latents per head, K
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from latte.layers.convolution import CausalConv1d
 from latte.layers.norms import RMSNorm
@@ -93,6 +96,8 @@ class LatentLogits(nn.Module):
     Args:
         num_latents: over all heads, as in the paper: each head has ``num_latents / num_heads``.
         window_logit: one more query logit per head, in column 0, for the window of Macchiato.
+        window_probability: adds a bias to that logit, such that with all other logits at 0 the
+            window's probability p(l=0) is this.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class LatentLogits(nn.Module):
         latent_input: str = "none",
         *,
         window_logit: bool = False,
+        window_probability: float | None = None,
         conv_kernel_size: int = 3,
         rms_norm_eps: float = 1e-6,
         causal: bool = True,
@@ -122,6 +128,19 @@ class LatentLogits(nn.Module):
         )
         self.q_proj = nn.Linear(hidden_size, num_latents + num_heads * window_logit, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_latents, bias=False)
+        self.window_probability = window_probability
+        if window_probability is not None:
+            self.window_bias = nn.Parameter(torch.empty(num_heads))
+            self.reset_window_bias()
+
+    def initial_window_bias(self) -> float:
+        """The logit b with e^b / (e^b + L) = ``window_probability``."""
+        assert self.window_probability is not None
+        latents = self.k_proj.out_features // self.num_heads
+        return math.log(latents * self.window_probability / (1 - self.window_probability))
+
+    def reset_window_bias(self) -> None:
+        nn.init.constant_(self.window_bias, self.initial_window_bias())
 
     def forward(
         self,
@@ -135,4 +154,7 @@ class LatentLogits(nn.Module):
         inputs = self.input(x_BTE, key_mask, cu_seqlens, state, output_final_state)
         heads = (self.num_heads, -1)
         q_BTHL = self.q_proj(inputs.z).unflatten(-1, heads)
+        if self.window_probability is not None:
+            bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
+            q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
         return q_BTHL, self.k_proj(inputs.z).unflatten(-1, heads), inputs

@@ -80,6 +80,9 @@ class MixerState(NamedTuple):
         window: the last W-1 local keys and values (all of them for full softmax attention).
         rglru: (B, E) fp32, the RG-LRU's state.
         conv: (B, K-1, E), the convolution's last inputs.
+        pending: latent keys (B, W, H, L) and values of the last W tokens, where latents are fed
+            only with tokens that have left the window.
+        sinks: local keys and values of a sequence's first tokens, where those stay visible.
         undo: set to record tokens for :func:`rewind`.
     """
 
@@ -89,6 +92,8 @@ class MixerState(NamedTuple):
     window: WindowState | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    pending: WindowState | None = None
+    sinks: WindowState | None = None
     undo: UndoLog | None = None
 
     @property

@@ -10,18 +10,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple, logging
 
-from latte.layers import (
-    RGLRU,
-    BlockDiagonalLinear,
-    CausalConv1d,
-    Rotary,
-    RotaryEmbedding,
-    SinusoidalPositions,
-)
+from latte.layers import Rotary, RotaryEmbedding, SinusoidalPositions
 from latte.layers.positions import token_positions
 from latte.models.block import LatteBlock, make_norm
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
+from latte.models.initialisation import initialise
+from latte.models.inputs import check_cache, new_key_mask
 
 logger = logging.get_logger(__name__)
 
@@ -42,15 +37,8 @@ class LattePreTrainedModel(PreTrainedModel):
             # As in GPT-2: the residual stream keeps its scale, whatever the depth.
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, std=std)
-        elif isinstance(module, BlockDiagonalLinear):
-            init.normal_(module.weight, std=1.0 / math.sqrt(module.weight.shape[-1]))
-            init.zeros_(module.bias)
-        elif isinstance(module, CausalConv1d):
-            bound = 1.0 / math.sqrt(module.weight.shape[1])
-            init.uniform_(module.weight, -bound, bound)
-            init.zeros_(module.bias)
-        elif isinstance(module, RGLRU):
-            init.copy_(module.theta, module.initial_theta())
+        else:
+            initialise(module)
 
 
 class LatteModel(LattePreTrainedModel):
@@ -112,7 +100,7 @@ class LatteModel(LattePreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         self._check(inputs_embeds, cache, output_attentions)
-        key_mask = self._key_mask(inputs_embeds, attention_mask, cache)
+        key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
 
         hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
         hidden_states, attentions = [], []
@@ -138,11 +126,7 @@ class LatteModel(LattePreTrainedModel):
         self, cache: LatteCache | None, use_cache: bool | None, cu_seq_lens: Tensor | None
     ) -> LatteCache | None:
         """The cache to fill, if any."""
-        if cache is not None and not isinstance(cache, LatteCache):
-            raise ValueError(
-                f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
-                "Latte do not fit into other caches"
-            )
+        check_cache(cache)
         possible = self.config.is_causal and cu_seq_lens is None
         if not possible and (cache is not None or use_cache):
             why = "packed sequences" if self.config.is_causal else "a bidirectional model"
@@ -175,21 +159,6 @@ class LatteModel(LattePreTrainedModel):
                 "output_attentions needs the whole sequence at once, since a state does not tell "
                 "its tokens apart: pass use_cache=False"
             )
-
-    def _key_mask(
-        self, x_BTE: Tensor, attention_mask: Tensor | None, cache: LatteCache | None
-    ) -> Tensor | None:
-        """The new tokens' part of the mask, (B, T) bool."""
-        if attention_mask is None:
-            return None
-        B, T = x_BTE.shape[:2]
-        past = 0 if cache is None else cache.get_seq_length()
-        if attention_mask.shape != (B, past + T):
-            raise ValueError(
-                f"attention_mask must be (B={B}, past + T={past} + {T}), "
-                f"got {tuple(attention_mask.shape)}"
-            )
-        return attention_mask[:, past:].bool()
 
     def _embed(
         self,

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from latte.layers.state import MixerState, drop_newest, map_tensors, rewind
-from latte.models.config import LatteConfig
 
 
 class LatteCacheLayer(CacheLayerMixin):
@@ -173,15 +172,16 @@ class LatteCache(Cache):
         out = model(input_ids, past_key_values=cache, use_cache=True)
 
     Args:
-        config: of the model; it gives the number of layers and their kind.
+        config: of the model; it gives the number of layers, and ``state_grows(layer_idx)`` says
+            which of them keep every token.
         offloading: keep each layer's state on the CPU while other layers compute.
     """
 
     layers: list[LatteCacheLayer]  # type: ignore[assignment]
 
-    def __init__(self, config: LatteConfig, offloading: bool = False) -> None:
-        grows = config.mixer == "softmax"
-        super().__init__(layers=[LatteCacheLayer(grows) for _ in range(config.num_hidden_layers)])
+    def __init__(self, config: Any, offloading: bool = False) -> None:
+        layers = range(config.num_hidden_layers)
+        super().__init__(layers=[LatteCacheLayer(config.state_grows(index)) for index in layers])
         self.offload_layers = offloading
 
     def state(self, layer_idx: int) -> MixerState:

@@ -1,10 +1,8 @@
 """The language model: next-token loss, and Hugging Face's ``generate``."""
 
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -12,11 +10,12 @@ from latte.errors import LatteError
 from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
+from latte.models.generation import StateGenerationMixin
 
 IGNORED = -100  # Hugging Face's label of a token that is not to be predicted
 
 
-class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
+class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
     """A decoder with a language-modelling head, tied to the embeddings by default."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -110,26 +109,6 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """``generate`` asks here for the cache: Latte's own, unless the user brought one."""
-        kind = generation_config.cache_implementation
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, *args, **kwargs
-            )
-            return
-        if kind not in (None, "dynamic", "offloaded"):
-            raise LatteError(
-                f"cache_implementation must be None, 'dynamic' or 'offloaded', got {kind!r}: "
-                "Latte has one cache, of constant size"
-            )
-        cache = LatteCache(self.config, offloading=kind == "offloaded")
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
 
 
 def count_parameters(config: LatteConfig) -> int:

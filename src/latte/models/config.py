@@ -149,13 +149,17 @@ class LatteConfig(PreTrainedConfig):
                 f"{getattr(self, dividend)} and {divisor}={getattr(self, divisor)}"
             )
 
+    def state_grows(self, layer_idx: int) -> bool:
+        """Whether a layer's state keeps every token: full softmax attention alone does."""
+        return self.mixer == "softmax"
+
     @property
     def width_per_head(self) -> int:
         """Width of a head's keys and values: ``head_dim`` or hidden_size / heads."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
-def _one_line_errors(cls: type) -> None:
+def one_line_errors(cls: type) -> None:
     """Turn the two-line errors of ``@strict``, which are no ValueErrors, into one clear line."""
 
     def wrap(original: Any) -> Any:
@@ -176,4 +180,4 @@ def _one_line_errors(cls: type) -> None:
         setattr(cls, name, wrap(getattr(cls, name)))
 
 
-_one_line_errors(LatteConfig)
+one_line_errors(LatteConfig)

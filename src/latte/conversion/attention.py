@@ -1,0 +1,314 @@
+"""Latte-Macchiato inside a pretrained decoder: the base's projections, plus latents.
+
+One module serves every family: it takes over the base attention's own sub-modules, by name, so
+that the base's weights load as they are, and calls the base's own rotary function.
+
+Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width,
+L latents per head, W window.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from latte.conversion.config import MacchiatoFields
+from latte.conversion.delay import delayed, pending_state
+from latte.conversion.sinks import attention_with_sinks, sink_keys
+from latte.layers import MixerState
+from latte.layers.latent_input import LatentInputs, LatentLogits
+from latte.layers.state import TokenLog, advance_position
+from latte.models.cache import LatteCache
+from latte.ops import latte_attention, macchiato_attention, sliding_window_attention
+
+
+class Tokens(NamedTuple):
+    """What a forward pass knows of its tokens besides their hidden states."""
+
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    sink_embeddings: dict[str | None, tuple[Tensor, Tensor]] | None = None
+
+
+class Projections(NamedTuple):
+    """Local queries (B, T, H, K), keys (B, T, G, K) and values (B, T, G, K), rotated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink_q: Tensor | None = None
+
+
+class MacchiatoAttention(nn.Module):
+    """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with the base's q, k, v and output.
+
+    Args:
+        base: the attention module of a decoder layer; its sub-modules move here.
+        config: the converted model's configuration.
+        softcap: of the local logits, where the base has one.
+    """
+
+    # The base's own, by its names.
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, base: Any, config: Any, softcap: float | None = None) -> None:
+        super().__init__()
+        for name, child in base.named_children():
+            self.add_module(name, child)
+        fields: MacchiatoFields = config
+        self.layer_idx: int = base.layer_idx
+        kinds = getattr(config, "layer_types", None)
+        self.layer_kind: str | None = None if kinds is None else kinds[self.layer_idx]
+        self.head_dim: int = base.head_dim
+        self.num_heads: int = config.num_attention_heads
+        self.scale: float = base.scaling
+        self.softcap = softcap
+        self.window, self.base_window = fields.local_window, fields.base_window(self.layer_idx)
+        self.num_sinks, self.delay_latents = fields.num_sinks, fields.delay_latents
+        self.mixing: str = fields.mixing
+        self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
+        self.latents: Any = LatentLogits(
+            config.hidden_size,
+            self.num_heads,
+            fields.num_latents,
+            fields.latent_input,
+            window_logit=True,
+            window_probability=fields.window_probability,
+            rms_norm_eps=config.rms_norm_eps,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: LatteCache | None = None,
+        *,
+        tokens: Tokens,
+        teacher: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The base's call, with ``tokens`` in the place of its mask.
+
+        With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is the base's
+        own attention, and the teacher records how far this module's is from it.
+        """
+        state = MixerState()
+        if past_key_values is not None:
+            state = past_key_values.state(self.layer_idx)
+        carry = past_key_values is not None
+        local = self.project(hidden_states, position_embeddings, tokens)
+        if teacher is not None:
+            return teacher(self, hidden_states, local, tokens), None
+        out_BTHK, after = self.mix(hidden_states, local, tokens, state, carry)
+        if past_key_values is not None:
+            position = advance_position(
+                state.position, tokens.key_mask, tokens.cu_seqlens, hidden_states
+            )
+            past_key_values.update(
+                after._replace(position=position), hidden_states.shape[1], self.layer_idx
+            )
+        return self.o_proj(out_BTHK.flatten(-2)), None
+
+    def project(
+        self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens
+    ) -> Projections:
+        """The base's queries, keys and values: normalised if it does so, then rotated."""
+        heads = (*x_BTE.shape[:2], -1, self.head_dim)
+        q, k, v = (proj(x_BTE).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        rotated_q, rotated_k = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
+        sink_q = None
+        if tokens.sink_embeddings is not None:
+            table = tokens.sink_embeddings[self.layer_kind]
+            sink_q, _ = self._apply_rotary(q, k, *table, unsqueeze_dim=2)
+        return Projections(rotated_q, rotated_k, v, sink_q)
+
+    def mix(
+        self, x_BTE: Tensor, local: Projections, tokens: Tokens, state: MixerState, carry: bool
+    ) -> tuple[Tensor, MixerState]:
+        """Heads' outputs (B, T, H, K), and the state but for its position."""
+        shared: dict[str, Any] = {
+            "key_mask": tokens.key_mask,
+            "cu_seqlens": tokens.cu_seqlens,
+            "output_final_state": carry,
+        }
+        if self.mixing == "base":
+            out, window = sliding_window_attention(
+                *local[:3],
+                window=self.base_window,
+                scale=self.scale,
+                softcap=self.softcap,
+                initial_state=state.window,
+                **shared,
+            )
+            return out, self._recorded(MixerState(window=window), state, tokens, local)
+        if self.mixing == "window":
+            out, after = self._local(local, tokens, state, shared)
+            return out, self._recorded(after, state, tokens, local)
+
+        latent_q, latent_k, inputs = self.logits(x_BTE, local, tokens, state, carry)
+        out, after = self.combine(latent_q, latent_k, local, tokens, state, shared)
+        after = after._replace(rglru=inputs.rglru, conv=inputs.conv)
+        log = TokenLog(
+            self._real(x_BTE, tokens.key_mask),
+            latent_k,
+            local.v,
+            local.k,
+            inputs.rglru_log,
+            inputs.conv_log,
+        )
+        return out, self._recorded(after, state, tokens, local, log)
+
+    def logits(
+        self, x_BTE: Tensor, local: Projections, tokens: Tokens, state: MixerState, carry: bool
+    ) -> tuple[Tensor, Tensor, LatentInputs]:
+        """Latent logits q (B, T, H, L+1) and k (B, T, H, L), and the states behind them."""
+        wide = x_BTE.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
+        latent_q, latent_k, inputs = self.latents(
+            wide, tokens.key_mask, tokens.cu_seqlens, state, carry
+        )
+        return latent_q.to(local.v.dtype), latent_k.to(local.v.dtype), inputs
+
+    def combine(
+        self,
+        latent_q: Tensor,
+        latent_k: Tensor,
+        local: Projections,
+        tokens: Tokens,
+        state: MixerState,
+        shared: dict[str, Any],
+    ) -> tuple[Tensor, MixerState]:
+        """The mixture of both branches, (B, T, H, K), and their states."""
+        if self.mixing == "latents" or self.num_sinks or self.delay_latents:
+            return self._combine_apart(latent_q, latent_k, local, tokens, state, shared)
+        initial = None
+        if state.latent is not None and state.window is not None:
+            initial = (state.latent, state.window)
+        out, carried = macchiato_attention(
+            latent_q,
+            latent_k,
+            *local[:3],
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            initial_state=initial,
+            **shared,
+        )
+        latent, window = (None, None) if carried is None else carried
+        return out, MixerState(latent=latent, window=window)
+
+    def _local(
+        self, local: Projections, tokens: Tokens, state: MixerState, shared: dict[str, Any]
+    ) -> tuple[Tensor, MixerState]:
+        """The window's branch, with its sinks if it has any."""
+        if not self.num_sinks:
+            out, window = sliding_window_attention(
+                *local[:3],
+                window=self.window,
+                scale=self.scale,
+                softcap=self.softcap,
+                initial_state=state.window,
+                **shared,
+            )
+            return out, MixerState(window=window)
+        sinks, carried_sinks = sink_keys(
+            local.k, local.v, self.num_sinks, tokens.key_mask, tokens.cu_seqlens, state.sinks
+        )
+        out, window = attention_with_sinks(
+            local.q,
+            local.k,
+            local.v,
+            local.sink_q,
+            sinks,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            initial_state=state.window,
+            position=state.position,
+            **shared,
+        )
+        carry = shared["output_final_state"]
+        return out, MixerState(window=window, sinks=carried_sinks if carry else None)
+
+    def _combine_apart(
+        self,
+        latent_q: Tensor,
+        latent_k: Tensor,
+        local: Projections,
+        tokens: Tokens,
+        state: MixerState,
+        shared: dict[str, Any],
+    ) -> tuple[Tensor, MixerState]:
+        """The two branches one by one, and their mixture: what the fused op does not offer."""
+        keys, values, mask, seen = latent_k, local.v, tokens.key_mask, None
+        pending = None
+        if self.delay_latents:
+            source = (latent_k, local.v, self.window, tokens.key_mask, tokens.cu_seqlens)
+            keys, values, mask, seen = delayed(*source, state)
+            if shared["output_final_state"]:
+                pending = pending_state(*source, state)
+        latent_out, latent = latte_attention(
+            latent_q[..., 1:],
+            keys,
+            values,
+            initial_state=state.latent,
+            **{**shared, "key_mask": mask},
+        )
+        if self.mixing == "latents":
+            return latent_out, MixerState(latent=latent, pending=pending)
+        local_out, after = self._local(local, tokens, state, shared)
+        p_BTH1 = window_share(latent_q)[..., None]
+        if seen is not None:  # without latent mass all of the distribution is the window's
+            p_BTH1 = torch.where(seen[..., None, None], p_BTH1, 1.0)
+        out = p_BTH1 * local_out + (1 - p_BTH1) * latent_out
+        return out.to(local.v.dtype), after._replace(latent=latent, pending=pending)
+
+    def _recorded(
+        self,
+        after: MixerState,
+        state: MixerState,
+        tokens: Tokens,
+        local: Projections,
+        log: TokenLog | None = None,
+    ) -> MixerState:
+        """``after``, with these tokens in the undo log if one is kept."""
+        if state.undo is None:
+            return after
+        if self.num_sinks or self.delay_latents:
+            raise ValueError(
+                "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
+                f"delay_latents, got num_sinks={self.num_sinks}, "
+                f"delay_latents={self.delay_latents}"
+            )
+        if log is None:
+            mask = self._real(local.k, tokens.key_mask)
+            log = TokenLog(mask, v=local.v, local_k=local.k)
+        return after._replace(undo=state.undo.append(log))
+
+    @staticmethod
+    def _real(x: Tensor, key_mask: Tensor | None) -> Tensor:
+        if key_mask is not None:
+            return key_mask
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+    def extra_repr(self) -> str:
+        return (
+            f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
+            f"delay_latents={self.delay_latents}"
+        )
+
+
+def window_share(latent_q: Tensor) -> Tensor:
+    """p(0|t) (B, T, H), at least fp32, of query logits (B, T, H, L+1)."""
+    wide = latent_q.to(torch.promote_types(latent_q.dtype, torch.float32))
+    return torch.sigmoid(wide[..., 0] - torch.logsumexp(wide[..., 1:], -1))

@@ -1,0 +1,89 @@
+"""What a converted model's configuration has beyond its base's, and the checks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from latte.layers.latent_input import LATENT_INPUTS
+
+Mixing = Literal["learned", "window", "latents", "base"]
+MIXINGS = ("learned", "window", "latents", "base")
+
+
+@dataclass(kw_only=True)
+class MacchiatoFields:
+    """Fields that every ``macchiato_*`` configuration adds to its base's.
+
+    Args:
+        num_latents: latent states over all query heads; each head has ``num_latents / heads``.
+        local_window: keys that the window sees, self included, in every layer. The base's own
+            ``sliding_window`` stays what it was: its teacher's attention needs it.
+        latent_input: where the latent logits come from: ``none`` (the layer's input x), ``conv``
+            or ``rglru`` (eq. 18-19).
+        window_probability: p(l=0), the window's share, of a model that is not yet trained; set
+            by a bias on the window's query logit.
+        num_sinks: so many first tokens of a sequence stay visible to the window's softmax
+            (arXiv 2309.17453), at positions no further away than the window's edge.
+        delay_latents: feed the latents only with tokens that have left the window, so that the
+            two branches share no token; while nothing has left it, p(l=0) is 1.
+        mixing: ``learned`` is the model. The others are controls: ``window`` (p(l=0) = 1),
+            ``latents`` (p(l=0) = 0), and ``base``, the base's own attention, of quadratic cost.
+    """
+
+    num_latents: int = 128
+    local_window: int = 128
+    latent_input: Literal["none", "conv", "rglru"] = "rglru"
+    window_probability: float = 0.95
+    num_sinks: int = 0
+    delay_latents: bool = False
+    mixing: Mixing = "learned"
+
+    def validate_macchiato(self) -> None:
+        """Part of ``@strict``: called whenever a configuration is made or changed."""
+        heads: int = self.num_attention_heads  # type: ignore[attr-defined]
+        for name in ("local_window", "num_latents", "num_sinks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        for name, choices in (("mixing", MIXINGS), ("latent_input", LATENT_INPUTS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if self.local_window < 1:
+            raise ValueError(f"local_window must be at least 1 key, got {self.local_window}")
+        if self.num_latents < 1 or self.num_latents % heads:
+            raise ValueError(
+                f"num_latents must be a multiple of num_attention_heads, got num_latents="
+                f"{self.num_latents} and num_attention_heads={heads}"
+            )
+        if not 0.0 < self.window_probability < 1.0:
+            raise ValueError(
+                f"window_probability must be between 0 and 1, got {self.window_probability}"
+            )
+        if self.num_sinks < 0:
+            raise ValueError(f"num_sinks must be 0 or more, got {self.num_sinks}")
+        hidden: int = self.hidden_size  # type: ignore[attr-defined]
+        if self.latent_input == "rglru" and hidden % heads:
+            raise ValueError(
+                f"latent_input='rglru' needs a hidden_size that num_attention_heads divides, got "
+                f"hidden_size={hidden} and num_attention_heads={heads}; use 'none' or 'conv'"
+            )
+
+    def base_window(self, layer_idx: int) -> int | None:
+        """The window of the base's own attention in a layer; None is full attention."""
+        kinds = getattr(self, "layer_types", None)
+        if kinds is not None and kinds[layer_idx] != "sliding_attention":
+            return None
+        return getattr(self, "sliding_window", None)
+
+    def state_grows(self, layer_idx: int) -> bool:
+        """Whether a layer's state keeps every token: the base's full attention alone does."""
+        return self.mixing == "base" and self.base_window(layer_idx) is None
+
+
+OWN_FIELDS = tuple(MacchiatoFields.__dataclass_fields__)
+
+
+def own_values(config: Any) -> dict[str, Any]:
+    """The values of the fields above, of a converted model's configuration."""
+    return {name: getattr(config, name) for name in OWN_FIELDS}

@@ -1,0 +1,255 @@
+"""Converted models: a pretrained decoder's own classes, with Latte-Macchiato as the attention.
+
+Parameter names are the base's; only ``layers.*.self_attn.latents.*`` is new, so that converting is
+``from_pretrained(base, config=...)``. Shape suffixes: B batch, T tokens, P past tokens, N packed
+sequences.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.gemma.modeling_gemma import GemmaForCausalLM, GemmaModel
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM, Gemma2Model
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextModel
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
+from transformers.utils import logging
+
+from latte.conversion.attention import MacchiatoAttention, Tokens
+from latte.conversion.configs import (
+    MacchiatoGemma2Config,
+    MacchiatoGemma3TextConfig,
+    MacchiatoGemmaConfig,
+    MacchiatoLlamaConfig,
+    MacchiatoMistralConfig,
+    MacchiatoQwen2Config,
+    MacchiatoQwen3Config,
+)
+from latte.conversion.sinks import sink_positions
+from latte.layers.latent_input import LatentLogits
+from latte.layers.positions import token_positions
+from latte.models.cache import LatteCache
+from latte.models.generation import StateGenerationMixin
+from latte.models.initialisation import initialise
+from latte.models.inputs import check_cache, new_key_mask, packed_bounds
+
+logger = logging.get_logger(__name__)
+NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
+
+
+class MacchiatoPreTrained:
+    """What the decoder and the language model share: how the new weights are made and kept."""
+
+    # A tenth of a percent of the weights, and the mixture depends on all of their digits.
+    _keep_in_fp32_modules_strict: Any = {"latents"}
+    _supports_sdpa = True  # attention is ours, whatever the base's could do
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        initialise(module)
+        if isinstance(module, LatentLogits) and module.window_probability is not None:
+            init.constant_(module.window_bias, module.initial_window_bias())
+
+
+class MacchiatoDecoder(MacchiatoPreTrained):
+    """The decoder: stands before the base's own class, whose attention it replaces."""
+
+    softcap_field: str | None = None  # the field of the config with the attention's soft cap
+    masks_by_kind = False  # the base takes a dict of masks, one per kind of layer
+    rotary_by_kind = False  # and its rotary embedding is one per kind of layer too
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        softcap = None if self.softcap_field is None else getattr(config, self.softcap_field)
+        for layer in self.layers:  # type: ignore[attr-defined]
+            layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LatteCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The base's forward.
+
+        Args:
+            input_ids: (B, T); or ``inputs_embeds`` (B, T, E).
+            attention_mask: (B, P + T), 1 = a real token, over the cached tokens too.
+            position_ids: (B, T); by default real tokens are counted, in each sequence.
+            past_key_values: a :class:`latte.models.LatteCache`, read and updated.
+            cu_seq_lens_q: (N + 1,) int32 bounds of N sequences packed into one row (B = 1). Without
+                it, positions that start anew in a row of its own without a mask are such bounds.
+
+        Raises:
+            ValueError: the arguments do not fit together.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)  # type: ignore[attr-defined]
+        if cu_seq_lens_q is None and past_key_values is None and attention_mask is None:
+            cu_seq_lens_q = packed_bounds(position_ids)
+        cache = self._cache(past_key_values, use_cache, cu_seq_lens_q)
+        key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
+        if position_ids is None:
+            start = None if cache is None else cache.position
+            position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
+        sinks = self._sink_embeddings(inputs_embeds, position_ids)
+        return super().forward(  # type: ignore[misc]
+            inputs_embeds=inputs_embeds,
+            attention_mask=self._no_mask(inputs_embeds),
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            tokens=Tokens(key_mask, cu_seq_lens_q, sinks),
+            **kwargs,
+        )
+
+    def _sink_embeddings(
+        self, x_BTE: Tensor, position_ids: Tensor
+    ) -> dict[str | None, tuple[Tensor, Tensor]] | None:
+        """For each kind of layer, the rotary table by which queries look at the sinks."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        if not config.num_sinks:
+            return None
+        rotary: Any = self.rotary_emb  # type: ignore[attr-defined]
+        positions = sink_positions(position_ids, config.local_window, config.num_sinks)
+        kinds: set[str | None] = set(getattr(config, "layer_types", None) or [None])
+        if self.rotary_by_kind:
+            return {kind: rotary(x_BTE, positions, kind) for kind in kinds}
+        return dict.fromkeys(kinds, rotary(x_BTE, positions))
+
+    def _no_mask(self, x_BTE: Tensor) -> Any:
+        """A mask that the base takes as finished, so that it builds none of T x T."""
+        if self.masks_by_kind:
+            return {"full_attention": None, "sliding_attention": None}
+        return x_BTE.new_zeros(1, 1, 1, 1)
+
+    def _cache(
+        self, cache: LatteCache | None, use_cache: bool | None, cu_seq_lens: Tensor | None
+    ) -> LatteCache | None:
+        check_cache(cache)
+        training: bool = self.training  # type: ignore[attr-defined]
+        wanted = use_cache
+        if wanted is None:
+            wanted = self.config.use_cache and not training and cu_seq_lens is None  # type: ignore[attr-defined]
+        if cu_seq_lens is not None and (cache is not None or wanted):
+            raise ValueError(
+                "packed sequences cannot be carried on in a cache: leave use_cache out"
+            )
+        if self.gradient_checkpointing and training and (wanted or cache is not None):  # type: ignore[attr-defined]
+            logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
+            return None
+        if cache is None and wanted:
+            cache = LatteCache(self.config)  # type: ignore[attr-defined]
+        return cache
+
+
+class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
+    """The language model: stands before the base's own class, whose decoder it replaces."""
+
+    decoder: type
+    accepts_loss_kwargs = True  # the base's loss divides by num_items_in_batch
+
+    def __init__(self, config: Any) -> None:
+        # Not the base's __init__, which would make (and initialise) its own decoder first.
+        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
+        self.model = self.decoder(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+
+class MacchiatoGemmaModel(MacchiatoDecoder, GemmaModel):
+    config: MacchiatoGemmaConfig
+
+
+class MacchiatoGemmaForCausalLM(MacchiatoLanguageModel, GemmaForCausalLM):
+    config: MacchiatoGemmaConfig
+    decoder = MacchiatoGemmaModel
+
+
+class MacchiatoGemma2Model(MacchiatoDecoder, Gemma2Model):
+    config: MacchiatoGemma2Config
+    softcap_field = "attn_logit_softcapping"
+    masks_by_kind = True
+
+
+class MacchiatoGemma2ForCausalLM(MacchiatoLanguageModel, Gemma2ForCausalLM):
+    config: MacchiatoGemma2Config
+    decoder = MacchiatoGemma2Model
+
+
+class MacchiatoGemma3TextModel(MacchiatoDecoder, Gemma3TextModel):
+    config: MacchiatoGemma3TextConfig  # has a soft cap in its config, which its attention ignores
+    masks_by_kind = True
+    rotary_by_kind = True
+
+
+class MacchiatoGemma3ForCausalLM(MacchiatoLanguageModel, Gemma3ForCausalLM):
+    config: MacchiatoGemma3TextConfig
+    decoder = MacchiatoGemma3TextModel
+
+
+class MacchiatoLlamaModel(MacchiatoDecoder, LlamaModel):
+    config: MacchiatoLlamaConfig
+
+
+class MacchiatoLlamaForCausalLM(MacchiatoLanguageModel, LlamaForCausalLM):
+    config: MacchiatoLlamaConfig
+    decoder = MacchiatoLlamaModel
+
+
+class MacchiatoMistralModel(MacchiatoDecoder, MistralModel):
+    config: MacchiatoMistralConfig
+
+
+class MacchiatoMistralForCausalLM(MacchiatoLanguageModel, MistralForCausalLM):
+    config: MacchiatoMistralConfig
+    decoder = MacchiatoMistralModel
+
+
+class MacchiatoQwen2Model(MacchiatoDecoder, Qwen2Model):
+    config: MacchiatoQwen2Config
+    masks_by_kind = True
+
+
+class MacchiatoQwen2ForCausalLM(MacchiatoLanguageModel, Qwen2ForCausalLM):
+    config: MacchiatoQwen2Config
+    decoder = MacchiatoQwen2Model
+
+
+class MacchiatoQwen3Model(MacchiatoDecoder, Qwen3Model):
+    config: MacchiatoQwen3Config
+    masks_by_kind = True
+
+
+class MacchiatoQwen3ForCausalLM(MacchiatoLanguageModel, Qwen3ForCausalLM):
+    config: MacchiatoQwen3Config
+    decoder = MacchiatoQwen3Model
+
+
+FAMILIES: dict[str, tuple[type, Any]] = {
+    "gemma": (MacchiatoGemmaModel, MacchiatoGemmaForCausalLM),
+    "gemma2": (MacchiatoGemma2Model, MacchiatoGemma2ForCausalLM),
+    "gemma3_text": (MacchiatoGemma3TextModel, MacchiatoGemma3ForCausalLM),
+    "llama": (MacchiatoLlamaModel, MacchiatoLlamaForCausalLM),
+    "mistral": (MacchiatoMistralModel, MacchiatoMistralForCausalLM),
+    "qwen2": (MacchiatoQwen2Model, MacchiatoQwen2ForCausalLM),
+    "qwen3": (MacchiatoQwen3Model, MacchiatoQwen3ForCausalLM),
+}

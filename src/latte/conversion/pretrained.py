@@ -1,0 +1,230 @@
+"""From a pretrained decoder to a Latte-Macchiato that keeps its weights (paper, section 5.4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latte.conversion.config import MacchiatoFields
+from latte.errors import LatteError
+
+MULTIMODAL = ("gemma3",)
+
+
+def convert(
+    base: str | Path,
+    output: str | Path | None = None,
+    *,
+    window: int = 128,
+    num_latents: int = 128,
+    latent_input: str = "rglru",
+    window_probability: float = 0.95,
+    num_sinks: int = 0,
+    delay_latents: bool = False,
+    seed: int = 0,
+    dtype: str | torch.dtype = "auto",
+) -> Any:
+    """Replace a decoder's attention by a window of its own and latents; keep every weight.
+
+    The new weights, ``layers.*.self_attn.latents.*``, are random and have to be trained: see
+    ``latte convert --recipe``. With p(l=0) = 1 the model is the base with a ``window`` on every
+    layer, exactly.
+
+    Args:
+        base: a folder written by ``save_pretrained``, or a name on the Hub: Gemma 1, 2 and 3
+            (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
+        output: a folder to be made for the model and the base's tokeniser; None saves nothing.
+        window: keys that the window sees, self included.
+        num_latents: over all query heads, which divide it.
+        latent_input: what the latent logits are computed from: ``none``, ``conv`` or ``rglru``.
+        window_probability: what p(l=0) starts at.
+        num_sinks: first tokens that stay visible to the window.
+        delay_latents: feed the latents only with tokens that have left the window.
+        seed: of the new weights.
+        dtype: of the base's weights; ``auto`` keeps the checkpoint's. The new ones are fp32 (fp64
+            if the base is).
+
+    Returns:
+        The converted model, in evaluation mode.
+
+    Raises:
+        LatteError: the base cannot be read or is of an unsupported architecture or quantised, a
+            value does not fit, or ``output`` exists. Nothing has been written then.
+    """
+    target = None if output is None else check_output(output)
+    values = {
+        "local_window": window,
+        "num_latents": num_latents,
+        "latent_input": latent_input,
+        "window_probability": window_probability,
+        "num_sinks": num_sinks,
+        "delay_latents": delay_latents,
+    }
+    config = converted_config(base, values)
+    tokenizer = None if target is None else load_tokenizer(base)
+    model = load_base(base, config, seed=seed, dtype=dtype)
+    if target is not None:
+        save(model, tokenizer, target)
+    return model
+
+
+def check_output(output: str | Path) -> Path:
+    """A folder that is not there yet, in a place that can be written."""
+    target = Path(output)
+    if target.exists():
+        raise LatteError(f"output {target} exists; expected the name of a new folder")
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise LatteError(f"output {target} cannot be written: {parent} is not a writable folder")
+    return target
+
+
+def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
+    """The converted model's configuration, checked.
+
+    Raises:
+        LatteError: no such base, an architecture that is not supported, quantised weights, or a
+            value that does not fit.
+    """
+    from transformers import AutoConfig
+
+    from latte.conversion.configs import CONFIGS
+
+    folder = Path(base)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
+    try:
+        config: Any = AutoConfig.from_pretrained(base)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise LatteError(f"base {base} cannot be read: {_line(error)}") from None
+    kind = config.model_type
+    if kind in MULTIMODAL:
+        raise LatteError(
+            f"base {base} is {kind} with vision, which is not supported; expected its text model,"
+            " gemma3_text"
+        )
+    if kind not in CONFIGS:
+        raise LatteError(
+            f"base {base} is of architecture {kind!r}, which is not supported; expected one of"
+            f" {', '.join(CONFIGS)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise LatteError(
+            f"base {base} is quantised; expected full-precision weights (fp32, bf16 or fp16)"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise LatteError(f"base {base} is bidirectional; expected a causal decoder")
+    own = set(MacchiatoFields.__dataclass_fields__)
+    unknown = sorted(set(values) - own)
+    if unknown:
+        raise LatteError(f"unknown field {unknown[0]!r}, expected one of {', '.join(sorted(own))}")
+    inherited = config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        inherited.pop(name, None)
+    return CONFIGS[kind](**inherited, **values)
+
+
+def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "auto") -> Any:
+    """``from_pretrained`` of the base as a converted model; the new weights are drawn by ``seed``.
+
+    Raises:
+        LatteError: weights are missing, damaged, or of other shapes than the config says.
+    """
+    from latte.conversion.modeling import FAMILIES, NEW_WEIGHTS
+
+    _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model, found = language_model.from_pretrained(
+                base,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # to name them below
+            )
+        except (ValueError, RuntimeError, OSError, KeyError) as error:
+            raise LatteError(f"base {base} cannot be loaded: {_line(error)}") from None
+        except Exception as error:  # safetensors raises its own, of no common base
+            if type(error).__module__.partition(".")[0] not in ("safetensors", "safetensors_rust"):
+                raise
+            raise LatteError(f"base {base} has damaged weights: {_line(error)}") from None
+    missing = [name for name in found["missing_keys"] if NEW_WEIGHTS not in name]
+    for what, names in (
+        ("has weights of another shape than its config", found["mismatched_keys"]),
+        ("lacks weights", missing),
+        ("has weights that its config does not know", found["unexpected_keys"]),
+    ):
+        if names:
+            raise LatteError(f"base {base} {what}: {sorted(map(str, names))[0]}")
+    return model.eval()
+
+
+def load_tokenizer(base: str | Path) -> Any:
+    """The base's tokeniser. Raises LatteError if it has none that can be read."""
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    folder = Path(base)
+    if folder.is_dir() and not any((folder / name).exists() for name in files):
+        raise LatteError(f"base {folder} has no tokenizer; expected tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(base)
+    except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+        raise LatteError(f"the tokenizer of base {base} cannot be read: {_line(error)}") from None
+
+
+def save(model: Any, tokenizer: Any, target: Path) -> None:
+    """Write a model and its tokeniser to a new folder, whole or not at all."""
+    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        staged.mkdir(parents=True)
+        with quiet_transformers():
+            model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        staged.rename(target)
+    except OSError as error:
+        raise LatteError(f"output {target} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def is_converted(folder: str | Path) -> bool:
+    """Whether a local folder holds a converted model."""
+    file = Path(folder) / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and str(values.get("model_type", "")).startswith("macchiato_")
+
+
+class quiet_transformers:
+    """Within it, Transformers' reports of new weights (which are expected) are off."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._level = logging.get_verbosity()
+        self._bar = logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: Any) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self._level)
+        if self._bar:
+            logging.enable_progress_bar()
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,164 @@
+"""A sliding window in which a sequence's first tokens stay visible (arXiv 2309.17453).
+
+The first ``n`` tokens of a sequence, its sinks, share the window's softmax wherever the query is.
+So that rotary positions never leave the range the base was trained on, a query sees them no
+further away than the window's edge: its rotation towards the sinks is that of position
+``min(t, W + n - 1)``. Linear in time and memory: queries are read in blocks of one window.
+
+Shape suffixes: B batch, T tokens, N states, n sinks, H query heads, G key/value heads, R = H / G,
+K key width, D value width, W window, Z blocks of C queries, P keys before a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.layers.positions import token_positions
+from latte.ops.state import WindowState
+from latte.ops.window_state import final_window_state
+
+
+def sink_positions(position_ids: Tensor, window: int, num_sinks: int) -> Tensor:
+    """The positions that queries turn to the sinks from."""
+    return position_ids.clamp_max(window + num_sinks - 1)
+
+
+def sink_keys(
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    num_sinks: int,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    earlier: WindowState | None,
+) -> tuple[WindowState, WindowState]:
+    """The sinks of every sequence, (N, n, ...): those seen by these tokens, and those to carry.
+
+    The two are the same: a sink that comes later than a query is hidden from it by its position.
+    """
+    n, (B, T) = num_sinks, k_BTGK.shape[:2]
+    real = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    if cu_seqlens is not None:
+        start_N1 = cu_seqlens[:-1, None].long()
+        slots_Nn = start_N1 + torch.arange(n, device=k_BTGK.device)
+        mask = slots_Nn < cu_seqlens[1:, None]
+        index = slots_Nn.clamp_max(max(T - 1, 0))
+        found = WindowState(k_BTGK[0, index], v_BTGD[0, index], mask & real[0, index])
+        return found, found
+    parts = [(k_BTGK, v_BTGD, real)]
+    if earlier is not None:
+        parts.insert(0, tuple(earlier))  # type: ignore[arg-type]
+    keys, values, mask = (torch.cat(xs, 1) for xs in zip(*parts, strict=True))
+    short = n - mask.shape[1]
+    if short > 0:
+        keys, values = (F.pad(x, (0, 0, 0, 0, 0, short)) for x in (keys, values))
+        mask = F.pad(mask, (0, short))
+    # Real tokens first, in their order: a stable sort by "is padding".
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :n]
+    rows = torch.arange(B, device=order.device)[:, None]
+    found = WindowState(keys[rows, order], values[rows, order], mask[rows, order])
+    return found, found
+
+
+def attention_with_sinks(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    sink_q_BTHK: Tensor | None,
+    sinks: WindowState,
+    *,
+    window: int,
+    scale: float,
+    softcap: float | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: WindowState | None,
+    output_final_state: bool,
+    position: Tensor | None = None,
+) -> tuple[Tensor, WindowState | None]:
+    """Softmax over the window's W keys and the sinks that have left it: (B, T, H, D), and a tail.
+
+    Args:
+        sink_q_BTHK: the queries, rotated for the sinks (see :func:`sink_positions`).
+        sinks: as :func:`sink_keys` gives them.
+        position: (B,) real tokens before these, where a state is carried on.
+    """
+    B, T, H, K = q_BTHK.shape
+    G, n = k_BTGK.shape[2], sinks.mask.shape[1]
+    assert sink_q_BTHK is not None, "sinks need their own rotation of the queries"
+    wide = torch.promote_types(q_BTHK.dtype, torch.float32)
+    real = q_BTHK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    place_BT = token_positions(q_BTHK[..., 0], key_mask, cu_seqlens, position).expand(B, T)
+    # A step of decoding needs no whole block of queries.
+    P, C = window, max(1, min(window, T))
+    Z = -(-T // C)
+    q, sink_q = (_blocks(x, C, Z).to(wide) for x in (q_BTHK, sink_q_BTHK))
+    tail = initial_state
+    k, v, visible = (
+        _with_past(x, None if tail is None else tail[i], P, C, Z)
+        for i, x in enumerate((k_BTGK, v_BTGD, real))
+    )
+    R = H // G
+    q_ZGR, sink_ZGR = (x.unflatten(3, (G, R)) for x in (q, sink_q))  # (B, Z, C, G, R, K)
+    near = torch.einsum("bzcgrk,bzmgk->bzgrcm", q_ZGR, k.to(wide)) * scale
+    sequence_B = None
+    if cu_seqlens is None:
+        sink_k, sink_v, sink_mask = sinks
+        far = torch.einsum("bzcgrk,bngk->bzgrcn", sink_ZGR, sink_k.to(wide)) * scale
+    else:
+        token = torch.arange(T, device=q.device)
+        sequence_B = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
+        own = WindowState(*(_blocks(x[sequence_B][None], C, Z) for x in sinks))
+        sink_k, sink_v, sink_mask = own
+        far = torch.einsum("bzcgrk,bzcngk->bzgrcn", sink_ZGR, sink_k.to(wide)) * scale
+    if softcap is not None:
+        near, far = (softcap * torch.tanh(x / softcap) for x in (near, far))
+
+    # The keys of a block begin P tokens before its queries.
+    c = torch.arange(C, device=q.device)
+    gap_CM = c[:, None] + P - torch.arange(P + C, device=q.device)[None]
+    seen_near = ((gap_CM >= 0) & (gap_CM < window)) & visible[:, :, None]
+    place = _blocks(place_BT, C, Z)
+    if sequence_B is not None:
+        ids = _with_past(sequence_B[None], None, P, C, Z, fill=-1)
+        seen_near = seen_near & (ids[:, :, None] == ids[:, :, P:, None])
+        mask_far = sink_mask
+    else:
+        mask_far = sink_mask[:, None, None]
+    # Sink j is told apart from the window's keys by its position, which counts real tokens.
+    gone = place[..., None] - torch.arange(n, device=q.device) >= window
+    seen_far = gone & mask_far
+    lowest = torch.finfo(wide).min / 2
+    near = near.masked_fill(~seen_near[:, :, None, None], lowest)
+    far = far.masked_fill(~seen_far[:, :, None, None], lowest)
+    weights = torch.softmax(torch.cat([near, far], -1), -1)
+    alive = seen_near.any(-1) | seen_far.any(-1)
+    weights = weights * alive[:, :, None, None, :, None]
+    out = torch.einsum("bzgrcm,bzmgd->bzcgrd", weights[..., : P + C], v.to(wide))
+    pattern = "bzgrcn,bngd->bzcgrd" if cu_seqlens is None else "bzgrcn,bzcngd->bzcgrd"
+    out = out + torch.einsum(pattern, weights[..., P + C :], sink_v.to(wide))
+    out = out.flatten(3, 4).flatten(1, 2)[:, :T].to(v_BTGD.dtype)
+    if not output_final_state:
+        return out, None
+    return out, final_window_state(k_BTGK, v_BTGD, window, key_mask, cu_seqlens, initial_state)
+
+
+def _blocks(x: Tensor, C: int, Z: int) -> Tensor:
+    """(B, T, ...) -> (B, Z, C, ...), zeros behind the end."""
+    pad = Z * C - x.shape[1]
+    x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1) if pad else x
+    return x.unflatten(1, (Z, C))
+
+
+def _with_past(x: Tensor, tail: Tensor | None, P: int, C: int, Z: int, fill: int = 0) -> Tensor:
+    """Each block with the P tokens before it, (B, Z, P + C, ...); the tail is before the first."""
+    past = x.new_full((x.shape[0], P, *x.shape[2:]), fill)
+    if tail is not None and tail.shape[1]:
+        past = torch.cat([past[:, tail.shape[1] :], tail.to(x.dtype)], 1)
+    behind = x.new_full((x.shape[0], Z * C - x.shape[1], *x.shape[2:]), fill)
+    whole = torch.cat([past, x, behind], 1)
+    if Z == 1:
+        return whole[:, None]
+    blocks = whole.unflatten(1, (Z + 1, C))  # more than one block: P is C
+    return torch.cat([blocks[:, :-1], blocks[:, 1:]], 2)

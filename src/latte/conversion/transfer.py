@@ -1,0 +1,153 @@
+"""Attention transfer: each layer learns its base's own attention, given the base's inputs.
+
+The model's reading as probabilities offers more than the output to learn from. Full attention is
+itself a mixture of the window and the rest,
+
+    y_t = m_t SWA_t + (1 - m_t) REST_t,
+    m_t = sum_{s in window} a_ts = exp(LSE_window - LSE_full),
+
+so that m_t is what p(l=0|t) should be, and the latents have to say REST_t. A forward pass with a
+:class:`Teacher` runs the base (its full attention, of quadratic cost) and compares every layer on
+the way, without a second model and without a gradient through more than one layer's attention.
+
+Shape suffixes: B batch, T tokens, S sources, C queries of a chunk, H query heads, G key/value
+heads, R = H / G, K head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.conversion.attention import MacchiatoAttention, Projections, Tokens
+from latte.layers import MixerState
+from latte.layers.positions import token_positions
+
+CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
+
+
+class Teacher:
+    """Runs the base's attention in every layer, and collects how far the mixture is from it.
+
+    Give it to a forward pass as ``teacher=``; then :meth:`loss`.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[Tensor] = []
+        self.mass: list[Tensor] = []
+
+    def __call__(
+        self, layer: MacchiatoAttention, x_BTE: Tensor, local: Projections, tokens: Tokens
+    ) -> Tensor:
+        """The base's output of a layer (B, T, E); records the layer's two errors."""
+        with torch.no_grad():
+            target_BTHK, mass_BTH = base_attention(layer, local, tokens)
+            target_BTE = layer.o_proj(target_BTHK.to(local.v.dtype).flatten(-2))
+        fixed = Projections(*(None if x is None else x.detach() for x in local))  # type: ignore[arg-type]
+        shared = {
+            "key_mask": tokens.key_mask,
+            "cu_seqlens": tokens.cu_seqlens,
+            "output_final_state": False,
+        }
+        state = MixerState()
+        latent_q, latent_k, _ = layer.logits(x_BTE.detach(), fixed, tokens, state, False)
+        out_BTHK, _ = layer.combine(latent_q, latent_k, fixed, tokens, state, shared)
+        out_BTE = layer.o_proj(out_BTHK.flatten(-2))
+        real = torch.ones_like(mass_BTH[..., 0]) if tokens.key_mask is None else tokens.key_mask
+        self.output.append(relative_error(out_BTE, target_BTE, real))
+        self.mass.append(mass_divergence(latent_q, mass_BTH, real))
+        return target_BTE
+
+    def errors(self) -> tuple[Tensor, Tensor]:
+        """Means over the layers: the output's relative squared error, the mass's divergence."""
+        return torch.stack(self.output).mean(), torch.stack(self.mass).mean()
+
+    def loss(self, mass_weight: float = 1.0) -> Tensor:
+        """``output error + mass_weight * KL(m || p(l=0))``, a mean over layers."""
+        output, mass = self.errors()
+        return output + mass_weight * mass
+
+
+def relative_error(out_BTE: Tensor, target_BTE: Tensor, real_BT: Tensor) -> Tensor:
+    """``sum |out - target|^2 / sum |target|^2`` over real tokens, fp32."""
+    real = real_BT[..., None].float()
+    error = ((out_BTE.float() - target_BTE.float()).square() * real).sum()
+    size = (target_BTE.float().square() * real).sum()
+    return error / size.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def mass_divergence(latent_q: Tensor, mass_BTH: Tensor, real_BT: Tensor) -> Tensor:
+    """KL of Bernoulli(m) from Bernoulli(p(l=0)), a mean over real tokens and heads, fp32."""
+    logits = latent_q.float()
+    odds = logits[..., 0] - torch.logsumexp(logits[..., 1:], -1)
+    mass = mass_BTH.float().clamp(0.0, 1.0)
+    cross = F.binary_cross_entropy_with_logits(odds, mass, reduction="none")
+    entropy = -(torch.xlogy(mass, mass) + torch.xlogy(1 - mass, 1 - mass))
+    real = real_BT[..., None].float()
+    return ((cross - entropy) * real).sum() / (real.sum() * mass.shape[-1]).clamp_min(1.0)
+
+
+def base_attention(
+    layer: MacchiatoAttention, local: Projections, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """The base's own attention, and the mass of it that the converted layer's window sees.
+
+    Returns:
+        Output (B, T, H, K) and m_t (B, T, H), both at least fp32.
+    """
+    q, k, v = local.q, local.k, local.v
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if tokens.cu_seqlens is None:
+        return _attention(layer, q.to(wide), k.to(wide), v.to(wide), tokens.key_mask)
+    parts = []
+    bounds = tokens.cu_seqlens.tolist()
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        own = slice(start, stop)
+        mask = None if tokens.key_mask is None else tokens.key_mask[:, own]
+        parts.append(_attention(layer, *(x[:, own].to(wide) for x in (q, k, v)), mask))
+    outs, masses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(masses, 1)
+
+
+def _attention(
+    layer: MacchiatoAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    q_BTGRK = q.unflatten(2, (k.shape[2], -1))
+    place = torch.arange(T, device=q.device)
+    sinks = None
+    if layer.num_sinks:
+        sinks = token_positions(q[..., 0], key_mask).expand(B, T) < layer.num_sinks
+    rows = max(1, CHUNK_ELEMENTS // max(1, B * H * T))
+    outs, masses = [], []
+    for start in range(0, T, rows):
+        stop = min(start + rows, T)
+        logits = torch.einsum("btgrk,bsgk->bgrts", q_BTGRK[:, start:stop], k[:, :stop])
+        logits = logits * layer.scale
+        if layer.softcap is not None:
+            logits = layer.softcap * torch.tanh(logits / layer.softcap)
+        gap = place[start:stop, None] - place[None, :stop]
+        seen = gap >= 0
+        if layer.base_window is not None:
+            seen = seen & (gap < layer.base_window)
+        seen = seen[None] if key_mask is None else seen & key_mask[:, None, :stop]
+        seen = seen[:, None, None]  # (B or 1, 1, 1, C, S)
+        weights = logits.masked_fill(~seen, torch.finfo(logits.dtype).min / 2).softmax(-1)
+        weights = weights * (seen & seen.any(-1, keepdim=True))
+        outs.append(torch.einsum("bgrts,bsgk->btgrk", weights, v[:, :stop]).flatten(2, 3))
+        near = (gap < layer.window)[None]
+        if sinks is not None:
+            near = near | sinks[:, None, :stop]
+        mass = (weights * near[:, None, None]).sum(-1)
+        masses.append(mass.flatten(1, 2).transpose(1, 2))
+    return torch.cat(outs, 1), torch.cat(masses, 1)
+
+
+def run_teacher(model: Any, **inputs: Any) -> Teacher:
+    """One forward pass of a converted model with its base as the teacher."""
+    teacher = Teacher()
+    model(**inputs, teacher=teacher, use_cache=False, logits_to_keep=1)
+    return teacher
