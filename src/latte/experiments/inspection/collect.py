@@ -181,5 +181,8 @@ def collect(
 
 
 def _to_cpu(mixing: Mixing) -> Mixing:
-    moved = {name: value.cpu() for name, value in vars(mixing).items() if isinstance(value, Tensor)}
-    return replace(mixing, **moved)
+    states, keys, window = (
+        None if x is None else x.cpu()
+        for x in (mixing.states_THS, mixing.latent_k_THL, mixing.window_HPP)
+    )
+    return replace(mixing, states_THS=states, latent_k_THL=keys, window_HPP=window)
