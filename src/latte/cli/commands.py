@@ -21,7 +21,7 @@ def train(options: Namespace) -> int:
 
 def evaluate(options: Namespace) -> int:
     """latte evaluate CHECKPOINT ..."""
-    _at_least_one(options, "segment", "batch_tokens", "max_tokens")
+    at_least_one(options, "segment", "batch_tokens", "max_tokens")
     from ..experiments.checkpoint import find_checkpoint
 
     folder = find_checkpoint(options.checkpoint)
@@ -91,7 +91,7 @@ def compare(options: Namespace) -> int:
     """latte compare RECIPE --presets a,b,c"""
     from ..experiments.recipe import load_recipe
 
-    _at_least_one(options, "max_tokens")
+    at_least_one(options, "max_tokens")
     recipe = load_recipe(options.recipe, options.overrides)
     from ..experiments.compare import compare as run
 
@@ -126,7 +126,8 @@ def writable_folder(folder: Path) -> Path:
     return folder
 
 
-def _at_least_one(options: Namespace, *names: str) -> None:
+def at_least_one(options: Namespace, *names: str) -> None:
+    """Refuse options below 1; None means that it was not given."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:

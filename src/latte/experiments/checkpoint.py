@@ -29,12 +29,18 @@ def find_checkpoint(path: str | Path) -> Path:
     raise LatteError(f"{folder} is not a checkpoint: {reason}")
 
 
-def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
+def load_checkpoint(
+    path: str | Path, device: str | None = None, *, mixing: str | None = None
+) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer) of a folder written by training or save_pretrained.
+
+    Args:
+        mixing: of a converted model: `learned`, or one of the controls `window` (p(l=0) = 1),
+            `latents` (p(l=0) = 0) and `base` (the base's own attention). None: as its config says.
 
     Raises:
         LatteError: no such folder, no config or weights, a truncated or edited file, weights
-            that do not fit the config, no tokenizer.
+            that do not fit the config, no tokenizer; a mixing for a model that has none.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -45,6 +51,8 @@ def load_checkpoint(path: str | Path, device: str | None = None) -> tuple[Any, A
     transformers_logging.disable_progress_bar()
     folder = find_checkpoint(path)
     config = _load_config(folder)
+    if mixing is not None:
+        _set_mixing(config, mixing, folder)
     _check_weights(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -100,6 +108,18 @@ def _load_config(folder: Path) -> Any:
         raise LatteError(
             f"{folder / 'config.json'} is damaged or was edited: {_line(error)}"
         ) from None
+
+
+def _set_mixing(config: Any, mixing: str, folder: Path) -> None:
+    if not hasattr(config, "mixing"):
+        raise LatteError(
+            f"mixing: expected a converted model, whose config says how it mixes window and"
+            f" latents, got {config.model_type!r} in {folder}"
+        )
+    try:
+        config.mixing = mixing
+    except (ValueError, TypeError) as error:
+        raise LatteError(f"mixing: {_line(error)}") from None
 
 
 def _check_weights(folder: Path) -> None:
