@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from latte.errors import LatteError
-from latte.experiments.inspection.collect import Inspection, Mixing
+from latte.experiments.inspection.collect import Inspection
+from latte.experiments.inspection.mixing import Mixing
 from latte.experiments.inspection.page import build_page
 from latte.experiments.inspection.report import inspect_model, outline, write_report
 from latte.experiments.inspection.statistics import (

@@ -53,7 +53,7 @@ def run(options: Namespace) -> int:
         read=options.statistics_tokens,
         layers=options.layers,
         at=options.at or (),
-        label=recipe.model.name if recipe is not None else folder.name,
+        label=recipe.name if recipe is not None else folder.name,
     )
     output = writable_folder(Path(options.output) if options.output else folder / "inspection")
     written = write_report(inspection, output)

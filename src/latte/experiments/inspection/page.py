@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .collect import Inspection, Mixing
+from .collect import Inspection
+from .mixing import Mixing
 from .statistics import Summary
 
 PARTS = ("page.html", "page.css", "page.js")

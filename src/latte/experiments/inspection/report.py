@@ -13,6 +13,7 @@ import torch
 from ...errors import LatteError
 from .collect import Inspection, collect, find_layers
 from .figures import collapse_figure, effective_figure, share_figure
+from .mixing import Mixing
 from .page import build_page
 from .statistics import Share, Summary, Usage, share_rows, summary_rows, usage_rows
 from .text import labels, tokenize
@@ -148,7 +149,7 @@ def _write_weights(path: Path, inspection: Inspection) -> None:
 
 
 def _rows_of(
-    mixing: Any, head: int, t: int, shown: int
+    mixing: Mixing, head: int, t: int, shown: int
 ) -> list[tuple[str | int, float, torch.Tensor]]:
     """(state, p(state|t), p(s|state,t)) of one token, with the mixture first."""
     rows: list[tuple[str | int, float, torch.Tensor]] = [
@@ -156,7 +157,7 @@ def _rows_of(
     ]
     if mixing.states_THS is not None:
         parts = list(mixing.latent_weights(head, shown)[:, t])
-        if mixing.names[0] == 0:
+        if mixing.window_HPP is not None:
             parts.insert(0, mixing.window_HPP[head, t])
         p_S = mixing.states_THS[t, head].tolist()
         rows += list(zip(mixing.names, p_S, parts, strict=True))

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .collect import Inspection, Mixing
+from .collect import Inspection
+from .mixing import Mixing
 
 # A latent counts as unused if its mean probability is below this part of an equal share.
 UNUSED = 0.01
