@@ -163,7 +163,8 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
         ("has weights that its config does not know", found["unexpected_keys"]),
     ):
         if names:
-            raise LatteError(f"base {base} {what}: {sorted(map(str, names))[0]}")
+            first = sorted(name[0] if isinstance(name, tuple) else name for name in names)[0]
+            raise LatteError(f"base {base} {what}: {first}")
     return model.eval()
 
 

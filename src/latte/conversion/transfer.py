@@ -72,22 +72,26 @@ class Teacher:
 
 
 def relative_error(out_BTE: Tensor, target_BTE: Tensor, real_BT: Tensor) -> Tensor:
-    """``sum |out - target|^2 / sum |target|^2`` over real tokens, fp32."""
-    real = real_BT[..., None].float()
-    error = ((out_BTE.float() - target_BTE.float()).square() * real).sum()
-    size = (target_BTE.float().square() * real).sum()
-    return error / size.clamp_min(torch.finfo(torch.float32).tiny)
+    """``sum |out - target|^2 / sum |target|^2`` over real tokens, at least fp32."""
+    out, target = _wide(out_BTE), _wide(target_BTE)
+    real = real_BT[..., None].to(out.dtype)
+    size = (target.square() * real).sum()
+    return ((out - target).square() * real).sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def mass_divergence(latent_q: Tensor, mass_BTH: Tensor, real_BT: Tensor) -> Tensor:
-    """KL of Bernoulli(m) from Bernoulli(p(l=0)), a mean over real tokens and heads, fp32."""
-    logits = latent_q.float()
+    """KL of Bernoulli(m) from Bernoulli(p(l=0)), a mean over real tokens and heads."""
+    logits = _wide(latent_q)
     odds = logits[..., 0] - torch.logsumexp(logits[..., 1:], -1)
-    mass = mass_BTH.float().clamp(0.0, 1.0)
+    mass = mass_BTH.to(odds.dtype).clamp(0.0, 1.0)
     cross = F.binary_cross_entropy_with_logits(odds, mass, reduction="none")
     entropy = -(torch.xlogy(mass, mass) + torch.xlogy(1 - mass, 1 - mass))
-    real = real_BT[..., None].float()
+    real = real_BT[..., None].to(odds.dtype)
     return ((cross - entropy) * real).sum() / (real.sum() * mass.shape[-1]).clamp_min(1.0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def base_attention(
@@ -98,16 +102,15 @@ def base_attention(
     Returns:
         Output (B, T, H, K) and m_t (B, T, H), both at least fp32.
     """
-    q, k, v = local.q, local.k, local.v
-    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (_wide(x) for x in local[:3])
     if tokens.cu_seqlens is None:
-        return _attention(layer, q.to(wide), k.to(wide), v.to(wide), tokens.key_mask)
+        return _attention(layer, q, k, v, tokens.key_mask)
     parts = []
     bounds = tokens.cu_seqlens.tolist()
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         own = slice(start, stop)
         mask = None if tokens.key_mask is None else tokens.key_mask[:, own]
-        parts.append(_attention(layer, *(x[:, own].to(wide) for x in (q, k, v)), mask))
+        parts.append(_attention(layer, q[:, own], k[:, own], v[:, own], mask))
     outs, masses = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(masses, 1)
 

@@ -1,0 +1,162 @@
+"""`convert`: from a folder to a folder, weights kept; bad input gets one line, leaves nothing."""
+
+import json
+
+import pytest
+import torch
+from bases import NAMES, base, tokens
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import latte
+from latte.conversion import convert
+from latte.errors import LatteError
+
+
+@pytest.fixture
+def save_base(tmp_path):
+    """save_base(family) -> a folder with the base's weights (fp32) and a tokeniser."""
+
+    def save(family):
+        folder = tmp_path / f"{family}-base"
+        base(family).save_pretrained(folder)
+        words = {f"w{i}": i for i in range(50)}
+        tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1")
+        fast.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_converted_folder_loads_with_the_auto_classes(family, save_base, tmp_path):
+    out = tmp_path / "out"
+    model = convert(save_base(family), out, window=5, num_latents=8, dtype=torch.float64)
+    assert model.config.model_type == f"macchiato_{family}"
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    assert type(loaded) is type(model)
+    ids = tokens()
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-11, atol=1e-11)
+    decoder = AutoModel.from_pretrained(out, dtype=torch.float64)
+    assert decoder(ids).last_hidden_state.shape == (2, 23, 32)
+    assert AutoConfig.from_pretrained(out).local_window == 5
+    stored = load_file(out / "model.safetensors")
+    for name, weight in base(family).state_dict().items():
+        if name in stored:  # a tied head is stored once
+            assert torch.equal(stored[name], weight), name
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_a_control_is_chosen_when_loading(save_base, tmp_path):
+    out = tmp_path / "out"
+    convert(save_base("llama"), out, window=5, num_latents=8, dtype="float64")
+    ids = tokens()
+    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)(ids).logits
+    own = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64, mixing="base")(ids).logits
+    reference = base("llama")(ids, attention_mask=_causal(23)).logits
+    torch.testing.assert_close(own, reference, rtol=1e-9, atol=1e-9)
+    assert (plain - own).abs().max() > 1e-3
+
+
+def _causal(length):
+    from bases import band
+
+    return band(length, None)
+
+
+def test_the_seed_decides_the_new_weights(save_base):
+    folder = save_base("llama")
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    models = [convert(folder, window=5, num_latents=8, seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    keys = [m.model.layers[0].self_attn.latents.k_proj.weight for m in models]
+    assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
+
+
+def test_it_is_exported():
+    assert latte.convert is convert
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 0}, "local_window must be at least 1 key, got 0"),
+        ({"num_latents": 6}, "num_latents must be a multiple of num_attention_heads, got num_late"),
+        ({"window_probability": 1.0}, "window_probability must be between 0 and 1, got 1.0"),
+        ({"latent_input": "lstm"}, "latent_input must be one of .*, got 'lstm'"),
+        ({"num_sinks": -1}, "num_sinks must be 0 or more, got -1"),
+    ],
+)
+def test_values_that_do_not_fit(arguments, message, save_base, tmp_path):
+    with pytest.raises(LatteError, match=message) as caught:
+        convert(save_base("llama"), tmp_path / "out", **arguments)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def _edit(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def _break(folder, kind):
+    if kind == "architecture":
+        _edit(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    elif kind == "vision":
+        _edit(folder, model_type="gemma3")
+    elif kind == "quantised":
+        _edit(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    elif kind == "tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    elif kind == "config":
+        (folder / "config.json").unlink()
+    elif kind == "truncated":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:500])
+    elif kind == "shape":
+        _edit(folder, intermediate_size=40)
+    elif kind == "layers":
+        _edit(folder, num_hidden_layers=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("architecture", "of architecture 'gpt2', which is not supported; expected one of gemma, "),
+        ("vision", "gemma3 with vision, which is not supported; expected its text model"),
+        ("quantised", "is quantised; expected full-precision weights"),
+        ("tokenizer", "has no tokenizer; expected tokenizer.json"),
+        ("config", "config.json is missing"),
+        ("truncated", "base .* (cannot be loaded|has damaged weights)"),
+        ("shape", "has weights of another shape than its config: model.layers.0.mlp"),
+        ("layers", "lacks weights: model.layers.4"),
+    ],
+)
+def test_bases_that_cannot_be_converted(kind, message, save_base, tmp_path):
+    folder = save_base("llama")
+    _break(folder, kind)
+    with pytest.raises(LatteError, match=message) as caught:
+        convert(folder, tmp_path / "out", num_latents=8)
+    assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llama-base"]
+
+
+def test_an_output_that_exists_is_left_alone(save_base, tmp_path):
+    folder = save_base("llama")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(LatteError, match="out exists; expected the name of a new folder"):
+        convert(folder, tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_no_such_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(LatteError, match="base no/such-model cannot be read"):
+        convert("no/such-model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

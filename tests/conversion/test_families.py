@@ -1,0 +1,118 @@
+"""Every family: the base's weights, its window exactly, its own attention exactly."""
+
+import pytest
+import torch
+from bases import NAMES, WINDOW, base, base_logits, converted, tokens
+
+from latte.conversion.modeling import FAMILIES
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_p0_of_one_is_the_base_with_a_window_on_every_layer(family):
+    ids = tokens()
+    wanted = base_logits(family, ids, WINDOW)
+    model = converted(family, mixing="window")
+    torch.testing.assert_close(model(ids).logits, wanted, **EXACT)
+    # The same by the weights alone: a window logit that leaves the latents nothing.
+    model = converted(family)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.latents.window_bias.fill_(1e4)
+    torch.testing.assert_close(model(ids).logits, wanted, **EXACT)
+    # A window that holds everything is full attention.
+    everything = converted(family, mixing="window", local_window=64)
+    torch.testing.assert_close(everything(ids).logits, base_logits(family, ids, None), **EXACT)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_the_base_control_is_the_base(family):
+    ids = tokens()
+    model = converted(family, mixing="base")
+    torch.testing.assert_close(model(ids).logits, base_logits(family, ids, "own"), **EXACT)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_latents_change_the_logits_and_reach_beyond_the_window(family):
+    ids = tokens(30)
+    model = converted(family)
+    logits = model(ids).logits
+    assert (logits - base_logits(family, ids, WINDOW)).abs().max() > 1e-3
+    # Four layers of a window of 5 reach 16 tokens back; the first of 30 is out of that.
+    other = ids.clone()
+    other[:, 0] = (other[:, 0] + 1) % 50
+    assert (model(other).logits - logits)[:, 20:].abs().max() > 1e-6
+    window = converted(family, mixing="window")
+    assert torch.equal(window(other).logits[:, 20:], window(ids).logits[:, 20:])
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_only_latents_are_new(family):
+    model = converted(family)
+    names = set(dict(model.named_parameters()))
+    known = set(dict(base(family).named_parameters()))
+    assert known <= names
+    assert all(".self_attn.latents." in name for name in names - known)
+    latents = model.model.layers[0].self_attn.latents
+    assert latents.q_proj.weight.shape == (8 + 4, 32)  # L + 1 logits for each of 4 heads
+    assert latents.k_proj.weight.shape == (8, 32)
+
+
+@pytest.mark.parametrize("latent_input", ["none", "conv", "rglru"])
+def test_the_window_starts_at_the_probability_asked_for(latent_input):
+    from transformers import set_seed
+
+    from latte.conversion.attention import window_share
+
+    set_seed(0)
+    kind, language_model = type(converted("llama").config), FAMILIES["llama"][1]
+    config = kind(hidden_size=64, num_attention_heads=4, num_key_value_heads=4,
+                  num_hidden_layers=2, intermediate_size=64, vocab_size=50, num_latents=32,
+                  latent_input=latent_input, window_probability=0.9)  # fmt: skip
+    model = language_model(config)
+    shares = []
+    for layer in model.model.layers:
+        layer.self_attn.latents.register_forward_hook(
+            lambda _m, _i, out: shares.append(window_share(out[0]))
+        )
+    model(tokens())
+    assert len(shares) == 2
+    assert abs(torch.stack(shares).mean() - 0.9) < 0.02
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_gradients_reach_the_latents_of_every_layer(family):
+    model = converted(family).train()
+    ids = tokens()
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        if ".latents." in name:
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    ids = tokens()
+    gradients = []
+    for checkpointing in (False, True):
+        model = converted("gemma2").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        latents = model.model.layers[1].self_attn.latents
+        gradients.append([p.grad for p in latents.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_keeps_the_logits_weights_wide(tmp_path):
+    model = converted("qwen3").to(torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = FAMILIES["qwen3"][1].from_pretrained(tmp_path, dtype=torch.bfloat16)
+    attention = loaded.model.layers[0].self_attn
+    assert attention.q_proj.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in attention.latents.parameters()} == {torch.float32}
+    ids = tokens()
+    low, high = loaded(ids).logits.float(), model(ids).logits
+    assert low.isfinite().all()
+    assert (low - high).norm() < 0.1 * high.norm()

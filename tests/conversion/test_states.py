@@ -1,0 +1,158 @@
+"""Carrying a converted model on: cut anywhere, packed, padded, generated, cropped."""
+
+import pytest
+import torch
+from bases import NAMES, converted, tokens
+
+from latte.models import LatteCache
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+OPTIONS = {
+    "plain": {},
+    "conv": {"latent_input": "conv"},
+    "sinks": {"num_sinks": 2},
+    "delayed": {"delay_latents": True},
+    "both": {"num_sinks": 3, "delay_latents": True, "latent_input": "none"},
+    "window": {"mixing": "window"},
+    "latents": {"mixing": "latents"},
+    "window with sinks": {"mixing": "window", "num_sinks": 2},
+    "base": {"mixing": "base"},
+}
+CASES = [(name, "llama") for name in OPTIONS] + [
+    (name, family) for family in NAMES if family != "llama" for name in ("plain", "both")
+]
+
+
+def in_pieces(model, ids, cuts):
+    cache, parts, start = LatteCache(model.config), [], 0
+    for stop in [*cuts, ids.shape[1]]:
+        out = model(ids[:, start:stop], past_key_values=cache, use_cache=True)
+        parts.append(out.logits)
+        start = stop
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize(("option", "family"), CASES)
+def test_split_anywhere_is_whole(option, family):
+    model = converted(family, **OPTIONS[option])
+    ids = tokens(24)
+    whole = model(ids, use_cache=False).logits
+    with torch.no_grad():
+        for cuts in ([1], [2, 3, 4], [7, 19], range(1, 24)):
+            torch.testing.assert_close(in_pieces(model, ids, cuts), whole, **EXACT)
+
+
+@pytest.mark.parametrize(("option", "family"), CASES)
+def test_packed_is_separate(option, family):
+    model = converted(family, **OPTIONS[option])
+    parts = [tokens(n, 1, seed=n) for n in (3, 11, 1, 9)]
+    bounds = torch.tensor([0, 3, 14, 15, 24], dtype=torch.int32)
+    packed = model(torch.cat(parts, 1), cu_seq_lens_q=bounds).logits
+    apart = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
+    torch.testing.assert_close(packed, apart, **EXACT)
+    # Transformers' collators mark packed sequences by positions that start anew.
+    places = torch.cat([torch.arange(part.shape[1])[None] for part in parts], 1)
+    by_positions = model(torch.cat(parts, 1), position_ids=places, use_cache=False).logits
+    torch.testing.assert_close(by_positions, packed, **EXACT)
+
+
+@pytest.mark.parametrize(("option", "family"), CASES)
+def test_left_padding_changes_nothing(option, family):
+    model = converted(family, **OPTIONS[option])
+    ids = tokens(18)
+    padded = torch.cat([torch.ones(2, 4, dtype=torch.long), ids], 1)
+    mask = torch.ones(2, 22, dtype=torch.long)
+    mask[:, :4] = 0
+    plain = model(ids).logits
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 4:], plain, **EXACT)
+    cache = LatteCache(model.config)
+    first = model(padded[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+    rest = model(padded[:, 9:], attention_mask=mask, past_key_values=cache)
+    both = torch.cat([first.logits, rest.logits], 1)[:, 4:]
+    torch.testing.assert_close(both, plain, **EXACT)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_future_cannot_change_the_past(option):
+    model = converted("llama", **OPTIONS[option])
+    ids = tokens(24)
+    other = ids.clone()
+    other[:, 15:] = (other[:, 15:] + 7) % 50
+    assert torch.equal(model(ids).logits[:, :15], model(other).logits[:, :15])
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_generation_is_the_argmax_of_the_whole(family):
+    model = converted(family)
+    ids = tokens(9)
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for step in range(9, 17):
+        wanted = model(out[:, :step]).logits[:, -1].argmax(-1)
+        assert torch.equal(out[:, step], wanted)
+
+
+def test_the_cache_is_constant_in_size_but_for_the_base():
+    ids = tokens(40)
+    sizes = {}
+    for option in OPTIONS:
+        model = converted("llama", **OPTIONS[option])
+        cache = LatteCache(model.config)
+        model(ids[:, :20], past_key_values=cache)
+        before = cache.nbytes
+        model(ids[:, 20:], past_key_values=cache)
+        sizes[option] = cache.nbytes - before
+    assert sizes.pop("base") > 0
+    assert set(sizes.values()) == {0}
+
+
+def test_tokens_are_taken_back():
+    model = converted("gemma3_text")
+    ids = tokens(20)
+    cache = LatteCache(model.config)
+    model(ids[:, :9], past_key_values=cache)
+    cache.activate_past_recording()
+    model(ids[:, 9:16], past_key_values=cache)
+    for layer in cache.layers:
+        layer.crop(-4)
+    rest = model(ids[:, 12:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, model(ids).logits[:, 12:], **EXACT)
+
+
+@pytest.mark.parametrize("option", ["sinks", "delayed"])
+def test_options_that_cannot_take_tokens_back_say_so(option):
+    model = converted("llama", **OPTIONS[option])
+    cache = LatteCache(model.config)
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match="cannot be taken back"):
+        model(tokens(4), past_key_values=cache)
+
+
+def test_another_cache_is_refused():
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match="LatteCache, got DynamicCache"):
+        converted("llama")(tokens(4), past_key_values=DynamicCache())
+
+
+def test_delayed_latents_hold_only_what_has_left_the_window():
+    """While everything fits the window, the model is the base, whatever the latents say."""
+    from bases import WINDOW, base_logits
+
+    model = converted("llama", delay_latents=True)
+    ids = tokens(WINDOW)
+    torch.testing.assert_close(model(ids).logits, base_logits("llama", ids, None), **EXACT)
+    longer = tokens(WINDOW + 1)
+    difference = model(longer).logits - base_logits("llama", longer, WINDOW)
+    assert difference[:, :WINDOW].abs().max() < 1e-9
+    assert difference[:, WINDOW:].abs().max() > 1e-4
+
+
+def test_sinks_are_seen_by_every_query():
+    """Without latents, a first token out of all windows' reach still changes the last logits."""
+    ids = tokens(40)
+    other = ids.clone()
+    other[:, 0] = (other[:, 0] + 1) % 50
+    for num_sinks, seen in ((0, False), (1, True)):
+        model = converted("llama", mixing="window", num_sinks=num_sinks)
+        changed = (model(ids).logits - model(other).logits)[:, -1].abs().max()
+        assert bool(changed > 1e-6) == seen

@@ -1,0 +1,130 @@
+"""The teacher is the base, its in-window mass is the closed form, and the latents learn from it."""
+
+import pytest
+import torch
+from bases import NAMES, WINDOW, base_logits, converted, tokens
+
+from latte.conversion.attention import Projections, Tokens
+from latte.conversion.transfer import Teacher, base_attention, run_teacher
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+PLAIN = Tokens(None, None)
+
+
+def random_local(layer, tokens_, batch=2, groups=2):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(heads):
+        shape = (batch, tokens_, heads, layer.head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return Projections(draw(layer.num_heads), draw(groups), draw(groups))
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_pass_with_a_teacher_runs_the_base(family):
+    ids = tokens(20)
+    model = converted(family)
+    teacher = Teacher()
+    logits = model(ids, teacher=teacher, use_cache=False).logits
+    torch.testing.assert_close(logits, base_logits(family, ids, "own"), **EXACT)
+    assert len(teacher.output) == len(teacher.mass) == 4
+    assert min(teacher.output) > 0 and min(teacher.mass) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_mass_splits_full_attention_into_window_and_rest(family, monkeypatch):
+    """y = m SWA + (1 - m) REST, with REST the same softmax over what is out of the window."""
+    monkeypatch.setattr("latte.conversion.transfer.CHUNK_ELEMENTS", 700)  # several chunks
+    layer = converted(family).model.layers[1].self_attn  # Gemma 2's second has full attention
+    assert layer.base_window is None
+    local = random_local(layer, 17)
+    out, mass = base_attention(layer, local, PLAIN)
+    k, v = (x.repeat_interleave(2, 2) for x in (local.k, local.v))
+    logits = torch.einsum("bthk,bshk->bhts", local.q, k) * layer.scale
+    if layer.softcap:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    place = torch.arange(17)
+    gap = place[:, None] - place
+    full = logits.masked_fill(gap < 0, -torch.inf).logsumexp(-1)
+    near = logits.masked_fill((gap < 0) | (gap >= WINDOW), -torch.inf)
+    torch.testing.assert_close(mass, (near.logsumexp(-1) - full).exp().transpose(1, 2), **EXACT)
+    swa = torch.einsum("bhts,bshd->bthd", near.softmax(-1), v)
+    far = logits.masked_fill(gap < WINDOW, -torch.inf).softmax(-1).nan_to_num()
+    rest = torch.einsum("bhts,bshd->bthd", far, v)
+    m = mass[..., None]
+    torch.testing.assert_close(out, m * swa + (1 - m) * rest, **EXACT)
+    assert torch.all(mass[:, :WINDOW] > 1 - 1e-12) and mass.min() < 0.9
+
+
+def test_a_perfect_mixture_has_no_error():
+    """Everything in the window: p(l=0) = 1 is right, and the errors say so."""
+    model = converted("llama", local_window=64)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.latents.window_bias.fill_(60.0)
+    output, mass = run_teacher(model, input_ids=tokens(20)).errors()
+    assert output < 1e-12 and 0 <= mass < 1e-12
+
+
+@pytest.mark.parametrize("option", [{}, {"num_sinks": 2}, {"delay_latents": True}])
+def test_packed_teaches_what_apart_teaches(option):
+    model = converted("gemma2", **option)
+    parts = [tokens(n, 1, seed=n) for n in (9, 14)]
+    bounds = torch.tensor([0, 9, 23], dtype=torch.int32)
+    layers = []
+    for layer in model.model.layers:
+        layer.self_attn.latents.register_forward_hook(
+            lambda _m, _i, out: layers.append(out[0].detach())
+        )
+    together = run_teacher(model, input_ids=torch.cat(parts, 1), cu_seq_lens_q=bounds)
+    count = len(layers)
+    apart = [run_teacher(model, input_ids=part) for part in parts]
+    for index in range(count):  # the same logits, hence the same inputs and outputs below
+        both = torch.cat([layers[count + index], layers[2 * count + index]], 1)
+        torch.testing.assert_close(layers[index], both, **EXACT)
+    mean = sum(part.shape[1] * torch.stack(t.mass) for part, t in zip(parts, apart, strict=True))
+    torch.testing.assert_close(torch.stack(together.mass), mean / 23, **EXACT)
+
+
+def test_sinks_count_as_seen_by_the_window():
+    masses = {}
+    for sinks in (0, 3):
+        layer = converted("llama", num_sinks=sinks).model.layers[0].self_attn
+        masses[sinks] = base_attention(layer, random_local(layer, 17), PLAIN)[1]
+    assert torch.all(masses[3] >= masses[0] - 1e-12)
+    assert torch.all(masses[3][:, WINDOW + 3 :] > masses[0][:, WINDOW + 3 :])
+
+
+def test_padding_teaches_nothing():
+    model = converted("llama")
+    ids = tokens(14, 1)
+    padded = torch.cat([torch.full((1, 5), 7), ids], 1)
+    mask = torch.ones(1, 19, dtype=torch.long)
+    mask[:, :5] = 0
+    plain = run_teacher(model, input_ids=ids)
+    with_padding = run_teacher(model, input_ids=padded, attention_mask=mask)
+    for a, b in zip(plain.errors(), with_padding.errors(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_latents_learn_each_layer_on_its_own():
+    model = converted("llama").train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".latents." in name)
+    ids = tokens(32, 8)
+    # One layer's error has gradients in that layer alone.
+    run_teacher(model, input_ids=ids).output[2].backward()
+    touched = {n.split(".")[2] for n, p in model.named_parameters() if p.grad is not None}
+    assert touched == {"2"}
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    history = []
+    for _ in range(40):
+        optimiser.zero_grad()
+        teacher = run_teacher(model, input_ids=ids)
+        history.append([x.item() for x in teacher.errors()])
+        teacher.loss().backward()
+        optimiser.step()
+    (first_output, first_mass), (last_output, last_mass) = history[0], history[-1]
+    assert last_output < 0.7 * first_output
+    assert last_mass < 0.5 * first_mass
