@@ -35,6 +35,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "latte-r-swa++": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "transformer++": {"color": "#000000", "marker": "^"},
 }
+# For checkpoints, which have names of the user's own.
+PALETTE: tuple[dict[str, Any], ...] = tuple(
+    {"color": color, "marker": marker}
+    for color, marker in zip(
+        ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+        "^osDvPX",
+        strict=True,
+    )
+)
 NAMES = {
     "latte": "Latte",
     "jax scan": "jitted jax.lax.scan of Listing 1",
@@ -58,7 +67,11 @@ def hardware(row: Row, jax: str = "") -> str:
     cores, threads = (
         f"{row[name]} {name[:-1] if row[name] == '1' else name}" for name in ("cores", "threads")
     )
-    return f"{row['cpu']}, {cores}, {threads}; fp32; {versions}; {row['date']}"
+    precision = {"float32": "fp32", "bfloat16": "bf16"}.get(row.get("dtype", "float32"))
+    where = (
+        f"{row['cpu']}, {cores}, {threads}" if row.get("device", "cpu") == "cpu" else row["device"]
+    )
+    return f"{where}; {precision or row['dtype']}; {versions}; {row['date']}"
 
 
 def panels(count: int, title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
@@ -186,6 +199,29 @@ def draw_decode(out: Path) -> Path:
     return save(figure, out / "cpu_decode.png")
 
 
+def draw_generation(out: Path) -> Path:
+    """generation.csv: time per token and the cache's size over the context, a line a checkpoint."""
+    rows = read_rows(out / "generation.csv")
+    rows = [row | {"cache_mb": float(row["cache_bytes"]) / 2**20} for row in rows]
+    figure, axes = panels(2, "Generation with growing context (batch of 1)", hardware(rows[0]))
+    columns = (
+        ("time per token", "median_ms", "milliseconds (median; band: p10 to p90)"),
+        ("cache", "cache_mb", "MB"),
+    )
+    for ax, (title, column, ylabel) in zip(axes, columns, strict=True):
+        for name, style in zip(dict.fromkeys(row["model"] for row in rows), PALETTE, strict=False):
+            here = [row for row in rows if row["model"] == name]
+            xs = [float(row["context"]) for row in here]
+            ax.plot(xs, [float(row[column]) for row in here], label=name, markersize=5, **style)
+            if column == "median_ms":
+                low, high = ([float(row[q]) for row in here] for q in ("p10_ms", "p90_ms"))
+                ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        ax.set_yscale("log")
+        widen(ax, [float(row[column]) for row in rows])
+        dress(ax, title, [float(row["context"]) for row in rows], ylabel, "tokens of context")
+    return save(figure, out / "generation.png")
+
+
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     drawn = 0
@@ -193,8 +229,11 @@ def main() -> None:
         if (out / f"cpu_{name}.csv").exists():
             print(draw(out))
             drawn += 1
+    if (out / "generation.csv").exists():
+        print(draw_generation(out))
+        drawn += 1
     if not drawn:
-        raise SystemExit(f"no cpu_*.csv in {out}: run the benchmarks first")
+        raise SystemExit(f"no results in {out}: run the benchmarks first")
 
 
 if __name__ == "__main__":

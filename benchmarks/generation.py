@@ -1,0 +1,326 @@
+"""Generation at 1k to 64k tokens of context, for several checkpoints side by side.
+
+Time per token, bytes of the cache and peak memory of any causal language models that `latte` can
+load: plain models of Transformers, Latte's, converted ones. Batch of one, weights in the dtype
+that they are loaded in, all threads, or a GPU with --device cuda.
+
+* Contexts are real: random tokens go through the model's cache in segments, up to each context in
+  turn. The prefill's own time is in the table, and not in the figure.
+* Time per token: single-token forwards through a copy of that cache, all checkpoints in turns
+  (see ``common``). A context grows by the timed tokens, fewer than 130.
+* Cache: bytes of the tensors that the cache holds at that context.
+* Peak memory: of a fresh process per checkpoint that fills its cache in the same segments and
+  generates 8 tokens at each context; and the same less what was resident once the model was there.
+  On a GPU, of memory allocated there.
+
+Nothing runs at the same time: processes follow one another, and the script refuses to start
+while another command of this project does, since that would be measured too.
+
+    python benchmarks/generation.py --checkpoint base=BASE --checkpoint converted=CONVERTED
+    python benchmarks/generation.py --quick
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    Row,
+    child_job,
+    in_fresh_process,
+    interleave,
+    output_folder,
+    parser,
+    peak_bytes,
+    reset_peak,
+    resident_bytes,
+    use_all_threads,
+)
+from records import Table
+
+from latte.errors import LatteError
+from latte.experiments.checkpoint import load_checkpoint
+
+CONTEXTS = tuple(1024 * 2**i for i in range(7))
+QUICK_CONTEXTS = (48, 96)
+STEPS_FOR_MEMORY = 8
+
+
+# --- models and their caches --------------------------------------------------------------------
+
+
+def load(folder: str, device: str, mixing: str | None) -> Any:
+    """The model of a checkpoint."""
+    model, _ = load_checkpoint(folder, device, mixing=mixing)
+    return model
+
+
+def feed(model: Any, cache: Any, count: int, segment: int, seen: int) -> Any:
+    """Random tokens through the model in segments; the cache afterwards."""
+    generator = torch.Generator().manual_seed(seen)
+    while count:
+        n = min(segment, count)
+        tokens = torch.randint(model.config.vocab_size, (1, n), generator=generator)
+        output = model(
+            tokens.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache = output.past_key_values
+        count -= n
+    wait(model)
+    return cache
+
+
+class Generator:
+    """One model and a cache of its own; each call generates one token."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        self.model, self.cache = model, copy.deepcopy(cache)
+        self.token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+
+    def __call__(self) -> None:
+        output = self.model(self.token, past_key_values=self.cache, use_cache=True)
+        self.cache = output.past_key_values
+        self.token = output.logits[:, -1:].argmax(-1)
+        wait(self.model)
+
+
+def wait(model: Any) -> None:
+    """Return once the work is done."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor within an object, once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif hasattr(value, "__dict__"):
+        inner = vars(value).values()
+    for part in inner:
+        yield from tensors_of(part, seen)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors that a cache holds, whatever its class."""
+    return sum(x.numel() * x.element_size() for x in tensors_of(cache, set()))
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def time_all(
+    models: dict[str, Any], contexts: Sequence[int], segment: int, budget: float
+) -> Iterator[tuple[str, int, Row]]:
+    """(name, context, row) with time per token and bytes of cache, context by context."""
+    caches: dict[str, Any] = dict.fromkeys(models)
+    prefill = dict.fromkeys(models, 0.0)
+    seen = 0
+    for context in contexts:
+        for name, model in models.items():
+            start = time.perf_counter()
+            caches[name] = feed(model, caches[name], context - seen, segment, seen)
+            prefill[name] += time.perf_counter() - start
+            print(f"{name:16} at {context:6} tokens after {prefill[name]:7.1f} s", flush=True)
+        seen = context
+        sides = {name: Generator(model, caches[name]) for name, model in models.items()}
+        sizes = {name: cache_bytes(side.cache) for name, side in sides.items()}
+        times = interleave(sides, budget)
+        for name, model in models.items():
+            row: Row = {"parameters": sum(p.numel() for p in model.parameters())}
+            row |= {"cache_bytes": sizes[name], "prefill_s": round(prefill[name], 3)}
+            yield name, context, row | times[name].row()
+
+
+def measure_memory(job: Row) -> Row:
+    """Peak memory of one checkpoint at growing contexts, in this process; by context, as text."""
+    use_all_threads()
+    model = load(job["folder"], job["device"], job["mixing"])
+    gpu = model.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if gpu else resident_bytes()
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
+    peaks: Row = {}
+    cache, seen = None, 0
+    with torch.inference_mode():
+        for context in job["contexts"]:
+            cache = feed(model, cache, context - seen, job["segment"], seen)
+            side = Generator(model, None)
+            side.cache = cache  # no copy: it would count
+            for _ in range(STEPS_FOR_MEMORY):
+                side()
+            cache, seen = side.cache, context + STEPS_FOR_MEMORY
+            peak = torch.cuda.max_memory_allocated() if gpu else peak_bytes()
+            peaks[str(context)] = {
+                "peak_net_mb": round((peak - before) / 2**20, 3),
+                "peak_process_mb": round(peak / 2**20, 3),
+            }
+    return peaks
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+def other_commands() -> list[str]:
+    """Running commands of this project, but for this process and those that started it."""
+    own = set(ancestors())
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        ours = any(
+            word == b"latte.cli" or word.startswith(b"latte.experiments.") for word in words
+        ) or any(word.endswith(b"/latte") or b"benchmarks/" in word for word in words[:2])
+        if ours and b"python" in words[0] and int(path.parent.name) not in own:
+            found.append(f"{path.parent.name} ({b' '.join(words)[:80].decode(errors='replace')})")
+    return found
+
+
+def ancestors() -> Iterator[int]:
+    """This process, its parent, and so on."""
+    process = os.getpid()
+    while process > 1:
+        yield process
+        try:
+            status = Path(f"/proc/{process}/status").read_text()
+        except OSError:
+            return
+        process = int(status.split("PPid:")[1].split()[0])
+
+
+def device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    return "cpu"
+
+
+# --- the script ---------------------------------------------------------------------------------
+
+
+def quick_checkpoints(folder: Path) -> dict[str, tuple[str, str | None]]:
+    """A tiny Latte model and a tiny Llama with random weights, saved like any checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from latte.data import byte_tokenizer
+    from latte.models import LatteForCausalLM, preset_config
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 260}
+    config = preset_config("latte-r-swa++", "tiny", **sizes, sliding_window=16)
+    made = {"latte": LatteForCausalLM(config), "llama": LlamaForCausalLM(LlamaConfig(**sizes))}
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    return {name: (str(folder / name), None) for name in made}
+
+
+def named(text: str) -> tuple[str, str, str | None]:
+    """`NAME=FOLDER` or `NAME=FOLDER@MIXING` -> (name, folder, mixing)."""
+    name, equals, rest = text.partition("=")
+    folder, at, mixing = rest.rpartition("@")
+    if not at:
+        folder, mixing = rest, ""
+    if not (name and equals and folder):
+        raise SystemExit(f"--checkpoint: expected NAME=FOLDER or NAME=FOLDER@MIXING, got {text!r}")
+    return name, folder, mixing or None
+
+
+def main() -> None:
+    job = child_job()
+    if job is not None:
+        print(json.dumps(measure_memory(job)))
+        return
+    from figures import draw_generation  # here, so that matplotlib is not part of what is measured
+
+    options = parser(__doc__)
+    options.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER[@MIXING]",
+        help="a checkpoint and its name in the figure; repeat it. MIXING of a converted model: "
+        "learned, window, latents, base",
+    )
+    options.add_argument("--contexts", help="tokens, by commas (default: 1024,2048,...,65536)")
+    options.add_argument("--segment", type=int, default=512, help="tokens read at a time")
+    options.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    args = options.parse_args()
+    chosen = {name: (folder, mixing) for name, folder, mixing in map(named, args.checkpoint)}
+    if not chosen and not args.quick:
+        raise SystemExit("expected --checkpoint NAME=FOLDER, at least one (or --quick)")
+    others = [] if args.quick else other_commands()
+    if others:
+        raise SystemExit(f"another command of this project runs: {'; '.join(others)}")
+    contexts = QUICK_CONTEXTS if args.quick else CONTEXTS
+    if args.contexts:
+        contexts = tuple(sorted({int(part) for part in args.contexts.split(",")}))
+    budget = args.budget or (0.05 if args.quick else 2.0)
+    segment = min(args.segment, 32) if args.quick else args.segment
+    out, threads = output_folder(args), use_all_threads()
+    with tempfile.TemporaryDirectory() as scratch:
+        chosen = chosen or quick_checkpoints(Path(scratch))
+        try:
+            models = {name: load(path, args.device, mix) for name, (path, mix) in chosen.items()}
+        except LatteError as error:
+            raise SystemExit(f"error: {error}") from None
+        print(f"generation: batch of 1, {args.device}, {threads} threads", flush=True)
+        dtypes = {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()}
+        with torch.inference_mode():
+            timed = {
+                (name, context): row
+                for name, context, row in time_all(models, contexts, segment, budget)
+            }
+        models.clear()
+        table = Table(out / "generation.csv")
+        print("peak memory, in processes of its own ...", flush=True)
+        for name, (folder, mixing) in chosen.items():
+            job = {"folder": folder, "mixing": mixing, "device": args.device}
+            job |= {"contexts": contexts, "segment": segment}
+            # A quick run starts one process of its own, to see that this works.
+            apart = not (args.quick and table.rows)
+            peaks = in_fresh_process(__file__, job) if apart else measure_memory(job)
+            for context in contexts:
+                report(table, name, context, timed[name, context] | peaks[str(context)], {
+                    "segment": segment,
+                    "dtype": dtypes[name],
+                    "device": device_name(args.device),
+                })  # fmt: skip
+    print(f"wrote {table.path} and {draw_generation(out)}")
+
+
+def report(table: Table, name: str, context: int, row: Row, settings: Row) -> None:
+    """One row into the file, and a line about it."""
+    import transformers
+
+    versions = {"transformers": transformers.__version__, "B": 1}
+    table.add({"model": name, "context": context, **row, **settings, **versions})
+    print(
+        f"{name:16} at {context:6} tokens: {row['median_ms']:8.2f} ms per token "
+        f"(p10 {row['p10_ms']:.2f}, p90 {row['p90_ms']:.2f}, {row['calls']} calls), "
+        f"cache {row['cache_bytes'] / 2**20:.2f} MB, peak memory {row['peak_net_mb']:.0f} MB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The generation benchmark runs on tiny checkpoints, and its arithmetic is right."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import generation
+import pytest
+import records
+import torch
+from transformers import DynamicCache
+
+from latte.models import LatteForCausalLM, preset_config
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "generation.py"
+
+
+def test_two_checkpoints_side_by_side(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figure = (tmp_path / "generation.png").read_bytes()
+    assert figure.startswith(b"\x89PNG") and len(figure) < 200_000
+    rows = records.read_rows(tmp_path / "generation.csv")
+    assert [(row["model"], row["context"]) for row in rows] == [
+        (name, str(context)) for name in ("latte", "llama") for context in generation.QUICK_CONTEXTS
+    ]
+    sizes = {(row["model"], int(row["context"])): int(row["cache_bytes"]) for row in rows}
+    short, long = generation.QUICK_CONTEXTS
+    assert sizes["latte", short] == sizes["latte", long]
+    assert sizes["llama", short] == 2 * 2 * 32 * 4 * short  # keys and values, layers, width, fp32
+    assert sizes["llama", long] == sizes["llama", short] * long // short
+    for row in rows:
+        assert 0 < float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
+        assert float(row["peak_process_mb"]) > float(row["peak_net_mb"]) >= 0
+        assert row["torch"] == torch.__version__ and row["dtype"] == "float32" and row["date"]
+
+
+def test_bytes_of_any_cache():
+    model = LatteForCausalLM(preset_config("latte++", "tiny", vocab_size=64)).eval()
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    assert generation.cache_bytes(cache) == cache.nbytes
+    plain = DynamicCache()
+    plain.update(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), 0)
+    assert generation.cache_bytes(plain) == 2 * 2 * 5 * 4 * 4
+
+
+def test_prefilling_in_segments_is_prefilling(monkeypatch):
+    """The cache has seen all the tokens, whatever the segment, and a copy is left alone."""
+    torch.manual_seed(0)
+    model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny", vocab_size=64)).eval()
+    with torch.no_grad():
+        cache = generation.feed(model, None, 13, 5, 0)
+        side = generation.Generator(model, cache)
+        side()
+        assert (cache.get_seq_length(), side.cache.get_seq_length()) == (13, 14)
+        assert generation.feed(model, cache, 7, 4, 13).get_seq_length() == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("base=runs/x", ("base", "runs/x", None)),
+        ("window=runs/x@window", ("window", "runs/x", "window")),
+    ],
+)
+def test_names_of_checkpoints(text, found):
+    assert generation.named(text) == found
+    for wrong in ("base", "=x", "base="):
+        with pytest.raises(SystemExit, match="expected NAME=FOLDER"):
+            generation.named(wrong)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
+def test_another_command_of_ours_is_seen(tmp_path):
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "latte.cli", "train"]
+    other = subprocess.Popen(command)
+    try:
+        time.sleep(0.3)
+        pids = [text.split()[0] for text in generation.other_commands()]
+        assert str(other.pid) in pids and str(os.getpid()) not in pids
+    finally:
+        other.kill()
+        other.wait()
+    assert str(other.pid) not in [text.split()[0] for text in generation.other_commands()]
