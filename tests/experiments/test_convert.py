@@ -1,0 +1,187 @@
+"""`latte convert --recipe`: two stages from a base that was just trained, resumed, compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from latte.errors import LatteError
+from latte.experiments.convert import convert_and_train, load_conversion_recipe
+from latte.experiments.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
+STAGE = ["max_tokens=null", "max_steps=3", "batch_size=2", "warmup_steps=1", "log_steps=1",
+         "save_steps=2", "eval_steps=3"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def base(words, tmp_path_factory) -> Path:
+    """A Llama of one page, trained for three steps on bytes."""
+    from latte.experiments.pretrain import train
+
+    folder = tmp_path_factory.mktemp("base") / "base"
+    shape = (
+        "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,"
+        " num_key_value_heads: 2}"
+    )
+    settings = [f"data.{key}={value}" for key, value in words.items()]
+    settings += ["data.tokenizer=byte", "data.block_length=32", "data.max_validation_tokens=64"]
+    settings += [f"training.{value}" for value in STAGE]
+    settings += ["training.torch_compile=false", f"model.overrides={shape}"]
+    train(load_recipe(RECIPES / "base.yaml", [*settings, f"output_dir={folder}"]), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def small(words):
+    """small(*overrides) -> the small recipe, smaller."""
+
+    def load(*overrides):
+        settings = [f"data.{key}={value}" for key, value in words.items()]
+        settings += ["data.block_length=32", "data.max_validation_tokens=64"]
+        settings += ["conversion.window=8", "conversion.num_latents=8"]
+        settings += [f"{stage}.{value}" for stage in ("transfer", "training") for value in STAGE]
+        settings += ["evaluation.lengths=[32, 64]", "evaluation.max_tokens=100"]
+        return load_conversion_recipe(RECIPES / "small.yaml", [*settings, *overrides])
+
+    return load
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_two_stages_change_the_latents_alone(base, small, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    original, middle, final = weights(base), weights(out / "transfer"), weights(out)
+    for name, weight in original.items():
+        assert torch.equal(weight, final[name]), name
+    new = [name for name in final if ".latents." in name]
+    assert new and set(final) == set(original) | set(new)
+    assert all(not torch.equal(middle[name], final[name]) for name in new)
+    assert torch.equal(weights(out / "next-token")[new[0]], final[new[0]])
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == "macchiato_llama"
+
+    lines = (out / "evaluation.csv").read_text().splitlines()
+    assert len(lines) == 1 + 5 * 2
+    names = {line.rsplit(",", 9)[0].strip('"') for line in lines[1:]}
+    assert "base" in names and "base, window only" in names
+    assert (out / "evaluation.png").stat().st_size > 5000
+    table = (out / "evaluation.md").read_text()
+    assert table.startswith("| model | 32 | 64 |")
+    # With the base frozen and no sinks, p(l=0) = 1 is the base with a window.
+    rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
+    window, held = (
+        rows[k].split(" | ")[1:] for k in ("base, window only", "converted, p(l=0) = 1")
+    )
+    assert window == held
+
+
+def test_the_transfer_logs_its_errors(base, small, tmp_path):
+    out = convert_and_train(str(base), tmp_path / "out", small("training=null"), quiet=True)
+    records = [json.loads(line) for line in (out / "transfer" / "metrics.jsonl").open()]
+    trained = [record for record in records if record["kind"] == "train"]
+    assert len(trained) == 3
+    for record in trained:
+        parts = record["output_error"] + record["mass_divergence"]
+        assert record["loss"] == pytest.approx(parts, rel=1e-4)
+        assert "perplexity" not in record
+    assert trained[-1]["loss"] < trained[0]["loss"]
+
+
+def test_the_optimiser_holds_nothing_of_the_base(base, small, tmp_path):
+    out = convert_and_train(str(base), tmp_path / "out", small("transfer=null"), quiet=True)
+    state = torch.load(out / "next-token" / "checkpoint-2" / "optimizer.pt", weights_only=True)[
+        "state"
+    ]
+    held = sum(value["exp_avg"].numel() for value in state.values())
+    assert held == sum(w.numel() for n, w in weights(out).items() if ".latents." in n)
+
+
+def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
+    pytest.importorskip("peft")
+    recipe = small("transfer=null", "conversion.trainable=lora", "conversion.lora_rank=2",
+                   "conversion.lora_targets=[q_proj, o_proj]", "training.learning_rate=0.01",
+                   "conversion.distillation=0.5")  # fmt: skip
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    original, final = weights(base), weights(out)
+    changed = {n for n, w in original.items() if not torch.equal(w, final[n])}
+    assert changed == {f"model.layers.{i}.self_attn.{p}.weight" for i in (0, 1)
+                       for p in ("q_proj", "o_proj")}  # fmt: skip
+    for name in changed:
+        update = final[name] - original[name]
+        assert torch.linalg.matrix_rank(update, rtol=1e-3) == 2
+    assert not any("lora" in name or "base_layer" in name for name in final)
+
+
+def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, small, tmp_path):
+    whole = convert_and_train(str(base), tmp_path / "whole", small(), quiet=True)
+    out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    # As a kill during the second stage leaves it: a checkpoint and no result.
+    for name in ("model.safetensors", "config.json", "finished.json"):
+        (out / "next-token" / name).unlink()
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / "next-token" / "checkpoint-3", ignore_errors=True)
+    (out / "evaluation.json").unlink()
+    again = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(again)[name]), name
+
+
+def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
+    from latte.experiments.conversion_model import starting_config
+    from latte.experiments.recipe import ConversionSection
+
+    out = convert_and_train(str(base), tmp_path / "out", small("training=null"), quiet=True)
+    section = ConversionSection(base=str(out), window=8, num_latents=8)
+    assert starting_config(section).local_window == 8
+    section.window = 16
+    with pytest.raises(LatteError, match="converted with local_window=8; expected that in the rec"):
+        starting_config(section)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("conversion.window=0", "local_window must be at least 1 key, got 0"),
+        ("conversion.num_latents=6", "multiple of num_attention_heads"),
+        ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
+        ("conversion.base=elsewhere", "conversion.base: expected none"),
+        ("transfer.learning_rate=-1", "training.learning_rate: expected a number above 0"),
+        ("conversion.lora=3", "unknown key 'conversion.lora'"),
+    ],
+)
+def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
+    with pytest.raises(LatteError, match=message) as caught:
+        convert_and_train(str(base), tmp_path / "out", small(override), quiet=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_stage_at_all_is_a_mistake(small):
+    with pytest.raises(LatteError, match="needs a transfer or a training section"):
+        small("transfer=null", "training=null")
+
+
+def test_a_folder_of_something_else_is_left_alone(base, small, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(LatteError, match="out exists; expected the name of a new folder"):
+        convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_recipes_load():
+    for name in ("small.yaml", "gemma2-2b.yaml"):
+        recipe = load_conversion_recipe(RECIPES / name)
+        stages = recipe.stages("base", Path("out"))
+        assert list(stages) == ["transfer", "next-token"]
+        assert stages["next-token"].conversion.base == "out/transfer"
+        assert stages["transfer"].conversion.objective == "transfer"
