@@ -279,6 +279,20 @@ def test_the_report_of_a_model_with_window_and_latents(seen, tmp_path):
     assert sum(states.values()) == pytest.approx(1, abs=1e-4) and len(states) == 9
 
 
+def test_figures_of_many_layers(tmp_path):
+    T, layers = 40, 14
+    generator = torch.Generator().manual_seed(0)
+    mixings = {
+        number: mixture(
+            torch.randn(T, 4, generator=generator).softmax(-1), window_PP=torch.eye(4), width=1
+        )
+        for number in range(layers)
+    }
+    written = write_report(Inspection("deep", ["x"] * T, 4, mixings), tmp_path)
+    assert {"collapse.png", "effective.png", "window_share.png"} <= set(written)
+    assert len(read_csv(tmp_path / "summary.csv")) == layers
+
+
 def test_the_report_of_a_model_without_latents(seen, tmp_path):
     _, inspection = seen("swa++")
     assert write_report(inspection, tmp_path) == ["summary.csv", "index.html"]

@@ -12,6 +12,7 @@ from .statistics import UNUSED, Share, Summary, Usage
 
 MUTED = "#6b7280"
 MAP = "viridis"
+MOST_IN_LEGEND = 12
 
 
 def collapse_figure(path: Path, rows: Sequence[Usage], title: str) -> None:
@@ -133,7 +134,7 @@ def share_figure(
 
     layers = sorted({row.layer for row in rows})
     heads = sorted({row.head for row in rows})
-    figure, (left, right) = _canvas(2, (11.0, 4.2), (1.5, 1.0))
+    figure, (left, right) = _canvas(2, (11.0, max(4.2, 0.2 * len(layers))), (1.5, 1.0))
     colours = matplotlib.colormaps[MAP](np.linspace(0.0, 0.9, len(layers)))
     means = np.zeros((len(layers), len(heads)))
     for place, layer in enumerate(layers):
@@ -176,7 +177,16 @@ def share_figure(
             color=MUTED,
         )
     left.set(xlabel="position (tokens)", ylabel="p(l=0), mean over heads", ylim=(0, 1))
-    left.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    if len(layers) <= MOST_IN_LEGEND:
+        left.legend(
+            frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14)
+        )
+    else:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import ListedColormap, Normalize
+
+        depth = ScalarMappable(Normalize(layers[0], layers[-1]), ListedColormap(colours))
+        figure.colorbar(depth, ax=left, pad=0.08).set_label("layer")
     right.grid(False)
     picture = right.imshow(means, aspect="auto", cmap=MAP, vmin=0, vmax=1)
     if means.size <= 160:
@@ -184,7 +194,8 @@ def share_figure(
             ink = "white" if value < 0.6 else "black"
             right.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
     right.set_xticks(range(len(heads)), [str(head) for head in heads])
-    right.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    step = -(-len(layers) // 16)
+    right.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     right.set(xlabel="head", ylabel="layer")
     right.set_title("mean over the text", fontsize=10)
     figure.colorbar(picture, ax=right, pad=0.02).set_label("p(l=0)")
