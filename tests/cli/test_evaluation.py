@@ -55,6 +55,7 @@ def test_tasks_write_a_table_a_csv_and_a_record(
         (["--tasks", "gone.yaml"], "gone.yaml"),
         (["--tasks", ","], "expected names separated by commas"),
         (["--mixing", "window"], "expected a converted model"),
+        (["--mixing", "half"], "expected one of learned, window, latents, base, got 'half'"),
         (["--probes", "copy", "--mixing", "window"], "expected a converted model"),
     ],
 )

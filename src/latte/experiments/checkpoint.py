@@ -111,15 +111,16 @@ def _load_config(folder: Path) -> Any:
 
 
 def _set_mixing(config: Any, mixing: str, folder: Path) -> None:
+    from ..conversion.config import MIXINGS
+
+    if mixing not in MIXINGS:
+        raise LatteError(f"mixing: expected one of {', '.join(MIXINGS)}, got {mixing!r}")
     if not hasattr(config, "mixing"):
         raise LatteError(
             f"mixing: expected a converted model, whose config says how it mixes window and"
             f" latents, got {config.model_type!r} in {folder}"
         )
-    try:
-        config.mixing = mixing
-    except (ValueError, TypeError) as error:
-        raise LatteError(f"mixing: {_line(error)}") from None
+    config.mixing = mixing
 
 
 def _check_weights(folder: Path) -> None:
