@@ -26,8 +26,6 @@ def generate(
     The model sees the prompt as it saw documents in training, after the start token. Temperature
     0 is greedy decoding. Generation ends early at the end-of-text token.
     """
-    from transformers import TextStreamer
-
     from ..data.tokenizers import document_ends
 
     if max_new_tokens < 1:
@@ -51,11 +49,35 @@ def generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=max_new_tokens,
-        eos_token_id=end,
+        eos_token_id=_ends(model, end),
         pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        if stream
-        else None,
+        streamer=_streamer(tokenizer) if stream else None,
         **sampling,
     )
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    # A space before a word belongs to it in some tokenisers, and is lost where text begins.
+    before = tokenizer.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode(output[0], skip_special_tokens=True)[len(before) :]
+
+
+def _ends(model: Any, end: int) -> list[int]:
+    """Every token that ends a text: the tokeniser's, and those that the model names."""
+    named = model.generation_config.eos_token_id
+    named = [] if named is None else named if isinstance(named, list) else [named]
+    return sorted({end, *named})
+
+
+def _streamer(tokenizer: Any) -> Any:
+    """Prints what follows the prompt, decoded together with it."""
+    from transformers import TextStreamer
+
+    class Continuation(TextStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if self.next_tokens_are_prompt:
+                self.next_tokens_are_prompt = False
+                self.token_cache = value[0].tolist()
+                text: Any = self.tokenizer.decode(self.token_cache, **self.decode_kwargs)
+                self.print_len = len(text)
+            else:
+                super().put(value)
+
+    return Continuation(tokenizer, skip_prompt=True, skip_special_tokens=True)
