@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 
 import pytest
 
 from latte.cli.parser import build_parser
+from latte.experiments.convert import load_conversion_recipe
 from latte.experiments.recipe import load_recipe
 from latte.models import PRESETS
 
@@ -21,6 +23,9 @@ def check_latte(words, root):
     if options.command in ("train", "compare"):
         recipe = load_recipe(root / options.recipe, options.overrides)
         assert recipe.model.preset in PRESETS
+    if options.command == "convert" and options.recipe is not None:
+        stages = load_conversion_recipe(root / options.recipe, options.overrides).stages
+        assert stages(options.base, root)
     if options.command == "compare":
         assert set(options.presets.split(",")) <= set(PRESETS)
 
@@ -38,6 +43,8 @@ def check(words, root):
         check_latte(rest[at + 1 :], root)
     elif words[:3] == ["python", "-m", "latte.experiments.demo"]:
         load_recipe(root / "recipes/demo.yaml", words[3:])
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]), words
     elif program == "python":
         assert (root / rest[0]).is_file(), words
     elif program == "pip":
