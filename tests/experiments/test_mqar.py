@@ -345,7 +345,7 @@ def test_documented_commands_could_be_typed() -> None:
     assert len(found) >= 3
     for words in found:
         assert words[:3] == ["python", "-m", "latte.experiments.mqar"]
-        arguments = [word for word in words[4:] if word != "--dry-run"]
+        arguments = [word for word in words[4:] if not word.startswith("--")]
         assert runs(load(ROOT / words[3], arguments))
 
 
@@ -414,6 +414,17 @@ def test_a_folder_with_other_or_damaged_results_is_left_alone(
     with pytest.raises(LatteError, match="is damaged .* delete it"):
         sweep(load(recipe_file, few), quiet=True)
     assert file.read_text() == before[:50]
+
+
+def test_a_report_of_what_is_done_trains_nothing(
+    recipe_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main([str(recipe_file), "--report"]) == 0
+    assert "No run has a result yet." in capsys.readouterr().out
+    sweep(load(recipe_file, ["select=[window]", "data.cells=[[8,2]]"]), quiet=True)
+    assert main([str(recipe_file), "--report"]) == 0
+    assert "2 runs" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").rglob(RESULT_FILE))) == 2
 
 
 def test_a_dry_run_lists_and_does_nothing(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see recipes/mqar")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
     parser.add_argument("--dry-run", action="store_true", help="list the runs and do none")
+    parser.add_argument("--report", action="store_true", help="report what is done, train nothing")
     parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
     options = parser.parse_args(arguments)
     try:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             _list(recipe)
         else:
-            print(sweep(recipe, quiet=options.quiet), end="")
+            print(sweep(recipe, quiet=options.quiet, report_only=options.report), end="")
             print(f"written: accuracy.csv, accuracy.md and figures in {recipe.output_dir}")
     except LatteError as error:
         print(f"mqar: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -53,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def sweep(recipe: MQARRecipe, *, quiet: bool = False) -> str:
+def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False) -> str:
     """Do all runs that have no result yet, write the report, return its table.
+
+    With `report_only` the report is about the results that are there already.
 
     Raises:
         LatteError: sizes that do not fit, a folder that cannot be written, or one that holds the
@@ -67,7 +70,7 @@ def sweep(recipe: MQARRecipe, *, quiet: bool = False) -> str:
     from .mqar_report import write_report
 
     tables: dict[tuple[Cell, str], Any] = {}
-    for number, run in enumerate(grid, 1):
+    for number, run in enumerate([] if report_only else grid, 1):
         if run in results or (recipe.training.skip_solved and _solved(run, results, recipe)):
             continue
         _say(f"[{number}/{len(grid)}] {run.label}", quiet)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
-from .recipe import _read_with_bases as read_recipe
+from .recipe import read_with_bases
 from .typed import apply_override, build
 
 
@@ -149,7 +149,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> MQARRecipe:
     Raises:
         LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
     """
-    tree = read_recipe(Path(path), seen=())
+    tree = read_with_bases(Path(path))
     for assignment in overrides:
         apply_override(tree, assignment)
     recipe = build(MQARRecipe, tree)
