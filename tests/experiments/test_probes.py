@@ -69,7 +69,11 @@ def test_a_retrieval_case(material: Any, length: int, depth: float) -> None:
     for word in words[1:4]:
         assert sum(f" is{word}." in line and name not in line for line in said) == 1
     assert not any(word in prompt for word in words[4:])
+    changed = np.flatnonzero(case.prompt != case.control)
     at = body.index(right)
+    assert len(changed) and right.startswith(body[at : changed[0] - 1]), "only the right word"
+    assert changed[-1] - 1 < at + len(right) - 1
+    assert not any(word in decode(case.control) for word in (words[0], *words[4:]))
     if depth == 0:
         assert at == 1
     elif depth == 1:
@@ -150,6 +154,9 @@ def test_retrieval_scores_are_those_of_whole_sequences(model: Any, material: Any
                 exact = bool((log_p.argmax(1) == torch.as_tensor(word)).all())
         margin, unsaid = values[0] - max(values[1:4]), values[0] - max(values[4:])
         wanted = {"nll": -values[0], "margin": margin, "margin_unsaid": unsaid}
+        log_p = whole(model, [*case.control, *case.candidates[0]])[len(case.control) - 1 : -1]
+        unseen = -float(log_p.gather(1, torch.as_tensor(case.candidates[0])[:, None]).mean())
+        wanted |= {"nll_unseen": unseen, "gain": unseen + values[0]}
         wanted |= {"ranked_first": margin > 0, "beats_unsaid": unsaid > 0, "exact": exact}
         assert {name: value[row] for name, value in found.items()} == {
             name: pytest.approx(float(value), abs=1e-4) for name, value in wanted.items()
@@ -208,9 +215,12 @@ def test_a_model_that_copies_gets_full_marks(material: Any) -> None:
     assert values["token_match", None] == values["exact", None] == 1.0
     assert values["token_match_unseen", None] < 0.5
     assert values["nll", None] < 0.1 < values["nll_unseen", None]
+    gain = values["nll_unseen", None] - values["nll", None]
+    assert values["gain", None] == pytest.approx(gain)
     for depth in (0.0, 1.0):
         assert values["exact", depth] == values["ranked_first", depth] == 1.0
         assert values["margin", depth] > 1
+        assert values["gain", depth] > 1
     assert {row.cases for row in rows} == {4}
     assert [row.probe for row in rows] == sorted((row.probe for row in rows), reverse=True)
 

@@ -12,14 +12,18 @@ from .plots import COLOURS, MARKERS, _canvas, _save
 from .probing import DISTRACTORS, ProbeRow
 
 SHOWN = {
-    "retrieval": ("exact", "ranked_first", "beats_unsaid", "nll", "margin"),
-    "copy": ("token_match", "token_match_unseen", "exact", "nll", "nll_unseen"),
+    "retrieval": ("exact", "ranked_first", "beats_unsaid", "margin", "nll", "nll_unseen", "gain"),
+    "copy": ("token_match", "token_match_unseen", "exact", "nll", "nll_unseen", "gain"),
     "continuation": (
         *("repeated_4_greedy", "repeated_4_sampled", "repeated_4_text"),
         *("distinct_2_greedy", "distinct_2_sampled", "distinct_2_text"),
     ),
 }
-HEATMAPS = {"exact": "Retrieval: says the word", "ranked_first": "Retrieval: ranks it first"}
+HEATMAPS = {
+    "exact": "Retrieval: says the word (share)",
+    "ranked_first": f"Retrieval: ranks it first of {1 + DISTRACTORS} (share)",
+    "gain": "Retrieval: gain by being told (nats/token)",
+}
 
 
 def write_probes(path: Path, rows: Sequence[ProbeRow], label: str) -> None:
@@ -55,7 +59,7 @@ def _width(metric: str) -> int:
 
 
 def probes_figure(path: Path, rows: Sequence[ProbeRow], title: str) -> None:
-    """Retrieval as two maps of length and depth; copying and repetition as lines over length."""
+    """Retrieval as maps of length and depth; copying and repetition as lines over length."""
     probes = list(dict.fromkeys(row.probe for row in rows))
     panels: list[tuple[str, str]] = []
     if "retrieval" in probes:
@@ -65,9 +69,7 @@ def probes_figure(path: Path, rows: Sequence[ProbeRow], title: str) -> None:
     for axis, (probe, metric) in zip(axes, panels, strict=True):
         here = [row for row in rows if row.probe == probe]
         if probe == "retrieval":
-            _draw_map(axis, [row for row in here if row.metric == metric], HEATMAPS[metric])
-            if metric == "ranked_first":
-                axis.set_title(f"{HEATMAPS[metric]} of {1 + DISTRACTORS}", fontsize=10)
+            _draw_map(axis, [row for row in here if row.metric == metric], metric)
         elif probe == "copy":
             lines = {"token_match": "seen before", "token_match_unseen": "not seen (control)"}
             _draw_lines(axis, here, lines)
@@ -82,15 +84,17 @@ def probes_figure(path: Path, rows: Sequence[ProbeRow], title: str) -> None:
     _save(figure, path)
 
 
-def _draw_map(axis: Any, rows: Sequence[ProbeRow], title: str) -> None:
+def _draw_map(axis: Any, rows: Sequence[ProbeRow], metric: str) -> None:
     lengths = sorted({row.length for row in rows})
     depths = sorted({row.depth for row in rows if row.depth is not None})
     values = {(row.length, row.depth): row.value for row in rows}
     grid = [[values[length, depth] for length in lengths] for depth in depths]
-    axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    # Shares run from 0 to 1; nats as far as they go, but noise shall not look like a signal.
+    top = max(0.1, *(row.value for row in rows)) if metric == "gain" else 1.0
+    axis.imshow(grid, vmin=0, vmax=top, cmap="viridis", aspect="auto")
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
-            colour = "white" if value < 0.6 else "black"
+            colour = "white" if value < 0.6 * top else "black"
             axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
@@ -98,7 +102,7 @@ def _draw_map(axis: Any, rows: Sequence[ProbeRow], title: str) -> None:
     axis.spines[:].set_visible(False)
     axis.set_xlabel("context length (tokens)")
     axis.set_ylabel("depth (0 is the start)")
-    axis.set_title(title, fontsize=10)
+    axis.set_title(HEATMAPS[metric], fontsize=10)
 
 
 def _draw_lines(axis: Any, rows: Sequence[ProbeRow], names: dict[str, str]) -> None:

@@ -4,7 +4,8 @@ Likelihood on ordinary text hides what a model can no longer look up; three prob
 
 * retrieval: `The secret word of NAME is WORD.` stands at a depth of a long natural text, other
   such statements (distractors) elsewhere in it, and the text ends with the question. The right
-  word competes with the distractors' words, and with words that were never said.
+  word competes with the distractors' words, and with words that were never said. A control text,
+  where the statement has another word, says how likely the right one was without being told.
 * copy: a paragraph opens the text, natural text follows, then the paragraph's first tokens come
   again: does the model go on as the paragraph did? A control text, where another paragraph stood
   there, says how far it would have got without having seen it.
@@ -72,10 +73,12 @@ class Material:
 
 @dataclass(frozen=True)
 class RetrievalCase:
-    """`prompt` (P,), ending with the question; `candidates` (C, A): the right word, then those of
-    the distractors, then as many that the prompt does not say."""
+    """`prompt` (P,), ending with the question; `control` (P,), the same but for the right word;
+    `candidates` (C, A): the right word, then those of the distractors, then as many that neither
+    says."""
 
     prompt: np.ndarray
+    control: np.ndarray
     candidates: np.ndarray
 
 
@@ -122,7 +125,7 @@ def make_material(tokenizer: Any, text: np.ndarray) -> Material:
     # The shortest kind that has 20 words or more, else the largest kind.
     chosen = max(by_length.values(), key=lambda found: (min(len(found), 20), -len(found[0])))
     words = tuple(dict.fromkeys(chosen))
-    if len(words) < 9:
+    if len(words) < 10:
         raise LatteError(f"probes: only {len(words)} words are equally long in this tokenizer")
     return Material(
         text=text,
@@ -149,12 +152,15 @@ def retrieval_case(
     rng = np.random.default_rng([seed, index, 1])
     people = rng.permutation(len(material.statements))[: 1 + distractors]
     words = np.asarray(material.words)
-    candidates = words[rng.permutation(len(words))[: 1 + 2 * distractors]]
+    drawn = words[rng.permutation(len(words))[: 2 + 2 * distractors]]
+    candidates, instead = drawn[:-1], drawn[-1]
     origin, places = int(rng.integers(len(material.text))), rng.uniform(size=distractors)
-    said = [
-        [*material.line, *material.statements[who], *map(int, word), *material.stop, *material.line]
-        for who, word in zip(people, candidates, strict=False)
-    ]
+
+    def statement(who: int, word: np.ndarray) -> list[int]:
+        named = [*material.line, *material.statements[who], *word.tolist()]
+        return [*named, *material.stop, *material.line]
+
+    said = [statement(who, word) for who, word in zip(people, candidates, strict=False)]
     question = [*material.line, *material.statements[people[0]]]
     room = length - words.shape[1] - 1 - len(question) - sum(map(len, said))
     _check_room("retrieval", length, room, material)
@@ -162,12 +168,19 @@ def retrieval_case(
     # At either end the right statement is the outermost one.
     where = [(round(depth * room), 2 if depth > 0.5 else 0, 0)]
     where += [(int(place * room), 1, i + 1) for i, place in enumerate(places)]
-    prompt, done = [material.start], 0
-    for place, _, which in sorted(where):
-        prompt += [*text[done:place].tolist(), *said[which]]
-        done = place
-    prompt += [*text[done:].tolist(), *question]
-    return RetrievalCase(np.asarray(prompt, np.int64), candidates)
+
+    def assemble(right: list[int]) -> np.ndarray:
+        ids, done = [material.start], 0
+        for place, _, which in sorted(where):
+            ids += [*text[done:place].tolist(), *(said[which] if which else right)]
+            done = place
+        return np.asarray([*ids, *text[done:].tolist(), *question], np.int64)
+
+    return RetrievalCase(
+        prompt=assemble(said[0]),
+        control=assemble(statement(people[0], instead)),
+        candidates=candidates,
+    )
 
 
 def copy_case(

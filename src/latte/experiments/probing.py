@@ -43,10 +43,13 @@ class ProbeRow:
 
     retrieval, per `depth`: `exact` (greedy decoding says the word), `ranked_first` (it is likelier
     than the distractors' words; 1/4 by chance), `beats_unsaid` (than words that were not said),
-    `nll` (nats per token of the word), `margin` and `margin_unsaid` (nats per token by which it
-    beats the best of those).
+    `margin` and `margin_unsaid` (nats per token by which it beats the best of those), `nll` (nats
+    per token of the word), `nll_unseen` (where another word was said instead) and `gain`, what
+    having been told saves: 0 for a model that looks nothing up, and where a small model's first
+    signs show.
     copy: `token_match` (tokens of the greedy continuation that are the paragraph's), `exact` (all
-    are), `nll` (nats per token), and `..._unseen`, the same without the paragraph.
+    are), `nll` (nats per token), `..._unseen`, the same without the paragraph, and `gain`, what
+    having seen it saves.
     continuation: `repeated_4`, `distinct_1`, `distinct_2` of greedy decoding, sampling (at
     temperature 1) and the text's own continuation.
     """
@@ -175,11 +178,14 @@ def score_retrieval(model: nn.Module, batch: list[Any], segment: int) -> Scores:
         nll_RA, right_RA = follow(model, logits_RV, cache, answers_RA)
         log_p.append(-nll_RA.mean(1))
         exact.append(right_RA.all(1))
+    control_RV, control = read(model, _stack(case.control for case in batch), segment)
+    answers_RA = _stack(case.candidates[0] for case in batch)
+    unseen_R = follow(model, control_RV, control, answers_RA)[0].mean(1)
     log_p_RC = torch.stack(log_p, 1)
     said = (count - 1) // 2
     right_R = log_p_RC[:, 0]
-    margin_R = right_R - log_p_RC[:, 1 : 1 + said].amax(1)
-    unsaid_R = right_R - log_p_RC[:, 1 + said :].amax(1)
+    said_RC, unsaid_RC = log_p_RC[:, 1 : 1 + said], log_p_RC[:, 1 + said :]
+    margin_R, unsaid_R = right_R - said_RC.amax(1), right_R - unsaid_RC.amax(1)
     return _lists(
         exact=exact[0],
         ranked_first=margin_R > 0,
@@ -187,6 +193,8 @@ def score_retrieval(model: nn.Module, batch: list[Any], segment: int) -> Scores:
         nll=-right_R,
         margin=margin_R,
         margin_unsaid=unsaid_R,
+        nll_unseen=unseen_R,
+        gain=unseen_R + right_R,
     )
 
 
@@ -203,7 +211,8 @@ def score_copy(model: nn.Module, batch: list[Any], segment: int) -> Scores:
             token_match=match_RA.double().mean(1), exact=match_RA.all(1), nll=nll_RA.mean(1)
         )
         found |= {metric + suffix: value for metric, value in values.items()}
-    return found
+    pairs = zip(found["nll_unseen"], found["nll"], strict=True)
+    return found | {"gain": [unseen - seen for unseen, seen in pairs]}
 
 
 def score_continuation(
