@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from .plots import COLOURS, MARKERS, _canvas, _save
+from .plots import COLOURS, MARKERS
 from .probing import DISTRACTORS, ProbeRow
 
 SHOWN = {
@@ -65,7 +65,7 @@ def probes_figure(path: Path, rows: Sequence[ProbeRow], title: str) -> None:
     if "retrieval" in probes:
         panels += [("retrieval", metric) for metric in HEATMAPS]
     panels += [(probe, "") for probe in probes if probe != "retrieval"]
-    figure, axes = _canvas(len(panels), (4.6 * len(panels), 4.0))
+    figure, axes = _grid(len(panels))
     for axis, (probe, metric) in zip(axes, panels, strict=True):
         here = [row for row in rows if row.probe == probe]
         if probe == "retrieval":
@@ -81,7 +81,24 @@ def probes_figure(path: Path, rows: Sequence[ProbeRow], title: str) -> None:
             axis.set_ylabel("repeated 4-grams (share)")
             axis.set_title("Repetition in continuations", fontsize=10)
     figure.suptitle(title)
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
+
+
+def _grid(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
+    """Panels in rows of three; drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.7 * rows + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
 
 
 def _draw_map(axis: Any, rows: Sequence[ProbeRow], metric: str) -> None:
