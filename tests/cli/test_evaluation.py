@@ -75,36 +75,33 @@ def test_mistakes(
     assert not output.exists() or not list(output.iterdir())
 
 
-def test_mixing_reaches_the_model_and_names_the_folder(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """A model whose config has the field gets it; its results have a folder of their own."""
+def test_a_converted_model_and_its_controls(place: Any, tmp_path: Path, capsys: Any) -> None:
+    """Each mixing reaches the model, and its results have a folder of their own."""
     import transformers
 
+    from latte.conversion import convert
     from latte.experiments.checkpoint import load_checkpoint
 
-    class MixedConfig(transformers.LlamaConfig):
-        model_type = "mixed_llama"
-        mixing: str = "learned"
-
-    class MixedLlama(transformers.LlamaForCausalLM):
-        config: MixedConfig
-        config_class = MixedConfig
-
-    transformers.AutoConfig.register("mixed_llama", MixedConfig, exist_ok=True)
-    transformers.AutoModelForCausalLM.register(MixedConfig, MixedLlama, exist_ok=True)
-    folder = tmp_path / "mixed"
+    base, folder = tmp_path / "base", tmp_path / "converted"
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MixedConfig(**sizes, intermediate_size=16, vocab_size=259)
-    MixedLlama(config).save_pretrained(folder)
+    config = transformers.LlamaConfig(**sizes, intermediate_size=16, vocab_size=259)
+    transformers.LlamaForCausalLM(config).save_pretrained(base)
     for file in place.trained().glob("tokenizer*"):
-        shutil.copy(file, folder)
+        shutil.copy(file, base)
+    convert(base, folder, window=8, num_latents=4)
     assert load_checkpoint(folder)[0].config.mixing == "learned"
-    assert load_checkpoint(folder, mixing="latents")[0].config.mixing == "latents"
     text = tmp_path / "text.txt"
     text.write_text("some text to score, " * 30)
-    arguments = ["evaluate", str(folder), "--corpus", str(text), "--lengths", "32"]
-    assert main([*arguments, "--mixing", "window"]) == 0
-    with open(folder / "evaluation-window" / "evaluation.csv", newline="") as file:
-        assert [row["model"] for row in csv.DictReader(file)] == ["mixed (window)"]
+    arguments = ["evaluate", str(folder), "--corpus", str(text), "--lengths", "64"]
+    losses = {}
+    for mixing in ("window", "latents", "base"):
+        assert main([*arguments, "--mixing", mixing]) == 0
+        with open(folder / f"evaluation-{mixing}" / "evaluation.csv", newline="") as file:
+            (row,) = csv.DictReader(file)
+        assert row["model"] == f"converted ({mixing})"
+        losses[mixing] = row["loss"]
+    assert len(set(losses.values())) == 3
     assert not (folder / "evaluation").exists()
+    assert main(["evaluate", str(base), *arguments[2:]]) == 0
+    with open(base / "evaluation" / "evaluation.csv", newline="") as file:
+        assert float(next(csv.DictReader(file))["loss"]) == pytest.approx(float(losses["base"]))

@@ -79,7 +79,7 @@ def run(options: Namespace) -> int:
     from ..experiments.checkpoint import load_checkpoint
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
-    label = recipe.model.name if recipe is not None else folder.name
+    label = recipe.name if recipe is not None else folder.name
     label += f" ({options.mixing})" if options.mixing else ""
     output = commands.evaluation_folder(options, folder)
     if tasks is not None:
