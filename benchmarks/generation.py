@@ -284,36 +284,29 @@ def main() -> None:
         except LatteError as error:
             raise SystemExit(f"error: {error}") from None
         print(f"generation: batch of 1, {args.device}, {threads} threads", flush=True)
-        dtypes = {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()}
-        with torch.inference_mode():
-            timed = {
-                (name, context): row
-                for name, context, row in time_all(models, contexts, segment, budget)
-            }
-        models.clear()
-        table = Table(out / "generation.csv")
         print("peak memory, in processes of its own ...", flush=True)
+        peaks = {}
         for name, (folder, mixing) in chosen.items():
             job = {"folder": folder, "mixing": mixing, "device": args.device}
             job |= {"contexts": contexts, "segment": segment}
             # A quick run starts one process of its own, to see that this works.
-            apart = not (args.quick and table.rows)
-            peaks = in_fresh_process(__file__, job) if apart else measure_memory(job)
-            for context in contexts:
-                report(table, name, context, timed[name, context] | peaks[str(context)], {
-                    "segment": segment,
-                    "dtype": dtypes[name],
-                    "device": device_name(args.device),
-                })  # fmt: skip
+            apart = not (args.quick and peaks)
+            peaks[name] = in_fresh_process(__file__, job) if apart else measure_memory(job)
+    table = Table(out / "generation.csv")
+    settings = {"segment": segment, "device": device_name(args.device)}
+    with torch.inference_mode():
+        for name, context, row in time_all(models, contexts, segment, budget):
+            dtype = str(models[name].dtype).removeprefix("torch.")
+            report(table, name, context, row | peaks[name][str(context)] | settings, dtype)
     print(f"wrote {table.path} and {draw_generation(out)}")
 
 
-def report(table: Table, name: str, context: int, row: Row, settings: Row) -> None:
+def report(table: Table, name: str, context: int, row: Row, dtype: str) -> None:
     """One row into the file, and a line about it."""
     import transformers
 
-    versions = {"transformers": transformers.__version__, "B": 1}
-    table.add({"model": name, "context": context, **row, **settings, **versions})
+    more = {"dtype": dtype, "transformers": transformers.__version__, "B": 1}
+    table.add({"model": name, "context": context, **row, **more})
     print(
         f"{name:16} at {context:6} tokens: {row['median_ms']:8.2f} ms per token "
         f"(p10 {row['p10_ms']:.2f}, p90 {row['p90_ms']:.2f}, {row['calls']} calls), "

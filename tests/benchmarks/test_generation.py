@@ -26,7 +26,7 @@ def test_two_checkpoints_side_by_side(tmp_path):
     assert figure.startswith(b"\x89PNG") and len(figure) < 200_000
     rows = records.read_rows(tmp_path / "generation.csv")
     assert [(row["model"], row["context"]) for row in rows] == [
-        (name, str(context)) for name in ("latte", "llama") for context in generation.QUICK_CONTEXTS
+        (name, str(context)) for context in generation.QUICK_CONTEXTS for name in ("latte", "llama")
     ]
     sizes = {(row["model"], int(row["context"])): int(row["cache_bytes"]) for row in rows}
     short, long = generation.QUICK_CONTEXTS
