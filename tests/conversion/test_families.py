@@ -116,3 +116,21 @@ def test_half_precision_keeps_the_logits_weights_wide(tmp_path):
     low, high = loaded(ids).logits.float(), model(ids).logits
     assert low.isfinite().all()
     assert (low - high).norm() < 0.1 * high.norm()
+
+
+@pytest.mark.parametrize("option", [{}, {"num_sinks": 2, "delay_latents": True}])
+@pytest.mark.parametrize("family", NAMES)
+def test_autocast_is_near_to_full_precision(family, option):
+    from latte.conversion.transfer import run_teacher
+
+    model = converted(family, **option).float().train()
+    ids = tokens()
+    exact = model(ids, labels=ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+        run_teacher(model, input_ids=ids).loss().backward()
+    loss.backward()
+    assert abs(loss - exact) < 0.05 * exact
+    for name, parameter in model.named_parameters():
+        if ".latents." in name:
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name

@@ -126,11 +126,13 @@ class MacchiatoAttention(nn.Module):
         q, k, v = (proj(x_BTE).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        rotated_q, rotated_k = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
+        # Autocast lowers the projections but not the rotation: all go on in the values' dtype.
+        turned = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
+        rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
         sink_q = None
         if tokens.sink_embeddings is not None:
             table = tokens.sink_embeddings[self.layer_kind]
-            sink_q, _ = self._apply_rotary(q, k, *table, unsqueeze_dim=2)
+            sink_q = self._apply_rotary(q, k, *table, unsqueeze_dim=2)[0].to(v.dtype)
         return Projections(rotated_q, rotated_k, v, sink_q)
 
     def mix(
