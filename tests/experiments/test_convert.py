@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,7 @@ def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
         ("conversion.window=0", "local_window must be at least 1 key, got 0"),
         ("conversion.num_latents=6", "multiple of num_attention_heads"),
         ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
+        ("transfer.strategy=fsdp2", "expected strategy=ddp, got fsdp2"),
         ("conversion.base=elsewhere", "conversion.base: expected none"),
         ("transfer.learning_rate=-1", "training.learning_rate: expected a number above 0"),
         ("conversion.lora=3", "unknown key 'conversion.lora'"),
@@ -185,3 +188,30 @@ def test_recipes_load():
         assert list(stages) == ["transfer", "next-token"]
         assert stages["next-token"].conversion.base == "out/transfer"
         assert stages["transfer"].conversion.objective == "transfer"
+
+
+@pytest.mark.slow
+def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
+    """FSDP2 and DDP on two processes end at the same weights, with the base frozen in both."""
+    found = {}
+    for strategy in ("ddp", "fsdp2"):
+        settings = [f"data.{key}={value}" for key, value in words.items()]
+        settings += ["data.block_length=32", "data.max_validation_tokens=64"]
+        settings += ["conversion.window=8", "conversion.num_latents=8"]
+        settings += ["evaluation.lengths=[32]", "evaluation.max_tokens=50"]
+        for stage in ("transfer", "training"):
+            settings += [f"{stage}.{value}" for value in (*STAGE, "bf16=false")]
+        settings += [f"training.strategy={strategy}"]
+        out = tmp_path / strategy
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", "latte.cli", "convert", str(base), str(out)]
+        command += [*settings, "--recipe", str(RECIPES / "small.yaml"), "--quiet"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+        found[strategy] = weights(out)
+        assert (out / "evaluation.csv").is_file()
+    original = weights(base)
+    for name, weight in found["ddp"].items():
+        torch.testing.assert_close(found["fsdp2"][name], weight, rtol=1e-4, atol=1e-6)
+        if name in original:
+            assert torch.equal(original[name], weight)

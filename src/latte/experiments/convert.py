@@ -99,13 +99,14 @@ def convert_and_train(
     Raises:
         LatteError: the base, the recipe or the text will not do, or `output` holds something else.
     """
-    from .pretrain import train
+    from .pretrain import first_alone, join_processes, train
 
     folder = Path(output)
     stages = recipe.stages(base, folder)
     converted_config(base, recipe.conversion.fields())
     load_tokenizer(base)
-    _claim(folder, {"base": base, "recipe": dataclasses.asdict(recipe)})
+    identity = {"base": base, "recipe": dataclasses.asdict(recipe)}
+    first_alone(lambda: _claim(folder, identity))
     for name, each in stages.items():
         result = train(each, label=name, quiet=quiet)
         if not result.finished:
@@ -113,11 +114,12 @@ def convert_and_train(
                 f"{name} was stopped at step {result.steps} by its max_minutes; run again with"
                 " more to go on"
             )
-    last = list(stages.values())[-1]
-    _export(Path(last.output_dir), folder)
-    from .conversion_report import report
+    _, first = join_processes()
+    if first:  # the others have nothing left to do
+        _export(Path(list(stages.values())[-1].output_dir), folder)
+        from .conversion_report import report
 
-    report(base, folder, recipe, quiet=quiet)
+        report(base, folder, recipe, quiet=quiet)
     return folder
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
             finite.
     """
     check_model(recipe)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    first = int(os.environ.get("RANK", "0")) == 0
-    _calm(first)
-    if processes > 1 and not torch.distributed.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.distributed.init_process_group()
+    processes, first = join_processes()
     owner = _agree(lambda: claim(recipe, processes), first, processes)
     steps = recipe.steps(processes)
     if owner.finished:
@@ -91,6 +86,29 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
     finished = trainer.state.global_step >= steps
     return _finish(trainer, recipe, progress, finished)
+
+
+def join_processes() -> tuple[int, bool]:
+    """How many processes torchrun started, and whether this is the first; they can talk then."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    first = int(os.environ.get("RANK", "0")) == 0
+    _calm(first)
+    if processes > 1 and not torch.distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.distributed.init_process_group()
+    return processes, first
+
+
+def first_alone(action: Callable[[], None]) -> None:
+    """Let the first process act, while the others wait; its mistake is a mistake of all."""
+    processes, first = join_processes()
+
+    def act() -> Claim:
+        action()
+        return Claim(Path(), None, False)
+
+    _agree(act, first, processes)
 
 
 def check_model(recipe: Recipe) -> None:
