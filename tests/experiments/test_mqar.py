@@ -151,6 +151,23 @@ def test_a_budget_of_minutes_ends_a_run_with_a_complete_score(recipe_file: Path)
     assert outcome.cells[0]["queries"] == 20
 
 
+def test_embeddings_may_have_a_learning_rate_of_their_own(recipe_file: Path) -> None:
+    recipe = load(recipe_file, ["training.embedding_rate=0.5", "shared.tie_word_embeddings=false"])
+    run = runs(recipe)[0]
+    fresh = mqar_training._fresh_model(run)
+    optimizer = mqar_training._optimizer(fresh, run, recipe)
+    names = {id(p): name for name, p in fresh.named_parameters()}
+    groups = {
+        names[id(p)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert set(groups) == set(names.values())
+    for name, p in fresh.named_parameters():
+        rate = 5e-4 if name in ("model.embed_tokens.weight", "lm_head.weight") else 1e-3
+        assert groups[name] == (rate, 0.1 if p.ndim >= 2 else 0.0), name
+
+
 def test_a_step_that_is_not_finite_never_reaches_the_weights(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +301,9 @@ def test_a_tiny_cell_is_learned(tmp_path: Path) -> None:
                 "base": str(ROOT / "recipes/mqar/base.yaml"),
                 "models": {"small": {"preset": "latte-r-swa++", "sliding_window": 8}},
                 "select": ["small"],
+                # A vocabulary this small can do without tied embeddings, and is learned sooner.
+                "shared": {"tie_word_embeddings": False},
+                "init_scale": 0.8,
                 "data": {
                     "cells": [[32, 4]],
                     "vocab_size": 128,
@@ -294,8 +314,9 @@ def test_a_tiny_cell_is_learned(tmp_path: Path) -> None:
                 "latents": [64],
                 "mlp_ratio": 1.0,
                 "training": {
-                    "max_epochs": 2,
+                    "max_epochs": 4,
                     "learning_rates": [3e-3],
+                    "betas": [0.9, 0.99],
                     "batch_size": 64,
                     "warmup_steps": 20,
                     "stop_at": 0.95,

@@ -45,6 +45,9 @@ class MQARTraining:
 
     max_epochs: int = 64
     learning_rates: list[float] = field(default_factory=lambda: [1e-3])
+    # The embeddings' learning rate over the others'. A token is rare in small batches, and Adam
+    # then moves its row by several times the learning rate whenever it comes.
+    embedding_rate: float = 1.0
     seeds: list[int] = field(default_factory=lambda: [0])  # of weights and order
     batch_size: int = 512  # examples of a step, at most
     batch_tokens: int = 65_536  # tokens of a step, at most
@@ -73,9 +76,8 @@ class MQARRecipe:
     widths: list[int] = field(default_factory=lambda: [128])
     latents: list[int] = field(default_factory=lambda: [128])  # for the models that have them
     mlp_ratio: float = 4.0  # intermediate_size over the width
-    init_scale: float | None = (
-        None  # initializer_range is this over sqrt(width); None: config's own
-    )
+    # initializer_range is this over sqrt(width); None: the config's own
+    init_scale: float | None = None
     training: MQARTraining = field(default_factory=MQARTraining)
     output_dir: str = "runs/mqar"
 
@@ -252,7 +254,7 @@ def _check_values(recipe: MQARRecipe) -> None:
     above_zero: dict[str, Any] = {
         f"training.{key}": getattr(training, key)
         for key in ("max_epochs", "batch_size", "batch_tokens", "evaluations_per_epoch")
-        + ("quick_examples", "max_minutes")
+        + ("quick_examples", "max_minutes", "embedding_rate")
     }
     above_zero |= {
         f"data.{key}": getattr(data, key) for key in ("train_examples", "test_examples", "power_a")

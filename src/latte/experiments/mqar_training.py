@@ -214,17 +214,23 @@ def _fresh_model(run: Run) -> Any:
         return LatteForCausalLM(config)
 
 
-def _optimizer(model: nn.Module, run: Run, recipe: MQARRecipe) -> torch.optim.Optimizer:
+def _optimizer(model: Any, run: Run, recipe: MQARRecipe) -> torch.optim.Optimizer:
     section = recipe.training
-    groups = [
-        {
-            "params": [p for p in model.parameters() if (p.ndim >= 2) == decayed],
-            "weight_decay": section.weight_decay if decayed else 0.0,
-        }
-        for decayed in (True, False)
-    ]
+    embeddings = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for p in model.parameters():
+        rate = run.learning_rate * (section.embedding_rate if id(p) in embeddings else 1.0)
+        decay = section.weight_decay if p.ndim >= 2 else 0.0
+        groups.setdefault((rate, decay), []).append(p)
     betas = (section.betas[0], section.betas[1])
-    return torch.optim.AdamW(groups, lr=run.learning_rate, betas=betas, fused=True)
+    return torch.optim.AdamW(
+        [
+            {"params": params, "lr": rate, "weight_decay": decay}
+            for (rate, decay), params in groups.items()
+        ],
+        betas=betas,
+        fused=True,
+    )
 
 
 def _batch_size(cell: Cell, recipe: MQARRecipe) -> int:
