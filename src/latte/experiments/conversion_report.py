@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import load_checkpoint
 from .conversion_model import mixing
 from .evaluate import Row, evaluate_lengths, write_csv
-from .plots import evaluation_figure
+from .plots import conversion_figure
 from .run_folder import write_json
 from .text import prepare_text
 
@@ -68,12 +68,7 @@ def report(
     labels = [{"model": name} for name in order for _ in found[name]]
     write_csv(folder / "evaluation.csv", [row for name in order for row in found[name]], labels)
     (folder / "evaluation.md").write_text(markdown(found), encoding="utf-8")
-    evaluation_figure(
-        folder / "evaluation.png",
-        {name: found[name] for name in order},
-        train_length=block,
-        title="Held-out text, by context length",
-    )
+    conversion_figure(folder / "evaluation.png", found, close=(WINDOW, RESULT), train_length=block)
     if not quiet:
         print(markdown(found), end="", flush=True)
     return found

@@ -50,6 +50,31 @@ def comparison_figure(
     _save(figure, path)
 
 
+def conversion_figure(
+    path: Path,
+    rows: Mapping[str, Sequence[Any]],
+    *,
+    close: Sequence[str],
+    train_length: int | None = None,
+) -> None:
+    """Bits per byte by context length: all models, and beside it those of `close` at their scale.
+
+    Args:
+        rows: label -> evaluate.Row's.
+        close: labels that the second panel's axis is cut to; other lines leave it.
+    """
+    figure, axes = _canvas(2, (11.0, 4.4))
+    draw_lengths(axes[0], rows, train_length, None)
+    axes[0].set_title("Base, controls and result")
+    draw_lengths(axes[1], rows, train_length, None)
+    values = [row.bits_per_byte for label in close for row in rows[label]]
+    room = max(0.15 * (max(values) - min(values)), 1e-3)
+    axes[1].set_ylim(min(values) - room, max(values) + room)
+    axes[1].set_title("The same, close to the result")
+    axes[1].get_legend().remove()
+    _save(figure, path)
+
+
 def draw_curves(axis: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Held-out bits per byte against training tokens."""
     for index, (label, records) in enumerate(curves.items()):
