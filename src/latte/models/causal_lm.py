@@ -1,6 +1,5 @@
 """The language model: next-token loss, and Hugging Face's ``generate``."""
 
-
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
