@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -88,12 +89,14 @@ def test_two_stages_change_the_latents_alone(base, small, tmp_path):
 
 
 def test_the_transfer_logs_its_errors(base, small, tmp_path):
-    out = convert_and_train(str(base), tmp_path / "out", small("training=null"), quiet=True)
+    recipe = small("training=null")
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
     records = [json.loads(line) for line in (out / "transfer" / "metrics.jsonl").open()]
     trained = [record for record in records if record["kind"] == "train"]
     assert len(trained) == 3
     for record in trained:
-        parts = record["output_error"] + record["mass_divergence"]
+        weighted = recipe.conversion.mass_weight * record["mass_divergence"]
+        parts = record["output_error"] + weighted
         assert record["loss"] == pytest.approx(parts, rel=1e-4)
         assert "perplexity" not in record
     assert trained[-1]["loss"] < trained[0]["loss"]
@@ -140,10 +143,10 @@ def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, small, tmp
 
 def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
     from latte.experiments.conversion_model import starting_config
-    from latte.experiments.recipe import ConversionSection
 
-    out = convert_and_train(str(base), tmp_path / "out", small("training=null"), quiet=True)
-    section = ConversionSection(base=str(out), window=8, num_latents=8)
+    recipe = small("training=null")
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    section = dataclasses.replace(recipe.conversion, base=str(out))
     assert starting_config(section).local_window == 8
     section.window = 16
     with pytest.raises(LatteError, match="converted with local_window=8; expected that in the rec"):

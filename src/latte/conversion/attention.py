@@ -155,7 +155,7 @@ class MacchiatoAttention(nn.Module):
             )
             return out, self._recorded(MixerState(window=window), state, tokens, local)
         if self.mixing == "window":
-            out, after = self._local(local, tokens, state, shared)
+            out, after = self.window_branch(local, tokens, state, shared)
             return out, self._recorded(after, state, tokens, local)
 
         latent_q, latent_k, inputs = self.logits(x_BTE, local, tokens, state, carry)
@@ -209,7 +209,7 @@ class MacchiatoAttention(nn.Module):
         latent, window = (None, None) if carried is None else carried
         return out, MixerState(latent=latent, window=window)
 
-    def _local(
+    def window_branch(
         self, local: Projections, tokens: Tokens, state: MixerState, shared: dict[str, Any]
     ) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""
@@ -268,7 +268,7 @@ class MacchiatoAttention(nn.Module):
         )
         if self.mixing == "latents":
             return latent_out, MixerState(latent=latent, pending=pending)
-        local_out, after = self._local(local, tokens, state, shared)
+        local_out, after = self.window_branch(local, tokens, state, shared)
         p_BTH1 = window_share(latent_q)[..., None]
         if seen is not None:  # without latent mass all of the distribution is the window's
             p_BTH1 = torch.where(seen[..., None, None], p_BTH1, 1.0)

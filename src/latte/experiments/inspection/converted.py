@@ -42,7 +42,7 @@ def converted_mixing(layer: MacchiatoAttention, arguments: Mapping[str, Any], sh
     near = None
     if layer.mixing != "latents":
         shared = {"key_mask": None, "cu_seqlens": None, "output_final_state": False}
-        weights, _ = layer._local(local, Tokens(None, None), MixerState(), shared)
+        weights, _ = layer.window_branch(local, Tokens(None, None), MixerState(), shared)
         near = _by_head(weights)
     if layer.mixing == "window":
         return Mixing(window_HPP=near, width=layer.window)
