@@ -159,4 +159,6 @@ def test_no_such_base(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LatteError, match="base no/such-model cannot be read"):
         convert("no/such-model", tmp_path / "out")
+    with pytest.raises(LatteError, match="base .*nothing does not exist; expected a folder, or a"):
+        convert(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()

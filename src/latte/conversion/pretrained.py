@@ -98,6 +98,8 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     from latte.conversion.configs import CONFIGS
 
     folder = Path(base)
+    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
+        raise LatteError(f"base {folder} does not exist; expected a folder, or a name on the Hub")
     if folder.exists() and not (folder / "config.json").is_file():
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
     try:
