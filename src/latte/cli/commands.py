@@ -25,6 +25,8 @@ def evaluate(options: Namespace) -> int:
     from ..experiments.checkpoint import find_checkpoint
 
     folder = find_checkpoint(options.checkpoint)
+    from ..experiments.run_folder import writable_folder
+
     output = writable_folder(evaluation_folder(options, folder))
     from ..experiments.checkpoint import load_checkpoint, training_recipe
     from ..experiments.evaluate import evaluate_lengths, table, write_csv
@@ -109,21 +111,6 @@ def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
     if options.output:
         return Path(options.output)
     return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
-
-
-def writable_folder(folder: Path) -> Path:
-    """Create a folder for results, or say that it cannot be written."""
-    import tempfile
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LatteError(
-            f"output folder {folder} cannot be written: {error.strerror or error}"
-        ) from None
-    return folder
 
 
 def at_least_one(options: Namespace, *names: str) -> None:

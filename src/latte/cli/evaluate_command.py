@@ -93,7 +93,7 @@ def _run_tasks(
     options: Namespace, model: Any, tokenizer: Any, tasks: Any, output: Path, label: str
 ) -> None:
     from ..experiments.harness import evaluate_tasks, tasks_table, write_tasks
-    from .commands import writable_folder
+    from ..experiments.run_folder import writable_folder
 
     writable_folder(output)
     scores = evaluate_tasks(
@@ -117,7 +117,8 @@ def _run_probes(
     from ..experiments.probe_report import probes_figure, probes_table, write_probes
     from ..experiments.probes import make_material
     from ..experiments.probing import plan, run_probes
-    from .commands import at_least_one, writable_folder
+    from ..experiments.run_folder import writable_folder
+    from .commands import at_least_one
 
     at_least_one(options, "segment", "batch_tokens", "max_tokens")
     material = make_material(tokenizer, _probe_text(options, tokenizer, recipe))

@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
     folder = find_checkpoint(options.checkpoint)
     text = read_text(options.text, options.file)
     from ..experiments.inspection.report import inspect_model, outline, write_report
-    from .commands import writable_folder
+    from ..experiments.run_folder import writable_folder
 
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device)

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import LatteError
 from .mqar_recipe import Cell, MQARRecipe, Run, load, runs
+from .run_folder import writable_folder
 
 RESULT_FILE = "result.json"
 
@@ -66,7 +67,7 @@ def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False)
     grid = runs(recipe)
     results = {run: stored for run in grid if (stored := stored_result(run, recipe)) is not None}
     folder = Path(recipe.output_dir)
-    _make(folder)
+    writable_folder(folder)
     from .mqar_report import write_report
 
     tables: dict[tuple[Cell, str], Any] = {}
@@ -145,7 +146,7 @@ def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
-    _make(run.folder)
+    writable_folder(run.folder)
     write_json(run.folder / RESULT_FILE, result)
     return result
 
@@ -173,19 +174,6 @@ def _list(recipe: MQARRecipe) -> None:
         done = " (done)" if stored_result(run, recipe) is not None else ""
         print(f"{run.label}: {run.folder}{done}")
     print(f"{len(grid)} runs")
-
-
-def _make(folder: Path) -> None:
-    import tempfile
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LatteError(
-            f"output folder {folder} cannot be written: {error.strerror or error}"
-        ) from None
 
 
 def _say(line: str, quiet: bool) -> None:

@@ -52,15 +52,7 @@ def claim(recipe: Recipe, processes: int = 1) -> Claim:
         LatteError: the folder cannot be written, holds another run or something else, is in
             use by another process, or all its checkpoints are damaged.
     """
-    folder = Path(recipe.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LatteError(
-            f"output folder {folder} cannot be written: {error.strerror or error}"
-        ) from None
+    folder = writable_folder(Path(recipe.output_dir))
     identity = {"recipe": recipe.identity(), "processes": processes}
     run_file = folder / RUN_FILE
     if not run_file.exists():
@@ -85,6 +77,19 @@ def claim(recipe: Recipe, processes: int = 1) -> Claim:
             " checkpoint folders to start from step 0"
         )
     return Claim(folder, resume, False, lock, tuple(skipped))
+
+
+def writable_folder(folder: Path) -> Path:
+    """Create a folder for results, or say in one line that it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LatteError(
+            f"output folder {folder} cannot be written: {error.strerror or error}"
+        ) from None
+    return folder
 
 
 def _lock(folder: Path) -> IO[str]:
