@@ -20,7 +20,7 @@ from latte.conversion.delay import delayed, pending_state
 from latte.conversion.sinks import attention_with_sinks, sink_keys
 from latte.layers import MixerState
 from latte.layers.latent_input import LatentInputs, LatentLogits
-from latte.layers.state import TokenLog, advance_position
+from latte.layers.state import TokenLog, advance_position, real_tokens
 from latte.models.cache import LatteCache
 from latte.ops import latte_attention, macchiato_attention, sliding_window_attention
 
@@ -145,15 +145,8 @@ class MacchiatoAttention(nn.Module):
             "output_final_state": carry,
         }
         if self.mixing == "base":
-            out, window = sliding_window_attention(
-                *local[:3],
-                window=self.base_window,
-                scale=self.scale,
-                softcap=self.softcap,
-                initial_state=state.window,
-                **shared,
-            )
-            return out, self._recorded(MixerState(window=window), state, tokens, local)
+            out, after = self._softmax(self.base_window, local, state, shared)
+            return out, self._recorded(after, state, tokens, local)
         if self.mixing == "window":
             out, after = self.window_branch(local, tokens, state, shared)
             return out, self._recorded(after, state, tokens, local)
@@ -162,7 +155,7 @@ class MacchiatoAttention(nn.Module):
         out, after = self.combine(latent_q, latent_k, local, tokens, state, shared)
         after = after._replace(rglru=inputs.rglru, conv=inputs.conv)
         log = TokenLog(
-            self._real(x_BTE, tokens.key_mask),
+            real_tokens(x_BTE, tokens.key_mask),
             latent_k,
             local.v,
             local.k,
@@ -214,16 +207,8 @@ class MacchiatoAttention(nn.Module):
     ) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""
         if not self.num_sinks:
-            out, window = sliding_window_attention(
-                *local[:3],
-                window=self.window,
-                scale=self.scale,
-                softcap=self.softcap,
-                initial_state=state.window,
-                **shared,
-            )
-            return out, MixerState(window=window)
-        sinks, carried_sinks = sink_keys(
+            return self._softmax(self.window, local, state, shared)
+        sinks = sink_keys(
             local.k, local.v, self.num_sinks, tokens.key_mask, tokens.cu_seqlens, state.sinks
         )
         out, window = attention_with_sinks(
@@ -240,7 +225,21 @@ class MacchiatoAttention(nn.Module):
             **shared,
         )
         carry = shared["output_final_state"]
-        return out, MixerState(window=window, sinks=carried_sinks if carry else None)
+        return out, MixerState(window=window, sinks=sinks if carry else None)
+
+    def _softmax(
+        self, window: int | None, local: Projections, state: MixerState, shared: dict[str, Any]
+    ) -> tuple[Tensor, MixerState]:
+        """Softmax attention over a window of the base's keys, or over all of them (None)."""
+        out, tail = sliding_window_attention(
+            *local[:3],
+            window=window,
+            scale=self.scale,
+            softcap=self.softcap,
+            initial_state=state.window,
+            **shared,
+        )
+        return out, MixerState(window=tail)
 
     def _combine_apart(
         self,
@@ -293,15 +292,9 @@ class MacchiatoAttention(nn.Module):
                 f"delay_latents={self.delay_latents}"
             )
         if log is None:
-            mask = self._real(local.k, tokens.key_mask)
+            mask = real_tokens(local.k, tokens.key_mask)
             log = TokenLog(mask, v=local.v, local_k=local.k)
         return after._replace(undo=state.undo.append(log))
-
-    @staticmethod
-    def _real(x: Tensor, key_mask: Tensor | None) -> Tensor:
-        if key_mask is not None:
-            return key_mask
-        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
     def extra_repr(self) -> str:
         return (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from latte.layers import MixerState
 from latte.layers.positions import token_positions
+from latte.layers.state import real_tokens
 from latte.ops.state import WindowState
 from latte.ops.window_state import final_window_state
 
@@ -31,7 +32,7 @@ def delayed(
     The last result, (B, T) bool, says which queries see any latent mass.
     """
     B, T = latent_k.shape[:2]
-    real = latent_k.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    real = real_tokens(latent_k, key_mask)
     earlier = state.pending
     if earlier is None:
         blank = (x.new_zeros(B, window, *x.shape[2:]) for x in (latent_k, v, real))

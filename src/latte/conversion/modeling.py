@@ -18,7 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
-from transformers.utils import logging
 
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.configs import (
@@ -37,9 +36,8 @@ from latte.layers.positions import token_positions
 from latte.models.cache import LatteCache
 from latte.models.generation import StateGenerationMixin
 from latte.models.initialisation import initialise
-from latte.models.inputs import check_cache, new_key_mask, packed_bounds
+from latte.models.inputs import choose_cache, new_key_mask, packed_bounds
 
-logger = logging.get_logger(__name__)
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 
 
@@ -107,7 +105,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             inputs_embeds = self.embed_tokens(input_ids)  # type: ignore[attr-defined]
         if cu_seq_lens_q is None and past_key_values is None and attention_mask is None:
             cu_seq_lens_q = packed_bounds(position_ids)
-        cache = self._cache(past_key_values, use_cache, cu_seq_lens_q)
+        cache = choose_cache(self, past_key_values, use_cache, cu_seq_lens_q)
         key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
         if position_ids is None:
             start = None if cache is None else cache.position
@@ -142,25 +140,6 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if self.masks_by_kind:
             return {"full_attention": None, "sliding_attention": None}
         return x_BTE.new_zeros(1, 1, 1, 1)
-
-    def _cache(
-        self, cache: LatteCache | None, use_cache: bool | None, cu_seq_lens: Tensor | None
-    ) -> LatteCache | None:
-        check_cache(cache)
-        training: bool = self.training  # type: ignore[attr-defined]
-        wanted = use_cache
-        if wanted is None:
-            wanted = self.config.use_cache and not training and cu_seq_lens is None  # type: ignore[attr-defined]
-        if cu_seq_lens is not None and (cache is not None or wanted):
-            raise ValueError(
-                "packed sequences cannot be carried on in a cache: leave use_cache out"
-            )
-        if self.gradient_checkpointing and training and (wanted or cache is not None):  # type: ignore[attr-defined]
-            logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
-            return None
-        if cache is None and wanted:
-            cache = LatteCache(self.config)  # type: ignore[attr-defined]
-        return cache
 
 
 class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):

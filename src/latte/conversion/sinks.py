@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.layers.positions import token_positions
+from latte.layers.state import real_tokens
 from latte.ops.state import WindowState
 from latte.ops.window_state import final_window_state
 
@@ -32,20 +33,19 @@ def sink_keys(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     earlier: WindowState | None,
-) -> tuple[WindowState, WindowState]:
-    """The sinks of every sequence, (N, n, ...): those seen by these tokens, and those to carry.
+) -> WindowState:
+    """The sinks of every sequence, (N, n, ...), to be seen by these tokens and to be carried on.
 
-    The two are the same: a sink that comes later than a query is hidden from it by its position.
+    A sink that comes later than a query is hidden from it by its position.
     """
     n, (B, T) = num_sinks, k_BTGK.shape[:2]
-    real = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    real = real_tokens(k_BTGK, key_mask)
     if cu_seqlens is not None:
         start_N1 = cu_seqlens[:-1, None].long()
         slots_Nn = start_N1 + torch.arange(n, device=k_BTGK.device)
         mask = slots_Nn < cu_seqlens[1:, None]
         index = slots_Nn.clamp_max(max(T - 1, 0))
-        found = WindowState(k_BTGK[0, index], v_BTGD[0, index], mask & real[0, index])
-        return found, found
+        return WindowState(k_BTGK[0, index], v_BTGD[0, index], mask & real[0, index])
     parts = [(k_BTGK, v_BTGD, real)]
     if earlier is not None:
         parts.insert(0, tuple(earlier))  # type: ignore[arg-type]
@@ -57,8 +57,7 @@ def sink_keys(
     # Real tokens first, in their order: a stable sort by "is padding".
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :n]
     rows = torch.arange(B, device=order.device)[:, None]
-    found = WindowState(keys[rows, order], values[rows, order], mask[rows, order])
-    return found, found
+    return WindowState(keys[rows, order], values[rows, order], mask[rows, order])
 
 
 def attention_with_sinks(
@@ -88,7 +87,7 @@ def attention_with_sinks(
     G, n = k_BTGK.shape[2], sinks.mask.shape[1]
     assert sink_q_BTHK is not None, "sinks need their own rotation of the queries"
     wide = torch.promote_types(q_BTHK.dtype, torch.float32)
-    real = q_BTHK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    real = real_tokens(q_BTHK, key_mask)
     place_BT = token_positions(q_BTHK[..., 0], key_mask, cu_seqlens, position).expand(B, T)
     # A step of decoding needs no whole block of queries.
     P, C = window, max(1, min(window, T))

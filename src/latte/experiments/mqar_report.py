@@ -11,7 +11,7 @@ from typing import Any
 
 from .metrics import duration
 from .mqar_recipe import Run
-from .plots import COLOURS, MARKERS, _canvas, _save
+from .plots import COLOURS, MARKERS, canvas, save
 
 Key = tuple[Any, ...]  # task, model, width, latents
 CellKey = tuple[int, int]  # length, pairs
@@ -99,7 +99,7 @@ def accuracy_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
     widths = sorted({width for _, width, _ in chosen})
     models = list(dict.fromkeys(model for model, _, _ in chosen))
     cells = sorted({cell for entry in chosen.values() for cell in entry})
-    figure, axes = _canvas(len(widths), (max(6.4, 4.0 * len(widths)), 4.2))
+    figure, axes = canvas(len(widths), (max(6.4, 4.0 * len(widths)), 4.2))
     for axis, width in zip(axes, widths, strict=True):
         for index, model in enumerate(models):
             sizes = [key for key in chosen if key[:2] == (model, width)]
@@ -125,7 +125,7 @@ def accuracy_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
     }
     figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside right upper",
                   fontsize=8)  # fmt: skip
-    _save(figure, path)
+    save(figure, path)
 
 
 def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
@@ -140,7 +140,7 @@ def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
         return
     cells = sorted({cell for key, entry in chosen.items() if key[:2] in panels for cell in entry})
     ticks = sorted(set().union(*(numbers[panel] for panel in panels)))
-    figure, axes = _canvas(len(panels), (max(6.4, 4.0 * len(panels)), 4.2))
+    figure, axes = canvas(len(panels), (max(6.4, 4.0 * len(panels)), 4.2))
     for axis, (model, width) in zip(axes, panels, strict=True):
         for index, cell in enumerate(cells):
             points = [
@@ -159,7 +159,7 @@ def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
         axis.set_title(f"{model}, width {width}")
     axes[0].set_ylabel("accuracy of the answers")
     axes[0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -20,10 +20,10 @@ def evaluation_figure(
     title: str = "",
 ) -> None:
     """Bits per byte by context length, one line per model. `rows`: label -> evaluate.Row's."""
-    figure, axis = _canvas(1, (6.4, 4.2))
+    figure, axis = canvas(1, (6.4, 4.2))
     draw_lengths(axis[0], rows, train_length, references)
     axis[0].set_title(title)
-    _save(figure, path)
+    save(figure, path)
 
 
 def comparison_figure(
@@ -43,11 +43,11 @@ def comparison_figure(
         train_length: drawn as a vertical line, in tokens.
         references: label -> bits per byte of something that needs no training (gzip, xz).
     """
-    figure, axes = _canvas(2, (11.0, 4.3))
+    figure, axes = canvas(2, (11.0, 4.3))
     draw_curves(axes[0], curves)
     draw_lengths(axes[1], rows, train_length, references)
     figure.suptitle(title)
-    _save(figure, path)
+    save(figure, path)
 
 
 def conversion_figure(
@@ -63,7 +63,7 @@ def conversion_figure(
         rows: label -> evaluate.Row's.
         close: labels that the second panel's axis is cut to; other lines leave it.
     """
-    figure, axes = _canvas(2, (11.0, 4.4))
+    figure, axes = canvas(2, (11.0, 4.4))
     draw_lengths(axes[0], rows, train_length, None)
     axes[0].set_title("Base, controls and result")
     draw_lengths(axes[1], rows, train_length, None)
@@ -72,7 +72,7 @@ def conversion_figure(
     axes[1].set_ylim(min(values) - room, max(values) + room)
     axes[1].set_title("The same, close to the result")
     axes[1].get_legend().remove()
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_curves(axis: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -150,13 +150,17 @@ def _thousands(value: float, _: int) -> str:
     return f"{value / 1e3:g}k" if value >= 1e3 else f"{value:g}"
 
 
-def _canvas(columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+def canvas(
+    columns: int, size: tuple[float, float], ratios: Sequence[float] | None = None
+) -> tuple[Any, list[Any]]:
+    """A figure without a display, and its panels side by side, of the given widths' ratios."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
-    axes = [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+    grid = figure.add_gridspec(1, columns, width_ratios=ratios)
+    axes = [figure.add_subplot(grid[column]) for column in range(columns)]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
@@ -164,6 +168,7 @@ def _canvas(columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure, and its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

@@ -10,7 +10,7 @@ from torch import Tensor
 from latte.layers.latent_input import LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary
-from latte.layers.state import MixerState, TokenLog
+from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.ops import attention_weights, latte_attention
 
 
@@ -77,7 +77,7 @@ class LatteAttention(Mixer):
         after = MixerState(latent=latent, rglru=inputs.rglru, conv=inputs.conv)
         if not state.recording:
             return out, after, None
-        mask = self._real(x_BTE, key_mask)
+        mask = real_tokens(x_BTE, key_mask)
         return out, after, TokenLog(mask, k, v, None, inputs.rglru_log, inputs.conv_log)
 
     def mixing_logits(

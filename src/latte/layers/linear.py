@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from latte.layers.mixer import Mixer
 from latte.layers.positions import Rotary
-from latte.layers.state import MixerState, TokenLog
+from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.layers.validation import check_choice, check_divides
 from latte.layers.weights import linear_weights
 from latte.ops import linear_attention
@@ -94,7 +94,7 @@ class LinearAttention(Mixer):
             output_final_state=output_final_state,
         )
         after = MixerState(linear=linear)
-        log = TokenLog(self._real(x_BTE, key_mask), k, v) if state.recording else None
+        log = TokenLog(real_tokens(x_BTE, key_mask), k, v) if state.recording else None
         return out.to(out_dtype), after, log
 
     def attention_weights(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from latte.layers.latent_input import LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary, RotaryEmbedding
-from latte.layers.state import MixerState, TokenLog
+from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.layers.validation import check_positive
 from latte.ops import attention_weights, macchiato_attention
 
@@ -118,7 +118,7 @@ class LatteMacchiato(Mixer):
         after = MixerState(latent=latent, window=window, rglru=inputs.rglru, conv=inputs.conv)
         if not state.recording:
             return out, after, None
-        mask = self._real(x_BTE, key_mask)
+        mask = real_tokens(x_BTE, key_mask)
         return out, after, TokenLog(mask, latent_k, v, k, inputs.rglru_log, inputs.conv_log)
 
     def mixing_logits(

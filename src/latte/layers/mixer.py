@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from latte.layers.positions import Rotary, RotaryEmbedding, apply_rotary, token_positions
@@ -178,12 +177,6 @@ class Mixer(nn.Module):
             positions = token_positions(x_BTE, key_mask, cu_seqlens, state.position)
             rotary = self.rotary(positions, q_BTHK.dtype)
         return apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
-
-    def _real(self, x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The mask of real tokens, (B, T) bool."""
-        if key_mask is not None:
-            return key_mask
-        return torch.ones(x_BTE.shape[:2], dtype=torch.bool, device=x_BTE.device)
 
     def extra_repr(self) -> str:
         return (

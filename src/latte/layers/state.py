@@ -28,6 +28,11 @@ def map_tensors(fn: Callable[[Tensor], Tensor], state: T) -> T:
     return state
 
 
+def real_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The mask of real tokens of ``x`` (B, T, ...), (B, T) bool."""
+    return x.new_ones(x.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+
+
 class TokenLog(NamedTuple):
     """What each recorded token added to the state; a field is None if the mixer has no such part.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from latte.layers.latent_input import LatentInput, LatentInputs
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary, RotaryEmbedding
-from latte.layers.state import MixerState, TokenLog
+from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.layers.validation import check_positive
 from latte.layers.weights import softmax_weights
 from latte.ops import sliding_window_attention
@@ -105,7 +105,7 @@ class SlidingWindowAttention(Mixer):
         after = MixerState(window=window, rglru=inputs.rglru, conv=inputs.conv)
         if not state.recording:
             return out, after, None
-        mask = self._real(x_BTE, key_mask)
+        mask = real_tokens(x_BTE, key_mask)
         return out, after, TokenLog(mask, None, v, k, inputs.rglru_log, inputs.conv_log)
 
     def mixing_logits(

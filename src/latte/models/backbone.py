@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 
 from latte.layers import Rotary, RotaryEmbedding, SinusoidalPositions
 from latte.layers.positions import token_positions
@@ -16,9 +16,7 @@ from latte.models.block import LatteBlock, make_norm
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
 from latte.models.initialisation import initialise
-from latte.models.inputs import check_cache, new_key_mask
-
-logger = logging.get_logger(__name__)
+from latte.models.inputs import choose_cache, new_key_mask
 
 
 class LattePreTrainedModel(PreTrainedModel):
@@ -96,7 +94,9 @@ class LatteModel(LattePreTrainedModel):
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        cache = self._cache(past_key_values, use_cache, cu_seq_lens_q)
+        cache = choose_cache(
+            self, past_key_values, use_cache, cu_seq_lens_q, causal=self.config.is_causal
+        )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         self._check(inputs_embeds, cache, output_attentions)
@@ -121,26 +121,6 @@ class LatteModel(LattePreTrainedModel):
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
-
-    def _cache(
-        self, cache: LatteCache | None, use_cache: bool | None, cu_seq_lens: Tensor | None
-    ) -> LatteCache | None:
-        """The cache to fill, if any."""
-        check_cache(cache)
-        possible = self.config.is_causal and cu_seq_lens is None
-        if not possible and (cache is not None or use_cache):
-            why = "packed sequences" if self.config.is_causal else "a bidirectional model"
-            raise ValueError(f"{why} cannot be carried on in a cache: leave use_cache out")
-        if self.gradient_checkpointing and self.training and (use_cache or cache is not None):
-            logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
-            return None
-        if cache is None and possible:
-            wanted = use_cache
-            if wanted is None:
-                wanted = self.config.use_cache and not self.training
-            if wanted:
-                cache = LatteCache(self.config)
-        return cache
 
     def _check(self, x_BTE: Tensor, cache: LatteCache | None, output_attentions: bool) -> None:
         if x_BTE.ndim != 3:

@@ -4,17 +4,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from latte.models.cache import LatteCache
 
+logger = logging.get_logger(__name__)
 
-def check_cache(cache: Any) -> None:
-    """Raise ValueError for a cache of another kind."""
+
+def choose_cache(
+    model: Any,
+    cache: Any,
+    use_cache: bool | None,
+    cu_seq_lens: Tensor | None,
+    *,
+    causal: bool = True,
+) -> LatteCache | None:
+    """The cache that a decoder's forward fills, if any: the caller's, or a new one if wanted.
+
+    Raises:
+        ValueError: a cache of another kind, or one that cannot be carried on.
+    """
     if cache is not None and not isinstance(cache, LatteCache):
         raise ValueError(
             f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
             "Latte do not fit into other caches"
         )
+    possible = causal and cu_seq_lens is None
+    if not possible and (cache is not None or use_cache):
+        why = "packed sequences" if causal else "a bidirectional model"
+        raise ValueError(f"{why} cannot be carried on in a cache: leave use_cache out")
+    if model.gradient_checkpointing and model.training and (use_cache or cache is not None):
+        logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
+        return None
+    if cache is None and possible:
+        wanted = use_cache
+        if wanted is None:
+            wanted = model.config.use_cache and not model.training
+        if wanted:
+            cache = LatteCache(model.config)
+    return cache
 
 
 def new_key_mask(

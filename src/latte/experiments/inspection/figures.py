@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..plots import canvas, save
 from .statistics import UNUSED, Share, Summary, Usage
 
 MUTED = "#6b7280"
@@ -35,7 +36,7 @@ def collapse_figure(path: Path, rows: Sequence[Usage], title: str) -> None:
             if row.state == 0:
                 grid[0, column] = row.of_equal_share
     width = min(16.0, max(6.4, 1.9 + 0.19 * len(heads)))
-    figure, (axis,) = _canvas(1, (width, min(9.0, max(3.4, 1.7 + 0.16 * len(grid)))))
+    figure, (axis,) = canvas(1, (width, min(9.0, max(3.4, 1.7 + 0.16 * len(grid)))))
     # Below the lowest colour a latent is unused; the colours' middle is not an equal share.
     top = max(2.0, float(np.nanmax(grid)))
     picture = axis.imshow(
@@ -71,14 +72,14 @@ def collapse_figure(path: Path, rows: Sequence[Usage], title: str) -> None:
         fontsize=8,
         color=MUTED,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def effective_figure(path: Path, rows: Sequence[Summary], title: str) -> None:
     """Effective number of latents by layer: a dot per head, on average and per token."""
     rows = [row for row in rows if row.latents]
     layers = sorted({row.layer for row in rows})
-    figure, (axis,) = _canvas(1, (max(5.6, 1.6 + 0.45 * len(layers)), 3.9))
+    figure, (axis,) = canvas(1, (max(5.6, 1.6 + 0.45 * len(layers)), 3.9))
     for name, label, colour, marker, shift in (
         ("effective_latents", "on average over the text", "#0072B2", "o", -0.12),
         ("effective_latents_per_token", "per token", "#D55E00", "s", 0.12),
@@ -118,7 +119,7 @@ def effective_figure(path: Path, rows: Sequence[Summary], title: str) -> None:
     axis.set(xlabel="layer", ylabel="effective number of latents", ylim=(0, latents * 1.08))
     axis.set_title(title, fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def share_figure(
@@ -134,7 +135,7 @@ def share_figure(
 
     layers = sorted({row.layer for row in rows})
     heads = sorted({row.head for row in rows})
-    figure, (left, right) = _canvas(2, (11.0, max(4.2, 0.2 * len(layers))), (1.5, 1.0))
+    figure, (left, right) = canvas(2, (11.0, max(4.2, 0.2 * len(layers))), (1.5, 1.0))
     colours = matplotlib.colormaps[MAP](np.linspace(0.0, 0.9, len(layers)))
     means = np.zeros((len(layers), len(heads)))
     for place, layer in enumerate(layers):
@@ -200,7 +201,7 @@ def share_figure(
     right.set_title("mean over the text", fontsize=10)
     figure.colorbar(picture, ax=right, pad=0.02).set_label("p(l=0)")
     figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _head_ticks(axis: Any, heads: list[tuple[int, int]]) -> None:
@@ -216,25 +217,3 @@ def _head_ticks(axis: Any, heads: list[tuple[int, int]]) -> None:
     axis.set_xlabel("layer (a column per head)")
     axis.tick_params(length=0)
     axis.grid(False)
-
-
-def _canvas(
-    columns: int, size: tuple[float, float], ratios: Sequence[float] | None = None
-) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    grid = figure.add_gridspec(1, columns, width_ratios=ratios)
-    axes = [figure.add_subplot(grid[column]) for column in range(columns)]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
