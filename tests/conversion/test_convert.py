@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import latte
+from latte.cli import main
 from latte.conversion import convert
 from latte.errors import LatteError
 
@@ -77,6 +78,29 @@ def test_the_seed_decides_the_new_weights(save_base):
     assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
 
 
+def test_initial_decays_lie_in_the_chosen_range(save_base, tmp_path):
+    chosen = {"rglru_decay_range": [0.2, 0.4], "window": 5, "num_latents": 8}
+    convert(save_base("llama"), tmp_path / "out", **chosen)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.rglru_decay_range == (0.2, 0.4)
+    for layer in loaded.model.layers:
+        rglru = layer.self_attn.latents.input.rglru
+        decay = torch.exp(-8 * torch.nn.functional.softplus(rglru.theta))
+        assert rglru.decay_range == (0.2, 0.4)
+        assert decay.min() >= 0.2 - 1e-5 and decay.max() <= 0.4 + 1e-5
+
+
+def test_the_command_takes_a_range_of_decays(save_base, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["convert", str(save_base("llama")), str(out), "--latents", "8"]
+    assert main([*command, "--decay-range", "0.9", "0.2"]) == 2
+    error = capsys.readouterr().err
+    assert "rglru_decay_range must be two numbers with 0 < low <= high < 1" in error
+    assert not out.exists()
+    assert main([*command, "--decay-range", "0.2", "0.9"]) == 0
+    assert AutoConfig.from_pretrained(out).rglru_decay_range == (0.2, 0.9)
+
+
 def test_it_is_exported():
     assert latte.convert is convert
 
@@ -87,6 +111,8 @@ def test_it_is_exported():
         ({"window": 0}, "local_window must be at least 1 key, got 0"),
         ({"num_latents": 6}, "num_latents must be a multiple of num_attention_heads, got num_late"),
         ({"window_probability": 1.0}, "window_probability must be between 0 and 1, got 1.0"),
+        ({"rglru_decay_range": (0.5, 1)}, r"rglru_decay_range must be two .*, got \(0.5, 1\)"),
+        ({"rglru_decay_range": 0.5}, "0 < low <= high < 1, got 0.5"),
         ({"latent_input": "lstm"}, "latent_input must be one of .*, got 'lstm'"),
         ({"num_sinks": -1}, "num_sinks must be 0 or more, got -1"),
     ],

@@ -10,8 +10,12 @@ from latte.layers import (
     BlockDiagonalLinear,
     CausalConv1d,
     LatentInput,
+    LatentLogits,
+    LatteAttention,
+    LatteMacchiato,
     RotaryEmbedding,
     SinusoidalPositions,
+    SlidingWindowAttention,
     SwiGLU,
 )
 from latte.layers.positions import apply_rotary, token_positions
@@ -66,6 +70,45 @@ def test_rglru_decay_starts_in_its_ring():
     position = (decay**2 - 0.9**2) / (0.999**2 - 0.9**2)  # uniform in [0, 1]
     counts = torch.histc(position, bins=8, min=0, max=1)
     assert counts.min() > 400 and counts.max() < 630
+
+
+def initial_decays(layer: RGLRU) -> torch.Tensor:
+    return torch.exp(-8 * F.softplus(layer.theta.detach().double()))
+
+
+@pytest.mark.parametrize("low_high", [(0.01, 0.3), (0.5, 0.5), (0.9, 0.9999999)])
+def test_rglru_decay_starts_in_a_range_of_choice(low_high):
+    torch.manual_seed(0)
+    low, high = low_high
+    decay = initial_decays(RGLRU(512, num_blocks=8, decay_range=low_high))
+    assert decay.min() >= low - 1e-5 and decay.max() <= high + 1e-6 and decay.max() < 1
+    assert decay.max() - decay.min() >= 0.9 * (high - low)
+
+
+@pytest.mark.parametrize("bad", [(0.9,), (0.0, 0.9), (0.9, 1.0), (0.9, 0.5), 0.5, "ab"])
+def test_rglru_decay_range_is_checked(bad):
+    with pytest.raises(ValueError, match="RGLRU: decay_range must be two numbers with 0 < low"):
+        RGLRU(8, decay_range=bad)
+
+
+def test_every_layer_passes_the_decay_range_on():
+    layers = [
+        LatteAttention(16, 2, 4, latent_input="rglru", rglru_decay_range=(0.2, 0.3), causal=False),
+        LatteMacchiato(16, 2, 4, latent_input="rglru", rglru_decay_range=(0.2, 0.3)),
+        SlidingWindowAttention(16, 2, input_mixing="rglru", rglru_decay_range=(0.2, 0.3)),
+    ]
+    found = [m for layer in layers for m in layer.modules() if isinstance(m, RGLRU)]
+    assert len(found) == 4  # one per direction in the bidirectional layer
+    for rglru in found:
+        decay = initial_decays(rglru)
+        assert decay.min() >= 0.2 - 1e-5 and decay.max() <= 0.3 + 1e-5
+
+
+def test_the_windows_probability_is_checked():
+    with pytest.raises(ValueError, match="window_probability must be between 0 and 1, got 1.5"):
+        LatteMacchiato(16, 2, 4, window_probability=1.5)
+    with pytest.raises(ValueError, match="needs window_logit=True"):
+        LatentLogits(16, 2, 4, window_probability=0.5)
 
 
 def test_block_diagonal_map_keeps_blocks_apart():

@@ -40,6 +40,41 @@ def test_save_and_load_is_the_identity(build, tokens, tmp_path, preset):
         assert torch.equal(model(ids).logits, loaded(ids).logits)
 
 
+@pytest.mark.parametrize("probability", [None, 0.05, 0.7])
+def test_the_windows_probability_is_what_it_starts_at(probability):
+    torch.manual_seed(0)
+    fields = {"window_probability": probability, "initializer_range": 0.002}  # logits near 0
+    config = preset_config("latte-r-swa++", "tiny", **fields)
+    model = LatteForCausalLM(config)
+    found = []
+    for layer in model.model.layers:
+        layer.mixer.latents.register_forward_hook(
+            lambda _m, _i, out: found.append(out[0].softmax(-1)[..., 0].mean())
+        )
+    with torch.no_grad():
+        model(torch.randint(256, (2, 64)))
+    expected = 1 / (16 + 1) if probability is None else probability  # 64 latents, 4 heads
+    torch.testing.assert_close(torch.stack(found), torch.full((4,), expected), atol=0, rtol=0.05)
+    biases = [name for name, _ in model.named_parameters() if "window_bias" in name]
+    assert len(biases) == (0 if probability is None else 4)
+
+
+def test_initial_fields_and_what_they_started_come_back(tmp_path):
+    fields = {"window_probability": 0.3, "rglru_decay_range": [0.2, 0.4]}
+    model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny", **fields))
+    latents = model.model.layers[1].mixer.latents
+    decay = torch.exp(-8 * F.softplus(latents.input.rglru.theta))
+    assert decay.min() >= 0.2 - 1e-5 and decay.max() <= 0.4 + 1e-5
+    with torch.no_grad():
+        latents.window_bias.fill_(1.5)  # as if trained
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.rglru_decay_range == model.config.rglru_decay_range == (0.2, 0.4)
+    assert loaded.config.window_probability == 0.3
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
 def test_auto_classes(build, tmp_path):
     build("latte-r-swa++", dtype=torch.float32).save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is LatteConfig

@@ -30,6 +30,14 @@ def add_options(parser: ArgumentParser) -> None:
     for option, name, kind, text in SHAPE:
         parser.add_argument(option, dest=name, type=kind, help=text)
     parser.add_argument(
+        "--decay-range",
+        dest="rglru_decay_range",
+        nargs=2,
+        type=float,
+        metavar=("LOW", "HIGH"),
+        help="initial decays of the RG-LRU (0.9 0.999)",
+    )
+    parser.add_argument(
         "--delay-latents",
         action="store_true",
         default=None,
@@ -40,7 +48,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
-    names = [name for _, name, _, _ in SHAPE] + ["delay_latents"]
+    names = [name for _, name, _, _ in SHAPE] + ["rglru_decay_range", "delay_latents"]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.recipe is None:
         return _convert(options, given)

@@ -82,6 +82,7 @@ class MacchiatoAttention(nn.Module):
             fields.latent_input,
             window_logit=True,
             window_probability=fields.window_probability,
+            rglru_decay_range=fields.rglru_decay_range,
             rms_norm_eps=config.rms_norm_eps,
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from latte.layers.latent_input import LATENT_INPUTS
+from latte.layers.recurrent import DECAY_RANGE
+from latte.layers.validation import check_decay_range, check_probability
 
 Mixing = Literal["learned", "window", "latents", "base"]
 MIXINGS = ("learned", "window", "latents", "base")
@@ -23,6 +26,7 @@ class MacchiatoFields:
             or ``rglru`` (eq. 18-19).
         window_probability: p(l=0), the window's share, of a model that is not yet trained; set
             by a bias on the window's query logit.
+        rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
         num_sinks: so many first tokens of a sequence stay visible to the window's softmax
             (arXiv 2309.17453), at positions no further away than the window's edge.
         delay_latents: feed the latents only with tokens that have left the window, so that the
@@ -35,9 +39,15 @@ class MacchiatoFields:
     local_window: int = 128
     latent_input: Literal["none", "conv", "rglru"] = "rglru"
     window_probability: float = 0.95
+    rglru_decay_range: Sequence[float] = DECAY_RANGE
     num_sinks: int = 0
     delay_latents: bool = False
     mixing: Mixing = "learned"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.rglru_decay_range, list):  # as JSON has it
+            self.rglru_decay_range = tuple(self.rglru_decay_range)
+        super().__post_init__(**kwargs)  # type: ignore[misc]
 
     def validate_macchiato(self) -> None:
         """Part of ``@strict``: called whenever a configuration is made or changed."""
@@ -56,10 +66,8 @@ class MacchiatoFields:
                 f"num_latents must be a multiple of num_attention_heads, got num_latents="
                 f"{self.num_latents} and num_attention_heads={heads}"
             )
-        if not 0.0 < self.window_probability < 1.0:
-            raise ValueError(
-                f"window_probability must be between 0 and 1, got {self.window_probability}"
-            )
+        check_probability("window_probability", self.window_probability)
+        check_decay_range("rglru_decay_range", self.rglru_decay_range)
         if self.num_sinks < 0:
             raise ValueError(f"num_sinks must be 0 or more, got {self.num_sinks}")
         hidden: int = self.hidden_size  # type: ignore[attr-defined]

@@ -31,7 +31,6 @@ from latte.conversion.configs import (
 )
 from latte.conversion.sinks import sink_positions
 from latte.layers import RMSNorm
-from latte.layers.latent_input import LatentLogits
 from latte.layers.positions import token_positions
 from latte.models.cache import LatteCache
 from latte.models.generation import StateGenerationMixin
@@ -57,8 +56,6 @@ class MacchiatoPreTrained:
         initialise(module)
         if isinstance(module, RMSNorm):
             init.ones_(module.weight)  # Gemma's norms multiply by 1 + weight, and start at 0
-        if isinstance(module, LatentLogits) and module.window_probability is not None:
-            init.constant_(module.window_bias, module.initial_window_bias())
 
 
 class MacchiatoDecoder(MacchiatoPreTrained):

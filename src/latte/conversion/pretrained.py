@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from latte.conversion.config import MacchiatoFields
 from latte.errors import LatteError
+from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
 
@@ -24,6 +26,7 @@ def convert(
     num_latents: int = 128,
     latent_input: str = "rglru",
     window_probability: float = 0.95,
+    rglru_decay_range: Sequence[float] = DECAY_RANGE,
     num_sinks: int = 0,
     delay_latents: bool = False,
     seed: int = 0,
@@ -43,6 +46,7 @@ def convert(
         num_latents: over all query heads, which divide it.
         latent_input: what the latent logits are computed from: ``none``, ``conv`` or ``rglru``.
         window_probability: what p(l=0) starts at.
+        rglru_decay_range: lowest and highest initial decay of the RG-LRU.
         num_sinks: first tokens that stay visible to the window.
         delay_latents: feed the latents only with tokens that have left the window.
         seed: of the new weights.
@@ -62,6 +66,7 @@ def convert(
         "num_latents": num_latents,
         "latent_input": latent_input,
         "window_probability": window_probability,
+        "rglru_decay_range": rglru_decay_range,
         "num_sinks": num_sinks,
         "delay_latents": delay_latents,
     }

@@ -6,6 +6,7 @@ Shape suffixes: B batch, T tokens, E hidden size, H heads, L latents per head, K
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch.nn import functional as F
 
 from latte.layers.convolution import CausalConv1d
 from latte.layers.norms import RMSNorm
-from latte.layers.recurrent import RGLRU
+from latte.layers.recurrent import DECAY_RANGE, RGLRU
 from latte.layers.state import MixerState
-from latte.layers.validation import check_choice, check_divides
+from latte.layers.validation import check_choice, check_divides, check_probability
 
 LATENT_INPUTS = ("none", "conv", "rglru")
 
@@ -35,7 +36,7 @@ class LatentInput(nn.Module):
     """``none``: z = x. ``conv``: z = conv(x). ``rglru``: z = RMSNorm(RG-LRU(x)).
 
     Without causality an RG-LRU runs in each direction and the two are summed before the norm;
-    the convolution looks back in either case.
+    the convolution looks back in either case. ``rglru_decay_range`` is that of :class:`RGLRU`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LatentInput(nn.Module):
         *,
         num_blocks: int = 1,
         conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rms_norm_eps: float = 1e-6,
         causal: bool = True,
     ) -> None:
@@ -54,9 +56,11 @@ class LatentInput(nn.Module):
         if kind == "conv":
             self.conv = CausalConv1d(hidden_size, conv_kernel_size)
         elif kind == "rglru":
-            self.rglru = RGLRU(hidden_size, num_blocks)
+            self.rglru = RGLRU(hidden_size, num_blocks, decay_range=rglru_decay_range)
             if not causal:
-                self.backward_rglru = RGLRU(hidden_size, num_blocks, reverse=True)
+                self.backward_rglru = RGLRU(
+                    hidden_size, num_blocks, reverse=True, decay_range=rglru_decay_range
+                )
             self.norm = RMSNorm(hidden_size, eps=rms_norm_eps)
 
     def forward(
@@ -110,6 +114,7 @@ class LatentLogits(nn.Module):
         window_logit: bool = False,
         window_probability: float | None = None,
         conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rms_norm_eps: float = 1e-6,
         causal: bool = True,
     ) -> None:
@@ -117,12 +122,17 @@ class LatentLogits(nn.Module):
         check_divides(
             "Latte", "num_heads", "num_latents", num_latents=num_latents, num_heads=num_heads
         )
+        if window_probability is not None:
+            check_probability("Latte: window_probability", window_probability)
+            if not window_logit:
+                raise ValueError("Latte: window_probability needs window_logit=True, got False")
         self.num_heads = num_heads
         self.input = LatentInput(
             hidden_size,
             latent_input,
             num_blocks=num_heads,
             conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
             causal=causal,
         )

@@ -5,11 +5,14 @@ Shape suffixes: B batch, T tokens, E hidden size, H query heads, L latents per h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from latte.layers.latent_input import LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary
+from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.ops import attention_weights, latte_attention
 
@@ -33,6 +36,7 @@ class LatteAttention(Mixer):
         head_dim: int | None = None,
         latent_input: str = "none",
         conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rms_norm_eps: float = 1e-6,
         causal: bool = True,
     ) -> None:
@@ -49,6 +53,7 @@ class LatteAttention(Mixer):
             num_latents,
             latent_input,
             conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
             causal=causal,
         )

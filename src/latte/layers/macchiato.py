@@ -6,11 +6,14 @@ L latents per head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from latte.layers.latent_input import LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary, RotaryEmbedding
+from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.layers.validation import check_positive
 from latte.ops import attention_weights, macchiato_attention
@@ -26,6 +29,8 @@ class LatteMacchiato(Mixer):
     Args:
         num_latents: over all heads, the window's state not counted.
         window: keys seen, self included; ``|s - t| <= window // 2`` if not causal.
+        window_probability: what p(l=0) starts at, by a bias per head on the window's query
+            logit; None adds no bias, and p(l=0) starts near 1 / (L + 1).
         rope_theta: base of the rotary encoding; None leaves positions out.
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
     """
@@ -40,7 +45,9 @@ class LatteMacchiato(Mixer):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         latent_input: str = "none",
+        window_probability: float | None = None,
         conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rope_theta: float | None = 10000.0,
         softcap: float | None = None,
         rms_norm_eps: float = 1e-6,
@@ -65,7 +72,9 @@ class LatteMacchiato(Mixer):
             num_latents,
             latent_input,
             window_logit=True,
+            window_probability=window_probability,
             conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
             causal=causal,
         )

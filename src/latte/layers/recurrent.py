@@ -6,14 +6,15 @@ Shape suffixes: B batch, T tokens, E channels, N blocks, P channels per block.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from latte.layers.validation import check_divides, check_input
+from latte.layers.validation import check_decay_range, check_divides, check_input
 from latte.ops import rg_lru
 
-MIN_DECAY, MAX_DECAY = 0.9, 0.999  # of a_t where the recurrence gate is fully open, r = 1
+DECAY_RANGE = (0.9, 0.999)  # Griffin's, of a_t where the recurrence gate is fully open, r = 1
 
 
 class BlockDiagonalLinear(nn.Module):
@@ -52,17 +53,28 @@ class RGLRU(nn.Module):
         log a_t = -8 r_t softplus(theta)
         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)     at a sequence's start h_t = i_t x_t
 
-    ``theta`` starts so that a at r = 1, exp(-8 softplus(theta)), lies in [0.9, 0.999], uniform in
-    a^2. The state h is fp32.
+    ``theta`` starts so that a at r = 1, exp(-8 softplus(theta)), lies in ``decay_range``, uniform
+    in a^2. The state h is fp32.
 
     Args:
         num_blocks: of the gates' maps; the models use the number of heads.
         reverse: run from the end to the start (for bidirectional models); then there is no state.
+        decay_range: lowest and highest initial decay a, both inside (0, 1). A channel at a
+            remembers some 1 / (1 - a) tokens: low ones follow the token, high ones average.
     """
 
-    def __init__(self, hidden_size: int, num_blocks: int = 1, *, reverse: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_blocks: int = 1,
+        *,
+        reverse: bool = False,
+        decay_range: Sequence[float] = DECAY_RANGE,
+    ) -> None:
         super().__init__()
+        check_decay_range("RGLRU: decay_range", decay_range)
         self.hidden_size, self.reverse = hidden_size, reverse
+        self.decay_range = decay_range
         self.recurrence_gate = BlockDiagonalLinear(hidden_size, num_blocks)
         self.input_gate = BlockDiagonalLinear(hidden_size, num_blocks)
         self.theta = nn.Parameter(torch.empty(hidden_size))
@@ -75,7 +87,9 @@ class RGLRU(nn.Module):
     def initial_theta(self) -> Tensor:
         """A fresh draw of theta: softplus(theta) = -log(a) / 8 with a^2 uniform."""
         squares = torch.empty_like(self.theta, dtype=torch.float32)
-        squares.uniform_(MIN_DECAY**2, MAX_DECAY**2)
+        low, high = self.decay_range
+        squares.uniform_(low**2, high**2)
+        squares.clamp_max_(1 - 2**-24)  # the largest below 1 in fp32: a decay of 1 cannot learn
         return torch.log(torch.expm1(-0.5 * torch.log(squares) / 8.0))
 
     def forward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -24,6 +26,21 @@ def check_divides(layer: str, divisor: str, dividend: str, **sizes: int) -> None
 def check_choice(layer: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{layer}: {name} must be one of {choices}, got {value!r}")
+
+
+def check_probability(what: str, value: float) -> None:
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"{what} must be between 0 and 1, got {value}")
+
+
+def check_decay_range(what: str, value: Sequence[float]) -> None:
+    """``(low, high)`` with 0 < low <= high < 1."""
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if pair and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
+        low, high = value
+        if 0 < low <= high < 1:
+            return
+    raise ValueError(f"{what} must be two numbers with 0 < low <= high < 1, got {value!r}")
 
 
 def check_input(layer: str, x: Tensor, hidden_size: int) -> None:

@@ -5,11 +5,14 @@ Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from latte.layers.latent_input import LatentInput, LatentInputs
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary, RotaryEmbedding
+from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.layers.validation import check_positive
 from latte.layers.weights import softmax_weights
@@ -36,6 +39,7 @@ class SlidingWindowAttention(Mixer):
         head_dim: int | None = None,
         input_mixing: str = "none",
         conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rope_theta: float | None = 10000.0,
         softcap: float | None = None,
         rms_norm_eps: float = 1e-6,
@@ -58,6 +62,7 @@ class SlidingWindowAttention(Mixer):
             input_mixing,
             num_blocks=num_heads,
             conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
             causal=causal,
         )

@@ -49,6 +49,7 @@ def make_mixer(config: LatteConfig) -> Mixer:
     }
     inputs: dict[str, Any] = {
         "conv_kernel_size": config.conv_kernel_size,
+        "rglru_decay_range": config.rglru_decay_range,
         "rms_norm_eps": config.norm_eps,
     }
     latents: dict[str, Any] = {
@@ -60,7 +61,12 @@ def make_mixer(config: LatteConfig) -> Mixer:
             return LatteAttention(**heads, **latents, **inputs)
         case "macchiato":
             return LatteMacchiato(
-                **heads, **latents, **inputs, **local, window=config.sliding_window or 0
+                **heads,
+                **latents,
+                **inputs,
+                **local,
+                window=config.sliding_window or 0,
+                window_probability=config.window_probability,
             )
         case "swa":
             return SlidingWindowAttention(

@@ -9,6 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
+from latte.layers.recurrent import DECAY_RANGE
+from latte.layers.validation import check_decay_range, check_probability
 
 WINDOWED = ("macchiato", "swa")  # mixers with local queries and keys over a window
 LATENT = ("latte", "macchiato", "linear")  # mixers whose heads have num_latents / heads states
@@ -25,6 +27,9 @@ class LatteConfig(PreTrainedConfig):
             (eq. 18-19). With ``swa`` the window's queries, keys and values come from there.
         num_latents: latent states (features of ``linear``) over all heads.
         sliding_window: keys seen by ``macchiato`` and ``swa``, self included.
+        window_probability: p(l=0), the window's share in ``macchiato``, of a model that is not
+            yet trained, set by a bias on the window's query logit; None is no bias, 1 / (L + 1).
+        rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
         position: ``sinusoidal`` (added to the embeddings), ``rope`` (in the window or full
             attention) or ``none``.
         norm, mlp: ``rmsnorm`` and ``swiglu``, the "++" models, or ``layernorm`` and ``gelu``.
@@ -52,7 +57,9 @@ class LatteConfig(PreTrainedConfig):
     latent_input: Literal["none", "conv", "rglru"] = "rglru"
     num_latents: int | None = 128
     sliding_window: int | None = 128
+    window_probability: float | int | None = None
     conv_kernel_size: int = 3
+    rglru_decay_range: list[float | int] | tuple[float | int, ...] = DECAY_RANGE
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: float | int = 1e-6
     mlp: Literal["gelu", "swiglu"] = "swiglu"
@@ -76,6 +83,8 @@ class LatteConfig(PreTrainedConfig):
         self._reject_misspelt(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if isinstance(self.rglru_decay_range, list):  # as JSON has it
+            self.rglru_decay_range = tuple(self.rglru_decay_range)
         super().__post_init__(**kwargs)
 
     def _reject_misspelt(self, extra: dict[str, Any]) -> None:
@@ -133,6 +142,14 @@ class LatteConfig(PreTrainedConfig):
                 raise ValueError(
                     f"position='rope' needs heads of an even width, got {self.width_per_head}"
                 )
+        if self.window_probability is not None:
+            if self.mixer != "macchiato":
+                raise ValueError(
+                    f"window_probability must be None for mixer={self.mixer!r}, got"
+                    f" {self.window_probability}"
+                )
+            check_probability("window_probability", self.window_probability)
+        check_decay_range("rglru_decay_range", self.rglru_decay_range)
         for name in ("embedding_dropout", "hidden_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -5,7 +5,7 @@ import math
 from torch import nn
 from transformers import initialization as init
 
-from latte.layers import RGLRU, BlockDiagonalLinear, CausalConv1d
+from latte.layers import RGLRU, BlockDiagonalLinear, CausalConv1d, LatentLogits
 
 
 def initialise(module: nn.Module) -> None:
@@ -22,3 +22,5 @@ def initialise(module: nn.Module) -> None:
         init.zeros_(module.bias)
     elif isinstance(module, RGLRU):
         init.copy_(module.theta, module.initial_theta())
+    elif isinstance(module, LatentLogits) and module.window_probability is not None:
+        init.constant_(module.window_bias, module.initial_window_bias())
