@@ -174,7 +174,8 @@ def without_lone_surrogates(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _field_of(row: object, field: str, where: str) -> str:
+def text_field(row: object, field: str, where: str) -> str:
+    """The text in a field of a JSON row; anything else is refused, with where it stands."""
     if not isinstance(row, dict):
         raise LatteError(f"{where}: expected a JSON object, found {type(row).__name__}")
     if field not in row:
@@ -186,7 +187,8 @@ def _field_of(row: object, field: str, where: str) -> str:
     return without_lone_surrogates(value)
 
 
-def _json_documents(path: Path, field: str, meter: Meter | None) -> Iterator[str]:
+def json_rows(path: Path, meter: Meter | None = None) -> Iterator[tuple[str, Any]]:
+    """(where it stands, value) of each line of a file of JSON lines; empty lines are left out."""
     with _opened(path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -198,7 +200,12 @@ def _json_documents(path: Path, field: str, meter: Meter | None) -> Iterator[str
                 raise LatteError(f"{where}: malformed JSON ({error.msg})") from error
             if meter is not None:
                 meter(raw.tell())
-            yield _field_of(row, field, where)
+            yield where, row
+
+
+def _json_documents(path: Path, field: str, meter: Meter | None) -> Iterator[str]:
+    for where, row in json_rows(path, meter):
+        yield text_field(row, field, where)
 
 
 def _parquet_documents(path: Path, column: str, meter: Meter | None) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,34 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def load_split(dataset: str, config: str | None, name: str, **arguments: Any) -> Any:
+    """``datasets.load_dataset``, whole; any failure is one LatteError that begins with `name`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise LatteError(
+            f"{name}: reading it needs the package datasets: pip install 'latte[train]'"
+        ) from error
+    try:
+        return datasets.load_dataset(dataset, config, streaming=False, **arguments)
+    # load_dataset raises two dozen types (network, hub, parsing): all of them are the answer
+    # "this dataset cannot be had", whose reason is for the user to read.
+    except Exception as error:
+        raise LatteError(
+            f"{name}: cannot be loaded: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+
+
+def require_columns(dataset: Any, columns: Sequence[str], name: str) -> None:
+    """Raise LatteError for a column that a dataset does not have."""
+    names = list(dataset.column_names)
+    for column in columns:
+        if column not in names:
+            raise LatteError(
+                f"{name}: no column {column!r}; there is {', '.join(map(repr, names))}"
+            )
 
 
 class HubSource:
@@ -74,33 +102,16 @@ class HubSource:
 
     def load(self) -> Any:
         """The ``datasets.Dataset`` with the text column alone; any failure is one LatteError."""
-        try:
-            import datasets
-        except ImportError as error:
-            raise LatteError(
-                f"{self.name}: reading it needs the package datasets: pip install 'latte[train]'"
-            ) from error
-        try:
-            dataset = datasets.load_dataset(
-                self.dataset,
-                self.config,
-                split=self.split,
-                revision=self.revision,
-                data_files=self.data_files,
-                cache_dir=None if self.cache_dir is None else os.fspath(self.cache_dir),
-                streaming=False,
-            )
-        # load_dataset raises two dozen types (network, hub, parsing): all of them are the answer
-        # "this dataset cannot be had", whose reason is for the user to read.
-        except Exception as error:
-            raise LatteError(
-                f"{self.name}: cannot be loaded: {type(error).__name__}: {_one_line(error)}"
-            ) from error
-        names = list(dataset.column_names)
-        if self.column not in names:
-            raise LatteError(
-                f"{self.name}: no column {self.column!r}; there is {', '.join(map(repr, names))}"
-            )
+        dataset = load_split(
+            self.dataset,
+            self.config,
+            self.name,
+            split=self.split,
+            revision=self.revision,
+            data_files=self.data_files,
+            cache_dir=None if self.cache_dir is None else os.fspath(self.cache_dir),
+        )
+        require_columns(dataset, [self.column], self.name)
         kind = getattr(dataset.features[self.column], "dtype", "a structure")
         if kind not in ("string", "large_string"):
             raise LatteError(f"{self.name}: column {self.column!r} must hold text, found {kind}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
+from .grid import exit_code, machine, progress_bar
 from .mqar_recipe import Cell, MQARRecipe, Run, load, runs
 from .run_folder import writable_folder
 
@@ -38,21 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="report what is done, train nothing")
     parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         recipe = load(options.recipe, options.overrides)
         if options.dry_run:
             _list(recipe)
         else:
             print(sweep(recipe, quiet=options.quiet, report_only=options.report), end="")
             print(f"written: accuracy.csv, accuracy.md and figures in {recipe.output_dir}")
-    except LatteError as error:
-        print(f"mqar: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("mqar: interrupted; run again, it goes on after the last finished run",
-              file=sys.stderr)  # fmt: skip
-        return 130
-    return 0
+
+    return exit_code("mqar", work, "run again, it goes on after the last finished run")
 
 
 def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False) -> str:
@@ -109,8 +105,6 @@ def stored_result(run: Run, recipe: MQARRecipe) -> dict[str, Any] | None:
 
 def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet: bool) -> Any:
     """Train one run and keep its result."""
-    import datetime
-
     import torch
 
     from .mqar_training import make_table, train_run
@@ -121,7 +115,7 @@ def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet
         for cell in cells:
             if (cell, split) not in tables:
                 tables[cell, split] = make_table(cell, recipe.data, split)
-    bar = _bar(quiet)
+    bar = progress_bar(quiet)
 
     def evaluated(point: dict[str, float]) -> None:
         accuracies = " ".join(f"{k} {v:.4f}" for k, v in point.items() if "x" in k)
@@ -141,10 +135,7 @@ def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet
     result = {
         "identity": run.identity(recipe),
         "outcome": asdict(outcome),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
+        **machine(device),
     }
     writable_folder(run.folder)
     write_json(run.folder / RESULT_FILE, result)
@@ -159,13 +150,6 @@ def _solved(run: Run, results: dict[Run, Any], recipe: MQARRecipe) -> bool:
         and min(cell["accuracy"] for cell in result["outcome"]["cells"]) >= recipe.training.stop_at
         for other, result in results.items()
     )
-
-
-def _bar(quiet: bool) -> Any:
-    from tqdm import tqdm
-
-    # No bar where stderr is not a terminal.
-    return tqdm(unit="step", dynamic_ncols=True, leave=False, disable=True if quiet else None)
 
 
 def _list(recipe: MQARRecipe) -> None:

@@ -9,7 +9,6 @@ torch, so that a mistake shows at once.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
+from .grid import check_models, model_config
 from .recipe import read_with_bases
 from .typed import apply_override, build
 
@@ -186,7 +186,6 @@ def runs(recipe: MQARRecipe) -> list[Run]:
     Raises:
         LatteError: an unknown preset or field, or sizes that do not fit.
     """
-    from ..models import preset_config
     from ..models.config import LATENT
 
     found = []
@@ -200,14 +199,14 @@ def runs(recipe: MQARRecipe) -> list[Run]:
             if recipe.init_scale is not None:
                 values.setdefault("initializer_range", recipe.init_scale / math.sqrt(width))
             values.setdefault("max_position_embeddings", max(c.length for c in (*train, *tests)))
-            mixer = _config(preset_config, name, preset, values).mixer
+            mixer = model_config(name, preset, values).mixer
             sweep: list[int | None] = [None]
             if mixer in LATENT:
                 own = values.get("num_latents")
                 sweep = [own] if own is not None else list(recipe.latents)
             for latents in sweep:
                 config = values | ({} if latents is None else {"num_latents": latents})
-                _config(preset_config, name, preset, config)
+                model_config(name, preset, config)
                 size = f"E{width}" + ("" if latents is None else f"-L{latents}")
                 for seed, rate in product(recipe.training.seeds, recipe.training.learning_rates):
                     folder = Path(recipe.output_dir, task, name, size, f"lr{rate:g}-seed{seed}")
@@ -218,13 +217,6 @@ def runs(recipe: MQARRecipe) -> list[Run]:
                         )
                     )  # fmt: skip
     return found
-
-
-def _config(make: Any, name: str, preset: str, values: dict[str, Any]) -> Any:
-    try:
-        return make(preset, "tiny", **values)
-    except (ValueError, TypeError) as error:
-        raise LatteError(f"models.{name}: {' '.join(str(error).split())}") from None
 
 
 def _cells(
@@ -286,27 +278,4 @@ def _check_values(recipe: MQARRecipe) -> None:
             raise LatteError(f"{key}: expected different numbers, at least one, got {values}")
         if key in lists and min(values) <= 0:
             raise LatteError(f"{key}: expected numbers above 0, got {values}")
-    _check_models(recipe)
-
-
-def _check_models(recipe: MQARRecipe) -> None:
-    if not recipe.models:
-        raise LatteError("models: expected at least one model, got none")
-    for name, values in recipe.models.items():
-        if not re.fullmatch(r"\w[\w+.-]*", str(name)):
-            raise LatteError(
-                f"models: expected names of letters, digits and + . _ - (they name folders),"
-                f" got {name!r}"
-            )
-        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
-            raise LatteError(
-                f"models.{name}: expected a section with a preset, such as"
-                f" {{preset: latte-r-swa++, sliding_window: 32}}, got {values!r}"
-            )
-    for name in recipe.select if recipe.select is not None else recipe.models:
-        if name not in recipe.models:
-            raise LatteError(
-                f"select: no model is called {name!r}; expected some of {', '.join(recipe.models)}"
-            )
-    if recipe.select is not None and not recipe.select:
-        raise LatteError("select: expected at least one model, got none")
+    check_models(recipe.models, recipe.select)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
@@ -11,7 +10,8 @@ from typing import Any
 
 from .metrics import duration
 from .mqar_recipe import Run
-from .plots import COLOURS, MARKERS, canvas, save
+from .plots import canvas, line_style, save
+from .run_folder import write_text
 
 Key = tuple[Any, ...]  # task, model, width, latents
 CellKey = tuple[int, int]  # length, pairs
@@ -25,9 +25,9 @@ COLUMNS = (
 
 def write_report(folder: Path, results: Mapping[Run, dict[str, Any]]) -> str:
     """Write the files into `folder`; returns the Markdown table."""
-    _replace(folder / "accuracy.csv", _csv(results))
+    write_text(folder / "accuracy.csv", _csv(results))
     table = markdown(results)
-    _replace(folder / "accuracy.md", table)
+    write_text(folder / "accuracy.md", table)
     if results:
         accuracy_figure(folder / "accuracy.png", results)
         if len({run.latents for run in results} - {None}) > 1:
@@ -111,7 +111,7 @@ def accuracy_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
                 at,
                 [mean(entry[cells[place]][1]) for place in at],
                 label=model,
-                **_style(index),
+                **line_style(index),
             )
         axis.set_xticks(range(len(cells)), [f"{length:,}\n{pairs}" for length, pairs in cells])
         axis.set_xlabel("length, key-value pairs")
@@ -150,7 +150,7 @@ def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
             ]
             if points:
                 label = f"length {cell[0]:,}, {cell[1]} pairs"
-                axis.plot(*zip(*points, strict=True), label=label, **_style(index))
+                axis.plot(*zip(*points, strict=True), label=label, **line_style(index))
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
@@ -160,15 +160,6 @@ def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
     axes[0].set_ylabel("accuracy of the answers")
     axes[0].legend(frameon=False, fontsize=8)
     save(figure, path)
-
-
-def _style(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": ("-", "--", ":")[index // len(COLOURS) % 3],
-        "markersize": 5,
-    }
 
 
 def _csv(results: Mapping[Run, dict[str, Any]]) -> str:
@@ -197,10 +188,3 @@ def _csv(results: Mapping[Run, dict[str, Any]]) -> str:
             }
             writer.writerow(row)
     return buffer.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Written aside and renamed: a reader sees the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

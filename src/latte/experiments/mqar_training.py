@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.mqar import MQAR, MQARTable
 from .mqar_recipe import Cell, MQARData, MQARRecipe, Run
+from .steps import adamw, autocast, take_step
 from .trainer import learning_rate_factor
 
 Tables = dict[str, MQARTable]
@@ -71,7 +71,7 @@ def count_correct(
     was_training = model.training
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    with torch.no_grad(), _autocast(device, bf16):
+    with torch.no_grad(), autocast(device, bf16):
         for start in range(0, len(table), batch_size):
             tokens, queries, answers = _batch(table, slice(start, start + batch_size), device)
             correct += (query_logits(model, tokens, queries).argmax(-1) == answers).sum()
@@ -115,18 +115,12 @@ def train_run(
     model.train()
     for name, rows in _batches(run, train_tables, sizes, section.max_epochs):
         tokens, queries, answers = _batch(train_tables[name], rows, device)
-        with _autocast(device, section.bf16):
+        with autocast(device, section.bf16):
             logits = query_logits(model, tokens, queries)
         loss = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        limit = section.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+        if not take_step(model, loss, optimizer, scheduler, section.max_grad_norm):
             stopped = "diverged"
             break
-        optimizer.step()
-        scheduler.step()
         step += 1
         summed += loss.detach().double()
         counted += 1
@@ -217,20 +211,11 @@ def _fresh_model(run: Run) -> Any:
 def _optimizer(model: Any, run: Run, recipe: MQARRecipe) -> torch.optim.Optimizer:
     section = recipe.training
     embeddings = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for p in model.parameters():
-        rate = run.learning_rate * (section.embedding_rate if id(p) in embeddings else 1.0)
-        decay = section.weight_decay if p.ndim >= 2 else 0.0
-        groups.setdefault((rate, decay), []).append(p)
-    betas = (section.betas[0], section.betas[1])
-    return torch.optim.AdamW(
-        [
-            {"params": params, "lr": rate, "weight_decay": decay}
-            for (rate, decay), params in groups.items()
-        ],
-        betas=betas,
-        fused=True,
-    )
+    rated = [
+        (p, run.learning_rate * (section.embedding_rate if id(p) in embeddings else 1.0))
+        for p in model.parameters()
+    ]
+    return adamw(rated, weight_decay=section.weight_decay, betas=section.betas)
 
 
 def _batch_size(cell: Cell, recipe: MQARRecipe) -> int:
@@ -263,7 +248,3 @@ def _batch(
         for t in (table.tokens_MT, table.queries_MN, table.answers_MN)
     )
     return tokens, queries, answers
-
-
-def _autocast(device: torch.device, bf16: bool) -> Any:
-    return torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()

@@ -168,6 +168,16 @@ def canvas(
     return figure, axes
 
 
+def line_style(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of line `index`; they repeat after 21 lines."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": ("-", "--", ":")[index // len(COLOURS) % 3],
+        "markersize": 5,
+    }
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a figure, and its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,16 +22,27 @@ import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from ..errors import LatteError
-from .recipe import Recipe
 
 RUN_FILE = "run.json"
 FINISHED_FILE = "finished.json"
 MANIFEST_FILE = "manifest.json"
 STAGING = ".staging"
 LOCK_FILE = ".lock"
+
+
+class Identified(Protocol):
+    """What a run is made from: a recipe, or one run of a recipe's grid."""
+
+    output_dir: str
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run, as plain JSON."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, as plain JSON."""
 
 
 @dataclass
@@ -45,7 +56,7 @@ class Claim:
     skipped: tuple[str, ...] = ()  # damaged checkpoints that were passed over
 
 
-def claim(recipe: Recipe, processes: int = 1) -> Claim:
+def claim(recipe: Identified, processes: int = 1) -> Claim:
     """Take `recipe.output_dir` for this run, or say in one line why not. Overwrites nothing.
 
     Raises:
@@ -210,8 +221,13 @@ def rotate(folder: Path, keep: int) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file by rename: readers see the old one or the new one."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file by rename: readers see the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -1,0 +1,83 @@
+"""What recipes with a grid of models share: the models' section, the command, the machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import LatteError
+
+
+def check_models(models: Mapping[str, Any], select: Sequence[str] | None) -> None:
+    """Raise LatteError unless `models` are named sections with a preset, and `select` names some.
+
+    `models`: name -> {preset: ..., any field of LatteConfig: ...}; the names become folders.
+    """
+    if not models:
+        raise LatteError("models: expected at least one model, got none")
+    for name, values in models.items():
+        if not re.fullmatch(r"\w[\w+.-]*", str(name)):
+            raise LatteError(
+                f"models: expected names of letters, digits and + . _ - (they name folders),"
+                f" got {name!r}"
+            )
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
+            raise LatteError(
+                f"models.{name}: expected a section with a preset, such as"
+                f" {{preset: latte-r-swa++, sliding_window: 32}}, got {values!r}"
+            )
+    for name in select if select is not None else models:
+        if name not in models:
+            raise LatteError(
+                f"select: no model is called {name!r}; expected some of {', '.join(models)}"
+            )
+    if select is not None and not select:
+        raise LatteError("select: expected at least one model, got none")
+
+
+def model_config(name: str, preset: str, values: Mapping[str, Any]) -> Any:
+    """`preset_config(preset, "tiny", **values)`; what is wrong with it names the model."""
+    from ..models import preset_config
+
+    try:
+        return preset_config(preset, "tiny", **values)
+    except (ValueError, TypeError) as error:
+        raise LatteError(f"models.{name}: {' '.join(str(error).split())}") from None
+
+
+def exit_code(program: str, work: Callable[[], None], how_to_go_on: str) -> int:
+    """Do the work of a command: 0, 2 for a user's mistake, 130 when interrupted; one line each."""
+    try:
+        work()
+    except LatteError as error:
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; {how_to_go_on}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def progress_bar(quiet: bool, **arguments: Any) -> Any:
+    """A tqdm bar in steps; none where stderr is not a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(
+        unit="step", dynamic_ncols=True, leave=False, disable=True if quiet else None, **arguments
+    )
+
+
+def machine(device: Any) -> dict[str, Any]:
+    """What a result was computed on, and when."""
+    import datetime
+
+    import torch
+
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
