@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from latte.data.tokenfile import TokenFile
@@ -141,12 +142,15 @@ class BlockCollator:
     - ``"packed"``: one row of B * T tokens: ``input_ids``, ``labels``, ``position_ids`` (1, B*T)
       and ``cu_seq_lens_q`` (N + 1,) int32 over the row, on which states and windows start anew.
     - ``"rows"``: ``input_ids``, ``labels`` (B, T). Only for blocks of one segment each.
+    - ``"padded"``: ``input_ids``, ``labels``, a row for each segment, as long as the longest,
+      padded on the right with token 0 and label -100. For causal models that cannot keep packed
+      segments apart; what they see and predict is the same.
     - ``"auto"``: rows when each block is one segment, packed otherwise. The two give the same loss.
     """
 
-    def __init__(self, layout: Literal["auto", "packed", "rows"] = "auto") -> None:
-        if layout not in ("auto", "packed", "rows"):
-            raise LatteError(f"layout must be 'auto', 'packed' or 'rows', got {layout!r}")
+    def __init__(self, layout: Literal["auto", "packed", "rows", "padded"] = "auto") -> None:
+        if layout not in ("auto", "packed", "rows", "padded"):
+            raise LatteError(f"layout must be 'auto', 'packed', 'rows' or 'padded', got {layout!r}")
         self.layout = layout
 
     def __call__(self, blocks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -156,6 +160,11 @@ class BlockCollator:
                 "layout='rows' needs blocks of one document each; use 'packed' or 'auto', or "
                 "respect_documents=False"
             )
+        if self.layout == "padded":
+            return {
+                name: pad_sequence(_segments(blocks, name), True, padding)
+                for name, padding in (("input_ids", 0), ("labels", IGNORE))
+            }
         if single and self.layout != "packed":
             return {
                 name: torch.stack([torch.as_tensor(block[name]) for block in blocks])
@@ -171,3 +180,12 @@ class BlockCollator:
             bounds.append((cu[1:] + end).to(torch.int32))
             end += int(cu[-1])
         return {**batch, "cu_seq_lens_q": torch.cat(bounds)}
+
+
+def _segments(blocks: Sequence[dict[str, Any]], name: str) -> list[torch.Tensor]:
+    """One of the blocks' tensors, cut into their segments."""
+    pieces: list[torch.Tensor] = []
+    for block in blocks:
+        lengths = torch.as_tensor(block["cu_seq_lens_q"]).diff().tolist()
+        pieces += torch.as_tensor(block[name]).split(lengths)
+    return pieces

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import LatteError
+from .comparators import make_known
 from .recipe import Recipe, recipe_from_dict
 from .run_folder import MANIFEST_FILE, checkpoint_problem, newest_checkpoint
 
@@ -101,6 +102,7 @@ def _load_config(folder: Path) -> Any:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(values, dict) or "model_type" not in values:
             raise LatteError(f"{folder / 'config.json'} names no model_type: it was edited")
+        make_known(values["model_type"])
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except LatteError:
         raise

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .comparators import is_comparator
+
 # Dense bf16 peak, FLOP/s, from the makers' data sheets; the longest matching name wins.
 GPU_PEAK_FLOPS = {
     "B200": 2250e12,
@@ -69,13 +71,16 @@ def flops_per_token(model: nn.Module, length: int) -> float:
 
     Forward costs 2 per weight and token, backward twice that. The mixers, per layer, forward:
     softmax attention 2 * 2 * H * K * (mean number of keys seen), Latte 2 * 2 * num_latents * D.
-    Gradient checkpointing's second forward is not counted (model FLOPs, not hardware FLOPs).
+    Gradient checkpointing's second forward is not counted (model FLOPs, not hardware FLOPs), nor
+    the comparators' own mixing.
     """
     config: Any = model.config
     tied = bool(getattr(config, "tie_word_embeddings", False))
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     if not tied:
         weights -= config.vocab_size * config.hidden_size  # the input embedding is a look-up
+    if is_comparator(config.model_type):
+        return 6.0 * weights
     head_dim = config.hidden_size // config.num_attention_heads
     mixer = getattr(config, "mixer", "softmax")
     seen = 0.0

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import LatteError
+from .comparator_trainer import ComparatorTrainer
+from .comparators import comparator_config, find
 from .metrics import Progress, read_metrics
 from .recipe import DataSection, Recipe
 from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
@@ -73,7 +75,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         model,
         text.tokenizer,
         blocks,
-        text.collator(recipe.data),
+        text.collator(recipe.data, pack=not recipe.model.is_comparator),
         text.held_out(recipe.data.max_validation_tokens),
         steps=steps,
         bytes_per_token=text.bytes_per_token,
@@ -123,11 +125,11 @@ def check_model(recipe: Recipe) -> None:
 
 def trainer_class(recipe: Recipe) -> type[LatteTrainer]:
     """The Trainer of a recipe's objective."""
-    if recipe.conversion.base is None:
-        return LatteTrainer
-    from .conversion_trainer import ConversionTrainer
+    if recipe.conversion.base is not None:
+        from .conversion_trainer import ConversionTrainer
 
-    return ConversionTrainer
+        return ConversionTrainer
+    return ComparatorTrainer if recipe.model.is_comparator else LatteTrainer
 
 
 def data_section(recipe: Recipe) -> DataSection:
@@ -144,6 +146,9 @@ def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
     try:
         if section.architecture is not None:
             return architecture_config(section.architecture, values)
+        if section.is_comparator:
+            find(section.preset, causal=True)
+            return comparator_config(section.preset, section.size, **values)
         from ..models import preset_config
 
         return preset_config(section.preset, section.size, **values)
@@ -195,7 +200,7 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     config = model_config(recipe, defaults)
     text.train.check_vocabulary(config.vocab_size)
     set_seed(recipe.training.seed)
-    if recipe.model.architecture is None:
+    if recipe.model.architecture is None and not recipe.model.is_comparator:
         return LatteForCausalLM(config)
     from transformers import AutoModelForCausalLM
 

@@ -23,8 +23,9 @@ from .typed import apply_override, build, merge, read_yaml
 class ModelSection:
     """Which model: `latte.models.preset_config(preset, size, **overrides)`.
 
-    With an `architecture`, a plain model of Transformers instead, such as a base to convert:
-    `preset` and `size` are not used, and `overrides` are fields of its config.
+    `preset` may also name a model to compare with (`latte.experiments.comparators`). With an
+    `architecture`, a plain model of Transformers instead, such as a base to convert: `preset` and
+    `size` are not used, and `overrides` are fields of its config.
     """
 
     preset: str = "latte-r-swa++"
@@ -36,6 +37,13 @@ class ModelSection:
     def name(self) -> str:
         """What tables and figures call the model."""
         return self.architecture or self.preset
+
+    @property
+    def is_comparator(self) -> bool:
+        """Whether it is one of the models to compare with, by its name."""
+        from .comparators import COMPARATORS
+
+        return self.architecture is None and self.preset in COMPARATORS
 
 
 @dataclass

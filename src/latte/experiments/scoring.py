@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..data.evaluation import EvaluationText, bits_per_byte, perplexity
+from .comparators import is_comparator
 
 LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
 
@@ -72,6 +73,7 @@ def score(
         model: a causal language model of transformers; it is left in its mode.
         length: window length n, in tokens.
         segment: tokens read at a time; longer windows carry the cache from segment to segment.
+            Comparators, which name and keep their states in ways of their own, read all at once.
         batch_tokens: inputs side by side in a batch (one window at least).
         bf16: autocast to bfloat16; the NLL is computed in fp32 and summed in fp64.
         rank, processes: with several processes each takes every `processes`-th batch, all make
@@ -80,6 +82,8 @@ def score(
         on_batch: called with the number of tokens scored after each batch.
     """
     device = next(model.parameters()).device
+    if is_comparator(getattr(getattr(model, "config", None), "model_type", "")):
+        segment = max(segment, length)
     autocast: Any = torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
     was_training = model.training
     model.eval()

@@ -50,9 +50,15 @@ class Text:
         return EvaluationText(self.validation, join=join, max_tokens=max_tokens)
 
     @staticmethod
-    def collator(section: DataSection) -> BlockCollator:
-        """One layout for every batch, wherever documents end: packed if they are kept apart."""
-        return BlockCollator("packed" if section.respect_documents else "rows")
+    def collator(section: DataSection, *, pack: bool = True) -> BlockCollator:
+        """One layout for every batch, wherever documents end: packed if they are kept apart.
+
+        Without `pack` each document has a row of its own instead, for models that cannot keep
+        packed ones apart; the tokens and what they may see are the same.
+        """
+        if not section.respect_documents:
+            return BlockCollator("rows")
+        return BlockCollator("packed" if pack else "padded")
 
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:

@@ -1,0 +1,226 @@
+"""The models of the paper's tables, by name, in the same harness as our own."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
+
+from latte.errors import LatteError
+from latte.experiments.comparators import (
+    COMPARATORS,
+    comparator_config,
+    count,
+    find,
+    main,
+)
+from latte.models import count_parameters, preset_config
+
+logging.set_verbosity_error()  # Mamba says that its kernels are not there
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "sliding_window": 8,
+}
+HERE = [name for name, comparator in COMPARATORS.items() if not comparator.missing()]
+CAUSAL = [name for name in HERE if COMPARATORS[name].causal]
+READS_BOTH_WAYS = [name for name in HERE if not COMPARATORS[name].causal]
+ON_A_GPU = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
+
+
+def build(name: str, kind: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
+    torch.manual_seed(0)
+    return kind.from_config(comparator_config(name, **{**SMALL, **overrides}))
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("size", ["tiny", "paper"])
+@pytest.mark.parametrize("name", HERE)
+def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
+    target = count_parameters(preset_config("transformer++", size))
+    found = count(comparator_config(name, size), COMPARATORS[name])
+    assert found == pytest.approx(target, rel=0.03)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_sizes_hold_for_transformer_and_comparator_alike(name: str) -> None:
+    config = comparator_config(name, **SMALL)
+    assert (config.vocab_size, config.hidden_size) == (300, 32)
+    if COMPARATORS[name].matched == "intermediate_size":
+        assert config.num_hidden_layers == 3
+    wider = comparator_config(name, **{**SMALL, "intermediate_size": 256})
+    target = count_parameters(preset_config("transformer++", **{**SMALL, "intermediate_size": 256}))
+    assert count(wider, COMPARATORS[name]) == pytest.approx(target, rel=0.2)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_future_cannot_change_the_past(name: str) -> None:
+    model = build(name).eval()
+    ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[:, 25:] = 7
+    with torch.no_grad():
+        one, two = logits(model, ids), logits(model, other)
+    assert torch.equal(one[:, :25], two[:, :25])
+    assert not torch.equal(one[:, 25:], two[:, 25:])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_few_steps_lower_the_loss(name: str) -> None:
+    model = build(name).train()
+    ids = torch.randint(3, 20, (2, 16), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        found = logits(model, ids)[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("name", READS_BOTH_WAYS)
+def test_a_few_steps_teach_a_classifier(name: str) -> None:
+    model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
+    ids = torch.randint(3, 300, (6, 16), generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(6) % 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
+    """The same tokens in the same steps, whichever way a model keeps documents apart."""
+    from latte.experiments.compare import compare
+    from latte.experiments.metrics import read_metrics
+
+    recipe = make_recipe("latte++", name="table", max_steps=2)
+    for field in ("num_latents", "sliding_window"):
+        recipe.model.overrides.pop(field, None)
+    names = ["swa++", "mamba", "griffin"]
+    entries = compare(recipe, names, lengths=[16, 1500], max_tokens=100, quiet=True)
+    assert [entry.preset for entry in entries] == names
+    assert all(math.isfinite(row.loss) for entry in entries for row in entry.rows)
+    assert len({entry.rows[0].tokens for entry in entries}) == 1
+    logged = [read_metrics(entry.run.folder, "train") for entry in entries]
+    assert len({tuple(row["tokens"] for row in rows) for rows in logged}) == 1
+    # Untrained models are near uniform over 260 bytes, if the loss is over the right tokens.
+    assert all(rows[0]["loss"] == pytest.approx(math.log(260), rel=0.15) for rows in logged)
+    assert "`griffin`" in Path(recipe.output_dir, "comparison.md").read_text()
+
+
+def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
+    """Packed or padded, a model that can do both computes the same loss."""
+    from latte.experiments.text import prepare_text
+    from latte.models import LatteForCausalLM
+
+    recipe = make_recipe()
+    text = prepare_text(recipe.data, progress=False)
+    blocks = [block for block in text.blocks(recipe.data, 4, 0)]
+    packed = text.collator(recipe.data)(blocks)
+    padded = text.collator(recipe.data, pack=False)(blocks)
+    assert set(padded) == {"input_ids", "labels"}
+    assert len(padded["labels"]) == len(packed["cu_seq_lens_q"]) - 1 > 4
+    torch.manual_seed(0)
+    config = preset_config("latte-r-swa++", **{**SMALL, "num_latents": 8})
+    model = LatteForCausalLM(config).double().eval()
+    with torch.no_grad():
+        one, two = (model(**batch, num_items_in_batch=1).loss for batch in (packed, padded))
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_sice": 3}, "unknown field 'hidden_sice' of comparator 'griffin'"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"conv1d_width": "four"}, "comparator 'griffin': .*conv1d_width"),
+    ],
+)
+def test_bad_fields_are_one_line(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(LatteError, match=message) as error:
+        comparator_config("griffin", **overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:
+    from latte.experiments.pretrain import train
+
+    recipe = make_recipe()
+    recipe.model.preset = "longformer"
+    with pytest.raises(LatteError, match="'longformer' reads both ways: .* no language model"):
+        train(recipe, quiet=True)
+    assert not Path(recipe.output_dir).exists()
+    with pytest.raises(LatteError, match="unknown comparator 'grifin', expected one of griffin"):
+        find("grifin")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_missing_library_or_gpu_is_one_line(
+    name: str, monkeypatch: Any, make_recipe: Any
+) -> None:
+    from latte.experiments.pretrain import train
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = make_recipe()
+    recipe.model.preset = name
+    with pytest.raises(LatteError) as error:
+        train(recipe, quiet=True)
+    assert str(error.value) == (
+        f"model: comparator {name!r} needs flash-linear-attention (pip install"
+        " 'latte-attention[baselines]') and a GPU that Triton compiles for"
+    )
+    assert not Path(recipe.output_dir).exists()
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name: str) -> None:
+    """Causality, and a loss that falls, of the models whose kernels are written in Triton."""
+    if lacks := COMPARATORS[name].missing():
+        pytest.skip(f"needs {lacks}")
+    model = build(name, hidden_size=64).cuda().train()
+    ids = torch.randint(3, 20, (2, 128), device="cuda")
+    other = ids.clone()
+    other[:, 100:] = 7
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        torch.testing.assert_close(logits(model, ids)[:, :100], logits(model, other)[:, :100])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(10):
+        with torch.autocast("cuda", torch.bfloat16):
+            found = logits(model, ids)[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found.float(), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_table_prints_what_there_is(capsys: Any) -> None:
+    assert main(["tiny"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"`{name}`" in out for name in COMPARATORS)
+    assert main(["huge"]) == 2
