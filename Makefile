@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread per test process: two OpenMP pools on one machine slow each other down.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: setup demo test test-all test-triton lint format docs bench clean
+.PHONY: setup demo test test-all test-triton lint format docs bench gpu-check clean
 
 setup: $(READY)
 
@@ -47,6 +47,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cpu_ops.py
 	$(BIN)/python benchmarks/cpu_scaling.py
 	$(BIN)/python benchmarks/cpu_decode.py
+
+# On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.
+gpu-check: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu,baselines]"
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

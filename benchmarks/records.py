@@ -8,7 +8,7 @@ import functools
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from common import Row
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -42,9 +42,9 @@ def _machine() -> Row:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
-        "jax": _version("jax"),
+        "jax": version("jax"),
         "python": platform.python_version(),
-        "latte": _version("latte-attention") or getattr(latte, "__version__", ""),
+        "latte": version("latte-attention") or getattr(latte, "__version__", ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -55,15 +55,18 @@ def machine() -> Row:
 
 
 class Table:
-    """A CSV file that is written row by row, so that an interrupted run leaves what it has."""
+    """A CSV file that is written row by row, so that an interrupted run leaves what it has.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    ``extra`` gives columns to stand before the machine's.
+    """
+
+    def __init__(self, path: Path, extra: Callable[[], Row] = dict) -> None:
+        self.path, self.extra = path, extra
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Append the row, with the machine's columns, to the file; the first one starts it."""
-        row = row | machine()
+        row = row | self.extra() | machine()
         with self.path.open("a" if self.rows else "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(row))
             if not self.rows:
@@ -92,9 +95,10 @@ class Goal(NamedTuple):
         return self.measured >= self.target if self.at_least else self.measured <= self.target
 
 
-def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
-    """Put this script's goals into goals.csv, beside the other scripts', and print them all."""
-    path = out / "goals.csv"
+def write_goals(
+    path: Path, script: str, goals: Sequence[Goal], extra: Callable[[], Row] = dict
+) -> list[Row]:
+    """Put this script's goals into a file beside the other scripts'; all of them."""
     kept = [row for row in read_rows(path) if row["script"] != script] if path.exists() else []
     new = []
     for goal in goals:
@@ -107,16 +111,28 @@ def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
                 "measured": f"{goal.measured:.3f}",
                 "verdict": verdict,
                 "note": goal.note,
+                **extra(),
                 **machine(),
             }
         )
     rows = sorted([*kept, *new], key=lambda row: row["script"])
-    if not rows:
-        return
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    if rows:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return rows
+
+
+def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
+    """Put this script's goals into goals.csv and print the whole table."""
+    rows = write_goals(out / "goals.csv", script, goals)
+    if rows:
+        print_goals(rows)
+
+
+def print_goals(rows: Sequence[Row]) -> None:
+    """The table of goals, targets and verdicts."""
     columns = ("goal", "target", "measured", "verdict", "note")
     widths = [max(len(c), *(len(str(row[c])) for row in rows)) for c in columns]
     print()

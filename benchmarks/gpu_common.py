@@ -1,0 +1,316 @@
+"""What the GPU benchmarks share: where they run, timing on the device, memory, the time budget.
+
+Timing. Every side of a comparison is warmed up first (kernels compile, autotuners search), then
+the sides take turns over several rounds, each call between two CUDA events and after a write of
+more than the level-2 cache. Medians and percentiles are over single calls. A side that cannot run
+(out of memory, a library missing) says so in one line, and the others go on.
+
+On ``--device cpu`` the same scripts run with a wall clock, for their tests: those times mean
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import QUICK_RESULTS, RESULTS, Row, Times
+from records import Goal, Table, print_goals, version, write_goals
+
+NO_GPU = 2  # exit code
+TARGETS = "gpu_goals.csv"
+FLUSH_BYTES = 256 * 2**20  # several times the level-2 cache of any GPU
+Call = Callable[[], Any]
+
+
+class Place(NamedTuple):
+    """Where and how a script runs."""
+
+    device: torch.device
+    backend: str  # of Latte's ops
+    dtype: torch.dtype
+    out: Path
+    quick: bool
+    deadline: float  # of time.monotonic()
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def left(self) -> float:
+        """Seconds left of the budget."""
+        return self.deadline - time.monotonic()
+
+    def table(self, name: str) -> Table:
+        return Table(self.out / name, lambda: columns(self.device))
+
+    def goals(self, script: str, goals: Sequence[Goal]) -> None:
+        """Print the goals of this script and put them beside the others'."""
+        rows = write_goals(self.out / TARGETS, script, goals, lambda: columns(self.device))
+        own = [row for row in rows if row["script"] == script]
+        if own:
+            print_goals(own)
+
+
+def options(description: str | None, budget: float) -> argparse.ArgumentParser:
+    """The options that all the GPU benchmarks have."""
+    lines = (description or "").strip().splitlines()
+    parser = argparse.ArgumentParser(description=lines[0] if lines else None)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the CSV files and figures (default: benchmarks/results; with --quick "
+        "build/benchmarks)",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=budget, help="seconds (default: %(default)g)"
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
+    parser.add_argument("--backend", help="of Latte's ops (default: triton; on a CPU torch)")
+    return parser
+
+
+def place(args: argparse.Namespace) -> Place:
+    """Check the device and make the output folder; without a GPU one line and exit code 2."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: expected a CUDA device that PyTorch can use (or --device cpu)")
+        raise SystemExit(NO_GPU)
+    out: Path = args.out or (QUICK_RESULTS if args.quick else RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
+    backend = args.backend or ("triton" if device.type == "cuda" else "torch")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Place(device, backend, dtype, out, args.quick, time.monotonic() + args.budget)
+
+
+def columns(device: torch.device) -> Row:
+    """Device and versions: the last columns of every row."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "device": name,
+        "cuda": torch.version.cuda or "",
+        "triton": version("triton"),
+        "fla": version("flash-linear-attention"),
+        "transformers": version("transformers"),
+    }
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+# --- time ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _flush_buffer(device: torch.device) -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+
+def flush(device: torch.device) -> None:
+    """Write more than the level-2 cache holds."""
+    if device.type == "cuda":
+        _flush_buffer(device).zero_()
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Milliseconds of calls: CUDA events on a GPU, read once all of them are recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.ms: list[float] = []
+
+    def time(self, call: Call) -> None:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            self.ms.append(1e3 * (time.perf_counter() - start))
+            return
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        call()
+        pair[1].record()
+        self.events.append(pair)
+
+    def read(self) -> list[float]:
+        wait(self.device)
+        self.ms += [start.elapsed_time(end) for start, end in self.events]
+        self.events.clear()
+        return self.ms
+
+
+def reason(error: BaseException) -> str:
+    """One line for what went wrong."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
+
+
+def forget() -> None:
+    """Drop what failed calls and earlier sizes left in memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(
+    at: Place,
+    sides: Mapping[str, Call],
+    *,
+    budget: float = 1.0,
+    rounds: int = 5,
+    cold_cache: bool = True,
+) -> tuple[dict[str, Times], dict[str, str]]:
+    """Time the sides in turns: statistics of those that ran, and why the others did not.
+
+    Args:
+        budget: seconds of timed calls per side; each gets at least one call a round.
+        cold_cache: write over the level-2 cache before every call.
+    """
+    failed: dict[str, str] = {}
+    bursts: dict[str, int] = {}
+    for name, call in sides.items():
+        try:
+            call()  # compiles and searches
+            wait(at.device)
+            start = time.perf_counter()
+            for _ in range(2):
+                call()
+            wait(at.device)
+            seconds = max((time.perf_counter() - start) / 2, 1e-6)
+            bursts[name] = max(1, min(30, int(budget / rounds / seconds)))
+        except Exception as error:  # noqa: BLE001 - whatever a rival raises, the others go on
+            stop_if_broken(at, error)
+            failed[name] = reason(error)
+            say(f"  {name}: {failed[name]}")
+            forget()
+    watches = {name: Stopwatch(at.device) for name in bursts}
+    for _ in range(rounds):
+        for name, burst in bursts.items():
+            for _ in range(burst):
+                if cold_cache:
+                    flush(at.device)
+                watches[name].time(sides[name])
+            watches[name].read()
+    return {name: Times.of([x / 1e3 for x in w.read()]) for name, w in watches.items()}, failed
+
+
+def stop_if_broken(at: Place, error: BaseException) -> None:
+    """After an illegal access nothing more can run in this process: raise it again."""
+    try:
+        wait(at.device)
+    except Exception:
+        raise error from None
+
+
+@functools.cache
+def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float:
+    """Bytes read and written per second by a copy within the device."""
+    size = int(gigabytes * 2**30) if device.type == "cuda" else 2**22
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
+    target = torch.empty_like(source)
+    watch = Stopwatch(device)
+    for i in range(13):
+        target.copy_(source)
+        if i >= 3:
+            watch.time(lambda: target.copy_(source))
+    median = Times.of([x / 1e3 for x in watch.read()]).median
+    forget()
+    return 2 * size / (median / 1e3)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes of one forward and backward pass."""
+
+    saved: int  # held for the backward pass: distinct storages, inputs included
+    kept: int | None  # allocated between the passes beyond inputs and output; None on a CPU
+    peak: int | None  # most allocated beyond the inputs; None on a CPU
+
+    def row(self) -> Row:
+        mb = {name: "" if x is None else round(x / 2**20, 3) for name, x in self._asdict().items()}
+        return {f"{name}_mb": x for name, x in mb.items()}
+
+
+@contextlib.contextmanager
+def saved_storages() -> Iterator[dict[int, int]]:
+    """Sizes of the distinct storages that autograd saves meanwhile, by address."""
+    sizes: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield sizes
+
+
+def memory_of(at: Place, op: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> Memory:
+    """What ``op(*leaves)`` keeps for its backward pass, and the peak of both passes."""
+    inputs = [x.detach().clone().requires_grad_() for x in leaves]
+    before = 0
+    if at.cuda:
+        forget()
+        torch.cuda.synchronize(at.device)
+        torch.cuda.reset_peak_memory_stats(at.device)
+        before = torch.cuda.memory_allocated(at.device)
+    with saved_storages() as sizes:
+        out = op(*inputs)
+    kept = None
+    if at.cuda:
+        kept = torch.cuda.memory_allocated(at.device) - before - out.nbytes
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    peak = torch.cuda.max_memory_allocated(at.device) - before if at.cuda else None
+    return Memory(sum(sizes.values()), kept, peak)
+
+
+# --- calls -----------------------------------------------------------------------------------
+
+
+def normal(at: Place, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Standard normal numbers on the device, a function of seed and shape."""
+    generator = torch.Generator(at.device).manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, device=at.device)
+    return x.to(dtype or at.dtype)
+
+
+MODES = ("forward", "forward+backward")
+
+
+def call_of(
+    mode: str, op: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dy: torch.Tensor
+) -> Call:
+    """A call of the op: the output, or the gradients of <dy, output> for all inputs."""
+    if mode == "forward":
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return op(*inputs)
+
+        return forward
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+
+
+def relative(a: torch.Tensor, exact: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is exact."""
+    exact = exact.double()
+    return ((a.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
