@@ -64,7 +64,7 @@ class Text:
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
     """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input."""
     progress = progress and sys.stderr.isatty()  # bars belong on a terminal
-    cache = cache_folder(section)
+    cache = cache_folder(section.cache_dir)
     corpus = open_corpus(
         section.corpus,
         validation=section.validation,
@@ -81,9 +81,9 @@ def prepare_text(section: DataSection, progress: bool = True) -> Text:
     )
 
 
-def cache_folder(section: DataSection) -> Path:
-    """`data.cache_dir`, else $LATTE_CACHE, else ~/.cache/latte."""
-    chosen = section.cache_dir or os.environ.get("LATTE_CACHE") or "~/.cache/latte"
+def cache_folder(cache_dir: str | None) -> Path:
+    """A recipe's `cache_dir`, else $LATTE_CACHE, else ~/.cache/latte."""
+    chosen = cache_dir or os.environ.get("LATTE_CACHE") or "~/.cache/latte"
     return Path(chosen).expanduser()
 
 
@@ -137,7 +137,7 @@ def evaluation_text(
         paths = list(dict.fromkeys(path for spec in specs for path in find_files(spec)))
         whole = FileSource(paths, field)
         chosen = Corpus(whole.name, whole, whole)
-    cache = cache_folder(DataSection())
+    cache = cache_folder(None)
     progress = progress and sys.stderr.isatty()
     tokens = tokenize_corpus(chosen, tokenizer, "validation", cache, progress=progress)
     return EvaluationText(tokens, join=join, max_tokens=max_tokens)

@@ -1,0 +1,439 @@
+"""The Long Range Arena runner, from a recipe to the report, on tasks that take seconds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from latte.data.lra import Examples, Task, load_task
+from latte.errors import LatteError
+from latte.experiments import lra_training
+from latte.experiments.lra import RESULT_FILE, load_data, main, train_all
+from latte.experiments.lra_recipe import LRATraining, load, runs
+from latte.experiments.lra_training import Score, Training, batches, score
+from latte.experiments.run_folder import checkpoints, seal
+
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = {
+    "task": "listops",
+    "data": {
+        "min_length": 3,
+        "max_length": 12,
+        "max_depth": 2,
+        "max_args": 6,
+        "train_examples": 40,
+        "validation_examples": 16,
+        "test_examples": 16,
+    },
+    "models": {
+        "both": {"preset": "latte-r-swa++"},
+        "window": {"preset": "swa++"},
+    },
+    "shared": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "num_latents": 4,
+        "sliding_window": 4,
+        "hidden_dropout": 0.1,
+    },
+    "training": {
+        "max_steps": 8,
+        "batch_size": 8,
+        "eval_steps": 2,
+        "log_steps": 2,
+        "warmup_steps": 2,
+        "bucket_batches": 2,
+    },
+}
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    folders = {"output_dir": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+    path.write_text(yaml.safe_dump(TINY | folders))
+    return path
+
+
+def made(lengths: list[int]) -> Examples:
+    labels = [i % 2 for i in range(len(lengths))]
+    return Examples.pack([np.full(n, i % 2, np.uint8) for i, n in enumerate(lengths)], labels)
+
+
+# ---- what is computed
+
+
+def test_batches_read_every_example_once_an_epoch_and_go_on_anywhere() -> None:
+    examples = made([3 + (7 * i) % 50 for i in range(45)])
+    section = LRATraining(batch_size=4, bucket_batches=6)
+    stream = batches(examples, section, seed=3)
+    epochs = [[next(stream) for _ in range(12)] for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(np.concatenate(epoch).tolist()) == list(range(45))
+    assert [b.tolist() for b in epochs[0]] != [b.tolist() for b in epochs[1]]
+    later = batches(examples, section, seed=3, start=17)
+    assert next(later).tolist() == epochs[1][5].tolist()
+    other = batches(examples, section, seed=4)
+    assert [next(other).tolist() for _ in range(12)] != [b.tolist() for b in epochs[0]]
+
+
+def test_buckets_save_padding() -> None:
+    rng = np.random.default_rng(0)
+    examples = made(rng.integers(1, 500, 640).tolist())
+    lengths = examples.lengths()
+
+    def padded(buckets: int) -> int:
+        stream = batches(examples, LRATraining(batch_size=8, bucket_batches=buckets), seed=0)
+        return sum(len(b) * lengths[b].max() for b in (next(stream) for _ in range(80)))
+
+    assert padded(20) < 1.1 * lengths.sum() < 1.5 * lengths.sum() < padded(1)
+
+
+def test_a_score_does_not_depend_on_batches_or_padding(recipe_file: Path) -> None:
+    recipe = load(recipe_file)
+    training = Training(runs(recipe)[0], load_data(recipe, quiet=True), torch.device("cpu"))
+    examples, model = training.task.validation, training.model.eval()
+    ones = [model(**to_inputs(examples, [i])).logits[0] for i in range(len(examples))]
+    logits, labels = torch.stack(ones).detach(), torch.from_numpy(examples.labels_N)
+    model.train()
+    for size in (1, 5, 16):
+        found = score(model, examples, replace(training.section, batch_size=size))
+        assert found.correct == int((logits.argmax(-1) == labels).sum()) and found.examples == 16
+        assert found.loss == pytest.approx(
+            float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5
+        )
+    assert model.training
+    assert score(model, examples, training.section, limit=5).examples == 5
+
+
+def to_inputs(examples: Examples, rows: list[int]) -> dict[str, torch.Tensor]:
+    batch = examples.batch(rows)
+    del batch["labels"]
+    return batch
+
+
+def test_models_are_bidirectional_and_fit_the_task(recipe_file: Path) -> None:
+    recipe = load(recipe_file)
+    task = load_data(recipe, quiet=True)
+    for run in runs(recipe):
+        model = Training(run, task, torch.device("cpu")).model.eval()
+        inputs = to_inputs(task.test, [0, 1])
+        assert model(**inputs).logits.shape == (2, 10)
+        changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
+        last = int(inputs["attention_mask"][0].sum()) - 1 if "attention_mask" in inputs else -1
+        changed["input_ids"][0, last] = (changed["input_ids"][0, last] + 1) % 16
+        hidden = [
+            model.model(i["input_ids"], i.get("attention_mask")).last_hidden_state
+            for i in (inputs, changed)
+        ]
+        assert not torch.equal(hidden[0][0, last - 1], hidden[1][0, last - 1])
+    window = runs(recipe)[1]
+    assert "num_latents" not in window.config and window.config["sliding_window"] == 4
+
+
+# ---- runs
+
+
+def outcome_of(folder: Path) -> dict[str, Any]:
+    outcome = json.loads((folder / RESULT_FILE).read_text())["outcome"]
+    del outcome["seconds"]
+    for point in outcome["curve"]:
+        del point["seconds"]
+    return outcome
+
+
+def test_a_recipe_trains_reports_and_is_not_done_twice(
+    recipe_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(recipe_file)]) == 0
+    out, printed = tmp_path / "out", capsys.readouterr().out
+    assert "| train | 40 |" in printed and "[2/2] listops window seed 0" in printed
+    assert "step 8/8 | epoch 1.60 | loss" in printed and "tok/s | eta 0s" in printed
+    assert "| `both` |" in printed and "| most frequent class |" in printed
+    assert (out / "accuracy.md").read_text() in printed
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with open(out / "accuracy.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["both", "window"]
+    task = load_data(load(recipe_file), quiet=True)
+    for row in rows:
+        folder = out / row["model"] / "seed0"
+        result = json.loads((folder / RESULT_FILE).read_text())
+        assert result["outcome"]["stopped"] == "steps" and result["outcome"]["steps"] == 8
+        curve = result["outcome"]["curve"]
+        assert [point["step"] for point in curve] == [2, 4, 6, 8]
+        best = max(curve, key=lambda point: point["validation_accuracy"])
+        assert result["outcome"]["best_step"] == best["step"]
+        assert result["outcome"]["validation"]["accuracy"] == best["validation_accuracy"]
+        assert float(row["test_accuracy"]) == result["outcome"]["test"]["accuracy"]
+        majority = max(np.bincount(task.test.labels_N)) / 16
+        assert float(row["majority_rate"]) == pytest.approx(majority)
+        with open(folder / "curve.csv", newline="") as file:
+            assert [int(line["step"]) for line in csv.DictReader(file)] == [2, 4, 6, 8]
+        assert not checkpoints(folder)
+        # What is exported is the model of the best step, and says what was scored.
+        from latte.models import LatteForSequenceClassification
+
+        model = LatteForSequenceClassification.from_pretrained(folder)
+        found = score(model, task.test, LRATraining(batch_size=8))
+        assert found.correct == result["outcome"]["test"]["correct"]
+
+    monkeypatch.setattr(lra_training, "Training", None)
+    assert main([str(recipe_file), "--quiet"]) == 0
+    assert main([str(recipe_file), "training.max_minutes=9", "--report"]) == 0
+    assert "2 runs" in capsys.readouterr().out
+
+
+def test_a_run_repeats_exactly_and_leaves_the_random_state(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    state = torch.get_rng_state()
+    for name in ("one", "two"):
+        train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / name}"]), quiet=True)
+    assert torch.equal(state, torch.get_rng_state())
+    one, two = (outcome_of(tmp_path / name / "both" / "seed0") for name in ("one", "two"))
+    assert one == two
+    weights = [(tmp_path / n / "both/seed0/model.safetensors").read_bytes() for n in ("one", "two")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("killed_at", [1, 3])
+def test_a_killed_run_goes_on_to_the_same_result(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, killed_at: int
+) -> None:
+    train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / 'whole'}"]), quiet=True)
+    plain, calls = lra_training.take_step, []
+
+    def killed(*arguments: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 2 * killed_at + 2:  # a step after a checkpoint
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(lra_training, "take_step", killed)
+    few = [str(recipe_file), "select=[both]"]
+    assert main([*few, "--quiet"]) == 130
+    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    folder = tmp_path / "out" / "both" / "seed0"
+    assert checkpoints(folder)[-1].name == f"checkpoint-{2 * killed_at}"
+    assert not (folder / RESULT_FILE).exists()
+    assert main(few) == 0
+    assert f"resuming from checkpoint-{2 * killed_at}" in capsys.readouterr().out
+    assert len(calls) == 2 * killed_at + 2 + (8 - 2 * killed_at)
+    whole = tmp_path / "whole" / "both" / "seed0"
+    assert outcome_of(folder) == outcome_of(whole)
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_the_best_state_is_kept_and_test_is_scored_once(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(recipe_file, ["select=[window]"])
+    plain, scored, weights = score, [], {}
+
+    def watched(model: Any, examples: Examples, *rest: Any) -> Score:
+        scored.append(examples)
+        found = plain(model, examples, *rest)
+        if examples is task.validation and len(scored) <= 4:
+            weights[len(scored)] = model.score.weight.detach().clone()
+            return replace(found, correct=(3, 9, 9, 5)[len(scored) - 1])
+        return found
+
+    task = load_data(recipe, quiet=True)
+    monkeypatch.setattr("latte.experiments.lra.load_data", lambda *_: task)
+    monkeypatch.setattr(lra_training, "score", watched)
+    train_all(recipe, quiet=True)
+    assert sum(examples is task.test for examples in scored) == 1 and scored[-1] is task.test
+    folder = tmp_path / "out" / "window" / "seed0"
+    assert outcome_of(folder)["best_step"] == 4
+    from safetensors.torch import load_file
+
+    kept = load_file(folder / "model.safetensors")["score.weight"]
+    assert torch.equal(kept, weights[2]) and not torch.equal(kept, weights[4])
+
+
+def test_a_budget_of_minutes_ends_a_run_with_a_score(recipe_file: Path, tmp_path: Path) -> None:
+    train_all(load(recipe_file, ["select=[both]", "training.max_minutes=1e-9"]), quiet=True)
+    outcome = outcome_of(tmp_path / "out" / "both" / "seed0")
+    assert outcome["stopped"] == "minutes" and outcome["steps"] == 1
+    assert outcome["test"]["examples"] == 16
+
+
+def test_a_step_that_is_not_finite_never_reaches_the_weights(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = lra_training.take_step, []
+
+    def broken(model: Any, loss: torch.Tensor, *rest: Any) -> bool:
+        calls.append(1)
+        return plain(model, loss * float("nan") if len(calls) == bad else loss, *rest)
+
+    monkeypatch.setattr(lra_training, "take_step", broken)
+    for bad, steps in ((2, 1), (4, 3)):
+        calls.clear()
+        out = tmp_path / f"at{bad}"
+        train_all(load(recipe_file, ["select=[window]", f"output_dir={out}"]), quiet=True)
+        outcome = outcome_of(out / "window" / "seed0")
+        assert outcome["stopped"] == "diverged" and outcome["steps"] == steps
+        assert np.isfinite(outcome["test"]["loss"])
+    calls.clear()
+    bad = 1
+    with pytest.raises(LatteError, match="not finite at step 1 .*try a lower learning rate"):
+        train_all(load(recipe_file, ["select=[window]", f"output_dir={tmp_path / 'at1'}"]))
+
+
+def test_bf16_and_several_seeds(recipe_file: Path, tmp_path: Path) -> None:
+    overrides = ["select=[both]", "training.bf16=true", "training.seeds=[0,1]"]
+    table = train_all(load(recipe_file, overrides), quiet=True)
+    assert " to " in table and "2 runs" in table
+    one, two = (outcome_of(tmp_path / "out" / "both" / f"seed{i}") for i in (0, 1))
+    assert one["curve"] != two["curve"]
+
+
+def test_something_is_learned(recipe_file: Path) -> None:
+    """Which token a sequence consists of: a few steps are enough."""
+    recipe = load(recipe_file, ["training.max_steps=60", "training.learning_rate=0.01"])
+    rng = np.random.default_rng(0)
+    splits = [made(rng.integers(4, 12, n).tolist()) for n in (64, 20, 20)]
+    task = Task(recipe.data, *splits)
+    for run in runs(recipe):
+        Path(run.output_dir).mkdir(parents=True)
+        outcome = Training(run, task, torch.device("cpu")).finish()
+        assert outcome.test.accuracy == 1.0, run.label
+        assert outcome.curve[-1]["train_loss"] < outcome.curve[0]["train_loss"] / 2
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes/lra").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
+    if path.stem == "base":
+        pytest.skip("no task")
+    recipe = load(path)
+    assert {"latte", "latte-r++", "latte-r-swa++", "transformer++", "swa++"} <= set(recipe.models)
+    assert path.stem.removesuffix("-cpu") == recipe.task
+    for run in runs(recipe):
+        assert run.config["is_causal"] is False
+        assert run.config["vocab_size"] == recipe.data.vocab_size
+    if path.stem == "listops":
+        data = recipe.data
+        assert (data.min_length, data.max_length, data.max_depth, data.max_args) == (
+            500, 2000, 10, 10,
+        )  # fmt: skip
+        sizes = (data.train_examples, data.validation_examples, data.test_examples)
+        assert sizes == (96_000, 2_000, 2_000)
+    if path.stem == "text":
+        assert recipe.data.max_length == 4096
+
+
+# ---- mistakes: one line each, and nothing written
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task=listop"], "task: expected one of listops, text"),
+        (["task=[1]"], "task: expected one of listops, text"),
+        (["data.min_lenght=3"], "nearest valid key is 'data.min_length'"),
+        (["data.max_depth=x"], "data.max_depth: expected an integer"),
+        (["data=3"], "data: expected a section"),
+        (["data.min_length=12"], "expected a length between them"),
+        (["training.max_epochs=1"], ""),
+        (["training.max_epochs=1", "training.max_steps=1"], "exactly one of training.max_steps"),
+        (["training.max_step=3"], "nearest valid key is 'training.max_steps'"),
+        (["training.batch_size=0"], "training.batch_size: expected a number above 0, got 0"),
+        (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
+        (["training.betas=[1,2]"], "training.betas: expected two numbers"),
+        (["training.seeds=[]"], "training.seeds: expected different numbers"),
+        (["training.schedule=cosin"], "did you mean 'cosine'"),
+        (["shared.hidden_size=15"], "models.both: "),
+        (["models.both.preset=latte-z++"], "unknown preset 'latte-z++'"),
+        (["models.both.sliding_windw=3"], "unknown field 'sliding_windw'"),
+        (["models={}"], "models: expected at least one model"),
+        (["select=[neither]"], "no model is called 'neither'; expected some of both, window"),
+    ],
+)
+def test_mistakes_are_one_line(
+    recipe_file: Path, tmp_path: Path, capsys: Any, overrides: list[str], message: str
+) -> None:
+    code = main([str(recipe_file), *overrides, "--dry-run"])
+    error = capsys.readouterr().err
+    if not message:  # an override of the length replaces the recipe's
+        assert code == 0
+        return
+    assert code == 2 and error.count("\n") == 1
+    assert message in error and error.startswith("lra: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_files(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main([str(tmp_path / "none.yaml")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    recipe_file.write_text("models: {}")
+    assert main([str(recipe_file)]) == 2
+    assert "missing key 'task': expected one of listops" in capsys.readouterr().err
+    recipe_file.write_text(
+        yaml.safe_dump({**TINY, "task": "text", "data": {"train": "no.jsonl", "test": "no.jsonl"},
+                        "output_dir": str(tmp_path / "out")})
+    )  # fmt: skip
+    assert main([str(recipe_file), "--quiet"]) == 2
+    assert "no.jsonl: no such file or folder" in capsys.readouterr().err
+
+
+def test_a_folder_with_another_run_or_another_kind_of_checkpoint(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    few = ["select=[window]"]
+    train_all(load(recipe_file, few), quiet=True)
+    folder = tmp_path / "out" / "window" / "seed0"
+    before = (folder / RESULT_FILE).read_text()
+    with pytest.raises(LatteError, match="another run: training.batch_size is 8 there and 4 here"):
+        train_all(load(recipe_file, [*few, "training.batch_size=4"]), quiet=True)
+    assert (folder / RESULT_FILE).read_text() == before
+    (folder / RESULT_FILE).write_text(before[:50])
+    with pytest.raises(LatteError, match="is damaged .* delete it"):
+        train_all(load(recipe_file, few), quiet=True)
+    # A checkpoint of a language model where this run's should be.
+    (folder / RESULT_FILE).unlink()
+    staged = folder / "staged"
+    staged.mkdir()
+    torch.save({"model": {"lm_head.weight": torch.zeros(2)}}, staged / "state.pt")
+    seal(staged, folder / "checkpoint-4")
+    with pytest.raises(LatteError, match="checkpoint-4/state.pt is no checkpoint of this run"):
+        train_all(load(recipe_file, few), quiet=True)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"years of work")
+    with pytest.raises(LatteError, match="not empty and holds no run of latte"):
+        train_all(load(recipe_file, few), quiet=True)
+    assert (folder / "model.safetensors").read_bytes() == b"years of work"
+
+
+def test_a_dry_run_and_the_balance_train_nothing(
+    recipe_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main([str(recipe_file), "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("2 runs\n")
+    assert main([str(recipe_file), "--balance"]) == 0
+    table = capsys.readouterr().out
+    task = load_task("listops", load(recipe_file).data, tmp_path / "cache")
+    counts = np.bincount(task.train.labels_N, minlength=10)
+    assert f"{counts.argmax()}: {counts.max() / 40:.4f}" in table
+    assert main([str(recipe_file), "--report"]) == 0
+    assert "No run has a result yet." in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*/*"))
