@@ -13,12 +13,10 @@ was resident before the inputs were made.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from latte.experiments.memory import peak_bytes, reset_peak, resident_bytes  # noqa: F401  for the scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -150,39 +150,6 @@ def interleave(sides: Mapping[str, Callable[[], object]], budget: float) -> dict
 
 
 # --- memory ----------------------------------------------------------------------------------
-
-
-def _status_bytes(field: str) -> int | None:
-    """A field of /proc/self/status in bytes; None where there is none."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith(f"{field}:")), None)
-
-
-def peak_bytes() -> int:
-    """The largest resident memory of this process since its start or :func:`reset_peak`.
-
-    VmHWM, where there is one: the maximum of ``getrusage`` is inherited from the process that
-    started this one.
-    """
-    peak = _status_bytes("VmHWM")
-    if peak is None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    return peak
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now; the peak where the system does not tell."""
-    return _status_bytes("VmRSS") or peak_bytes()
-
-
-def reset_peak() -> None:
-    """Start the peak anew from what is resident now, where the system can (Linux)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def in_fresh_process(script: str, job: Row) -> Row:

@@ -13,7 +13,7 @@ from latte.experiments.typed import apply_override, build, read_yaml
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Recipes of `latte train`; those of other commands are read by those commands' tests.
-OTHERS = ("mqar/", "lm_eval/", "conversion/small", "conversion/gemma2")
+OTHERS = ("mqar/", "lra/", "lm_eval/", "conversion/small", "conversion/gemma2")
 SHIPPED = [
     name
     for name in sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml"))
@@ -36,7 +36,12 @@ def test_shipped_recipes_are_whole(name: str) -> None:
     assert recipe.steps() > 0 and config.hidden_size > 0
     if not name.endswith("base.yaml") and "/" in name:
         assert recipe.output_dir == f"runs/{name.removesuffix('.yaml')}"
-        assert recipe.model.preset == Path(name).name.removesuffix(".yaml")
+        if recipe.comparison.presets:  # the recipe of a comparison
+            from latte.experiments.seeds import runs_of
+
+            assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
+        else:
+            assert recipe.model.preset == Path(name).name.removesuffix(".yaml")
 
 
 def test_openwebtext_has_every_preset_at_paper_size() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import LatteError
+
+if TYPE_CHECKING:
+    from ..experiments.recipe import Recipe
 
 
 def train(options: Namespace) -> int:
@@ -90,19 +94,44 @@ def generate(options: Namespace) -> int:
 
 
 def compare(options: Namespace) -> int:
-    """latte compare RECIPE --presets a,b,c"""
+    """latte compare RECIPE [--presets a,b,c] [--seeds 0,1,2]"""
     from ..experiments.recipe import load_recipe
 
     at_least_one(options, "max_tokens")
     recipe = load_recipe(options.recipe, options.overrides)
+    section = recipe.comparison
+    for name in ("presets", "seeds", "baseline", "lengths", "max_tokens"):
+        given = getattr(options, name)
+        if given is not None:
+            setattr(section, name, given)
+    if options.presets and not options.baseline and section.baseline not in section.presets:
+        section.baseline = None  # the recipe's is not among the chosen ones
+    if not section.presets:
+        raise LatteError("compare: name the presets, with --presets or comparison.presets")
+    if section.seeds:
+        return _compare_seeds(options, recipe)
+    for name in ("baseline", "report", "dry_run"):
+        if getattr(options, name):
+            raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
     from ..experiments.compare import compare as run
-
-    presets = [name.strip() for name in options.presets.split(",") if name.strip()]
-    entries = run(recipe, presets, lengths=options.lengths, max_tokens=options.max_tokens)
     from ..experiments.compare import markdown
 
+    entries = run(recipe, section.presets, lengths=section.lengths, max_tokens=section.max_tokens)
     print(markdown(entries), end="")
     print(f"written: comparison.csv, .md and .png in {recipe.output_dir}")
+    return 0
+
+
+def _compare_seeds(options: Namespace, recipe: Recipe) -> int:
+    from ..experiments.seeds import compare_seeds, list_runs
+
+    if options.dry_run:
+        print(list_runs(recipe), end="")
+        return 0
+    _, text = compare_seeds(recipe, report_only=options.report)
+    if text:
+        print(text, end="")
+        print(f"written: seeds.csv, .md and .png in {recipe.output_dir}")
     return 0
 
 

@@ -76,6 +76,21 @@ def integers(text: str) -> list[int]:
     return values
 
 
+def presets(text: str) -> list[str]:
+    """`latte++,swa++` -> ['latte++', 'swa++']; whether they differ is looked at later."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def seeds(text: str) -> list[int]:
+    """`0,1,2` -> [0, 1, 2]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers of at least 0 separated by commas, got {text!r}"
+        )
+    return [int(part) for part in parts]
+
+
 def _command(kinds, name: str, summary: str, details: str, run):  # type: ignore[no-untyped-def]
     parser = kinds.add_parser(
         name,
@@ -166,19 +181,37 @@ def _add_compare(kinds) -> None:  # type: ignore[no-untyped-def]
         "compare",
         "train several presets by one recipe and put them side by side",
         "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order;"
-        " writes comparison.csv, comparison.md and comparison.png. Run again, it goes on where"
-        " it stopped.",
+        " writes comparison.csv, .md and .png. With --seeds it trains each preset by each seed, in"
+        " OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with 95% intervals,"
+        " differences paired by seed, the order claimed and found. Run again, it goes on where it"
+        " stopped.",
         commands.compare,
     )
     parser.add_argument("recipe", help="a YAML recipe; its model.preset is not used")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
     parser.add_argument(
-        "--presets", required=True, help="names separated by commas, such as latte++,swa++"
+        "--presets",
+        type=presets,
+        help="names separated by commas, such as latte++,swa++; the recipe's comparison.presets",
     )
     parser.add_argument(
-        "--lengths", type=integers, help="context lengths in tokens; 1, 4 and 16 times the block"
+        "--seeds", type=seeds, help="such as 0,1,2, of initialisation and data order"
+    )
+    parser.add_argument(
+        "--baseline", help="with --seeds, what to take differences to; transformer++ or the first"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=integers,
+        help="context lengths in tokens; 1, 4 and 16 times the block, with --seeds the block",
     )
     parser.add_argument("--max-tokens", type=int, help="held-out tokens scored at the end")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with --seeds, list the runs and do none"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="with --seeds, report what is done, train nothing"
+    )
 
 
 def _add_convert(kinds) -> None:  # type: ignore[no-untyped-def]

@@ -85,10 +85,20 @@ def compare(
 
 
 def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
-    """The recipe for one preset, in a folder of its own."""
+    """The recipe for one preset, in a folder of its own.
+
+    Overrides of the latents and the window go to the presets that have them.
+    """
+    from ..models import PRESETS, preset_config
+
     each = copy.deepcopy(recipe)
     each.model.preset = preset
     each.output_dir = str(Path(recipe.output_dir) / preset)
+    if preset in PRESETS:
+        own = preset_config(preset)
+        for name in ("num_latents", "sliding_window"):
+            if getattr(own, name) is None:
+                each.model.overrides.pop(name, None)
     return each
 
 

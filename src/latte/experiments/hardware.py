@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import resource
 import time
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import memory
 from .comparators import is_comparator
 
 # Dense bf16 peak, FLOP/s, from the makers' data sheets; the longest matching name wins.
@@ -97,7 +97,18 @@ def flops_per_token(model: nn.Module, length: int) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory used so far: allocated on a GPU, resident in this process on a CPU."""
+    """Most memory used since the start or `reset_peak_memory`.
+
+    Allocated on a GPU; on a CPU resident in this process, libraries included.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return memory.peak_bytes()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start the peak anew from what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        memory.reset_peak()

@@ -61,6 +61,7 @@ class Progress(TrainerCallback):
         self._tokens_per_step = self.recipe.tokens_per_step(processes)
         self._device = args.device
         self._last_time, self._last_step = time.perf_counter(), state.global_step
+        hardware.reset_peak_memory(self._device)
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
@@ -133,7 +134,11 @@ class Progress(TrainerCallback):
     # ---- details
 
     def _pause(self, state: Any) -> None:
-        """Evaluating and saving count as time of the run, but not against tokens per second."""
+        """Evaluating and saving count as time of the run, but not against tokens per second.
+
+        Nor do they count as memory: the peak that is reported is that of training steps.
+        """
+        hardware.reset_peak_memory(self._device)
         if state.global_step > self._last_step:
             return  # a log line is due first; it cannot be told apart then
         self.seconds = self._elapsed()

@@ -81,10 +81,8 @@ def draw_curves(axis: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         axis.plot(
             [record["tokens"] for record in records],
             [record["eval_bits_per_byte"] for record in records],
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=4,
             label=label,
+            **line_style(index),
         )
     axis.set_xlabel("training tokens")
     axis.set_ylabel("held-out bits per byte")

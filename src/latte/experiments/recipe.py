@@ -134,6 +134,17 @@ class ConversionSection:
 
 
 @dataclass
+class ComparisonSection:
+    """What `latte compare` puts side by side; of no meaning to a single run."""
+
+    presets: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # none: one run each, by training.seed
+    baseline: str | None = None  # what differences are taken to; None: transformer++ or the first
+    lengths: list[int] | None = None  # context lengths of the evaluation, in tokens
+    max_tokens: int | None = None  # held-out tokens scored at the end; None: all
+
+
+@dataclass
 class Recipe:
     """One training run, complete."""
 
@@ -141,6 +152,7 @@ class Recipe:
     conversion: ConversionSection = field(default_factory=ConversionSection)
     data: DataSection = field(default_factory=DataSection)
     training: TrainingSection = field(default_factory=TrainingSection)
+    comparison: ComparisonSection = field(default_factory=ComparisonSection)
     output_dir: str = "runs/latte"
 
     def as_dict(self) -> dict[str, Any]:
@@ -170,7 +182,7 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: everything but where and how often it reports."""
         values = self.as_dict()
-        del values["output_dir"]
+        del values["output_dir"], values["comparison"]
         del values["data"]["cache_dir"]
         for key in ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints"):
             del values["training"][key]
@@ -244,6 +256,7 @@ def check(recipe: Recipe) -> Recipe:
         + ("gradient_accumulation", "epsilon", "log_steps", "save_steps", "eval_steps")
         + ("keep_checkpoints",),
         "data": ("block_length", "vocab_size", "max_validation_tokens"),
+        "comparison": ("max_tokens",),
     }
     for name, keys in positive.items():
         section = getattr(recipe, name)

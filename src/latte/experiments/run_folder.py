@@ -45,6 +45,10 @@ class Identified(Protocol):
         """All of it, as plain JSON."""
 
 
+class FolderInUse(LatteError):
+    """Another process is training in the folder."""
+
+
 @dataclass
 class Claim:
     """A run folder that is ours. `resume` is the newest complete checkpoint, if there is one."""
@@ -110,7 +114,7 @@ def _lock(folder: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise LatteError(f"another process is training in {folder}") from None
+        raise FolderInUse(f"another process is training in {folder}") from None
     return lock
 
 
@@ -220,13 +224,13 @@ def rotate(folder: Path, keep: int) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file by rename: readers see the old one or the new one."""
+    """Write a JSON file as `write_text` does."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file by rename: readers see the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write aside and rename: a reader sees the old file or the new one, other writers or not."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 

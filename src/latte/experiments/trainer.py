@@ -32,6 +32,10 @@ from .run_folder import STAGING, rotate, seal
 from .scoring import score
 
 
+class Diverged(LatteError):
+    """The loss or a gradient is not finite. The same run diverges again at the same step."""
+
+
 class LatteTrainer(Trainer):
     """Trains one model by one recipe. See the module docstring.
 
@@ -155,7 +159,7 @@ class LatteTrainer(Trainer):
         if not bool(self._not_finite):
             return
         section = self.recipe.training
-        raise LatteError(
+        raise Diverged(
             f"training diverged: loss or gradient is not finite at step {step} (peak"
             f" training.learning_rate {section.learning_rate:g}, bf16 {section.bf16}); nothing"
             " was saved since the last checkpoint; try a lower learning rate"
