@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from latte.errors import LatteError
 from latte.experiments.convert import convert_and_train, load_conversion_recipe
 from latte.experiments.recipe import load_recipe
+from latte.experiments.sharding import SHARDS
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
 STAGE = ["max_tokens=null", "max_steps=3", "batch_size=2", "warmup_steps=1", "log_steps=1",
@@ -159,7 +161,7 @@ def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
         ("conversion.window=0", "local_window must be at least 1 key, got 0"),
         ("conversion.num_latents=6", "multiple of num_attention_heads"),
         ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
-        ("transfer.strategy=fsdp2", "expected strategy=ddp, got fsdp2"),
+        ("transfer.strategy=fsdp", "transfer.strategy: expected one of 'ddp', 'fsdp2'"),
         ("conversion.base=elsewhere", "conversion.base: expected none"),
         ("transfer.learning_rate=-1", "training.learning_rate: expected a number above 0"),
         ("conversion.lora=3", "unknown key 'conversion.lora'"),
@@ -193,9 +195,18 @@ def test_recipes_load():
         assert stages["transfer"].conversion.objective == "transfer"
 
 
+def pieces(stage: Path) -> set[int]:
+    """In how many pieces a sharded run's checkpoints hold the weights; none if it is not one."""
+    folder = stage / "checkpoint-2" / SHARDS
+    if not folder.exists():
+        return set()
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {len(e.chunks) for name, e in entries.items() if name.startswith("model.model.layers")}
+
+
 @pytest.mark.slow
 def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
-    """FSDP2 and DDP on two processes end at the same weights, with the base frozen in both."""
+    """FSDP2 and DDP on two processes: both stages end at the same weights, the base frozen."""
     found = {}
     for strategy in ("ddp", "fsdp2"):
         settings = [f"data.{key}={value}" for key, value in words.items()]
@@ -204,17 +215,23 @@ def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
         settings += ["evaluation.lengths=[32]", "evaluation.max_tokens=50"]
         for stage in ("transfer", "training"):
             settings += [f"{stage}.{value}" for value in (*STAGE, "bf16=false")]
-        settings += [f"training.strategy={strategy}"]
+            settings += [f"{stage}.strategy={strategy}"]
+        settings += ["transfer.gradient_accumulation=2", "transfer.gradient_checkpointing=true"]
         out = tmp_path / strategy
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", "-m", "latte.cli", "convert", str(base), str(out)]
         command += [*settings, "--recipe", str(RECIPES / "small.yaml"), "--quiet"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
-        found[strategy] = weights(out)
+        found[strategy] = {stage: weights(out / stage) for stage in ("transfer", "next-token")}
         assert (out / "evaluation.csv").is_file()
+        for stage in found[strategy]:  # on a CPU FSDP2 may be DDP without a word
+            assert pieces(out / stage) == ({2} if strategy == "fsdp2" else set())
     original = weights(base)
-    for name, weight in found["ddp"].items():
-        torch.testing.assert_close(found["fsdp2"][name], weight, rtol=1e-4, atol=1e-6)
-        if name in original:
-            assert torch.equal(original[name], weight)
+    for stage, trained in found["ddp"].items():
+        for name, weight in trained.items():
+            torch.testing.assert_close(found["fsdp2"][stage][name], weight, rtol=1e-4, atol=1e-6)
+            assert name not in original or torch.equal(original[name], weight)
+    first, second = found["ddp"].values()
+    new = [name for name in first if ".latents." in name]
+    assert new and not any(torch.equal(first[name], second[name]) for name in new)

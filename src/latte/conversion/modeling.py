@@ -20,6 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Mode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
 from latte.conversion.attention import MacchiatoAttention, Tokens
+from latte.conversion.carry import hook_layer
 from latte.conversion.configs import (
     MacchiatoGemma2Config,
     MacchiatoGemma3TextConfig,
@@ -70,6 +71,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         softcap = None if self.softcap_field is None else getattr(config, self.softcap_field)
         for layer in self.layers:  # type: ignore[attr-defined]
             layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
+            hook_layer(layer)
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention, Projections, Tokens
+from latte.conversion.carry import carry
 from latte.layers import MixerState
 from latte.layers.positions import token_positions
 
@@ -32,12 +33,33 @@ CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
 class Teacher:
     """Runs the base's attention in every layer, and collects how far the mixture is from it.
 
-    Give it to a forward pass as ``teacher=``; then :meth:`loss`.
+    Give it to a forward pass as ``teacher=``; then :meth:`loss`. A teacher serves one pass.
+
+    ``output`` and ``mass`` are the layers' own errors. The loss is of the same values on the way
+    of the hidden states (see :mod:`latte.conversion.carry`): its backward pass takes the layers
+    from the last to the first.
     """
 
     def __init__(self) -> None:
         self.output: list[Tensor] = []
         self.mass: list[Tensor] = []
+        self._carried: list[tuple[Tensor, Tensor]] = []
+        self._hidden: Tensor | None = None  # a layer's input within it, its output after it
+
+    def enter(self, x_BTE: Tensor) -> Tensor:
+        """What a layer is to read: its input, without a gradient."""
+        self._hidden = x_BTE
+        return x_BTE.detach()
+
+    def leave(self, x_BTE: Tensor) -> Tensor:
+        """A layer's output, which carries the layer's errors and all errors before them."""
+        if len(self._carried) == len(self.output):  # computed again, by gradient checkpointing
+            return x_BTE
+        assert self._hidden is not None  # a layer that is left has been entered
+        x_BTE, output, mass = carry(self._hidden, x_BTE.detach(), self.output[-1], self.mass[-1])
+        self._carried.append((output, mass))
+        self._hidden = x_BTE
+        return x_BTE
 
     def __call__(
         self, layer: MacchiatoAttention, x_BTE: Tensor, local: Projections, tokens: Tokens
@@ -57,13 +79,19 @@ class Teacher:
         out_BTHK, _ = layer.combine(latent_q, latent_k, fixed, tokens, state, shared)
         out_BTE = layer.o_proj(out_BTHK.flatten(-2))
         real = torch.ones_like(mass_BTH[..., 0]) if tokens.key_mask is None else tokens.key_mask
-        self.output.append(relative_error(out_BTE, target_BTE, real))
-        self.mass.append(mass_divergence(latent_q, mass_BTH, real))
+        output = relative_error(out_BTE, target_BTE, real)
+        mass = mass_divergence(latent_q, mass_BTH, real)
+        if layer.layer_idx == len(self.output):  # else computed again, by gradient checkpointing
+            self.output.append(output)
+            self.mass.append(mass)
         return target_BTE
 
     def errors(self) -> tuple[Tensor, Tensor]:
         """Means over the layers: the output's relative squared error, the mass's divergence."""
-        return torch.stack(self.output).mean(), torch.stack(self.mass).mean()
+        assert self._hidden is not None  # a forward pass came before
+        output, mass = (torch.stack(errors).mean() for errors in zip(*self._carried, strict=True))
+        output, mass = carry(self._hidden, output, mass)  # begin at the last layer's output
+        return output, mass
 
     def loss(self, mass_weight: float = 1.0) -> Tensor:
         """``output error + mass_weight * KL(m || p(l=0))``, a mean over layers."""

@@ -294,11 +294,6 @@ def check(recipe: Recipe) -> Recipe:
             "conversion.objective=transfer trains the latents alone; expected"
             f" conversion.trainable=latents, got {conversion.trainable}"
         )
-    if conversion.objective == "transfer" and training.strategy == "fsdp2":
-        raise LatteError(
-            "conversion.objective=transfer runs the base frozen and whole in every process;"
-            " expected strategy=ddp, got fsdp2"
-        )
     if data.block_length < 2:
         raise LatteError(f"data.block_length: expected at least 2, got {data.block_length}")
     return recipe
