@@ -34,7 +34,9 @@ from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
 from latte.ops.torch_backend import window as torch_window
 from latte.ops.triton_backend import latte as triton_latte
+from latte.ops.triton_backend import window as triton_window
 from latte.ops.triton_backend.launch import unavailable
+from latte.ops.triton_backend.window_launch import window_unavailable
 from latte.ops.validation import (
     BACKENDS,
     check_floats,
@@ -246,7 +248,7 @@ def sliding_window_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "sliding_window_attention"
-    chosen = choose_backend(backend, op, AVAILABLE)
+    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"q": q, "k": k, "v": v})
     sizes: dict[str, int] = {}
     check_shape(op, "q", q, "BTHK", sizes)
@@ -255,6 +257,9 @@ def sliding_window_attention(
     check_groups(op, sizes["H"], sizes["G"], "k and v")
     check_window(op, window, optional=True)
     check_softcap(op, softcap)
+    reason = None if chosen != "triton" else window_unavailable(q, window, sizes["K"], sizes["D"])
+    if reason:
+        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, sizes["B"], sizes["T"], q.device, key_mask, cu_seqlens)
     if not causal and (initial_state is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
@@ -283,6 +288,8 @@ def sliding_window_attention(
             keys, values, mask = initial_state
             options["initial_state"] = WindowState(keys.to(dtype), values.to(dtype), mask)
         out = reference.sliding_window_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
+    elif chosen == "triton":
+        out = triton_window.sliding_window_attention(q, k, v, **options)
     else:
         out = torch_window.sliding_window_attention(q, k, v, **options)
     return out.to(v.dtype), state

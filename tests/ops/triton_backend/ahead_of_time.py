@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,10 @@ BACKWARD = ("query_gradients", "source_gradients", "queries_ask", "mixture_gradi
 SCANS = ("scan", "scan_back", "add_up")
 # Arguments of the inputs' dtype; every other pointer but these and the integers is to fp32.
 OF_INPUTS = {f"{x}_ptr" for x in ("q", "k", "v", "dy", "out", "dq", "dk", "dv")}
-INTEGERS = {"mask_ptr": "*u8", "table_ptr": "*i64", "first_ptr": "*i64"}
+OF_INPUTS |= {"latent_q_ptr", "latent_k_ptr", "tail_k_ptr", "tail_v_ptr"}
+INTEGERS = {"mask_ptr": "*u8", "tail_mask_ptr": "*u8"}
+INTEGERS |= {"table_ptr": "*i64", "first_ptr": "*i64", "bounds_ptr": "*i64"}
+REALS = ("scale", "softcap")
 UNIT_STRIDES = ("q_l", "k_l", "v_d", "dy_d")
 
 
@@ -41,10 +44,6 @@ def compiled(
     ``plain``: without mask, packing and initial state, which else are all there. ``ones``: every
     size is 1, which Triton makes a constant.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from latte.ops.triton_backend import backward, forward
 
     kernel = getattr(forward, name, None) or getattr(backward, name)
@@ -60,6 +59,17 @@ def compiled(
     if plain:
         absent = ("mask_ptr", "table_ptr", "first_ptr", "log_mass0_ptr", "mean0_ptr")
         values |= dict.fromkeys(absent)
+    return resources(kernel, values, warps, dtype)
+
+
+def resources(
+    kernel: Any, values: dict[str, Any], warps: int, dtype: torch.dtype, odd: tuple[str, ...] = ()
+) -> Resources:
+    """Compile one kernel with these constants; integers but ``odd`` ones are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     constants = {a: values[a] for a in kernel.arg_names if a in values}
     signature, aligned = {}, {}
     for i, a in enumerate(kernel.arg_names):
@@ -67,8 +77,8 @@ def compiled(
             signature[a] = "constexpr"
             continue
         pointer = f"*{ELEMENTS[dtype]}" if a in OF_INPUTS else INTEGERS.get(a, "*fp32")
-        signature[a] = pointer if a.endswith("_ptr") else "i32"
-        if a not in ("T", "chunks"):
+        signature[a] = pointer if a.endswith("_ptr") else "fp32" if a in REALS else "i32"
+        if a not in ("T", "chunks", *REALS, *odd):
             # Multiples of 16, as the sizes of models are.
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)

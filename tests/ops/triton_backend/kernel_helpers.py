@@ -6,7 +6,16 @@ Shape suffixes: B batch, T tokens, H heads, L latents, D value width.
 from __future__ import annotations
 
 import torch
-from helpers import F64, boundaries, key_mask, latte_inputs, latte_state, values_and_gradients
+from helpers import (
+    F64,
+    assert_same,
+    boundaries,
+    flat,
+    key_mask,
+    latte_inputs,
+    latte_state,
+    values_and_gradients,
+)
 from torch import Tensor
 
 from latte.ops import LatteState, latte_attention
@@ -25,7 +34,7 @@ def call(backend, q, k, v, *state, **options):
     )
 
 
-def judged(inputs: list[Tensor], **options) -> list[Tensor]:
+def judged(inputs: list[Tensor], op=call, **options) -> list[Tensor]:
     """Values and gradients of the kernels, which may err at most twice what the reference does.
 
     Both get the same inputs in low precision; what is exact comes from fp64. The floor of a few
@@ -34,7 +43,7 @@ def judged(inputs: list[Tensor], **options) -> list[Tensor]:
 
     def run(backend, inputs):
         inputs = [x.to(DEVICE) for x in inputs]
-        outputs = values_and_gradients(lambda *x: call(backend, *x, **options), inputs)
+        outputs = values_and_gradients(lambda *x: op(backend, *x, **options), inputs)
         return [x.cpu() for x in outputs]
 
     want = run("reference", [x.to(F64) for x in inputs])
@@ -63,3 +72,57 @@ def compare(
     mask = key_mask(B, T).to(DEVICE) if masked else None
     cu = None if cu is None else cu.to(DEVICE)
     return judged(inputs, key_mask=mask, cu_seqlens=cu, **options)
+
+
+class Fences:
+    """Replaces PyTorch's empty buffers by NaN ones inside larger NaN ones."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[torch.Tensor, int]] = []
+
+    def fenced(self, shape, dtype, device, fence=512):
+        size = 1
+        for n in shape:
+            size *= n
+        whole = torch.full((size + 2 * fence,), torch.nan, dtype=dtype, device=device)
+        self.kept.append((whole, size))
+        return whole[fence : fence + size].view(shape)
+
+    def of(self, x):
+        """A copy of ``x`` inside NaN: what is read beyond it shows in the results."""
+        out = self.fenced(x.shape, x.dtype, x.device)
+        out.detach().copy_(x)
+        return out
+
+    def check(self, fence=512):
+        assert self.kept
+        for whole, size in self.kept:
+            assert torch.isnan(whole[:fence]).all() and torch.isnan(whole[fence + size :]).all()
+
+    def guard(self, monkeypatch):
+        """From here on, buffers made by ``new_empty`` and ``empty_like`` are fenced."""
+        plain = torch.Tensor.new_empty
+
+        def new_empty(like, size, dtype=None, device=None):
+            if not isinstance(size, tuple):
+                return plain(like, size, device=device)  # the interpreter's own
+            return self.fenced(size, dtype or like.dtype, like.device)
+
+        def empty_like(x, memory_format=None):
+            return self.fenced(tuple(x.shape), x.dtype, x.device)
+
+        monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+
+
+def same_when_compiled(fn, inputs: list[Tensor]) -> None:
+    """``torch.compile(fullgraph=True)`` changes neither values nor gradients."""
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in inputs]
+    results = []
+    for run in (torch.compile(fn, fullgraph=True, backend="aot_eager"), fn):
+        outputs = flat(run(*leaves))
+        total = sum((torch.where(x.isfinite(), x, 0.0) ** 2).sum() for x in outputs)
+        grads = torch.autograd.grad(total, leaves)
+        results.append([*(x.detach() for x in outputs), *grads])
+    assert_same(*results, 1e-6)

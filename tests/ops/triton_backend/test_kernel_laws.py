@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same, boundaries, flat, key_mask, latte_inputs, latte_state
-from kernel_helpers import DEVICE, call, compare
+from helpers import assert_same, boundaries, key_mask, latte_inputs, latte_state
+from kernel_helpers import DEVICE, Fences, call, compare, same_when_compiled
 
 from latte.ops import LatteState, latte_attention
 from latte.ops.triton_backend.latte import bidirectional_op, causal_op
@@ -76,50 +76,12 @@ def test_strided_inputs():
     assert_same([got], [call("triton", q, k, expanded.contiguous())[0]], 0.0)
 
 
-class Fences:
-    """Replaces PyTorch's empty buffers by NaN ones inside larger NaN ones."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[torch.Tensor, int]] = []
-
-    def fenced(self, shape, dtype, device, fence=512):
-        size = 1
-        for n in shape:
-            size *= n
-        whole = torch.full((size + 2 * fence,), torch.nan, dtype=dtype, device=device)
-        self.kept.append((whole, size))
-        return whole[fence : fence + size].view(shape)
-
-    def of(self, x):
-        """A copy of ``x`` inside NaN: what is read beyond it shows in the results."""
-        out = self.fenced(x.shape, x.dtype, x.device)
-        out.detach().copy_(x)
-        return out
-
-    def check(self, fence=512):
-        assert self.kept
-        for whole, size in self.kept:
-            assert torch.isnan(whole[:fence]).all() and torch.isnan(whole[fence + size :]).all()
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_is_neither_read_nor_written_beyond(causal, packed, monkeypatch):
     """Every element of a buffer is written, and nothing around it; inputs lie among NaN."""
     fences = Fences()
-
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self, size, dtype=None, device=None):
-        if not isinstance(size, tuple):
-            return plain(self, size, device=device)  # the interpreter's own
-        return fences.fenced(size, dtype or self.dtype, self.device)
-
-    def empty_like(x, memory_format=None):
-        return fences.fenced(tuple(x.shape), x.dtype, x.device)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    monkeypatch.setattr(torch, "empty_like", empty_like)
+    fences.guard(monkeypatch)
     T = 70
     cu = boundaries(T).to(DEVICE) if packed else None
     N = 1 if cu is None else len(cu) - 1
@@ -154,22 +116,11 @@ def test_values_with_fewer_heads_and_no_tokens():
 
 @pytest.mark.parametrize(("causal", "packed"), [(True, True), (False, False)])
 def test_compiles_in_one_graph(causal, packed):
-    torch._dynamo.reset()
     mask = key_mask(1, 20).to(DEVICE)
     cu = boundaries(20).to(DEVICE) if packed else None
     options = {"causal": causal, "key_mask": mask, "cu_seqlens": cu}
 
-    def fn(q, k, v):
-        return call("triton", q, k, v, **options)
-
-    inputs = [x.requires_grad_() for x in fp32_inputs(1, 20, 1, 3, 5)]
-    results = []
-    for run in (torch.compile(fn, fullgraph=True, backend="aot_eager"), fn):
-        outputs = flat(run(*inputs))
-        total = sum((torch.where(x.isfinite(), x, 0.0) ** 2).sum() for x in outputs)
-        grads = torch.autograd.grad(total, inputs)
-        results.append([*(x.detach() for x in outputs), *grads])
-    assert_same(*results, 1e-6)
+    same_when_compiled(lambda *x: call("triton", *x, **options), fp32_inputs(1, 20, 1, 3, 5))
 
 
 @pytest.mark.parametrize(("op", "packed"), [(causal_op, True), (bidirectional_op, False)])

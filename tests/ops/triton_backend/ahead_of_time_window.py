@@ -1,0 +1,53 @@
+"""The kernels with a window, compiled for sm_90 without a GPU: alone, and as state 0 of Latte."""
+
+from __future__ import annotations
+
+import torch
+from ahead_of_time import Resources, resources
+
+from latte.ops.triton_backend.launch import configuration
+from latte.ops.triton_backend.window_launch import window_tiles
+
+WINDOW = ("window_outputs", "window_query_gradients", "window_source_gradients")
+# The window's logit stands first: the latents' are aligned to their elements alone.
+ODD = ("latent_q_ptr", "lq_b", "lq_t", "lq_h", "P", "reach")
+
+
+def window_compiled(
+    name: str,
+    L: int | None,
+    X: int,
+    dtype: torch.dtype,
+    *,
+    causal: bool = True,
+    plain: bool = False,
+    earlier: bool = False,
+    ones: bool = False,
+) -> Resources:
+    """Compile one kernel as it is chosen for L latents (None: the window alone) and K = D = X.
+
+    ``plain``: without mask, packing, soft cap and initial state, which else are all there.
+    ``earlier``: the launch for the earlier state's keys. ``ones``: every size is 1.
+    """
+    from latte.ops.triton_backend import window_backward, window_forward
+
+    kernel = getattr(window_forward, name, None) or getattr(window_backward, name)
+    c, tiles = configuration(L or 1, dtype), window_tiles(L or 1, X, X, dtype)
+    values = {"C": c.C, "BL": c.BL, "BX": tiles.BX, "WIDE": c.wide, "NARROW": c.narrow}
+    values |= {"K": X, "D": X, "R": 2, "CAUSAL": causal, "CAPPED": not plain, "EARLIER": earlier}
+    absent = []
+    if L is None or earlier:
+        absent += ["latent_q_ptr", "latent_k_ptr", "top_ptr", "mass_ptr", "mean_ptr", "dmean_ptr"]
+    if L is None:
+        absent += ["gate_ptr"]
+    if plain:
+        absent += ["mask_ptr", "table_ptr", "bounds_ptr"]
+    if plain or not causal:
+        absent += ["tail_k_ptr", "tail_v_ptr", "tail_mask_ptr"]
+    if earlier:
+        absent += ["table_ptr"]
+    values |= dict.fromkeys(absent) | {"lq_l": 1, "lk_l": 1}
+    if ones:
+        values |= dict.fromkeys(("T", "chunks", "H", "L", "P", "reach", "R"), 1)
+    warps = tiles.warps if name == "window_outputs" else tiles.warps_back
+    return resources(kernel, values, warps, dtype, ODD)
