@@ -164,9 +164,23 @@ def _fla(size: Any) -> Fields:
     }
 
 
+def _ours(mixer: str, **fields: Any) -> Callable[[Any], Fields]:
+    """Fields of ComparatorConfig: all those of the size that say nothing about mixing."""
+
+    def build(size: Any) -> Fields:
+        names = set(SIZE_FIELDS) - {"sliding_window", "num_key_value_heads"}
+        values = {name: getattr(size, name) for name in names}
+        return {**values, "norm_eps": size.norm_eps, "mixer": mixer, **fields}
+
+    return build
+
+
 _FLA: Literal["flash-linear-attention"] = "flash-linear-attention"
 _HF: Literal["transformers"] = "transformers"
+_OURS: Literal["latte"] = "latte"
+_OWN_TYPE = "latte_comparator"
 _DEPTH = "num_hidden_layers"
+_PLACES = {"position": "sinusoidal"}  # attention alone does not know the order of tokens
 _ALL = (
     Comparator("griffin", "Griffin", "2402.19427", _HF, "recurrent_gemma", _griffin),
     Comparator("mamba", "Mamba", "2312.00752", _HF, "mamba", _mamba, _DEPTH),
@@ -179,6 +193,19 @@ _ALL = (
     Comparator("gla", "GLA", "2312.06635", _FLA, "gla", _fla),
     Comparator("retnet", "RetNet", "2307.08621", _FLA, "retnet", _fla),
     Comparator("rwkv6", "RWKV-6", "2404.05892", _FLA, "rwkv6", _fla),
+    Comparator("mega", "Mega", "2209.10655", _OURS, _OWN_TYPE, _ours("mega")),
+    Comparator("h3", "H3", "2212.14052", _OURS, _OWN_TYPE, _ours("h3")),
+    Comparator("s5", "S5", "2208.04933", _OURS, _OWN_TYPE, _ours("s5")),
+    Comparator("luna", "Luna", "2106.01540", _OURS, _OWN_TYPE, _ours("luna", **_PLACES)),
+    Comparator(
+        "linformer",
+        "Linformer",
+        "2006.04768",
+        _OURS,
+        _OWN_TYPE,
+        _ours("linformer", is_causal=False, **_PLACES),
+        causal=False,
+    ),
 )
 COMPARATORS = {comparator.name: comparator for comparator in _ALL}
 
@@ -261,7 +288,8 @@ def count(config: Any, comparator: Comparator) -> int:
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
-    kind: Any = AutoModelForCausalLM if comparator.causal else AutoModel
+    causal = comparator.causal and getattr(config, "is_causal", True)
+    kind: Any = AutoModelForCausalLM if causal else AutoModel
     with torch.device("meta"):
         model = kind.from_config(config)
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())

@@ -42,6 +42,8 @@ class LattePreTrainedModel(PreTrainedModel):
 class LatteModel(LattePreTrainedModel):
     """Embeddings, decoder blocks and the final norm."""
 
+    block_class: type[nn.Module] = LatteBlock
+
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -54,7 +56,9 @@ class LatteModel(LattePreTrainedModel):
             else None
         )
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = nn.ModuleList(LatteBlock(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            self.block_class(config) for _ in range(config.num_hidden_layers)
+        )
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -20,12 +20,13 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # forward() divides by num_items_in_batch itself, which Trainer would otherwise not know.
     accepts_loss_kwargs = True
+    backbone_class = LatteModel
 
     def __init__(self, config: LatteConfig) -> None:
         if not config.is_causal:
             raise LatteError("LatteForCausalLM needs is_causal=True, got False")
         super().__init__(config)
-        self.model = LatteModel(config)
+        self.model = self.backbone_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

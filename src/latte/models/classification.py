@@ -16,11 +16,12 @@ class LatteForSequenceClassification(LattePreTrainedModel):
     """
 
     accepts_loss_kwargs = False  # the loss is a mean over the batch; Trainer scales it
+    backbone_class = LatteModel
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model = LatteModel(config)
+        self.model = self.backbone_class(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()

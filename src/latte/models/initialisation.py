@@ -6,6 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from latte.layers import RGLRU, BlockDiagonalLinear, CausalConv1d, LatentLogits
+from latte.layers.comparators import ComparatorMixer
 
 
 def initialise(module: nn.Module) -> None:
@@ -24,3 +25,6 @@ def initialise(module: nn.Module) -> None:
         init.copy_(module.theta, module.initial_theta())
     elif isinstance(module, LatentLogits) and module.window_probability is not None:
         init.constant_(module.window_bias, module.initial_window_bias())
+    elif isinstance(module, ComparatorMixer):
+        for name, value in module.initial_values().items():
+            init.copy_(module.get_parameter(name), value)

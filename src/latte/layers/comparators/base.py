@@ -1,0 +1,86 @@
+"""What the comparators' token mixers share: their call, their checks, their own initial values.
+
+Shape suffixes: B batch, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from latte.layers.validation import check_input, check_positive
+
+
+class ComparatorMixer(nn.Module):
+    """Base of the comparators' layers: ``forward(x, key_mask) -> update``, whole sequences only.
+
+    There is no state to carry on and nothing is packed: a row is a sequence. A masked token
+    contributes nothing as a source, and what comes out at its place means nothing.
+
+    Class attributes:
+        directions: whether the layer can be causal (True), bidirectional (False) or either.
+        gates_residual: the layer takes the block's input too, ``forward(x, key_mask, residual)``.
+        undecayed: parameters that weight decay would pull towards something meaningless, such as
+            rates of forgetting.
+    """
+
+    directions: ClassVar[tuple[bool, ...]] = (True, False)
+    gates_residual: ClassVar[bool] = False
+    undecayed: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, hidden_size: int, causal: bool = True) -> None:
+        super().__init__()
+        check_positive(type(self).__name__, hidden_size=hidden_size)
+        if causal not in self.directions:
+            raise ValueError(
+                f"{type(self).__name__}: expected causal={self.directions[0]}, the only direction"
+                f" that it has, got causal={causal}"
+            )
+        self.hidden_size, self.causal = hidden_size, causal
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """A fresh draw of the parameters that are no plain linear layer's."""
+        return {}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the parameters of :meth:`initial_values` anew."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).copy_(value)
+
+    def forward(self, x_BTE: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """What the block adds to its input, (B, T, E).
+
+        Args:
+            x_BTE: the normalised input (B, T, E).
+            key_mask: (B, T) bool, True = a real token.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        self._check(x_BTE, key_mask)
+        return self._mix(x_BTE, key_mask) if x_BTE.shape[1] else x_BTE
+
+    def _mix(self, x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
+        raise TypeError(f"{type(self).__name__} must define _mix: ComparatorMixer is only a base")
+
+    def _check(self, x_BTE: Tensor, key_mask: Tensor | None) -> None:
+        name = type(self).__name__
+        check_input(name, x_BTE, self.hidden_size)
+        if key_mask is not None and (
+            key_mask.shape != x_BTE.shape[:2] or key_mask.dtype != torch.bool
+        ):
+            raise ValueError(
+                f"{name}: key_mask must be bool (B, T)={tuple(x_BTE.shape[:2])}, "
+                f"got {key_mask.dtype} {tuple(key_mask.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, causal={self.causal}"
+
+
+def masked(x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
+    """``x`` with zeros at masked tokens, whatever stood there."""
+    return x_BTE if key_mask is None else x_BTE.masked_fill(~key_mask[..., None], 0.0)

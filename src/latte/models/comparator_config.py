@@ -1,0 +1,49 @@
+"""The configuration of the models that the paper compares with, where they are our own."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+
+from latte.models.config import LatteConfig, one_line_errors
+
+
+@strict
+class ComparatorConfig(LatteConfig):
+    r"""Configuration of the comparators' models; fields that are not here are LatteConfig's.
+
+    Args:
+        mixer: ``mega``, ``h3``, ``s5``, ``luna`` or ``linformer`` (which is bidirectional only,
+            as ``h3`` is causal only).
+        state_size: what the mixer remembers by; None is the layer's own choice. Moving averages
+            of ``mega``, states of ``h3`` and ``s5``, memories of ``luna``, projected length of
+            ``linformer``, whose longest sequence is ``max_position_embeddings``.
+        chunk_size: of ``mega``'s attention; None is all of the sequence.
+        head_dim: of ``h3``, 1 if None.
+        num_attention_heads: heads of ``luna`` and ``linformer``, blocks of ``s5``.
+
+    Raises:
+        LatteError: as LatteConfig.
+    """
+
+    model_type = "latte_comparator"
+
+    mixer: Literal["mega", "h3", "s5", "luna", "linformer"] = "mega"  # type: ignore[assignment]
+    state_size: int | None = None
+    chunk_size: int | None = None
+    latent_input: Literal["none"] = "none"  # type: ignore[assignment]
+    num_latents: int | None = None
+    sliding_window: int | None = None
+    position: Literal["sinusoidal", "none"] = "none"  # type: ignore[assignment]
+    use_cache: bool = False
+
+    def validate_comparator(self) -> None:
+        """Part of ``@strict``: the sizes of the mixers."""
+        for name in ("state_size", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.chunk_size is not None and self.mixer != "mega":
+            raise ValueError(f"chunk_size is for mixer='mega', got mixer={self.mixer!r}")
+
+
+one_line_errors(ComparatorConfig)
