@@ -9,6 +9,7 @@ import tomllib
 import pytest
 
 from latte.cli.parser import build_parser
+from latte.experiments.comparators import COMPARATORS
 from latte.experiments.convert import load_conversion_recipe
 from latte.experiments.recipe import load_recipe
 from latte.models import PRESETS
@@ -27,7 +28,8 @@ def check_latte(words, root):
         stages = load_conversion_recipe(root / options.recipe, options.overrides).stages
         assert stages(options.base, root)
     if options.command == "compare":
-        assert set(options.presets.split(",")) <= set(PRESETS)
+        chosen = options.presets or recipe.comparison.presets
+        assert chosen and set(chosen) <= {*PRESETS, *COMPARATORS}
 
 
 def check(words, root):

@@ -14,6 +14,7 @@ from latte.conversion.config import MacchiatoFields
 from latte.conversion.configs import CONFIGS
 from latte.conversion.modeling import FAMILIES
 from latte.experiments.recipe import (
+    ComparisonSection,
     ConversionSection,
     DataSection,
     ModelSection,
@@ -147,7 +148,10 @@ def test_converted_models_are_those_of_the_code(read):
     }
 
 
-@pytest.mark.parametrize("section", [ModelSection, DataSection, TrainingSection, ConversionSection])
+@pytest.mark.parametrize(
+    "section",
+    [ModelSection, DataSection, TrainingSection, ConversionSection, ComparisonSection],
+)
 def test_recipe_keys_are_those_of_the_code(section, read):
     title = section.__name__.removesuffix("Section").lower()
     text = read("docs/guide.md").text.split(f"\n`{title}`\n")[1].lstrip().split("\n\n")[0]
