@@ -14,6 +14,8 @@ from latte.experiments.convert import load_conversion_recipe
 from latte.experiments.recipe import load_recipe
 from latte.models import PRESETS
 
+NAMES = {*PRESETS, *COMPARATORS}
+
 
 def make_targets(root):
     return re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M)
@@ -23,13 +25,13 @@ def check_latte(words, root):
     options = build_parser().parse_args(words)
     if options.command in ("train", "compare"):
         recipe = load_recipe(root / options.recipe, options.overrides)
-        assert recipe.model.preset in PRESETS
+        assert recipe.model.preset in NAMES
     if options.command == "convert" and options.recipe is not None:
         stages = load_conversion_recipe(root / options.recipe, options.overrides).stages
         assert stages(options.base, root)
     if options.command == "compare":
         chosen = options.presets or recipe.comparison.presets
-        assert chosen and set(chosen) <= {*PRESETS, *COMPARATORS}
+        assert chosen and set(chosen) <= NAMES
 
 
 def check(words, root):

@@ -188,6 +188,18 @@ def test_bad_fields_are_one_line(overrides: dict[str, Any], message: str) -> Non
     assert "\n" not in str(error.value)
 
 
+def test_directions_are_what_they_are() -> None:
+    assert comparator_config("longformer", is_causal=False).model_type == "longformer"
+    with pytest.raises(LatteError, match="'longformer' reads both ways, and cannot do otherwise"):
+        comparator_config("longformer", is_causal=True)
+    with pytest.raises(LatteError, match="'mamba' is causal, and cannot do otherwise"):
+        comparator_config("mamba", is_causal=False)
+    with pytest.raises(ValueError, match="H3: expected causal=True"):
+        comparator_config("h3", is_causal=False)
+    both_ways = comparator_config("mega", is_causal=False, num_labels=7)
+    assert (both_ways.is_causal, both_ways.num_labels) == (False, 7)
+
+
 def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:
     from latte.experiments.pretrain import train
 

@@ -268,6 +268,12 @@ def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
     own = {k: v for k, v in overrides.items() if k not in (*SIZE_FIELDS, *OURS_ALONE)}
     sizes.setdefault("sliding_window", preset_config("swa++", size).sliding_window)
     known = _field_names(type(comparator.config())) | {"num_labels"}
+    if (
+        comparator.library != "latte"
+        and own.pop("is_causal", comparator.causal) != comparator.causal
+    ):
+        ways = "reads both ways" if not comparator.causal else "is causal"
+        raise LatteError(f"comparator {name!r} {ways}, and cannot do otherwise")
     for field in own:
         if field not in known:
             raise LatteError(f"unknown field {field!r} of comparator {name!r}")
