@@ -315,6 +315,34 @@ def test_something_is_learned(recipe_file: Path) -> None:
         assert outcome.curve[-1]["train_loss"] < outcome.curve[0]["train_loss"] / 2
 
 
+def test_pairs_of_texts(tmp_path: Path) -> None:
+    """Two towers, from files to the table: whether both texts are the same letter."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 64), ("eval", 16), ("test", 16)):
+        rows = []
+        for i in range(count):
+            first = "abcd"[rng.integers(4)]
+            second = first if i % 2 else "abcd"[("abcd".index(first) + 1) % 4]
+            rows.append(f"{i % 2}.0\t1\t2\t{first * rng.integers(2, 7)}\t{second * 4}\n")
+        (tmp_path / f"{split}.tsv").write_text("".join(rows))
+    files = {"train": "train", "validation": "eval", "test": "test"}
+    recipe_file = tmp_path / "pairs.yaml"
+    recipe = TINY | {
+        "task": "retrieval",
+        "data": {key: str(tmp_path / f"{name}.tsv") for key, name in files.items()},
+        "output_dir": str(tmp_path / "out"),
+    }
+    recipe_file.write_text(yaml.safe_dump(recipe))
+    overrides = ["select=[both]", "training.max_steps=80", "training.learning_rate=0.01",
+                 "training.eval_steps=20", "shared.initializer_range=0.2",
+                 "shared.hidden_dropout=0"]  # fmt: skip
+    train_all(load(recipe_file, overrides), quiet=True)
+    outcome = outcome_of(tmp_path / "out" / "both" / "seed0")
+    assert outcome["test"]["accuracy"] >= 0.9, outcome["curve"]
+    config = json.loads((tmp_path / "out/both/seed0/config.json").read_text())
+    assert config["architectures"] == ["LatteForPairClassification"]
+
+
 # ---- recipes
 
 
@@ -337,8 +365,9 @@ def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
         )  # fmt: skip
         sizes = (data.train_examples, data.validation_examples, data.test_examples)
         assert sizes == (96_000, 2_000, 2_000)
-    if path.stem == "text":
-        assert recipe.data.max_length == 4096
+    lengths = {"text": 4096, "retrieval": 4000, "image": 1024, "pathfinder": 1024}
+    if path.stem in lengths:
+        assert recipe.data.longest == lengths[path.stem]
 
 
 # ---- mistakes: one line each, and nothing written

@@ -132,7 +132,7 @@ def _is_decompression_error(error: BaseException) -> bool:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """(decompressed stream, raw file); reading errors become one line that names the file."""
-    compression = kind_of(path)[1]
+    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     try:
         with open(path, "rb") as raw:
             yield _open_binary(path, raw, compression), raw
@@ -187,20 +187,27 @@ def text_field(row: object, field: str, where: str) -> str:
     return without_lone_surrogates(value)
 
 
-def json_rows(path: Path, meter: Meter | None = None) -> Iterator[tuple[str, Any]]:
-    """(where it stands, value) of each line of a file of JSON lines; empty lines are left out."""
+def numbered_lines(path: Path, meter: Meter | None = None) -> Iterator[tuple[str, str]]:
+    """(where it stands, text) of each line of a text file, plain or compressed; no empty ones."""
     with _opened(path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            try:
-                row = json.loads(decode_text(line, where))
-            except json.JSONDecodeError as error:
-                raise LatteError(f"{where}: malformed JSON ({error.msg})") from error
+            text = decode_text(line, where)
             if meter is not None:
                 meter(raw.tell())
-            yield where, row
+            yield where, text
+
+
+def json_rows(path: Path, meter: Meter | None = None) -> Iterator[tuple[str, Any]]:
+    """(where it stands, value) of each line of a file of JSON lines; empty lines are left out."""
+    for where, line in numbered_lines(path, meter):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise LatteError(f"{where}: malformed JSON ({error.msg})") from error
+        yield where, row
 
 
 def _json_documents(path: Path, field: str, meter: Meter | None) -> Iterator[str]:

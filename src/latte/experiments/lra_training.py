@@ -153,10 +153,12 @@ def score(model: Any, examples: Examples, training: LRATraining, limit: int | No
 
 def fresh_model(run: LRARun) -> Any:
     """The run's classifier, its weights from the global random state."""
-    from ..models import LatteForSequenceClassification
+    from ..models import LatteForPairClassification, LatteForSequenceClassification
     from .grid import model_config
 
-    return LatteForSequenceClassification(model_config(run.model, run.preset, run.config))
+    config = model_config(run.model, run.preset, run.config)
+    pairs = run.recipe.data.towers == 2
+    return (LatteForPairClassification if pairs else LatteForSequenceClassification)(config)
 
 
 class Training:

@@ -54,7 +54,8 @@ class LatteForSequenceClassification(LattePreTrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        logits = self.score(self.dropout(self._pool(outputs.last_hidden_state, attention_mask)))
+        pooled = mean_over_tokens(outputs.last_hidden_state, attention_mask)
+        logits = self.score(self.dropout(pooled))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
@@ -65,12 +66,12 @@ class LatteForSequenceClassification(LattePreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    @staticmethod
-    def _pool(hidden_BTE: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """The mean over real tokens, (B, E); zero for a row without any."""
-        if attention_mask is None:
-            return hidden_BTE.mean(1)
-        real_BT1 = attention_mask.bool().unsqueeze(-1)
-        # where, not a product: what stands at padding must not matter, even if it is not finite.
-        total_BE = hidden_BTE.where(real_BT1, 0.0).sum(1)
-        return total_BE / real_BT1.sum(1).clamp_min(1)
+
+def mean_over_tokens(hidden_BTE: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The mean over real tokens, (B, E); zero for a row without any."""
+    if attention_mask is None:
+        return hidden_BTE.mean(1)
+    real_BT1 = attention_mask.bool().unsqueeze(-1)
+    # where, not a product: what stands at padding must not matter, even if it is not finite.
+    total_BE = hidden_BTE.where(real_BT1, 0.0).sum(1)
+    return total_BE / real_BT1.sum(1).clamp_min(1)

@@ -13,17 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from latte.data.lra.examples import Balance, Examples, Task, TaskOptions, class_balance
+from latte.data.lra.image import ImageOptions, load_image
 from latte.data.lra.listops import ListOpsOptions, load_listops
+from latte.data.lra.pathfinder import PathfinderOptions, load_pathfinder
+from latte.data.lra.retrieval import RetrievalOptions, load_retrieval
 from latte.data.lra.text import TextOptions, load_text
 from latte.errors import LatteError
 
-OPTIONS: dict[str, type[Any]] = {"listops": ListOpsOptions, "text": TextOptions}
+OPTIONS: dict[str, type[Any]] = {
+    "listops": ListOpsOptions,
+    "text": TextOptions,
+    "retrieval": RetrievalOptions,
+    "image": ImageOptions,
+    "pathfinder": PathfinderOptions,
+}
 
 __all__ = [
     "OPTIONS",
     "Balance",
     "Examples",
+    "ImageOptions",
     "ListOpsOptions",
+    "PathfinderOptions",
+    "RetrievalOptions",
     "Task",
     "TaskOptions",
     "TextOptions",
@@ -51,6 +63,14 @@ def load_task(
     kind = options_of(name)
     if not isinstance(options, kind):
         raise LatteError(f"task {name}: expected {kind.__name__}, got {type(options).__name__}")
-    if name == "listops":
-        return load_listops(options, Path(cache).expanduser(), progress)
+    folder = Path(cache).expanduser()
+    match options:
+        case ListOpsOptions():
+            return load_listops(options, folder, progress)
+        case PathfinderOptions():
+            return load_pathfinder(options, folder, progress)
+        case RetrievalOptions():
+            return load_retrieval(options)
+        case ImageOptions():
+            return load_image(options)
     return load_text(options)

@@ -14,18 +14,15 @@ nesting is lost; here, as in the later papers, the closing bracket is a token.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from latte.data.lra.cache import cached_splits
 from latte.data.lra.examples import Examples, Task
 from latte.errors import LatteError
 
@@ -197,67 +194,19 @@ def make_splits(
 
 
 def load_listops(options: ListOpsOptions, cache: Path, progress: bool = False) -> Task:
-    """The task, from the file in `cache` if it is there, else made and kept there.
+    """The task; its splits are made once and kept in `cache`.
 
     Raises:
-        LatteError: as for :func:`make_splits`; a damaged file or a folder that cannot be written.
+        LatteError: as for :func:`make_splits` and :func:`latte.data.lra.cache.cached_splits`.
     """
     options.check()
-    made_of = json.dumps({"format": FORMAT, **asdict(options)}, sort_keys=True)
-    file = cache / f"listops-{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.npz"
-    if file.exists():
-        splits = _read(file)
-    else:
-        from tqdm import tqdm
-
-        with _kept_in(cache):  # before minutes of work, not after
-            cache.mkdir(parents=True, exist_ok=True)
-            if not os.access(cache, os.W_OK):
-                raise PermissionError(13, "not writable")
-        total = options.train_examples + options.validation_examples + options.test_examples
-        with tqdm(
-            total=total, desc="making ListOps", unit="", leave=False, disable=not progress or None
-        ) as bar:
-            splits = make_splits(options, bar.update)
-        _write(file, splits)
+    total = options.train_examples + options.validation_examples + options.test_examples
+    splits = cached_splits(
+        cache,
+        "listops",
+        {"format": FORMAT, **asdict(options)},
+        total,
+        lambda tell: make_splits(options, tell),
+        progress,
+    )
     return Task(options, splits["train"], splits["validation"], splits["test"])
-
-
-def _write(file: Path, splits: dict[str, Examples]) -> None:
-    arrays: dict[str, Any] = {}
-    for split, examples in splits.items():
-        arrays[f"{split}_tokens"] = examples.tokens_S
-        arrays[f"{split}_bounds"] = examples.bounds
-        arrays[f"{split}_labels"] = examples.labels_N
-    temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
-    with _kept_in(file.parent):
-        try:
-            with open(temporary, "wb") as stream:
-                np.savez(stream, **arrays)
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _kept_in(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LatteError(
-            f"{cache}: generated data cannot be kept here ({error.strerror or error}); choose"
-            " another cache_dir"
-        ) from error
-
-
-def _read(file: Path) -> dict[str, Examples]:
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return {
-                split: Examples(
-                    arrays[f"{split}_tokens"], arrays[f"{split}_bounds"], arrays[f"{split}_labels"]
-                )
-                for split in ("train", "validation", "test")
-            }
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise LatteError(f"{file} is damaged ({error}); delete it to make it again") from error
