@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +370,15 @@ def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
     lengths = {"text": 4096, "retrieval": 4000, "image": 1024, "pathfinder": 1024}
     if path.stem in lengths:
         assert recipe.data.longest == lengths[path.stem]
+
+
+def test_documented_commands_could_be_typed() -> None:
+    text = (ROOT / "docs" / "lra.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", text, re.M)]
+    assert len(commands) >= 4
+    for words in commands:
+        assert words[:3] == ["python", "-m", "latte.experiments.lra"]
+        assert runs(load(ROOT / words[3], [word for word in words[4:] if word[0] != "-"]))
 
 
 # ---- mistakes: one line each, and nothing written
