@@ -13,7 +13,11 @@ from latte.ops import reference
 from latte.ops.packing import sequence_ids, sequence_starts
 from latte.ops.precision import full_precision
 from latte.ops.torch_backend.scan import linear_recurrence
+from latte.ops.triton_backend import convolution as triton_convolution
+from latte.ops.triton_backend import rg_lru as triton_rg_lru
+from latte.ops.triton_backend.launch import unavailable_for
 from latte.ops.validation import (
+    BACKENDS,
     check_floats,
     check_sequences,
     check_shape,
@@ -22,7 +26,6 @@ from latte.ops.validation import (
     computation_dtype,
 )
 
-AVAILABLE = ("reference", "torch")
 # Griffin's constant c: log a_t = -c r_t softplus(theta).
 GATE_STRENGTH = 8.0
 
@@ -64,7 +67,7 @@ def rg_lru(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "rg_lru"
-    chosen = choose_backend(backend, op, AVAILABLE)
+    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate})
     sizes: dict[str, int] = {}
     check_shape(op, "x", x, "BTE", sizes)
@@ -72,14 +75,25 @@ def rg_lru(
     check_shape(op, "input_gate", input_gate, "BTE", sizes)
     check_shape(op, "theta", theta, "E", sizes)
     B, T, E = (sizes[c] for c in "BTE")
+    if chosen == "triton" and (reason := unavailable_for(x)):
+        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
     dtype = computation_dtype(x.dtype)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),))
         initial_state = initial_state.to(dtype)
     h0_NE = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
-    if T == 0:
+    if x.numel() == 0:
         return torch.zeros_like(x), h0_NE if output_final_state else None
+    if chosen == "triton":
+        out, last = triton_rg_lru.rg_lru(
+            *(x, recurrence_gate, input_gate, theta),
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+            reverse=reverse,
+        )
+        return out, last if output_final_state else None
     if reverse:
         x, recurrence_gate, input_gate = (z.flip(1) for z in (x, recurrence_gate, input_gate))
         key_mask = None if key_mask is None else key_mask.flip(1)
@@ -168,7 +182,7 @@ def causal_conv1d(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "causal_conv1d"
-    choose_backend(backend, op, AVAILABLE)
+    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"x": x})
     sizes: dict[str, int] = {}
     check_shape(op, "x", x, "BTE", sizes)
@@ -178,9 +192,19 @@ def causal_conv1d(
     B, T, E, K = (sizes[c] for c in "BTEK")
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
+    if chosen == "triton" and (reason := unavailable_for(x)):
+        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),))
+    if chosen == "triton" and x.numel():
+        out, tail = triton_convolution.causal_conv1d(
+            *(x, weight, bias),
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+        )
+        return out, tail if output_final_state else None
     dtype = computation_dtype(x.dtype)
     inputs = x.to(dtype)
     if key_mask is not None:

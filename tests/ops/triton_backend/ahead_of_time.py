@@ -22,7 +22,9 @@ SCANS = ("scan", "scan_back", "add_up")
 # Arguments of the inputs' dtype; every other pointer but these and the integers is to fp32.
 OF_INPUTS = {f"{x}_ptr" for x in ("q", "k", "v", "dy", "out", "dq", "dk", "dv")}
 OF_INPUTS |= {"latent_q_ptr", "latent_k_ptr", "tail_k_ptr", "tail_v_ptr"}
-INTEGERS = {"mask_ptr": "*u8", "tail_mask_ptr": "*u8"}
+# The recurrence's and the convolution's; "out" is their output too.
+OF_INPUTS |= {f"{x}_ptr" for x in ("x", "r", "i", "theta", "w", "bias", "dx", "dr", "di")}
+INTEGERS = {"begins_ptr": "*i64", "mask_ptr": "*u8", "tail_mask_ptr": "*u8"}
 INTEGERS |= {"table_ptr": "*i64", "first_ptr": "*i64", "bounds_ptr": "*i64"}
 REALS = ("scale", "softcap")
 UNIT_STRIDES = ("q_l", "k_l", "v_d", "dy_d")

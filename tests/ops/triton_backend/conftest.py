@@ -63,9 +63,13 @@ def runnable() -> bool:
     return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-collect_ignore = (
-    [] if runnable() else ["test_kernels.py", "test_kernel_laws.py", "test_window_kernels.py"]
-)
+KERNEL_TESTS = [
+    "test_kernels.py",
+    "test_kernel_laws.py",
+    "test_window_kernels.py",
+    "test_recurrence_kernels.py",
+]
+collect_ignore = [] if runnable() else KERNEL_TESTS
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     try:

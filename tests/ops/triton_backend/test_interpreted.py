@@ -16,7 +16,13 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
 
 @pytest.mark.skipif(RUNS_ALREADY, reason="the kernels' tests run in this process")
 @pytest.mark.parametrize(
-    "name", ["test_kernels.py", "test_kernel_laws.py", "test_window_kernels.py"]
+    "name",
+    [
+        "test_kernels.py",
+        "test_kernel_laws.py",
+        "test_window_kernels.py",
+        "test_recurrence_kernels.py",
+    ],
 )
 def test_under_the_interpreter(name):
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -64,18 +64,23 @@ def configuration(L: int, dtype: torch.dtype) -> Configuration:
 
 
 def unavailable(q: Tensor, L: int, D: int) -> str | None:
-    """Why the kernels cannot serve these inputs, or None if they can."""
-    if q.dtype not in DTYPES:
-        return f"for {q.dtype}: expected float32, bfloat16 or float16"
-    if not 1 <= L <= MOST_LATENTS or not 1 <= D <= WIDEST_VALUE:
+    """Why the kernels of Latte cannot serve these inputs, or None if they can."""
+    if q.dtype in DTYPES and not (1 <= L <= MOST_LATENTS and 1 <= D <= WIDEST_VALUE):
         return (
             f"for L={L}, D={D}: expected L from 1 to {MOST_LATENTS} and D from 1 to {WIDEST_VALUE}"
         )
+    return unavailable_for(q)
+
+
+def unavailable_for(x: Tensor) -> str | None:
+    """Why no kernel can serve inputs like ``x``, or None: its dtype, Triton, or its device."""
+    if x.dtype not in DTYPES:
+        return f"for {x.dtype}: expected float32, bfloat16 or float16"
     mode = triton_mode()
     if mode == "missing":
         return "here: Triton is not installed"
-    if q.device.type != "cuda" and mode != "interpreter":
-        return f"on {q.device}: expected CUDA tensors, or TRITON_INTERPRET=1 for the interpreter"
+    if x.device.type != "cuda" and mode != "interpreter":
+        return f"on {x.device}: expected CUDA tensors, or TRITON_INTERPRET=1 for the interpreter"
     return None
 
 
@@ -163,11 +168,16 @@ class Launcher:
         self.launch(kernel[grid], *args, **SCAN)
 
     def launch(self, kernel: Any, *args: Any, **options: int | str) -> None:
-        """On the device of the inputs, which need not be the current one."""
+        """With the sizes that every kernel takes."""
         sizes = (self.T,) if "C" in options else ()
         args = (*args, *sizes, self.chunks.per_row, self.H, self.L, self.D)
-        if self.device.type != "cuda":
-            kernel(*args, **options)
-            return
-        with torch.cuda.device(self.device):
-            kernel(*args, **options)
+        launch(self.device, kernel, *args, **options)
+
+
+def launch(device: torch.device, kernel: Any, *args: Any, **options: int | str) -> None:
+    """On the device of the inputs, which need not be the current one."""
+    if device.type != "cuda":
+        kernel(*args, **options)
+        return
+    with torch.cuda.device(device):
+        kernel(*args, **options)
