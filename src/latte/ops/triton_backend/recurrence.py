@@ -45,8 +45,8 @@ def log1p_of_share(e):
 
 
 @triton.jit
-def one_minus_exp(u):
-    """1 - exp(-u) for u >= 0, without cancellation for small u."""
+def one_minus_square(a, u):
+    """1 - a^2 for a^2 = exp(-u), u >= 0, without cancellation for small u."""
     p = 1.0 - u * (1.0 / 9.0)
     p = 1.0 - u * (1.0 / 8.0) * p
     p = 1.0 - u * (1.0 / 7.0) * p
@@ -55,7 +55,7 @@ def one_minus_exp(u):
     p = 1.0 - u * (1.0 / 4.0) * p
     p = 1.0 - u * (1.0 / 3.0) * p
     p = 1.0 - u * (1.0 / 2.0) * p
-    return tl.where(u < 0.5, u * p, 1.0 - tl.exp(-u))
+    return tl.where(u < 0.5, u * p, 1.0 - a * a)
 
 
 @triton.jit
@@ -125,8 +125,10 @@ def store_steps(ptr, t, stop, e, E, value):
 def decays(r, strength, real, fresh):
     """a and sqrt(1 - a^2): 1 and 0 for what is not real, 0 and 1 where a sequence starts anew."""
     log_a = tl.minimum(-r * strength[None, :], LEAST_DECAY)
-    a = tl.where(fresh[:, None], 0.0, tl.exp(log_a))
-    factor = tl.where(fresh[:, None], 1.0, tl.sqrt(one_minus_exp(-2.0 * log_a)))
+    a = tl.exp(log_a)
+    factor = tl.sqrt(one_minus_square(a, -2.0 * log_a))
+    a = tl.where(fresh[:, None], 0.0, a)
+    factor = tl.where(fresh[:, None], 1.0, factor)
     return tl.where(real[:, None], a, 1.0), tl.where(real[:, None], factor, 0.0)
 
 
