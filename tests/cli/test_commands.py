@@ -24,6 +24,7 @@ COMMANDS: list[list[str]] = [
     ["generate"],
     ["compare"],
     ["inspect"],
+    ["benchmark"],
 ]
 
 

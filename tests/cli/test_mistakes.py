@@ -175,6 +175,18 @@ def test_checkpoints_that_are_not_there(place: Any, refused: Refused, tmp_path: 
         (["trian"], "invalid choice: 'trian'"),
         (["compare", "RECIPE", "--presets", "latte++,latte++"], "expected different names"),
         (["compare", "RECIPE", "--presets", "latte++,lat"], "unknown preset 'lat'"),
+        (["compare", "RECIPE"], "name the presets, with --presets"),
+        (["compare", "RECIPE", "--presets", "latte++", "--report"], "--report is for several"),
+        (["compare", "RECIPE", "--presets", "latte++", "--seeds", "0,x"], "expected whole numbers"),
+        (["benchmark", "--ops", "lattte"], "ops: expected some of latte, macchiato"),
+        (["benchmark", "--models", "latte+++"], "models: expected some of latte, latte++"),
+        (["benchmark", "--modes", "backward"], "modes: expected some of forward"),
+        (["benchmark", "--size", "huge"], "size: expected one of tiny"),
+        (["benchmark", "--dtype", "int8"], "dtype: expected one of float32"),
+        (["benchmark", "--heads", "0"], "heads: expected more than 0, got 0"),
+        (["benchmark", "--device", "tpu7"], "tpu7"),
+        (["benchmark", "--ops", "none", "--models", "none"], "nothing to measure"),
+        (["benchmark", "--ops", "latte", "--backend", "cuda"], "latte, forward: "),
     ],
 )
 def test_arguments(place: Any, refused: Refused, arguments: list[str], message: str) -> None:

@@ -6,7 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import commands, convert_command, evaluate_command, inspect_command
+from . import (
+    benchmark_command,
+    commands,
+    convert_command,
+    evaluate_command,
+    inspect_command,
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -31,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_compare(kinds)
     _add_convert(kinds)
     _add_inspect(kinds)
+    _add_benchmark(kinds)
     return parser
 
 
@@ -236,3 +243,17 @@ def _add_inspect(kinds) -> None:  # type: ignore[no-untyped-def]
         inspect_command.run,
     )
     inspect_command.add_options(parser)
+
+
+def _add_benchmark(kinds) -> None:  # type: ignore[no-untyped-def]
+    parser = _command(
+        kinds,
+        "benchmark",
+        "time and memory of the ops and of models, on the device at hand",
+        "Medians of interleaved calls and peak memory, as lines and as benchmark.csv with device,"
+        " threads, version and date. By default Latte, Latte-Macchiato, the window and softmax"
+        " attention, latte-r-swa++ and transformer++, at 1,024 and 4,096 tokens.",
+        benchmark_command.run,
+    )
+    benchmark_command.add_options(parser)
+    parser.add_argument("--lengths", type=integers, help="tokens, such as 1024,4096")
