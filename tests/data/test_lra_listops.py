@@ -160,6 +160,14 @@ def test_made_once_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_task("listops", SMALL, tmp_path)
 
 
+def test_two_processes_make_the_same() -> None:
+    few = replace(SMALL, train_examples=10, validation_examples=3, test_examples=3)
+    one, two = make_splits(few), make_splits(few, workers=2)
+    for split, examples in one.items():
+        assert sequences(examples) == sequences(two[split])
+        assert (examples.labels_N == two[split].labels_N).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -400,6 +400,7 @@ def test_documented_commands_could_be_typed() -> None:
         (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
         (["training.betas=[1,2]"], "training.betas: expected two numbers"),
         (["training.seeds=[]"], "training.seeds: expected different numbers"),
+        (["workers=0"], "workers: expected at least 1, got 0"),
         (["training.schedule=cosin"], "did you mean 'cosine'"),
         (["shared.hidden_size=15"], "models.both: "),
         (["models.both.preset=latte-z++"], "unknown preset 'latte-z++'"),

@@ -93,7 +93,8 @@ def load_data(recipe: LRARecipe, quiet: bool = False) -> Any:
     from ..data.lra import load_task
     from .text import cache_folder
 
-    return load_task(recipe.task, recipe.data, cache_folder(recipe.cache_dir), not quiet)
+    cache = cache_folder(recipe.cache_dir)
+    return load_task(recipe.task, recipe.data, cache, not quiet, recipe.workers)
 
 
 def balance(task: Any) -> dict[str, Any]:

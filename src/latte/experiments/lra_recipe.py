@@ -60,6 +60,7 @@ class LRARecipe:
     select: list[str] | None = None  # names of the models to run; None: all
     training: LRATraining = field(default_factory=LRATraining)
     cache_dir: str | None = None  # generated data; None: ~/.cache/latte (or $LATTE_CACHE)
+    workers: int = 1  # processes that generate data; the data is the same for any number
     output_dir: str = "runs/lra"
 
 
@@ -183,6 +184,8 @@ def _check_values(recipe: LRARecipe) -> None:
         raise LatteError(
             f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
         )
+    if recipe.workers < 1:
+        raise LatteError(f"workers: expected at least 1, got {recipe.workers}")
     seeds = training.seeds
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise LatteError(f"training.seeds: expected different numbers, 0 or more, got {seeds}")

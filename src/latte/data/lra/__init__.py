@@ -53,9 +53,13 @@ def options_of(name: str) -> type[Any]:
 
 
 def load_task(
-    name: str, options: Any, cache: str | os.PathLike[str], progress: bool = False
+    name: str,
+    options: Any,
+    cache: str | os.PathLike[str],
+    progress: bool = False,
+    workers: int = 1,
 ) -> Task:
-    """A task's three splits. What is generated is kept in the `cache` folder.
+    """A task's three splits. What is generated, by `workers` processes, is kept in `cache`.
 
     Raises:
         LatteError: a wrong name, impossible options, missing or malformed files.
@@ -66,9 +70,9 @@ def load_task(
     folder = Path(cache).expanduser()
     match options:
         case ListOpsOptions():
-            return load_listops(options, folder, progress)
+            return load_listops(options, folder, progress, workers)
         case PathfinderOptions():
-            return load_pathfinder(options, folder, progress)
+            return load_pathfinder(options, folder, progress, workers)
         case RetrievalOptions():
             return load_retrieval(options)
         case ImageOptions():

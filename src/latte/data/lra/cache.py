@@ -1,23 +1,40 @@
-"""Generated splits, kept in a folder: made once, read ever after."""
+"""Generated splits: made once, by several processes if wanted, and kept in a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import multiprocessing
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from latte.data.lra.examples import Examples
 from latte.errors import LatteError
 
+BLOCK = 1024  # results that are computed ahead of their use, at most
 SPLITS = ("train", "validation", "test")
 Tell = Callable[[int], object]
+R = TypeVar("R")
+
+
+def in_order(function: Callable[[int], R], workers: int = 1) -> Generator[R, None, None]:
+    """function(0), function(1), ... without end, by so many processes; the same for any number.
+
+    The function is pickled for them: a function of a module, or a partial of one.
+    """
+    if workers == 1:
+        yield from map(function, itertools.count())
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for start in itertools.count(0, BLOCK):
+            yield from pool.imap(function, range(start, start + BLOCK), chunksize=32)
 
 
 def cached_splits(

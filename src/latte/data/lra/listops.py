@@ -17,12 +17,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from latte.data.lra.cache import cached_splits
+from latte.data.lra.cache import Tell, cached_splits, in_order
 from latte.data.lra.examples import Examples, Task
 from latte.errors import LatteError
 
@@ -148,12 +149,12 @@ def to_text(tokens_T: np.ndarray) -> str:
 
 
 def make_splits(
-    options: ListOpsOptions, progress: Callable[[int], object] | None = None
+    options: ListOpsOptions, tell: Tell | None = None, workers: int = 1
 ) -> dict[str, Examples]:
     """The first distinct candidates: the test split, then validation, then train.
 
     So no expression is in two splits, and another number of training examples changes neither of
-    the others. `progress` is told of every example.
+    the others. `tell` is called with 1 for every example; `workers` processes share the work.
 
     Raises:
         LatteError: impossible options, or fewer distinct expressions than examples.
@@ -165,14 +166,14 @@ def make_splits(
         "train": options.train_examples,
     }
     seen: set[bytes] = set()
-    splits, index = {}, 0
+    splits = {}
+    candidates = in_order(partial(expression, options), workers)
     for split, count in wanted.items():
         sequences: list[np.ndarray] = []
         values: list[int] = []
         repeated = 0
         while len(sequences) < count:
-            tokens, value = expression(options, index)
-            index += 1
+            tokens, value = next(candidates)
             key = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
             if key in seen:
                 repeated += 1
@@ -187,13 +188,16 @@ def make_splits(
             seen.add(key)
             sequences.append(tokens)
             values.append(value)
-            if progress is not None:
-                progress(1)
+            if tell is not None:
+                tell(1)
         splits[split] = Examples.pack(sequences, values)
+    candidates.close()  # and the processes with it
     return splits
 
 
-def load_listops(options: ListOpsOptions, cache: Path, progress: bool = False) -> Task:
+def load_listops(
+    options: ListOpsOptions, cache: Path, progress: bool = False, workers: int = 1
+) -> Task:
     """The task; its splits are made once and kept in `cache`.
 
     Raises:
@@ -206,7 +210,7 @@ def load_listops(options: ListOpsOptions, cache: Path, progress: bool = False) -
         "listops",
         {"format": FORMAT, **asdict(options)},
         total,
-        lambda tell: make_splits(options, tell),
+        lambda tell: make_splits(options, tell, workers),
         progress,
     )
     return Task(options, splits["train"], splits["validation"], splits["test"])

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from latte.data.lra.cache import Tell, cached_splits
+from latte.data.lra.cache import Tell, cached_splits, in_order
 from latte.data.lra.examples import Examples, Task
 from latte.errors import LatteError
 
@@ -242,27 +243,35 @@ def _draw(dashes: np.ndarray, dots: np.ndarray, options: PathfinderOptions) -> n
     return np.round(255 * light).astype(np.uint8).reshape(options.size, options.size)
 
 
-def make_splits(options: PathfinderOptions, tell: Tell | None = None) -> dict[str, Examples]:
-    """The test split from the first pictures, then validation, then train."""
+def make_splits(
+    options: PathfinderOptions, tell: Tell | None = None, workers: int = 1
+) -> dict[str, Examples]:
+    """The test split from the first pictures, then validation, then train.
+
+    `tell` is called with 1 for every picture; `workers` processes share the work.
+    """
     from latte.data.lra.image import of_pixels
 
     options.check()
-    splits, index = {}, 0
+    splits = {}
+    pictures = in_order(partial(picture, options), workers)
     for split in ("test", "validation", "train"):
         count = getattr(options, f"{split}_examples")
         pixels = np.empty((count, options.longest), dtype=np.uint8)
         labels = np.empty(count, dtype=np.int64)
         for row in range(count):
-            image, labels[row] = picture(options, index)
+            image, labels[row] = next(pictures)
             pixels[row] = image.reshape(-1)
-            index += 1
             if tell is not None:
                 tell(1)
         splits[split] = of_pixels(pixels, labels)
+    pictures.close()  # and the processes with it
     return splits
 
 
-def load_pathfinder(options: PathfinderOptions, cache: Path, progress: bool = False) -> Task:
+def load_pathfinder(
+    options: PathfinderOptions, cache: Path, progress: bool = False, workers: int = 1
+) -> Task:
     """The task: generated, once, and kept in `cache`; or read from the released files.
 
     Raises:
@@ -280,7 +289,7 @@ def load_pathfinder(options: PathfinderOptions, cache: Path, progress: bool = Fa
             "pathfinder",
             {"format": FORMAT, **asdict(options)},
             total,
-            lambda tell: make_splits(options, tell),
+            lambda tell: make_splits(options, tell, workers),
             progress,
         )
     return Task(options, splits["train"], splits["validation"], splits["test"])
