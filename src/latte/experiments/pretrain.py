@@ -21,6 +21,7 @@ from .comparators import comparator_config, find
 from .metrics import Progress, read_metrics
 from .recipe import DataSection, Recipe
 from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
+from .speed import check_speed, chosen_backend
 from .text import Text, prepare_text
 from .trainer import LatteTrainer
 
@@ -50,6 +51,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
             finite.
     """
     check_model(recipe)
+    check_speed(recipe)
     processes, first = join_processes()
     owner = _agree(lambda: claim(recipe, processes), first, processes)
     steps = recipe.steps(processes)
@@ -85,7 +87,8 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         _announce(recipe, model, owner, steps, processes)
     # Dropout differs between processes; a resumed run restores these states afterwards.
     torch.manual_seed(recipe.training.seed + 1_000_003 * trainer.args.process_index)
-    trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
+    with chosen_backend(recipe):
+        trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
     finished = trainer.state.global_step >= steps
     return _finish(trainer, recipe, progress, finished)
 

@@ -85,7 +85,9 @@ class TrainingSection:
     weight_decay: float = 0.1  # on matrices; not on norms, biases and gates
     max_grad_norm: float = 1.0
     bf16: bool = False  # autocast; parameters and optimiser stay fp32
-    torch_compile: bool = False
+    backend: Literal["torch", "triton"] | None = None  # of Latte's ops; None: the default
+    torch_compile: bool = False  # Latte's own models block by block, others whole
+    liger: bool = False  # RMSNorm and SwiGLU by Liger-Kernel
     gradient_checkpointing: bool = False
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
     seed: int = 0

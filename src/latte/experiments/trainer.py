@@ -30,6 +30,7 @@ from . import sharding
 from .recipe import Recipe, dump
 from .run_folder import STAGING, rotate, seal
 from .scoring import score
+from .speed import of_own_blocks, quicken
 
 
 class Diverged(LatteError):
@@ -70,6 +71,7 @@ class LatteTrainer(Trainer):
         self.bytes_per_token = bytes_per_token
         self._staging = False
         self._sharded = False
+        quicken(model, recipe)
         super().__init__(
             model=model,
             args=training_arguments(recipe, steps),
@@ -314,7 +316,7 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
         bf16=section.bf16,
-        torch_compile=section.torch_compile,
+        torch_compile=section.torch_compile and not of_own_blocks(recipe),
         gradient_checkpointing=section.gradient_checkpointing,
         seed=section.seed,
         logging_steps=section.log_steps,

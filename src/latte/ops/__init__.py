@@ -10,6 +10,7 @@ from latte.ops.api import (
     macchiato_attention,
     sliding_window_attention,
 )
+from latte.ops.default import default_backend, set_default_backend, use_backend
 from latte.ops.recurrence import causal_conv1d, rg_lru
 from latte.ops.state import LatteState, LinearState, WindowState
 
@@ -19,9 +20,12 @@ __all__ = [
     "WindowState",
     "attention_weights",
     "causal_conv1d",
+    "default_backend",
     "latte_attention",
     "linear_attention",
     "macchiato_attention",
     "rg_lru",
+    "set_default_backend",
     "sliding_window_attention",
+    "use_backend",
 ]

@@ -11,7 +11,8 @@ Keywords that every op shares:
   States then have N entries.
 * ``initial_state``, ``output_final_state``: carry a sequence on; the state goes back in as it
   came out, and gradients flow through it.
-* ``backend``: None chooses; ``"reference"``, ``"torch"`` or ``"triton"`` is exactly that one.
+* ``backend``: ``"reference"``, ``"torch"`` or ``"triton"`` is exactly that one; None takes the
+  default, which is ``"torch"`` unless set (:mod:`latte.ops.default`).
 
 Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32, states are fp32 (fp64
 for fp64 inputs), the output has the dtype of ``v``. Bad arguments raise ``ValueError``.
@@ -248,7 +249,9 @@ def sliding_window_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "sliding_window_attention"
-    chosen = choose_backend(backend, op, BACKENDS)
+    # Full attention has no kernels here: by default it stays with PyTorch's own.
+    by_default = AVAILABLE if window is None else BACKENDS
+    chosen = choose_backend(backend, op, by_default if backend is None else BACKENDS)
     check_floats(op, {"q": q, "k": k, "v": v})
     sizes: dict[str, int] = {}
     check_shape(op, "q", q, "BTHK", sizes)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from latte.ops.default import BACKENDS, default_backend
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BACKENDS = ("reference", "torch", "triton")
 
 
 def choose_backend(backend: str | None, op: str, available: tuple[str, ...]) -> str:
-    """The backend to use: exactly the one asked for, or the best available for ``None``."""
+    """The backend to use: exactly the one asked for; for ``None`` the default, if the op has it."""
     if backend is None:
-        return "torch"
+        default = default_backend()
+        return default if default in available else "torch"
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be None or one of {BACKENDS}, got {backend!r}")
     if backend not in available:
