@@ -5,15 +5,20 @@ import sys
 import gpu_check
 import gpu_common
 import gpu_correctness
+import gpu_decode
 import gpu_figures
 import gpu_latte
+import gpu_macchiato
+import gpu_rglru
 import gpu_rivals
+import gpu_runtime
+import gpu_training
 import pytest
 import torch
 from common import Times
 from records import read_rows
 
-from latte.ops import latte_attention, rg_lru
+from latte.ops import causal_conv1d, latte_attention, rg_lru
 
 MACHINE = {"device", "cuda", "triton", "fla", "transformers", "torch", "python", "latte", "date"}
 TIMES = {"median_ms", "p10_ms", "p90_ms", "calls"}
@@ -29,6 +34,9 @@ def rows_of(script, out, columns, *more):
     rows = read_rows(out / f"{script.__name__}.csv")
     assert rows and set(rows[0]) >= columns | MACHINE
     assert all(row["device"] == "cpu" and row["torch"] == torch.__version__ for row in rows)
+    (figure,) = gpu_figures.draw_all(out)
+    assert figure.name == f"{script.__name__}.png"
+    assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size < 200_000
     return rows
 
 
@@ -50,7 +58,79 @@ def test_latte(tmp_path, capsys):
     goals = read_rows(tmp_path / gpu_common.TARGETS)
     assert [g["verdict"] for g in goals] == ["miss"]  # a CPU does not reach 60% of a copy
     assert "share of copy bandwidth" in capsys.readouterr().out
-    assert gpu_figures.of_latte(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_macchiato(tmp_path):
+    rows = rows_of(gpu_macchiato, tmp_path, TIMES | {"side", "mode", "times_macchiato"})
+    sides = {"macchiato", "its latents", "its window", "flash"}
+    found = {(r["mode"], r["side"]) for r in rows}
+    assert found == {(m, s) for m in gpu_common.MODES for s in sides} | {("forward", "flex window")}
+    goals = read_rows(tmp_path / gpu_common.TARGETS)
+    assert {g["target"] for g in goals} == {"<= 1.15"}
+
+
+def test_flex_window_is_the_window(tmp_path):
+    from latte.ops import sliding_window_attention
+
+    at = a_place(tmp_path)
+    q, k, v = (torch.randn(1, 200, 2, 16) for _ in range(3))
+    out = gpu_macchiato.flex_window(at, 200)(*(x.transpose(1, 2) for x in (q, k, v)))
+    want, _ = sliding_window_attention(q, k, v, window=gpu_macchiato.WINDOW)
+    torch.testing.assert_close(out.transpose(1, 2), want, atol=1e-5, rtol=1e-5)
+
+
+def test_rglru(tmp_path):
+    rows = rows_of(gpu_rglru, tmp_path, TIMES | {"op", "side", "mode", "times_ours"})
+    assert {(r["op"], r["side"]) for r in rows} == {
+        ("rg_lru", "rg_lru"),
+        ("conv", "conv"),
+        ("conv", "conv1d"),
+    }
+    x, weight, bias = torch.randn(2, 9, 4), torch.randn(4, 3), torch.randn(4)
+    want, _ = causal_conv1d(x, weight, bias)
+    torch.testing.assert_close(gpu_rglru.conv1d(x, weight, bias), want)
+
+
+def test_decode(tmp_path):
+    rows = rows_of(gpu_decode, tmp_path, TIMES | {"side", "how", "context", "tokens_per_s"})
+    sizes = {(r["side"], r["B"], r["context"]): int(r["cache_bytes"]) for r in rows}
+    assert sizes["latte-r-swa++", "1", "300"] == sizes["latte-r-swa++", "1", "600"]
+    assert 2 * sizes["llama", "2", "300"] == sizes["llama", "2", "600"]
+    goals = read_rows(tmp_path / gpu_common.TARGETS)
+    assert [g["goal"].split(": ")[0] for g in goals] == [
+        "decoding, B = 1, eager",
+        "decoding, B = 2, eager",
+    ]
+
+
+def test_decoding_steps_are_those_of_the_models(tmp_path):
+    """The state goes on from token to token; the rival sees its whole cache."""
+    at = a_place(tmp_path)
+    model = gpu_decode.make_model(at, gpu_decode.OURS, "tiny", torch.float32)
+    step = gpu_decode.Latte(at, model, 1, 1000)
+    first, second = step().clone(), step().clone()
+    assert not torch.equal(first, second) and step.cache.get_seq_length() == 1000
+    assert step.cache.position.tolist() == [1002]
+    llama = gpu_decode.Llama(at, gpu_decode.make_llama(at, "tiny"), 1, 40)
+    before = llama().clone()
+    llama.cache.layers[0].values[:, :, 0] += 1.0
+    assert not torch.equal(before, llama())
+
+
+def test_runtime(tmp_path):
+    rows = rows_of(gpu_runtime, tmp_path, TIMES | {"side", "size", "T", "tokens_per_s"})
+    sides = {*gpu_runtime.LATTE, "transformer++, flash", "transformer++, standard"}
+    assert {r["side"] for r in rows} == sides and {r["T"] for r in rows} == {"64", "128"}
+
+
+def test_training(tmp_path):
+    rows = rows_of(gpu_training, tmp_path, TIMES | {"side", "compiled", "tokens_per_s", "mfu"})
+    assert [r["side"] for r in rows] == [gpu_training.OURS, gpu_training.RIVAL]
+    row = {"compiled": True, "mfu": 0.5, "side": gpu_training.OURS, "T": 4096}
+    goals = gpu_training.goals_of(
+        [row | {"tokens_per_s": 30.0}, row | {"tokens_per_s": 10.0, "side": gpu_training.RIVAL}]
+    )
+    assert [(g.target, g.measured) for g in goals] == [(1.3, 3.0), (0.4, 0.5)]
 
 
 def test_an_exhausted_budget_leaves_out_and_says_so(tmp_path, capsys):

@@ -1,0 +1,151 @@
+"""Latte-Macchiato on a GPU beside softmax attention, 1k to 128k tokens.
+
+B = 1, H = 8, L = 16 latents per head, K = D = 64, window 128, bf16; forward, and forward+backward.
+
+* ``macchiato``: ``latte.ops.macchiato_attention``; ``its latents`` and ``its window``: its two
+  branches alone, ``latte_attention`` and ``sliding_window_attention`` on the same inputs.
+* ``flash``: ``scaled_dot_product_attention``, causal, held to PyTorch's flash backend, on its
+  native (B, H, T, D) layout.
+* ``flex window``: FlexAttention, compiled, with a block mask of the same window, made beforehand.
+
+    python benchmarks/gpu_macchiato.py [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from common import Row
+from gpu_common import (
+    MODES,
+    Place,
+    call_of,
+    forget,
+    measure,
+    normal,
+    options,
+    place,
+    reason,
+    say,
+)
+from records import Goal
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.ops import latte_attention, macchiato_attention, sliding_window_attention
+
+H, L, K, WINDOW = 8, 16, 64, 128
+LENGTHS = (2048, 32768, 131072, 1024, 4096, 8192, 16384, 65536)  # the goals' lengths first
+OURS, FLASH, FLEX, BRANCHES = "macchiato", "flash", "flex window", ("its latents", "its window")
+
+
+def make_inputs(at: Place, T: int) -> list[Tensor]:
+    """latent_q, latent_k, q, k, v, dy."""
+    return [normal(at, 1, T, H, n, seed=i) for i, n in enumerate((L + 1, L, K, K, K, K))]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention, (B, H, T, D), by the flash backend or not at all."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel([backend] if q.is_cuda else [backend, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flex_window(at: Place, T: int) -> Callable[..., Tensor]:
+    """FlexAttention over the window, (B, H, T, D)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - WINDOW)
+
+    mask = create_block_mask(seen, None, None, T, T, device=str(at.device))
+    compiled: Any = torch.compile(flex_attention) if at.cuda else flex_attention
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def sides_of(at: Place, mode: str, T: int) -> dict[str, Callable[[], Any]]:
+    """A call of every side."""
+    *inputs, dy = make_inputs(at, T)
+    latent_q, latent_k, *local = inputs
+    heads_first = [x.transpose(1, 2).contiguous() for x in (*local, dy)]
+
+    def macchiato(*xs: Tensor) -> Tensor:
+        return macchiato_attention(*xs, window=WINDOW, backend=at.backend)[0]
+
+    def latents(*xs: Tensor) -> Tensor:
+        return latte_attention(*xs, backend=at.backend)[0]
+
+    def window(*xs: Tensor) -> Tensor:
+        return sliding_window_attention(*xs, window=WINDOW, backend=at.backend)[0]
+
+    own = [latent_q[..., 1:].contiguous(), latent_k, local[2]]
+    sides = {
+        OURS: call_of(mode, macchiato, inputs, dy),
+        BRANCHES[0]: call_of(mode, latents, own, dy),
+        BRANCHES[1]: call_of(mode, window, local, dy),
+        FLASH: call_of(mode, flash, heads_first[:3], heads_first[3]),
+    }
+    if at.cuda or mode == "forward":  # FlexAttention has no backward on a CPU
+        try:
+            sides[FLEX] = call_of(mode, flex_window(at, T), heads_first[:3], heads_first[3])
+        except Exception as error:  # noqa: BLE001 - the rival is left out
+            say(f"  {FLEX}: {reason(error)}")
+    return sides
+
+
+def goals_of(rows: Sequence[Row]) -> list[Goal]:
+    """Faster than flash from 2,048 tokens on; close to the slower of its branches."""
+    ms = {(r["mode"], r["T"], r["side"]): r["median_ms"] for r in rows}
+    goals = []
+    for T, target in ((2048, 1.0), (32768, 10.0), (131072, 40.0)):
+        for mode in MODES:
+            ours, rival = ms.get((mode, T, OURS)), ms.get((mode, T, FLASH))
+            if ours and rival:
+                name = f"macchiato {mode}, T = {T}: times faster than causal flash"
+                goals.append(Goal(name, target, rival / ours, True, f"{ours:.3f} ms"))
+    for mode in MODES:
+        over = {
+            T: ours / max(ms[mode, T, branch] for branch in BRANCHES)
+            for (m, T, side), ours in ms.items()
+            if m == mode and side == OURS and all((mode, T, b) in ms for b in BRANCHES)
+        }
+        if over:
+            worst = max(over, key=lambda T: over[T])
+            name = f"macchiato {mode}: time over the slower of its branches, worst length"
+            goals.append(Goal(name, 1.15, over[worst], False, f"at T = {worst}"))
+    return goals
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    at = place(options(__doc__, 70).parse_args(argv))
+    say(f"macchiato: {at.dtype}, H = {H}, L = {L}, K = D = {K}, window {WINDOW}, {at.device}")
+    table, left_out = at.table("gpu_macchiato.csv"), 0
+    for T in (192, 256) if at.quick else LENGTHS:
+        for mode in MODES:
+            if at.left() <= 0:
+                left_out += 1
+                continue
+            times, failed = measure(at, sides_of(at, mode, T), budget=0.05 if at.quick else 0.3)
+            if OURS not in times:
+                raise RuntimeError(f"macchiato did not run: {failed[OURS]}")
+            for side, t in times.items():
+                row: Row = {"side": side, "mode": mode, "B": 1, "T": T, "H": H, "L": L, "D": K}
+                row |= {"dtype": str(at.dtype).removeprefix("torch."), **t.row()}
+                row |= {"times_macchiato": round(t.median / times[OURS].median, 3)}
+                table.add(row)
+                say(
+                    f"T = {T:6} {mode:17} {side:12} {t.median:9.3f} ms "
+                    f"(p10 {t.p10:.3f}, p90 {t.p90:.3f}), {row['times_macchiato']:.2f} x macchiato"
+                )
+            forget()
+    if left_out:
+        say(f"out of time: {left_out} lengths and modes left out (--budget)")
+    at.goals("gpu_macchiato", goals_of(table.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Training throughput on a GPU: tokens per second, share of the peak, memory.
+
+``latte-r-swa++`` beside ``transformer++`` (flash attention) at "paper" size, 32,768 tokens a step
+as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, fused AdamW, dropout as in the preset.
+Plain, and with the blocks compiled as a recipe's ``training.torch_compile`` does.
+
+The share of the peak (MFU) takes model FLOPs and data-sheet peaks from
+``latte.experiments.hardware``. Peak memory is of one step, weights and optimiser included.
+
+    python benchmarks/gpu_training.py [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from common import Row
+from gpu_common import Place, forget, measure, options, place, reason, say, stop_if_broken
+from gpu_models import attention_by, make_model, parameters, tokens
+from records import Goal
+
+from latte.experiments.hardware import flops_per_token, gpu_peak_flops
+from latte.models.speed import compile_blocks
+from latte.ops import use_backend
+
+TOKENS = 32768
+OURS, RIVAL = "latte-r-swa++", "transformer++"
+LENGTHS = (4096, 16384, 1024)
+TARGETS = {1024: 0.9, 4096: 1.3, 16384: 3.0}
+
+
+class Training:
+    """One model and its optimiser; each call is one step."""
+
+    def __init__(self, at: Place, name: str, size: str, compiled: bool, B: int, T: int) -> None:
+        self.at, self.name, self.compiled = at, name, compiled
+        self.model: Any = make_model(at, name, size, torch.float32).train()
+        if compiled:
+            compile_blocks(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.ids = tokens(at, self.model.config.vocab_size, B, T)
+
+    def __call__(self) -> None:
+        at = self.at
+        with attention_by(at, "flash"), use_backend(at.backend):
+            with torch.autocast(at.device.type, torch.bfloat16):
+                loss = self.model(self.ids, labels=self.ids).loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def peak_mb(at: Place, step: Callable[[], Any], before: int) -> float | str:
+    """Most memory allocated during a step beyond what was there before; "" on a CPU."""
+    if not at.cuda:
+        return ""
+    torch.cuda.synchronize(at.device)
+    torch.cuda.reset_peak_memory_stats(at.device)
+    step()
+    torch.cuda.synchronize(at.device)
+    return round((torch.cuda.max_memory_allocated(at.device) - before) / 2**20, 1)
+
+
+def compare(at: Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
+    """The rows of one length."""
+    steps: dict[str, Training] = {}
+    peaks: dict[str, float | str] = {}
+    for name in (OURS, RIVAL):
+        try:
+            before = torch.cuda.memory_allocated(at.device) if at.cuda else 0
+            step = Training(at, name, size, compiled, B, T)
+            step()
+            peaks[name] = peak_mb(at, step, before)
+            steps[name] = step
+        except Exception as error:  # noqa: BLE001 - the other model is measured all the same
+            stop_if_broken(at, error)
+            say(f"  {name}, T = {T}, compiled {compiled}: {reason(error)}")
+            forget()
+    times, _ = measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
+    peak = gpu_peak_flops(torch.cuda.get_device_name(at.device)) if at.cuda else None
+    rows = []
+    for name, t in times.items():
+        rate = B * T / (t.median / 1e3)
+        model = steps[name].model
+        flops = flops_per_token(model, T)
+        row: Row = {"side": name, "compiled": compiled, "size": size, "B": B, "T": T}
+        row |= {"parameters": parameters(model), "dtype": "bfloat16", **t.row()}
+        row |= {"tokens_per_s": round(rate, 1), "peak_mb": peaks[name]}
+        row |= {"gflops_per_token": round(flops / 1e9, 4)}
+        row |= {"mfu": "" if peak is None else round(rate * flops / peak, 4)}
+        faster = times[RIVAL].median / t.median if RIVAL in times else ""
+        row |= {"times_faster": faster and round(faster, 3)}
+        rows.append(row)
+    return rows
+
+
+def goals_of(rows: Sequence[Row]) -> list[Goal]:
+    """The better of plain and compiled, for either model."""
+    best: dict[tuple[int, str], Row] = {}
+    for row in rows:
+        key = (row["T"], row["side"])
+        if key not in best or row["tokens_per_s"] > best[key]["tokens_per_s"]:
+            best[key] = row
+    goals = []
+    for T, target in TARGETS.items():
+        ours, rival = best.get((T, OURS)), best.get((T, RIVAL))
+        if ours and rival:
+            name = f"training, T = {T}: tokens/s over {RIVAL}'s"
+            note = f"{ours['tokens_per_s']:.0f} against {rival['tokens_per_s']:.0f} tokens/s"
+            ratio = ours["tokens_per_s"] / rival["tokens_per_s"]
+            goals.append(Goal(name, target, ratio, True, note))
+    ours = best.get((4096, OURS))
+    if ours and ours["mfu"] != "":
+        note = "compiled" if ours["compiled"] else "not compiled"
+        goals.append(Goal("training, T = 4096: MFU", 0.4, ours["mfu"], True, note))
+    return goals
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    at = place(options(__doc__, 120).parse_args(argv))
+    say(f"training: bf16 autocast, {at.device}, backend {at.backend}")
+    size, total = ("tiny", 128) if at.quick else ("paper", TOKENS)
+    lengths = (64,) if at.quick else LENGTHS
+    table, left_out = at.table("gpu_training.csv"), 0
+    # Compiling takes long: everything plain first, for a run that is cut off.
+    for compiled in (False,) if at.quick else (False, True):
+        for T in lengths:
+            if at.left() <= 0:
+                left_out += 1
+                continue
+            for row in compare(at, size, total // T, T, compiled):
+                table.add(row)
+                share = "" if row["mfu"] == "" else f", MFU {100 * row['mfu']:.0f}%"
+                say(
+                    f"T = {T:5} {row['side']:14} compiled {compiled!s:5} "
+                    f"{row['tokens_per_s']:9.0f} tokens/s (step {row['median_ms']:.1f} ms, "
+                    f"p10 {row['p10_ms']:.1f}, p90 {row['p90_ms']:.1f}){share}, "
+                    f"peak {row['peak_mb']} MB"
+                )
+            forget()
+            torch._dynamo.reset()
+    if left_out:
+        say(f"out of time: {left_out} lengths left out (--budget)")
+    at.goals("gpu_training", goals_of(table.rows))
+
+
+if __name__ == "__main__":
+    main()
