@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from latte.errors import LatteError
 from latte.experiments.comparators import (
     COMPARATORS,
+    Comparator,
     comparator_config,
     count,
     find,
@@ -101,6 +110,46 @@ def test_a_few_steps_lower_the_loss(name: str) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.parametrize("name", CAUSAL)
+def test_autocast_gives_finite_gradients(name: str) -> None:
+    model = build(name).train()
+    ids = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
+    exact = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = logits(model, ids).float()
+    assert (exact - rounded).abs().max() < 0.1 * exact.abs().max()
+    found = rounded[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten()).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mamba_ssm") is not None, reason="Mamba's own kernels are there"
+)
+def test_mambas_scan_is_the_librarys_loop(monkeypatch: Any) -> None:
+    """Outputs and all gradients, and it is the scan that runs."""
+    from transformers.models.mamba import modeling_mamba
+
+    model = build("mamba").train()
+    ids = torch.randint(3, 300, (2, 37), generator=torch.Generator().manual_seed(1))
+    scan = modeling_mamba.mamba_selective_scan
+    results = []
+    for function in (scan, scan.looping):
+        calls: list[int] = []
+
+        def counted(*arguments: Any, _run: Any = function, _calls: Any = calls, **rest: Any) -> Any:
+            _calls.append(1)
+            return _run(*arguments, **rest)
+
+        monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", counted)
+        model.zero_grad()
+        found = logits(model, ids)
+        found.square().mean().backward()
+        assert len(calls) == model.config.num_hidden_layers
+        results.append([found.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", READS_BOTH_WAYS)
 def test_a_few_steps_teach_a_classifier(name: str) -> None:
     model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
@@ -119,7 +168,9 @@ def test_a_few_steps_teach_a_classifier(name: str) -> None:
 
 def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
     """The same tokens in the same steps, whichever way a model keeps documents apart."""
+    from latte.experiments.checkpoint import load_checkpoint
     from latte.experiments.compare import compare
+    from latte.experiments.generate import generate
     from latte.experiments.metrics import read_metrics
 
     recipe = make_recipe("latte++", name="table", max_steps=2)
@@ -135,6 +186,9 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
     # Untrained models are near uniform over 260 bytes, if the loss is over the right tokens.
     assert all(rows[0]["loss"] == pytest.approx(math.log(260), rel=0.15) for rows in logged)
     assert "`griffin`" in Path(recipe.output_dir, "comparison.md").read_text()
+    for name in names[1:]:  # and they write
+        model, tokenizer = load_checkpoint(Path(recipe.output_dir, name))
+        generate(model, tokenizer, "of the", max_new_tokens=3, seed=0, stream=False)
 
 
 def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
@@ -229,6 +283,66 @@ def test_a_missing_library_or_gpu_is_one_line(
         " 'latte-attention[baselines]') and a GPU that Triton compiles for"
     )
     assert not Path(recipe.output_dir).exists()
+
+
+class OldStyleConfig(PreTrainedConfig):
+    """A config as flash-linear-attention writes them: plain arguments, the rest swallowed."""
+
+    model_type = "gla"
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_k: float = 0.5,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 24,
+        num_heads: int = 4,
+        vocab_size: int = 32000,
+        fuse_cross_entropy: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size, self.expand_k, self.num_heads = hidden_size, expand_k, num_heads
+        self.intermediate_size, self.num_hidden_layers = intermediate_size, num_hidden_layers
+        self.vocab_size, self.fuse_cross_entropy = vocab_size, fuse_cross_entropy
+        super().__init__(**kwargs)
+
+
+class OldStyleModel(PreTrainedModel):
+    config_class = OldStyleConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embeddings = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        widths = [(config.hidden_size, config.intermediate_size)] * 3 * config.num_hidden_layers
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*width) for width in widths)
+        self.post_init()
+
+
+def test_a_library_that_registers_its_models_when_imported(monkeypatch: Any) -> None:
+    """The way to flash-linear-attention's models, with one of its shape in their place."""
+    monkeypatch.setattr(Comparator, "missing", lambda _: None)
+    configs, models = CONFIG_MAPPING._extra_content, MODEL_FOR_CAUSAL_LM_MAPPING._extra_content
+
+    real_import = importlib.import_module
+
+    def register(name: str, *rest: Any) -> Any:
+        if name != "fla":
+            return real_import(name, *rest)
+        AutoConfig.register("gla", OldStyleConfig, exist_ok=True)
+        AutoModelForCausalLM.register(OldStyleConfig, OldStyleModel, exist_ok=True)
+        return None
+
+    monkeypatch.setattr(importlib, "import_module", register)
+    try:
+        config = comparator_config("gla", **SMALL, expand_k=1.0)
+        assert (config.num_heads, config.expand_k, config.fuse_cross_entropy) == (4, 1.0, False)
+        target = count_parameters(preset_config("transformer++", **SMALL))
+        assert count(config, COMPARATORS["gla"]) == pytest.approx(target, rel=0.1)
+        with pytest.raises(LatteError, match="unknown field 'expand_q' of comparator 'gla'"):
+            comparator_config("gla", expand_q=1.0)
+    finally:
+        configs.pop("gla", None)
+        models.pop(OldStyleConfig, None)
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)

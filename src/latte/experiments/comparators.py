@@ -89,6 +89,8 @@ def _width(size: Any) -> Fields:
 
 
 def _griffin(size: Any) -> Fields:
+    # Two recurrent blocks, then one that attends; with fewer layers, the last one attends.
+    pattern = ["recurrent"] * min(2, size.num_hidden_layers - 1) + ["attention"]
     return (
         _common(size)
         | _width(size)
@@ -96,6 +98,7 @@ def _griffin(size: Any) -> Fields:
             "num_attention_heads": size.num_attention_heads,
             "num_key_value_heads": 1,  # multi-query attention, as in the paper
             "attention_window_size": size.sliding_window,
+            "block_types": pattern,
             "rms_norm_eps": size.norm_eps,
         }
     )
@@ -235,7 +238,7 @@ def find(name: str, *, causal: bool | None = None) -> Comparator:
 
 
 def make_known(model_type: str) -> None:
-    """Let Transformers' Auto classes know a model type of flash-linear-attention.
+    """Let Transformers' Auto classes know a model type, and see that it runs as well as it can.
 
     Raises:
         LatteError: the library, or a GPU for it, is missing.
@@ -244,6 +247,10 @@ def make_known(model_type: str) -> None:
         if comparator.model_type == model_type and comparator.library == _FLA:
             find(comparator.name)
             importlib.import_module("fla")
+    if model_type == "mamba":
+        from .mamba_scan import install
+
+        install()
 
 
 def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
@@ -311,9 +318,8 @@ def _fit(build: Callable[[int], Any], target: int, comparator: Comparator) -> An
 
 def _field_names(kind: type) -> set[str]:
     """Fields of a config class: a dataclass's, or arguments where it is written the old way."""
-    if is_dataclass(kind):
-        return {field.name for field in fields(kind)}
-    return set(inspect.signature(kind).parameters) - {"kwargs"}
+    names = set(inspect.signature(kind).parameters) - {"kwargs"}
+    return names | {field.name for field in fields(kind)} if is_dataclass(kind) else names
 
 
 def main(arguments: list[str] | None = None) -> int:

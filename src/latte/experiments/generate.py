@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import LatteError
+from .comparators import is_comparator
 
 
 def generate(
@@ -24,7 +25,8 @@ def generate(
     """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
 
     The model sees the prompt as it saw documents in training, after the start token. Temperature
-    0 is greedy decoding. Generation ends early at the end-of-text token.
+    0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
+    text anew for every token, since each library keeps its states in a way of its own.
     """
     from ..data.tokenizers import document_ends
 
@@ -51,6 +53,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         eos_token_id=_ends(model, end),
         pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        use_cache=not is_comparator(model.config.model_type),
         streamer=_streamer(tokenizer) if stream else None,
         **sampling,
     )
