@@ -73,6 +73,20 @@ def test_nothing_is_left_open(document):
 
 
 def test_the_place_for_results_is_there(read):
-    readme, results = read("README.md").text, read("docs/results.md").text
+    readme = read("README.md").text
+    results = "".join(read(f"docs/results/{name}.md").text for name in ("cpu", "language"))
     assert readme.count("<!-- results -->") == readme.count("<!-- /results -->") == 1
     assert results.count("<!-- results: ") == results.count("<!-- /results -->") >= 5
+
+
+def test_the_paper_s_items_have_sections_and_commands(read):
+    """Every row of the overview leads to a section that runs, or says what it needs."""
+    results = read("docs/results.md")
+    rows = results.tables()[0]
+    assert [row["paper"] for row in rows][:2] == ["Table 1", "Table 2"] and len(rows) >= 10
+    sections = {slug: part for part in results.text.split("\n## ") for slug in slugs(f"## {part}")}
+    for row in rows:
+        section = sections[re.search(r"\(#([\w-]+)\)", row["ours"]).group(1)]
+        assert "```bash" in section or "](" in section, row
+        if "not run" in row["state"].lower():
+            assert "ot run" in section, row
