@@ -35,6 +35,7 @@ from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
 from latte.ops.torch_backend import window as torch_window
 from latte.ops.triton_backend import latte as triton_latte
+from latte.ops.triton_backend import macchiato as triton_macchiato
 from latte.ops.triton_backend import window as triton_window
 from latte.ops.triton_backend.launch import unavailable
 from latte.ops.triton_backend.window_launch import window_unavailable
@@ -163,7 +164,7 @@ def macchiato_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "macchiato_attention"
-    choose_backend(backend, op, AVAILABLE)
+    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"latent_q": latent_q, "latent_k": latent_k, "q": q, "k": k, "v": v})
     sizes: dict[str, int] = {}
     check_shape(op, "latent_k", latent_k, "BTHL", sizes)
@@ -176,6 +177,9 @@ def macchiato_attention(
         )
     check_shape(op, "latent_q", latent_q, "BTHL", plus_one)
     check_shape(op, "q", q, "BTHK", sizes)
+    check_shape(op, "k", k, "BTGK", sizes)
+    check_shape(op, "v", v, "BTGD", sizes)
+    check_groups(op, sizes["H"], sizes["G"], "k and v")
     check_window(op, window)
     check_softcap(op, softcap)
     if initial_state is not None and (
@@ -193,6 +197,19 @@ def macchiato_attention(
         "output_final_state": output_final_state,
         "backend": backend,
     }
+    if chosen == "triton" and sizes["T"]:
+        reason = window_unavailable(q, window, sizes["K"], sizes["D"], sizes["L"])
+        if reason:
+            raise ValueError(f"{op}: backend 'triton' is not available {reason}")
+        return _fused_macchiato(
+            *(latent_q, latent_k, q, k, v, latte_state, window_state, output_final_state),
+            window=window,
+            scale=1.0 / math.sqrt(sizes["K"]) if scale is None else float(scale),
+            softcap=softcap,
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+        )
     local, window_state = sliding_window_attention(
         q, k, v, window=window, scale=scale, softcap=softcap, initial_state=window_state, **shared
     )
@@ -210,6 +227,39 @@ def macchiato_attention(
     if latte_state is None or window_state is None:
         return out, None
     return out, (latte_state, window_state)
+
+
+def _fused_macchiato(
+    latent_q: Tensor,
+    latent_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    latte_state: LatteState | None,
+    window_state: WindowState | None,
+    output_final_state: bool,
+    **options: Any,
+) -> tuple[Tensor, tuple[LatteState, WindowState] | None]:
+    """Both branches in one kernel; shapes have been checked, states have not."""
+    op, window = "macchiato_attention", options["window"]
+    key_mask, cu_seqlens = options["key_mask"], options["cu_seqlens"]
+    (B, T, H, L), D = latent_k.shape, v.shape[-1]
+    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
+    carried = latte_state is not None or window_state is not None
+    if not options["causal"] and (carried or output_final_state):
+        raise ValueError(f"{op}: a bidirectional window has no state to carry on")
+    if latte_state is not None:
+        check_state(op, latte_state, ("log_mass", "mean"), ((N, H, L), (N, H, L, D)))
+        latte_state = LatteState(*(x.float() for x in latte_state))
+    if window_state is not None:
+        window_state = check_window_state(op, window_state, window, N, k, v)
+    out, latte_state_1 = triton_macchiato.macchiato_attention(
+        latent_q, latent_k, q, k, v, latte_state=latte_state, window_state=window_state, **options
+    )
+    if not output_final_state:
+        return out, None
+    tail = final_window_state(k, v, window, key_mask, cu_seqlens, window_state)
+    return out, (latte_state_1, tail)
 
 
 @full_precision

@@ -27,6 +27,8 @@ OF_INPUTS |= {f"{x}_ptr" for x in ("x", "r", "i", "theta", "w", "bias", "dx", "d
 INTEGERS = {"begins_ptr": "*i64", "mask_ptr": "*u8", "tail_mask_ptr": "*u8"}
 INTEGERS |= {"table_ptr": "*i64", "first_ptr": "*i64", "bounds_ptr": "*i64"}
 REALS = ("scale", "softcap")
+# The window's logit stands first: those of the latents are aligned to their elements alone.
+ODD = ("q_ptr", "dq_ptr", "q_b", "q_t", "q_h")
 UNIT_STRIDES = ("q_l", "k_l", "v_d", "dy_d")
 
 
@@ -39,12 +41,18 @@ class Resources(NamedTuple):
 
 
 def compiled(
-    name: str, L: int, dtype: torch.dtype, *, plain: bool = False, ones: bool = False
+    name: str,
+    L: int,
+    dtype: torch.dtype,
+    *,
+    plain: bool = False,
+    ones: bool = False,
+    gated: bool = False,
 ) -> Resources:
     """Compile one kernel in the configuration that these inputs would choose.
 
     ``plain``: without mask, packing and initial state, which else are all there. ``ones``: every
-    size is 1, which Triton makes a constant.
+    size is 1, which Triton makes a constant. ``gated``: beside a window (Macchiato).
     """
     from latte.ops.triton_backend import backward, forward
 
@@ -58,14 +66,23 @@ def compiled(
     values |= dict.fromkeys(UNIT_STRIDES, 1)
     if ones:
         values |= dict.fromkeys(("T", "chunks", "H", "L", "D"), 1)
+    if gated:
+        values |= {"R": 2, "GATED": True, "dv_ptr": None}
+    else:
+        values |= {"R": 1, "GATED": False, "gate_ptr": None, "window_delta_ptr": None}
     if plain:
         absent = ("mask_ptr", "table_ptr", "first_ptr", "log_mass0_ptr", "mean0_ptr")
         values |= dict.fromkeys(absent)
-    return resources(kernel, values, warps, dtype)
+    return resources(kernel, values, warps, dtype, ODD if gated else ())
 
 
 def resources(
-    kernel: Any, values: dict[str, Any], warps: int, dtype: torch.dtype, odd: tuple[str, ...] = ()
+    kernel: Any,
+    values: dict[str, Any],
+    warps: int,
+    dtype: torch.dtype,
+    odd: tuple[str, ...] = (),
+    stages: int = 3,
 ) -> Resources:
     """Compile one kernel with these constants; integers but ``odd`` ones are multiples of 16."""
     import triton
@@ -85,7 +102,8 @@ def resources(
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
-    binary = triton.compile(source, target=target, options={"num_warps": warps})
+    options = {"num_warps": warps, "num_stages": stages}
+    binary = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()

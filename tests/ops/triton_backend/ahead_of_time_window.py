@@ -6,10 +6,12 @@ import torch
 from ahead_of_time import Resources, resources
 
 from latte.ops.triton_backend.launch import configuration
-from latte.ops.triton_backend.window_launch import window_tiles
+from latte.ops.triton_backend.window_launch import STAGES, window_tiles
 
+# One width for each tile: up to 64, and beyond.
+WIDTHS = (64, 128)
 WINDOW = ("window_outputs", "window_query_gradients", "window_source_gradients")
-# The window's logit stands first: the latents' are aligned to their elements alone.
+# Like those of the latents' own kernels.
 ODD = ("latent_q_ptr", "lq_b", "lq_t", "lq_h", "P", "reach")
 
 
@@ -49,5 +51,6 @@ def window_compiled(
     values |= dict.fromkeys(absent) | {"lq_l": 1, "lk_l": 1}
     if ones:
         values |= dict.fromkeys(("T", "chunks", "H", "L", "P", "reach", "R"), 1)
-    warps = tiles.warps if name == "window_outputs" else tiles.warps_back
-    return resources(kernel, values, warps, dtype, ODD)
+    if name == "window_outputs":
+        return resources(kernel, values, tiles.warps, dtype, ODD, STAGES)
+    return resources(kernel, values, tiles.warps_back, dtype, ODD, tiles.stages_back)

@@ -67,6 +67,7 @@ KERNEL_TESTS = [
     "test_kernels.py",
     "test_kernel_laws.py",
     "test_window_kernels.py",
+    "test_macchiato_kernels.py",
     "test_recurrence_kernels.py",
 ]
 collect_ignore = [] if runnable() else KERNEL_TESTS

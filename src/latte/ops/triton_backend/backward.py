@@ -48,6 +48,7 @@ from latte.ops.triton_backend.tiles import (
     store_tile,
     within_reach,
 )
+from latte.ops.triton_backend.window_tiles import load_mixture, store_query_gradients
 
 
 @triton.jit
@@ -57,8 +58,13 @@ def query_gradients(
     q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
     T, chunks, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+    gate_ptr=None, window_delta_ptr=None, R: tl.constexpr = 1,
 ):  # fmt: skip
-    """dq; sum_t p_t f_t dy_t (M, H, L, D) and sum_t p_t f_t delta_t (M, H, L), f = e^{A_0-A_t}."""
+    """dq; sum_t p_t f_t dy_t (M, H, L, D) and sum_t p_t f_t delta_t (M, H, L), f = e^{A_0-A_t}.
+
+    With a window as state 0: ``gate`` (B, T, H) is its share p(0|t) and ``window_delta`` its delta;
+    its logit stands before the latents', in q and in dq.
+    """
     m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, start, stop, _ = place(m, table_ptr, T, chunks, C)
     if start >= stop:
@@ -67,9 +73,8 @@ def query_gradients(
         mask_ptr += row * T
     q_ptr += row * q_b + h * q_h
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     dy_ptr += row * dy_b + h * dy_h
-    dq_ptr += row * T * H * L + h * L
     i = m.to(tl.int64) * H + h
     rows = tl.arange(0, C)
     pairs = tl.zeros((C, C), tl.float32)
@@ -92,11 +97,14 @@ def query_gradients(
         for s in range(0, tl.minimum(stop - start, C).to(tl.int32)):
             k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
             delta += own_weight(k_s, s, rows, top, mass) * column(pairs, s, C)[:, None]
-    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    pulled = p * delta
-    dq = pulled - p * tl.sum(pulled, 1)[:, None]
-    store_tile(dq_ptr, H * L, 1, start, stop, 0, L, dq, C, BL)
-    store_row(lost_ptr, i, L, tl.sum(pulled * from_state, 0), BL)
+    if gate_ptr is None:
+        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    else:
+        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    store_query_gradients(
+        dq_ptr, p, delta, gate_ptr, window_delta_ptr, row, h, start, stop, T, H, L, C, BL
+    )
+    store_row(lost_ptr, i, L, tl.sum(p * delta * from_state, 0), BL)
     asking = tl.trans(p * from_state)
     for d0 in range(0, D, BD):
         dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
@@ -172,8 +180,13 @@ def source_gradients(
     q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
     T, chunks, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+    R: tl.constexpr = 1, GATED: tl.constexpr = False,
 ):  # fmt: skip
-    """dk and dv. Sums over the rows of the chunk never come as total - prefix: that cancels."""
+    """dk, and dv if there is room for it.
+
+    Sums over the rows of the chunk never come as total - prefix: that cancels. ``GATED``: the
+    latents share their softmax with a window, whose logit stands before theirs.
+    """
     m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, start, stop, _ = place(m, table_ptr, T, chunks, C)
     if start >= stop:
@@ -182,10 +195,11 @@ def source_gradients(
         mask_ptr += row * T
     q_ptr += row * q_b + h * q_h
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     dy_ptr += row * dy_b + h * dy_h
     dk_ptr += row * T * H * L + h * L
-    dv_ptr += row * T * H * D + h * D
+    if dv_ptr is not None:
+        dv_ptr += row * T * H * D + h * D
     i = m.to(tl.int64) * H + h
     rows = tl.arange(0, C)
     pairs = tl.zeros((C, C), tl.float32)
@@ -199,7 +213,10 @@ def source_gradients(
         dk += mm(v, tl.trans(load_state(after_dmean_ptr, i, L, D, d0, BL, BD)), WIDE)
     pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
-    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    if GATED:
+        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    else:
+        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
     top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
     top, mass = running_masses(k, top0, mass0)
     delta *= mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
@@ -232,12 +249,13 @@ def source_gradients(
             dk_s = tl.sum(p * w * (column(pairs, s, C)[:, None] - delta), 0)
             dk += tl.where((rows == s)[:, None], dk_s[None, :], 0.0)
     store_tile(dk_ptr, H * L, 1, start, stop, 0, L, dk, C, BL)
-    scores = tl.trans(scores)
-    for d0 in range(0, D, BD):
-        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
-        dv = mm(scores, dy, NARROW)
-        dv += mm(worth, load_state(after_dmean_ptr, i, L, D, d0, BL, BD), WIDE)
-        store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
+    if dv_ptr is not None:
+        scores = tl.trans(scores)
+        for d0 in range(0, D, BD):
+            dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
+            dv = mm(scores, dy, NARROW)
+            dv += mm(worth, load_state(after_dmean_ptr, i, L, D, d0, BL, BD), WIDE)
+            store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
 
 
 @triton.jit
@@ -246,6 +264,7 @@ def queries_ask(
     q_b, q_t, q_h, q_l, dy_b, dy_t, dy_h, dy_d,
     T, chunks, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, NARROW: tl.constexpr,
+    GATED: tl.constexpr = False,
 ):  # fmt: skip
     """Bidirectional: sum_t p_t dy_t of each chunk, (M, H, L, D)."""
     m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -254,7 +273,11 @@ def queries_ask(
         return
     q_ptr += row * q_b + h * q_h
     dy_ptr += row * dy_b + h * dy_h
-    p = tl.trans(load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL))
+    if GATED:
+        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    else:
+        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    p = tl.trans(p)
     for d0 in range(0, D, BD):
         dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
         i = m.to(tl.int64) * H + h
@@ -291,6 +314,7 @@ def mixture_gradients(
     q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
     T, chunks, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+    gate_ptr=None, window_delta_ptr=None, R: tl.constexpr = 1,
 ):  # fmt: skip
     """Bidirectional: dv_s = w_s g and dk_s = w_s (<g, v_s> - lost), g = dmean and w = e^{k-A}."""
     m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -301,11 +325,11 @@ def mixture_gradients(
         mask_ptr += row * T
     q_ptr += row * q_b + h * q_h
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     dy_ptr += row * dy_b + h * dy_h
-    dq_ptr += row * T * H * L + h * L
     dk_ptr += row * T * H * L + h * L
-    dv_ptr += row * T * H * D + h * D
+    if dv_ptr is not None:
+        dv_ptr += row * T * H * D + h * D
     i = sequence * H + h
     k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
     top, mass = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
@@ -318,10 +342,15 @@ def mixture_gradients(
         delta += mm(dy, tl.trans(load_state(mean_ptr, i, L, D, d0, BL, BD)), WIDE)
         g = load_state(dmean_ptr, i, L, D, d0, BL, BD)
         dk += mm(v, tl.trans(g), WIDE)
-        dv = mm(weight, g, WIDE)
-        store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
+        if dv_ptr is not None:
+            dv = mm(weight, g, WIDE)
+            store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
     dk = weight * (dk - load_row(lost_ptr, i, L, BL)[None, :])
     store_tile(dk_ptr, H * L, 1, start, stop, 0, L, dk, C, BL)
-    pulled = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    dq = pulled * (delta - tl.sum(pulled * delta, 1)[:, None])
-    store_tile(dq_ptr, H * L, 1, start, stop, 0, L, dq, C, BL)
+    if gate_ptr is None:
+        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    else:
+        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    store_query_gradients(
+        dq_ptr, p, delta, gate_ptr, window_delta_ptr, row, h, start, stop, T, H, L, C, BL
+    )

@@ -52,8 +52,12 @@ def sums(
     k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
     T, chunks, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+    R: tl.constexpr = 1,
 ):  # fmt: skip
-    """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each chunk."""
+    """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each chunk.
+
+    ``R`` query heads share one head of the values.
+    """
     m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, start, stop, _ = place(m, table_ptr, T, chunks, C)
     if start >= stop:
@@ -61,7 +65,7 @@ def sums(
     if mask_ptr is not None:
         mask_ptr += row * T
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     i = m.to(tl.int64) * H + h
     k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
     top = tl.max(k, 0)

@@ -66,14 +66,19 @@ def walk(
     log_mass: Tensor | None,
     mean: Tensor | None,
     before: tuple[Tensor, ...] | None,
+    R: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Top, mass, log-mass and mean of every sequence; the states between chunks into ``before``."""
+    """Top, mass, log-mass and mean of every sequence; the states between chunks into ``before``.
+
+    ``R`` query heads share one head of the values.
+    """
     from latte.ops.triton_backend import forward
 
     chunks = run.chunks
     of_chunks = run.states(k, chunks.M)
     strides = (*k.stride(), *v.stride())
-    run.by_chunk(forward.sums, k, v, mask, chunks.table, *of_chunks, *strides, products=("WIDE",))
+    inputs = (k, v, mask, chunks.table, *of_chunks, *strides)
+    run.by_chunk(forward.sums, *inputs, products=("WIDE",), R=R)
     top, mass, final_mu = run.states(k, chunks.N)
     final_A = torch.empty_like(top)
     run.by_sequence(

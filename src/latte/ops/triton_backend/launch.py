@@ -148,7 +148,12 @@ class Launcher:
         return like.new_empty((count, self.H, self.L, self.D), dtype=torch.float32)
 
     def by_chunk(
-        self, kernel: Any, *args: Any, products: tuple[str, ...], back: bool = False
+        self,
+        kernel: Any,
+        *args: Any,
+        products: tuple[str, ...],
+        back: bool = False,
+        **extras: Any,
     ) -> None:
         """One program per chunk and head; ``back`` for the backward pass."""
         c = self.config
@@ -159,6 +164,7 @@ class Launcher:
             BL=c.BL,
             BD=c.BD,
             **{name: self.products[name] for name in products},
+            **extras,
             num_warps=c.warps_back if back else c.warps,
         )
 
@@ -167,14 +173,14 @@ class Launcher:
         grid = (self.chunks.N * self.H, -(-self.L // SCAN["BL"]), -(-self.D // SCAN["BD"]))
         self.launch(kernel[grid], *args, **SCAN)
 
-    def launch(self, kernel: Any, *args: Any, **options: int | str) -> None:
+    def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
         """With the sizes that every kernel takes."""
         sizes = (self.T,) if "C" in options else ()
         args = (*args, *sizes, self.chunks.per_row, self.H, self.L, self.D)
         launch(self.device, kernel, *args, **options)
 
 
-def launch(device: torch.device, kernel: Any, *args: Any, **options: int | str) -> None:
+def launch(device: torch.device, kernel: Any, *args: Any, **options: Any) -> None:
     """On the device of the inputs, which need not be the current one."""
     if device.type != "cuda":
         kernel(*args, **options)

@@ -25,23 +25,19 @@ class WindowTiles(NamedTuple):
     BX: int  # tile of the key and value widths
     warps: int  # of the forward kernel
     warps_back: int  # of the backward kernels
+    stages_back: int  # loads ahead in the backward kernels, which pay for them in registers
 
 
+STAGES = 3  # of the forward kernel
 # Padded latents -> tiles for widths up to 64, and beyond. Without latents: as with few.
 HALF = {
-    16: ((64, 4, 8), (128, 8, 8)),
-    32: ((64, 4, 8), (128, 8, 8)),
-    64: ((64, 8, 8), (128, 8, 8)),
-    128: ((64, 8, 8), (64, 8, 8)),
-    256: ((32, 8, 8), (32, 8, 8)),
+    16: ((64, 4, 8, 2), (128, 8, 8, 1)),
+    32: ((64, 4, 8, 2), (128, 8, 8, 1)),
+    64: ((64, 8, 8, 2), (128, 8, 8, 1)),
+    128: ((64, 8, 8, 2), (64, 8, 8, 2)),
+    256: ((32, 8, 8, 2), (32, 8, 8, 2)),
 }
-SINGLE = {
-    16: ((32, 8, 8), (32, 8, 8)),
-    32: ((32, 8, 8), (32, 8, 8)),
-    64: ((32, 8, 8), (32, 8, 8)),
-    128: ((32, 8, 8), (32, 8, 8)),
-    256: ((32, 8, 8), (32, 8, 8)),
-}
+SINGLE = {BL: ((32, 8, 8, 1), (32, 8, 8, 1)) for BL in HALF}
 
 
 def window_tiles(L: int, K: int, D: int, dtype: torch.dtype) -> WindowTiles:
@@ -152,6 +148,7 @@ class WindowLauncher(Launcher):
             **options,
             **flags,
             num_warps=tiles.warps_back if back else tiles.warps,
+            num_stages=tiles.stages_back if back else STAGES,
         )
 
     def outputs(

@@ -23,6 +23,7 @@ from latte.ops.triton_backend.tiles import (
     mm,
     own_weight,
     reference,
+    store_tile,
     within_reach,
 )
 
@@ -182,6 +183,30 @@ def load_mixture(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: t
     e, own = tl.exp(q - top[:, None]), tl.exp(own - top)
     total = tl.sum(e, 1) + own
     return e / total[:, None], own / total
+
+
+@triton.jit
+def store_query_gradients(
+    dq_ptr, p, delta, gate_ptr, window_delta_ptr, row, h, start, stop, T, H, L,
+    C: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """p_t (delta_t - sum_l p_t delta_t), contiguous; with a window, state 0 takes part.
+
+    The window's logit then stands before that of the first latent, to which ``dq_ptr`` points.
+    """
+    mean = tl.sum(p * delta, 1)
+    width = L
+    if gate_ptr is not None:
+        width = L + 1
+        gate = load_numbers(gate_ptr, row, h, start, stop, T, H, C)
+        own = load_numbers(window_delta_ptr, row, h, start, stop, T, H, C)
+        mean += gate * own
+        t = start + tl.arange(0, C)
+        at = dq_ptr + ((row * T + t) * H + h) * width - 1
+        tl.store(at, (gate * (own - mean)).to(dq_ptr.dtype.element_ty), mask=t < stop)
+    dq = p * (delta - mean[:, None])
+    dq_ptr += (row * T * H + h) * width
+    store_tile(dq_ptr, H * width, 1, start, stop, 0, L, dq, C, BL)
 
 
 @triton.jit
