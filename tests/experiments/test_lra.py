@@ -117,6 +117,12 @@ def test_a_score_does_not_depend_on_batches_or_padding(recipe_file: Path) -> Non
         )
     assert model.training
     assert score(model, examples, training.section, limit=5).examples == 5
+    # A part is not the beginning, which a file sorted by label has from one class.
+    sequences = [np.ones(3, np.uint8)] * 100
+    by_label = Examples.pack(sequences, [0] * 50 + [1] * 50)
+    with torch.no_grad():
+        model.score.weight.zero_()
+    assert 2 <= score(model, by_label, training.section, limit=20).correct <= 18
 
 
 def to_inputs(examples: Examples, rows: list[int]) -> dict[str, torch.Tensor]:

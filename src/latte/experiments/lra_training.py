@@ -133,10 +133,13 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> tuple[dict[str,
 
 
 def score(model: Any, examples: Examples, training: LRATraining, limit: int | None = None) -> Score:
-    """Score a split, or its first `limit` examples, in evaluation mode."""
+    """Score a split, or always the same `limit` examples of it, in evaluation mode."""
     device = next(model.parameters()).device
-    count = len(examples) if limit is None else min(limit, len(examples))
-    order = np.argsort(examples.lengths()[:count], kind="stable")
+    rows = np.arange(len(examples))
+    if limit is not None:  # not the first ones: a file may be sorted by label
+        rows = np.random.default_rng(0).permutation(rows)[:limit]
+    count = len(rows)
+    order = rows[np.argsort(examples.lengths()[rows], kind="stable")]
     was_training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
