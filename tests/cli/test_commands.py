@@ -143,6 +143,27 @@ def test_compare_puts_presets_side_by_side(place: Any, tmp_path: Path, capsys: A
     assert weights.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
+def test_torchrun_compares_several_seeds(place: Any, tmp_path: Path) -> None:
+    """One process speaks and writes; each run uses both."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "latte.cli", "compare", str(place.recipe())),
+            *("--presets", "latte++,swa++", "--seeds", "0,1", f"output_dir={tmp_path / 'two'}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**ENVIRONMENT, "LATTE_CACHE": str(place.folder / "cache")},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("on 2 processes") == 4 and done.stdout.count("written: ") == 1
+    with open(tmp_path / "two" / "seeds.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 and not any(row["problem"] for row in rows)
+
+
 def test_torchrun_trains_on_two_processes(place: Any, tmp_path: Path) -> None:
     done = subprocess.run(
         [

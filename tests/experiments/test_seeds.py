@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from latte.errors import LatteError
-from latte.experiments import seeds
+from latte.experiments import seeds, seeds_report
 from latte.experiments.apart import WorkFailed, in_fresh_process
 from latte.experiments.evaluate import Row
 from latte.experiments.intervals import Mean, mean_of, student_t
@@ -98,7 +98,9 @@ def fake(perplexities: dict[tuple[str, int], float | Exception], done: list[str]
 
 
 @pytest.fixture
-def made_up(make_recipe: Any) -> Recipe:
+def made_up(make_recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe for measurements that are made up; no figure, which takes longest here."""
+    monkeypatch.setattr(seeds_report, "seeds_figure", lambda *_: None)
     recipe: Recipe = make_recipe(name="seeds")
     recipe.comparison.presets = ["latte", "latte++", "latte-r-swa++", "transformer++"]
     recipe.comparison.seeds = [0, 1, 2]
@@ -141,7 +143,6 @@ def test_differences_are_paired_and_claims_are_judged(
     with open(folder / "seeds.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 24 and {row["device"] for row in rows} == {"cpu"}
-    assert (folder / "seeds.png").read_bytes().startswith(b"\x89PNG")
     # Again: nothing is due. By other lengths: all are, though they are trained.
     compare_seeds(made_up, quiet=True, apart=False)
     assert len(done) == 12
@@ -174,6 +175,52 @@ def test_what_fails_is_reported_and_costs_the_rest_nothing(
     assert done == ["latte++, seed 1", "transformer++, seed 2"]
     assert "`latte++`, seed 1" not in text and "`latte`, seed 1" in text
     assert "latte, seed 1" in list_runs(made_up)
+
+
+def test_what_another_process_finished_is_not_done_again(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    mine, other = fake(dict(VALUES), done), fake(dict(VALUES), [])
+
+    def shared(run: Run, section: Any, quiet: bool) -> None:
+        mine(run, section, quiet)
+        for seed in (1, 2):  # meanwhile, elsewhere
+            twin = next(r for r in seeds.runs_of(made_up) if (r.preset, r.seed) == ("latte", seed))
+            other(twin, section, quiet)
+
+    monkeypatch.setattr(seeds, "train_and_measure", shared)
+    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert len(done) == 10 and all(o.measured is not None for o in outcomes)
+    assert "Without a result" not in text
+
+
+def test_a_table_without_its_baseline_is_left_out(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    for seed in (0, 1, 2):
+        values["transformer++", seed] = WorkFailed("it was killed")
+    monkeypatch.setattr(seeds, "train_and_measure", fake(values, []))
+    _, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert "Perplexity minus" not in text and "The order found" in text
+
+
+def test_comparators_that_cannot_run_here_say_so(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made_up.comparison.presets = ["latte", "gla"]
+    made_up.model.overrides = {}
+    monkeypatch.setattr(seeds, "train_and_measure", fake(dict(VALUES), []))
+    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert [o.measured is not None for o in outcomes] == [True, False] * 3
+    assert "- `gla`, seeds 0, 1, 2: cannot run here, it needs" in text
+    made_up.comparison.presets = ["longformer"]
+    with pytest.raises(LatteError, match="reads both ways"):
+        list_runs(made_up)
 
 
 def test_a_mistake_is_not_a_failed_run(made_up: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +273,7 @@ def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any
     first = [read_metrics(folder / "transformer++" / f"seed-{n}", "train") for n in (0, 1)]
     assert first[0][0]["loss"] != first[1][0]["loss"]
     assert "| `transformer++` >= `latte-r-swa++` |" in text
+    assert (folder / "seeds.png").read_bytes().startswith(b"\x89PNG")
     measured = outcomes[0].measured
     assert measured is not None and measured.tokens == 3 * 64 and measured.rows[0].length == 32
     assert measured.peak_memory_bytes > 2**20 and measured.tokens_per_second > 0
@@ -247,3 +295,13 @@ def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
     outcomes, text = compare_seeds(recipe, quiet=True)
     assert outcomes[0].problem.startswith("diverged: training diverged") and "seed 3" in text
     assert (outcomes[0].run.folder / FAILED_FILE).exists()
+
+
+def test_a_run_stopped_by_its_minutes_goes_on(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
+    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
+    outcomes, text = compare_seeds(recipe, quiet=True, apart=False)
+    assert outcomes[0].problem == "stopped at step 1" and "`swa++`, seed 0: stopped at" in text
+    recipe.training.max_minutes = None
+    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert outcomes[0].measured is not None and outcomes[0].measured.steps == 3

@@ -169,6 +169,8 @@ def compare_seeds(
         prepare_text(recipe.data, progress=first and not quiet)
     began = time.perf_counter()
     for number, run in enumerate(due):
+        if not _is_due(outcome_of(run, recipe.comparison)):
+            continue  # another process has done it in the meantime
         if first and not quiet:
             spent = time.perf_counter() - began
             left = duration(spent / number * (len(due) - number)) if number else "unknown"

@@ -56,10 +56,16 @@ def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
         parts += [_caption(finished, recipe), _means(finished, lengths)]
         parts += _differences(finished, lengths, baseline)
         parts += _orders(losses(finished, _judged(lengths, recipe)), _judged(lengths, recipe))
-    missing = [outcome for outcome in outcomes if outcome.measured is None]
+    missing: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        if outcome.measured is None:
+            key = (outcome.run.preset, outcome.problem)
+            missing.setdefault(key, []).append(str(outcome.run.seed))
     if missing:
-        lines = [f"- `{outcome.run.preset}`, seed {outcome.run.seed}: {outcome.problem}"
-                 for outcome in missing]  # fmt: skip
+        lines = [
+            f"- `{preset}`, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}: {problem}"
+            for (preset, problem), seeds in missing.items()
+        ]
         parts.append("Without a result:\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -129,7 +135,8 @@ def _differences(finished: Sequence[Outcome], lengths: Sequence[int], baseline: 
                         set(found[baseline]) & set(found[preset]))  # fmt: skip
             percent = 100 * difference.value / base
             line.append(f"{_value(difference, '+.2f')} ({percent:+.1f}%)")
-        lines.append([*line, str(count)])
+        if count:
+            lines.append([*line, str(count)])
     if len(lines) == 1:
         return []
     return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", _table(lines)]
