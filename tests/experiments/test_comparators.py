@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from latte.errors import LatteError
 from latte.experiments.comparators import (
     COMPARATORS,
     Comparator,
+    classifier,
     comparator_config,
     count,
     find,
@@ -243,15 +245,59 @@ def test_bad_fields_are_one_line(overrides: dict[str, Any], message: str) -> Non
 
 
 def test_directions_are_what_they_are() -> None:
-    assert comparator_config("longformer", is_causal=False).model_type == "longformer"
+    longformer = comparator_config("longformer", is_causal=False, max_position_embeddings=400)
+    assert (longformer.vocab_size, longformer.pad_token_id) == (261, 260)  # 0 is a byte
+    assert longformer.max_position_embeddings == 260 + 1 + 400
     with pytest.raises(LatteError, match="'longformer' reads both ways, and cannot do otherwise"):
         comparator_config("longformer", is_causal=True)
     with pytest.raises(LatteError, match="'mamba' is causal, and cannot do otherwise"):
         comparator_config("mamba", is_causal=False)
     with pytest.raises(ValueError, match="H3: expected causal=True"):
         comparator_config("h3", is_causal=False)
+    with pytest.raises(LatteError, match="'griffin' has no classifier in transformers"):
+        comparator_config("griffin", num_labels=2)
+    with pytest.raises(LatteError, match="'longformer' classifies single texts, not pairs"):
+        classifier(comparator_config("longformer", **SMALL, num_labels=2), pairs=True)
     both_ways = comparator_config("mega", is_causal=False, num_labels=7)
     assert (both_ways.is_causal, both_ways.num_labels) == (False, 7)
+
+
+@pytest.mark.parametrize("task", ["listops", "retrieval"])
+def test_long_range_arena_takes_comparators(tmp_path: Path, task: str) -> None:
+    from latte.experiments.lra import train_all
+    from latte.experiments.lra_recipe import load
+
+    names = ["mega", "luna"] if task == "retrieval" else ["s5", "linformer", "h3", "longformer"]
+    if task == "listops":
+        data: dict[str, Any] = {"min_length": 3, "max_length": 12, "max_depth": 2}
+        data |= {"train_examples": 16, "validation_examples": 8, "test_examples": 8}
+    else:
+        lines = [f"{i % 2}\t{i}\t{i + 1}\tone {i}\ttwo {i}" for i in range(16)]
+        (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n")
+        data = {split: str(tmp_path / "pairs.tsv") for split in ("train", "validation", "test")}
+        data["max_length"] = 32
+    models: dict[str, Any] = {name: {"preset": name} for name in names}
+    if "h3" in models:
+        models["h3"]["is_causal"] = True
+    recipe = {
+        "task": task,
+        "data": data,
+        "models": models,
+        "shared": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "num_latents": 4,
+            "sliding_window": 5,
+        },
+        "training": {"max_steps": 2, "batch_size": 8, "eval_steps": 2, "warmup_steps": 1},
+        "output_dir": str(tmp_path / "runs"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    table = train_all(load(tmp_path / "recipe.yaml"), quiet=True)
+    assert all(name in table for name in names)
+    assert len(list((tmp_path / "runs").rglob("result.json"))) == len(names)
 
 
 def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:

@@ -137,16 +137,21 @@ def _lightning(size: Any) -> Fields:
 
 
 def _longformer(size: Any) -> Fields:
-    pad = size.pad_token_id or 0
+    # Padding has an id of its own, after all tokens: the tasks mask it, and any id is a token.
+    # Positions count from that id on, as in RoBERTa, so that as many rows of them are never read;
+    # where these were more than are read, 0 is padding.
+    pad = size.pad_token_id
+    if pad is None:
+        pad = size.vocab_size if size.vocab_size <= size.max_position_embeddings else 0
     values = (
         _common(size)
         | _width(size)
         | {
             "pad_token_id": pad,
             "num_attention_heads": size.num_attention_heads,
-            # Positions count from the padding's id on, as in RoBERTa.
+            "vocab_size": max(size.vocab_size, pad + 1),
             "max_position_embeddings": size.max_position_embeddings + pad + 1,
-            "attention_window": size.sliding_window,
+            "attention_window": size.sliding_window + size.sliding_window % 2,  # must be even
             "hidden_dropout_prob": size.hidden_dropout,
             "attention_probs_dropout_prob": 0.0,
             "initializer_range": size.initializer_range,
@@ -281,6 +286,8 @@ def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
     ):
         ways = "reads both ways" if not comparator.causal else "is causal"
         raise LatteError(f"comparator {name!r} {ways}, and cannot do otherwise")
+    if "num_labels" in own and not _classifies(comparator):
+        raise LatteError(f"comparator {name!r} has no classifier in {comparator.library}")
     for field in own:
         if field not in known:
             raise LatteError(f"unknown field {field!r} of comparator {name!r}")
@@ -308,12 +315,39 @@ def count(config: Any, comparator: Comparator) -> int:
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
 
 
+def classifier(config: Any, *, pairs: bool = False) -> Any:
+    """A freshly initialised classifier of texts, or of pairs of them, of any config of the grids.
+
+    Raises:
+        LatteError: pairs, for a model of another library.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    if not pairs:
+        return AutoModelForSequenceClassification.from_config(config)
+    from ..models import LatteConfig, LatteForPairClassification
+    from ..models.comparators import ComparatorConfig, ComparatorForPairClassification
+
+    if isinstance(config, ComparatorConfig):
+        return ComparatorForPairClassification(config)
+    if not isinstance(config, LatteConfig):
+        raise LatteError(f"model type {config.model_type!r} classifies single texts, not pairs")
+    return LatteForPairClassification(config)
+
+
 def _fit(build: Callable[[int], Any], target: int, comparator: Comparator) -> Any:
     """The width in steps of 16, or the depth, at which the parameters come nearest `target`."""
     step = 1 if comparator.matched == _DEPTH else 16
     # Parameters are affine in either: two counts give the line.
     one, two = (count(build(n * step), comparator) for n in (1, 2))
     return build(max(1, round(1 + (target - one) / (two - one))) * step)
+
+
+def _classifies(comparator: Comparator) -> bool:
+    from transformers.models.auto import modeling_auto as auto
+
+    names = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    return comparator.library == _OURS or comparator.model_type in names
 
 
 def _field_names(kind: type) -> set[str]:

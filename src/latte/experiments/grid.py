@@ -38,10 +38,13 @@ def check_models(models: Mapping[str, Any], select: Sequence[str] | None) -> Non
 
 
 def model_config(name: str, preset: str, values: Mapping[str, Any]) -> Any:
-    """`preset_config(preset, "tiny", **values)`; what is wrong with it names the model."""
+    """`preset_config(preset, "tiny", **values)`, or a comparator's; a mistake names the model."""
     from ..models import preset_config
+    from .comparators import COMPARATORS, comparator_config
 
     try:
+        if preset in COMPARATORS:
+            return comparator_config(preset, "tiny", **values)
         return preset_config(preset, "tiny", **values)
     except (ValueError, TypeError) as error:
         raise LatteError(f"models.{name}: {' '.join(str(error).split())}") from None

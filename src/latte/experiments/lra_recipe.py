@@ -144,9 +144,10 @@ def runs(recipe: LRARecipe) -> list[LRARun]:
         own = dict(recipe.models[name])
         preset = own.pop("preset")
         shared = dict(recipe.shared)
-        mixer = model_config(name, preset, {"mixer": own["mixer"]} if "mixer" in own else {}).mixer
+        plain = model_config(name, preset, {"mixer": own["mixer"]} if "mixer" in own else {})
+        mixer = getattr(plain, "mixer", None)  # a library's model has none, and a window of its own
         for key, mixers in (("num_latents", LATENT), ("sliding_window", WINDOWED)):
-            if mixer not in mixers:
+            if mixer is not None and mixer not in mixers:
                 shared.pop(key, None)
         config = {
             "vocab_size": data.vocab_size,

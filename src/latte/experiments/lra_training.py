@@ -156,12 +156,11 @@ def score(model: Any, examples: Examples, training: LRATraining, limit: int | No
 
 def fresh_model(run: LRARun) -> Any:
     """The run's classifier, its weights from the global random state."""
-    from ..models import LatteForPairClassification, LatteForSequenceClassification
+    from .comparators import classifier
     from .grid import model_config
 
     config = model_config(run.model, run.preset, run.config)
-    pairs = run.recipe.data.towers == 2
-    return (LatteForPairClassification if pairs else LatteForSequenceClassification)(config)
+    return classifier(config, pairs=run.recipe.data.towers == 2)
 
 
 class Training:

@@ -16,6 +16,7 @@ from latte.models.block import make_mlp, make_norm
 from latte.models.causal_lm import LatteForCausalLM
 from latte.models.classification import LatteForSequenceClassification
 from latte.models.comparator_config import ComparatorConfig
+from latte.models.pair_classification import LatteForPairClassification
 
 
 def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
@@ -104,6 +105,14 @@ class ComparatorForCausalLM(LatteForCausalLM):
 
 class ComparatorForSequenceClassification(LatteForSequenceClassification):
     """A classifier over the mean of the real tokens' hidden states."""
+
+    config: ComparatorConfig
+    backbone_class = ComparatorModel
+    _no_split_modules = ["ComparatorBlock"]
+
+
+class ComparatorForPairClassification(LatteForPairClassification):
+    """A classifier of pairs of texts."""
 
     config: ComparatorConfig
     backbone_class = ComparatorModel

@@ -20,11 +20,12 @@ class LatteForPairClassification(LattePreTrainedModel):
     """
 
     accepts_loss_kwargs = False  # the loss is a mean over the batch; Trainer scales it
+    backbone_class = LatteModel
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model = LatteModel(config)
+        self.model = self.backbone_class(config)
         width = config.intermediate_size
         self.head = nn.Sequential(
             nn.Linear(4 * config.hidden_size, width),
