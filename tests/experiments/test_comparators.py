@@ -300,6 +300,32 @@ def test_long_range_arena_takes_comparators(tmp_path: Path, task: str) -> None:
     assert len(list((tmp_path / "runs").rglob("result.json"))) == len(names)
 
 
+def test_mqar_takes_comparators(tmp_path: Path) -> None:
+    from latte.experiments.mqar import sweep
+    from latte.experiments.mqar_recipe import load
+
+    recipe: dict[str, Any] = {
+        "models": {name: {"preset": name} for name in ("h3", "mamba", "griffin")},
+        "shared": {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "rglru_decay_range": [0.1, 0.999],  # Latte's own: passed over
+        },
+        "data": {"cells": [[8, 2]], "vocab_size": 32, "train_examples": 16, "test_examples": 8},
+        "widths": [16],
+        "mlp_ratio": 2.0,
+        "training": {"max_epochs": 1, "learning_rates": [1e-3], "batch_size": 8},
+        "output_dir": str(tmp_path / "runs"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    table = sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+    assert all(name in table for name in recipe["models"])
+    recipe["models"] = {"both-ways": {"preset": "linformer"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(LatteError, match="models.both-ways: .*'linformer' reads both ways"):
+        sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+
+
 def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:
     from latte.experiments.pretrain import train
 

@@ -29,7 +29,7 @@ GET_FLA = "pip install 'latte-attention[baselines]'"
 
 # What a recipe may override for every model alike: fields of LatteConfig that set the size. The
 # first ones mean something to Latte alone, and are passed over as `transformer++` passes them over.
-OURS_ALONE = ("num_latents", "conv_kernel_size")
+OURS_ALONE = ("num_latents", "conv_kernel_size", "window_probability", "rglru_decay_range")
 SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "intermediate_size", "max_position_embeddings", "sliding_window"),
@@ -313,6 +313,16 @@ def count(config: Any, comparator: Comparator) -> int:
     with torch.device("meta"):
         model = kind.from_config(config)
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+
+
+def language_model(config: Any) -> Any:
+    """A freshly initialised language model of any causal config, ours or a library's."""
+    from transformers import AutoModelForCausalLM
+
+    from ..models import LatteConfig, LatteForCausalLM
+
+    plain = type(config) is LatteConfig
+    return LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
 
 
 def classifier(config: Any, *, pairs: bool = False) -> Any:

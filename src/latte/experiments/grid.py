@@ -37,13 +37,16 @@ def check_models(models: Mapping[str, Any], select: Sequence[str] | None) -> Non
         raise LatteError("select: expected at least one model, got none")
 
 
-def model_config(name: str, preset: str, values: Mapping[str, Any]) -> Any:
+def model_config(
+    name: str, preset: str, values: Mapping[str, Any], *, causal: bool | None = None
+) -> Any:
     """`preset_config(preset, "tiny", **values)`, or a comparator's; a mistake names the model."""
     from ..models import preset_config
-    from .comparators import COMPARATORS, comparator_config
+    from .comparators import COMPARATORS, comparator_config, find
 
     try:
         if preset in COMPARATORS:
+            find(preset, causal=causal)
             return comparator_config(preset, "tiny", **values)
         return preset_config(preset, "tiny", **values)
     except (ValueError, TypeError) as error:

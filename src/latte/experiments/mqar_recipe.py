@@ -199,7 +199,7 @@ def runs(recipe: MQARRecipe) -> list[Run]:
             if recipe.init_scale is not None:
                 values.setdefault("initializer_range", recipe.init_scale / math.sqrt(width))
             values.setdefault("max_position_embeddings", max(c.length for c in (*train, *tests)))
-            mixer = model_config(name, preset, values).mixer
+            mixer = getattr(model_config(name, preset, values, causal=True), "mixer", None)
             sweep: list[int | None] = [None]
             if mixer in LATENT:
                 own = values.get("num_latents")

@@ -58,9 +58,9 @@ def make_table(cell: Cell, data: MQARData, split: Any) -> MQARTable:
 
 def query_logits(model: Any, tokens_BT: Tensor, queries_BN: Tensor) -> Tensor:
     """The logits at the queries alone, (B, N, V)."""
-    hidden_BTE = model.model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    hidden_BTE = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
     index = queries_BN[..., None].expand(-1, -1, hidden_BTE.shape[-1])
-    return model.lm_head(hidden_BTE.gather(1, index))
+    return model.get_output_embeddings()(hidden_BTE.gather(1, index))
 
 
 def count_correct(
@@ -200,17 +200,19 @@ def _score(
 
 def _fresh_model(run: Run) -> Any:
     """The run's model from its seed; the global random state is left as it was."""
-    from ..models import LatteForCausalLM, preset_config
+    from .comparators import language_model
+    from .grid import model_config
 
-    config = preset_config(run.preset, "tiny", **run.config)
+    config = model_config(run.model, run.preset, run.config)
     with torch.random.fork_rng():
         torch.manual_seed(run.seed)
-        return LatteForCausalLM(config)
+        return language_model(config)
 
 
 def _optimizer(model: Any, run: Run, recipe: MQARRecipe) -> torch.optim.Optimizer:
     section = recipe.training
-    embeddings = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = {id(end.weight) for end in ends}
     rated = [
         (p, run.learning_rate * (section.embedding_rate if id(p) in embeddings else 1.0))
         for p in model.parameters()

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import LatteError
 from .comparator_trainer import ComparatorTrainer
-from .comparators import comparator_config, find
+from .comparators import comparator_config, find, language_model
 from .metrics import Progress, read_metrics
 from .recipe import DataSection, Recipe
 from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
@@ -184,7 +184,6 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     from transformers import set_seed
 
     from ..data.tokenizers import document_ends, model_vocab_size
-    from ..models import LatteForCausalLM
 
     if recipe.conversion.base is not None:
         from .conversion_model import starting_model
@@ -203,11 +202,7 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     config = model_config(recipe, defaults)
     text.train.check_vocabulary(config.vocab_size)
     set_seed(recipe.training.seed)
-    if recipe.model.architecture is None and not recipe.model.is_comparator:
-        return LatteForCausalLM(config)
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config)
+    return language_model(config)
 
 
 def _agree(action: Any, first: bool, processes: int) -> Claim:
