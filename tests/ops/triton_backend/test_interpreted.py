@@ -25,12 +25,14 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
         "test_macchiato_kernels.py",
     ],
 )
-def test_under_the_interpreter(name):
+def test_under_the_interpreter(name, request):
+    """The cases that this run selects, slow ones or not."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    selected = request.config.getoption("markexpr")
     done = subprocess.run(
-        [*command, "-p", "no:xdist", str(HERE / name)],
+        [*command, "-p", "no:xdist", "-m", selected, str(HERE / name)],
         env=environment,
         capture_output=True,
         text=True,

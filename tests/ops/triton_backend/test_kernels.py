@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers import F64, latte_inputs, relative_error, values_and_gradients
 from kernel_helpers import DEVICE, call, compare, judged
 
 
-@pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+def combinations():
+    """Mask, packing and state: none, all, and in the slow tests all the others."""
+    for options in itertools.product([False, True], repeat=3):
+        yield pytest.param(*options, marks=[] if len(set(options)) == 1 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("masked", "packed", "carried"), combinations())
 @pytest.mark.parametrize("causal", [True, False])
 def test_agrees_with_the_reference(causal, masked, packed, carried):
     compare(66, causal=causal, masked=masked, packed=packed, carried=carried)
