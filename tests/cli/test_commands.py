@@ -143,6 +143,18 @@ def test_compare_puts_presets_side_by_side(place: Any, tmp_path: Path, capsys: A
     assert weights.stat().st_mtime_ns == before
 
 
+def test_compare_lists_and_reports_several_seeds(place: Any, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "many"
+    presets = ["compare", str(place.recipe()), f"output_dir={output}", "--presets"]
+    assert main([*presets, "swa++,latte++", "--seeds", "3,5", "--dry-run"]) == 0
+    listed = capsys.readouterr().out
+    assert f"swa++, seed 3: {output / 'swa++' / 'seed-3'} (not run yet)" in listed
+    assert "4 runs of 4 steps, 256 tokens each" in listed and not output.exists()
+    assert main([*presets, "swa++,latte++", "--seeds", "3,5", "--report"]) == 0
+    assert "- `latte++`, seeds 3, 5: not run yet" in capsys.readouterr().out
+    assert {path.name for path in output.iterdir()} == {"seeds.csv", "seeds.md"}
+
+
 @pytest.mark.slow
 def test_torchrun_compares_several_seeds(place: Any, tmp_path: Path) -> None:
     """One process speaks and writes; each run uses both."""

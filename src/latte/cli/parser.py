@@ -256,4 +256,6 @@ def _add_benchmark(kinds) -> None:  # type: ignore[no-untyped-def]
         benchmark_command.run,
     )
     benchmark_command.add_options(parser)
-    parser.add_argument("--lengths", type=integers, help="tokens, such as 1024,4096")
+    parser.add_argument(
+        "--lengths", type=integers, default=argparse.SUPPRESS, help="tokens; 1024,4096"
+    )

@@ -2,7 +2,9 @@
 
 Times are wall times of single calls, all names of one mode and length in turns (see `timing`).
 Peak memory is net of what was in use before the inputs were made (for models: once the model was
-there); on a CPU each case has a process of its own, since resident memory is the process's.
+there); on a CPU each case has a process of its own, since resident memory is the process's. In it
+lengths ascend, so a length may find a little memory that a shorter one freed and that still counts
+as resident.
 
 Modes: "forward" without gradients; "forward+backward" with gradients for all inputs (of a model:
 the loss on its own input, gradients for all weights); "decode", of models alone, one more token

@@ -299,7 +299,7 @@ def list_runs(recipe: Recipe) -> str:
         state = "finished" if outcome.measured is not None else outcome.problem
         lines.append(f"{run.label}: {run.folder} ({state})")
     steps = recipe.steps()
-    lines.append(
-        f"{len(lines)} runs of {steps:,} steps, {steps * recipe.tokens_per_step():,} tokens each"
-    )
+    tokens = steps * recipe.tokens_per_step()
+    number = f"{len(lines)} run{'s' if len(lines) > 1 else ''}"
+    lines.append(f"{number} of {steps:,} steps, {tokens:,} tokens each")
     return "\n".join(lines) + "\n"
