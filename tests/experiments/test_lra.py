@@ -323,6 +323,66 @@ def test_something_is_learned(recipe_file: Path) -> None:
         assert outcome.curve[-1]["train_loss"] < outcome.curve[0]["train_loss"] / 2
 
 
+def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:
+    train_all(load(recipe_file, ["select=[both]"]), quiet=True)
+    folder = tmp_path / "out" / "both" / "seed0"
+    begin = ["select=[both]", f"initial={folder}", f"output_dir={tmp_path / 'next'}"]
+    recipe = load(recipe_file, [*begin, "data.max_length=14"])
+    task = load_data(recipe, quiet=True)
+    from safetensors.torch import load_file
+
+    kept = load_file(folder / "model.safetensors")
+    state = Training(runs(recipe)[0], task, torch.device("cpu")).model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
+    # Another number of classes: the encoder is taken, the head is not.
+    (run,) = runs(recipe)
+    run.config["num_labels"] = 12
+    state = Training(run, task, torch.device("cpu")).model.state_dict()
+    assert state["score.weight"].shape == (12, 16)
+    assert torch.equal(state["model.norm.weight"], kept["model.norm.weight"])
+
+    def refused(*overrides: str) -> str:
+        assert main([str(recipe_file), *begin, *overrides, "--quiet"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and not (tmp_path / "next").exists()
+        return error
+
+    assert "embed_tokens.weight is (16, 16) there and (17, 16) here" in refused(
+        "shared.vocab_size=17"
+    )
+    assert "is missing there" in refused("shared.num_hidden_layers=2")
+    deeper = ["select=[window]", "shared.num_hidden_layers=2", f"output_dir={tmp_path / 'deep'}"]
+    train_all(load(recipe_file, deeper), quiet=True)
+    deep = f"initial={tmp_path / 'deep/window/seed0'}"
+    assert "is there and not here" in refused("select=[window]", deep)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "model of another kind: expected 'latte', found 'gpt2'" in refused()
+    (folder / "config.json").unlink()
+    assert "is not a checkpoint" in refused()
+
+
+def test_a_language_model_is_a_beginning_for_a_causal_classifier(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    from latte.experiments.checkpoint import load_encoder
+    from latte.models import LatteForCausalLM, preset_config
+
+    run = runs(load(recipe_file, ["shared.is_causal=true"]))[0]
+    fields = {name: value for name, value in run.config.items() if name != "num_labels"}
+    language_model = LatteForCausalLM(preset_config(run.preset, "tiny", **fields))
+    language_model.save_pretrained(tmp_path / "lm")
+    classifier = lra_training.fresh_model(run)
+    assert load_encoder(classifier, tmp_path / "lm") == ["score.weight"]
+    tokens = torch.randint(16, (2, 7))
+    hidden = [
+        model.model.eval()(tokens).last_hidden_state for model in (classifier, language_model)
+    ]
+    assert torch.equal(*hidden)
+    both_ways = lra_training.fresh_model(runs(load(recipe_file))[0])
+    with pytest.raises(LatteError, match="is missing there"):  # the RG-LRU of the other direction
+        load_encoder(both_ways, tmp_path / "lm")
+
+
 def test_pairs_of_texts(tmp_path: Path) -> None:
     """Two towers, from files to the table: whether both texts are the same letter."""
     rng = np.random.default_rng(0)

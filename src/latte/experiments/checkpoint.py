@@ -84,6 +84,51 @@ def load_checkpoint(
     return model.eval(), _load_tokenizer(folder)
 
 
+def load_encoder(model: Any, path: str | Path) -> list[str]:
+    """Give a classifier the encoder of a checkpoint of Latte, and its head if it fits.
+
+    The encoder's weights, those under `model.`, must all be there with the same shapes: a language
+    model of bytes, or the same classifier trained on shorter sequences.
+
+    Returns:
+        the names of the weights that are the model's own, those of a head that did not fit.
+
+    Raises:
+        LatteError: no checkpoint, a damaged one, a model of another kind, or weights of other
+            shapes; the first one is named.
+    """
+    from safetensors.torch import load_file
+
+    folder = find_checkpoint(path)
+    kind = _load_config(folder).model_type
+    if kind != model.config.model_type:
+        raise LatteError(
+            f"checkpoint {folder} holds a model of another kind: expected"
+            f" {model.config.model_type!r}, found {kind!r}"
+        )
+    _check_weights(folder)
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    own, fresh = model.state_dict(), []
+    for name, value in own.items():
+        there = tuple(found[name].shape) if name in found else None
+        if there == tuple(value.shape):
+            own[name] = found[name]
+        elif name.startswith(f"{model.base_model_prefix}."):
+            raise LatteError(
+                f"checkpoint {folder} does not fit: {name} is {there or 'missing'} there and"
+                f" {tuple(value.shape)} here"
+            )
+        else:
+            fresh.append(name)
+    for name in found:
+        if name not in own and name.startswith(f"{model.base_model_prefix}."):
+            raise LatteError(f"checkpoint {folder} does not fit: {name} is there and not here")
+    model.load_state_dict(own)
+    return fresh
+
+
 def training_recipe(path: str | Path) -> Recipe | None:
     """The recipe that a checkpoint was trained by, if it is there."""
     file = find_checkpoint(path) / "recipe.json"

@@ -72,6 +72,8 @@ def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = Fal
     """
     grid = runs(recipe)
     results = {run.label: found for run in grid if (found := stored_result(run)) is not None}
+    if recipe.initial is not None and not report_only:
+        _check_initial([run for run in grid if run.label not in results])
     folder = writable_folder(Path(recipe.output_dir))
     from .lra_report import write_report
 
@@ -156,6 +158,19 @@ def stored_result(run: LRARun) -> dict[str, Any] | None:
             " choose another output_dir"
         )
     return stored
+
+
+def _check_initial(pending: Sequence[LRARun]) -> None:
+    """Raise LatteError for a checkpoint that a run cannot begin with; nothing is written yet."""
+    import torch
+
+    from .checkpoint import load_encoder
+    from .lra_training import fresh_model
+
+    with torch.random.fork_rng():
+        for run in pending:
+            if run.recipe.initial is not None and not checkpoints(Path(run.output_dir)):
+                load_encoder(fresh_model(run), run.recipe.initial)
 
 
 def _do(run: LRARun, task: Any, quiet: bool) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class LRARecipe:
     shared: dict[str, Any] = field(default_factory=dict)
     select: list[str] | None = None  # names of the models to run; None: all
     training: LRATraining = field(default_factory=LRATraining)
+    # A checkpoint whose encoder the models begin with (and head, if it fits); None: from scratch.
+    initial: str | None = None
     cache_dir: str | None = None  # generated data; None: ~/.cache/latte (or $LATTE_CACHE)
     workers: int = 1  # processes that generate data; the data is the same for any number
     output_dir: str = "runs/lra"
@@ -90,6 +92,7 @@ class LRARun:
             "config": self.config,
             "training": training,
             "seed": self.seed,
+            **({} if self.recipe.initial is None else {"initial": self.recipe.initial}),
         }
 
     def identity(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..data.lra import Examples, Task
 from ..errors import LatteError
+from .checkpoint import load_encoder
 from .lra_recipe import LRARun, LRATraining
 from .run_folder import STAGING, rotate, seal, write_text
 from .steps import adamw, autocast, take_step
@@ -173,7 +174,10 @@ class Training:
         self.section = run.recipe.training
         self.per_epoch, self.steps = steps_of(self.section, len(task.train))
         torch.manual_seed(run.seed)
-        self.model = fresh_model(run).to(device)
+        self.model = fresh_model(run)
+        if run.recipe.initial is not None and resume is None:
+            load_encoder(self.model, run.recipe.initial)
+        self.model.to(device)
         rate = self.section.learning_rate
         self.optimizer = adamw(
             [(p, rate) for p in self.model.parameters()],
