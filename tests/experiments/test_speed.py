@@ -30,9 +30,10 @@ def test_what_is_not_there_is_told_before_anything_starts(choice, mode, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_liger_is_for_own_models(monkeypatch):
+@pytest.mark.parametrize("choice", ["liger", "chunked_loss"])
+def test_liger_and_the_chunked_loss_are_for_own_models(choice, monkeypatch):
     monkeypatch.setattr("latte.ops.triton_backend.launch.triton_mode", lambda: "interpreter")
-    recipe = a_recipe(liger=True)
+    recipe = a_recipe(**{choice: True})
     recipe.model.architecture = "llama"
     with pytest.raises(LatteError, match="serves Latte's own models"):
         speed.check_speed(recipe)

@@ -9,7 +9,7 @@ from torch import nn
 
 from latte.errors import LatteError
 from latte.models import LatteForCausalLM, preset_config
-from latte.models.speed import compile_blocks, use_liger
+from latte.models.speed import compile_blocks, use_chunked_loss, use_liger
 from latte.ops import use_backend
 from latte.ops.triton_backend import launch
 
@@ -47,6 +47,64 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     torch.testing.assert_close(loss_and_gradients(model), plain)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # one serves both blocks
     assert set(model.state_dict()) == names
+
+
+chunks = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="this PyTorch has no loss in chunks"
+)
+
+
+def largest_saved(model, **inputs):
+    """Elements of the largest tensor that a training step keeps for its backward pass."""
+    sizes = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.numel()) or x, lambda x: x
+    )
+    with hooks:
+        model(inputs["ids"], labels=inputs["ids"])
+    return max(sizes)
+
+
+@chunks
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(5)])
+def test_the_loss_in_chunks_is_the_loss(items):
+    model = make_model("latte++", vocab_size=300)
+    bounds = torch.tensor([0, 10, 24], dtype=torch.int32)
+    options = {"num_items_in_batch": items, "cu_seq_lens_q": bounds}
+    plain = loss_and_gradients(model, **options)
+    ids = torch.arange(96).view(1, 96)
+    assert largest_saved(model, ids=ids) >= 95 * 300  # the logits
+    use_chunked_loss(model)
+    torch.testing.assert_close(loss_and_gradients(model, **options), plain)
+    assert model(ids, labels=ids).logits is None
+    assert largest_saved(model, ids=ids) < 95 * 300
+    assert model.eval()(ids, labels=ids).logits.shape == (1, 96, 300)
+    assert model.train()(ids).logits.shape == (1, 96, 300)
+
+
+@chunks
+def test_the_loss_in_chunks_under_autocast():
+    model = make_model("latte++", vocab_size=300)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = loss_and_gradients(model)
+        use_chunked_loss(model)
+        found = loss_and_gradients(model)
+    assert found[0].dtype == torch.float32
+    for x, y in zip(found, plain, strict=True):
+        assert x.dtype == y.dtype
+        assert (x - y).norm() <= 0.02 * y.norm()
+
+
+def test_no_loss_in_chunks_is_told(monkeypatch):
+    monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
+    with pytest.raises(LatteError, match="needs PyTorch 2.13 or newer, this is "):
+        use_chunked_loss(make_model("latte++"))
+
+
+@chunks
+def test_the_loss_in_chunks_is_for_own_models():
+    with pytest.raises(LatteError, match="serves Latte's own models, got Linear"):
+        use_chunked_loss(nn.Linear(1, 1))
 
 
 def test_liger_missing_is_one_line(monkeypatch):

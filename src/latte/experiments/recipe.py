@@ -88,6 +88,7 @@ class TrainingSection:
     backend: Literal["torch", "triton"] | None = None  # of Latte's ops; None: the default
     torch_compile: bool = False  # Latte's own models block by block, others whole
     liger: bool = False  # RMSNorm and SwiGLU by Liger-Kernel
+    chunked_loss: bool = False  # the loss without all logits in memory
     gradient_checkpointing: bool = False
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
     seed: int = 0

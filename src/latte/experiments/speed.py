@@ -10,7 +10,12 @@ from .recipe import Recipe
 
 
 def check_speed(recipe: Recipe) -> None:
-    """Raise LatteError for a backend or kernels that this machine does not have."""
+    """Raise LatteError for a backend, kernels or a loss that this machine does not have."""
+    if recipe.training.chunked_loss:
+        from ..models.loss import check_chunked_loss
+
+        check_chunked_loss()
+        _own_models_only("training.chunked_loss", recipe)
     wanted = {
         "training.backend=triton": recipe.training.backend == "triton",
         "training.liger=true": recipe.training.liger,
@@ -30,14 +35,18 @@ def check_speed(recipe: Recipe) -> None:
     if mode != "interpreter" and not torch.cuda.is_available():
         raise LatteError(f"{asked[0]} needs a GPU, and there is none here; leave it out")
     if recipe.training.liger:
-        if not of_own_blocks(recipe):
-            raise LatteError(
-                "training.liger serves Latte's own models; expected no conversion.base, no"
-                " model.architecture and a preset of Latte's"
-            )
+        _own_models_only("training.liger", recipe)
         from ..models.speed import liger_functions
 
         liger_functions()
+
+
+def _own_models_only(name: str, recipe: Recipe) -> None:
+    if not of_own_blocks(recipe):
+        raise LatteError(
+            f"{name} serves Latte's own models; expected no conversion.base, no model.architecture"
+            " and a preset of Latte's"
+        )
 
 
 def of_own_blocks(recipe: Recipe) -> bool:
@@ -59,9 +68,11 @@ def chosen_backend(recipe: Recipe) -> AbstractContextManager[None]:
 
 
 def quicken(model: Any, recipe: Recipe) -> None:
-    """Apply `training.liger` and, to Latte's own models, `training.torch_compile`, in place."""
-    from ..models.speed import compile_blocks, use_liger
+    """Apply liger, chunked_loss and, to Latte's own models, torch_compile, in place."""
+    from ..models.speed import compile_blocks, use_chunked_loss, use_liger
 
+    if recipe.training.chunked_loss:
+        use_chunked_loss(model)
     if recipe.training.liger:
         use_liger(model)
     if recipe.training.torch_compile and of_own_blocks(recipe):

@@ -10,8 +10,7 @@ from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
 from latte.models.generation import StateGenerationMixin
-
-IGNORED = -100  # Hugging Face's label of a token that is not to be predicted
+from latte.models.loss import IGNORED, chunked_loss
 
 
 class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
@@ -20,6 +19,8 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # forward() divides by num_items_in_batch itself, which Trainer would otherwise not know.
     accepts_loss_kwargs = True
+    # In training, compute the loss in chunks and return no logits (see latte.models.speed).
+    chunked_loss = False
     backbone_class = LatteModel
 
     def __init__(self, config: LatteConfig) -> None:
@@ -83,12 +84,14 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
             hidden = hidden[:, logits_to_keep]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        logits = self.lm_head(hidden)
-        loss = None
+        loss = logits = None
+        in_chunks = self.chunked_loss and self.training and labels is not None
+        if not in_chunks:
+            logits = self.lm_head(hidden)
         if labels is not None:
-            if logits.shape[:2] != labels.shape:
+            if hidden.shape[:2] != labels.shape:
                 raise ValueError(
-                    f"labels must be {tuple(logits.shape[:2])}, one per logit (labels and "
+                    f"labels must be {tuple(hidden.shape[:2])}, one per logit (labels and "
                     f"logits_to_keep do not go together), got {tuple(labels.shape)}"
                 )
             if cu_seq_lens_q is not None:
@@ -96,12 +99,15 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
                 # bound is T, where no sequence starts; 0 is never predicted anyway.
                 starts = cu_seq_lens_q[:-1].long()
                 labels = labels.index_fill(1, starts.clamp_max(labels.shape[1] - 1), IGNORED)
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
-            )
+            if in_chunks:
+                loss = chunked_loss(hidden, self.lm_head.weight, labels, num_items_in_batch)
+            else:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=labels,
+                    vocab_size=self.config.vocab_size,
+                    num_items_in_batch=num_items_in_batch,
+                )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

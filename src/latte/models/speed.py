@@ -1,6 +1,6 @@
-"""Faster training on request: compiled blocks, and kernels of Liger-Kernel.
+"""Faster training on request: compiled blocks, kernels of Liger-Kernel, a loss in chunks.
 
-Both change how a model computes and not what: parameters keep their names, and a saved model is
+They change how a model computes and not what: parameters keep their names, and a saved model is
 the plain one. Nothing here is on unless a recipe or a caller asks for it.
 """
 
@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from latte.errors import LatteError
 from latte.layers import SwiGLU
 from latte.layers.norms import RMSNorm
+from latte.models.loss import check_chunked_loss
 
 
 def compile_blocks(model: nn.Module) -> int:
@@ -27,6 +28,20 @@ def compile_blocks(model: nn.Module) -> int:
     for block in blocks:
         block.compile()
     return len(blocks)
+
+
+def use_chunked_loss(model: nn.Module) -> None:
+    """Compute the loss of training steps without all the logits in memory; they are not returned.
+
+    Raises:
+        LatteError: this PyTorch cannot, or the model is no language model of Latte's.
+    """
+    check_chunked_loss()
+    if not hasattr(model, "chunked_loss"):
+        raise LatteError(
+            f"training.chunked_loss serves Latte's own models, got {type(model).__name__}"
+        )
+    model.chunked_loss = True  # type: ignore[assignment]
 
 
 def liger_functions() -> tuple[Any, Any]:

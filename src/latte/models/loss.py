@@ -1,0 +1,53 @@
+"""The next-token loss from logits that are never all in memory.
+
+Shape suffixes: B batch, T tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.errors import LatteError
+
+IGNORED = -100  # Hugging Face's label of a token that is not to be predicted
+
+
+def check_chunked_loss() -> None:
+    """Raise LatteError where PyTorch has no ``linear_cross_entropy`` that works in chunks."""
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise LatteError(
+            f"training.chunked_loss needs PyTorch 2.13 or newer, this is {torch.__version__};"
+            " leave it out"
+        )
+
+
+def chunked_loss(
+    hidden_BTE: Tensor,
+    weight_VE: Tensor,
+    labels_BT: Tensor,
+    num_items: Tensor | int | None,
+) -> Tensor:
+    """``cross_entropy(hidden W^T, the next labels)``, over chunks of the tokens.
+
+    The sum over ``num_items``, or over the labels that are predicted where that is None. Under
+    autocast the products are in its dtype; sums are fp32.
+    """
+    kind = hidden_BTE.device.type
+    dtype = hidden_BTE.dtype
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    target_BT = F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+    total = F.linear_cross_entropy(
+        hidden_BTE.flatten(0, 1).to(dtype),
+        weight_VE.to(dtype),
+        target_BT.flatten(),
+        reduction="sum",
+        ignore_index=IGNORED,
+        options=torch.nn.LinearCrossEntropyOptions(),
+    )
+    if num_items is None:
+        return total.float() / (target_BT != IGNORED).sum()
+    items = num_items.to(total.device) if isinstance(num_items, Tensor) else num_items
+    return total.float() / items
