@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
+from latte.ops.decoding import latte_step, macchiato_step, runs_as_step
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.torch_backend import latte as torch_latte
@@ -103,6 +104,10 @@ def latte_attention(
     if initial_state is not None:
         check_state(op, initial_state, ("log_mass", "mean"), ((N, H, L), (N, H, L, D)))
         initial_state = LatteState(*(x.to(dtype) for x in initial_state))
+    inputs = (q, k, v, initial_state)
+    if runs_as_step(op, backend, inputs, (L, 1, D), causal=causal, cu_seqlens=cu_seqlens):
+        out, state = latte_step(q, k, v, key_mask, initial_state)
+        return out, state if output_final_state else None
     if G != H:
         v = v.repeat_interleave(H // G, 2)
     if T == 0:
@@ -197,14 +202,16 @@ def macchiato_attention(
         "output_final_state": output_final_state,
         "backend": backend,
     }
-    if chosen == "triton" and sizes["T"]:
-        reason = window_unavailable(q, window, sizes["K"], sizes["D"], sizes["L"])
-        if reason:
+    L, K, D = (sizes[c] for c in "LKD")
+    inputs = (latent_q, latent_k, q, k, v, initial_state)
+    step = runs_as_step(op, backend, inputs, (L, K, D), causal=causal, cu_seqlens=cu_seqlens)
+    if step or (chosen == "triton" and sizes["T"]):
+        if not step and (reason := window_unavailable(q, window, K, D, L)):
             raise ValueError(f"{op}: backend 'triton' is not available {reason}")
         return _fused_macchiato(
-            *(latent_q, latent_k, q, k, v, latte_state, window_state, output_final_state),
+            *(latent_q, latent_k, q, k, v, latte_state, window_state, output_final_state, step),
             window=window,
-            scale=1.0 / math.sqrt(sizes["K"]) if scale is None else float(scale),
+            scale=1.0 / math.sqrt(K) if scale is None else float(scale),
             softcap=softcap,
             causal=causal,
             key_mask=key_mask,
@@ -238,6 +245,7 @@ def _fused_macchiato(
     latte_state: LatteState | None,
     window_state: WindowState | None,
     output_final_state: bool,
+    step: bool,
     **options: Any,
 ) -> tuple[Tensor, tuple[LatteState, WindowState] | None]:
     """Both branches in one kernel; shapes have been checked, states have not."""
@@ -253,6 +261,11 @@ def _fused_macchiato(
         latte_state = LatteState(*(x.float() for x in latte_state))
     if window_state is not None:
         window_state = check_window_state(op, window_state, window, N, k, v)
+    if step:
+        state = (key_mask, latte_state, window_state)
+        local = (window, options["scale"], options["softcap"])
+        out, after = macchiato_step(latent_q, latent_k, q, k, v, *state, *local)
+        return out, after if output_final_state else None
     out, latte_state_1 = triton_macchiato.macchiato_attention(
         latent_q, latent_k, q, k, v, latte_state=latte_state, window_state=window_state, **options
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
+from latte.ops.decoding import choose_for_step
 from latte.ops.packing import sequence_ids, sequence_starts
 from latte.ops.precision import full_precision
 from latte.ops.torch_backend.scan import linear_recurrence
@@ -67,7 +68,6 @@ def rg_lru(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "rg_lru"
-    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate})
     sizes: dict[str, int] = {}
     check_shape(op, "x", x, "BTE", sizes)
@@ -75,6 +75,8 @@ def rg_lru(
     check_shape(op, "input_gate", input_gate, "BTE", sizes)
     check_shape(op, "theta", theta, "E", sizes)
     B, T, E = (sizes[c] for c in "BTE")
+    inputs = (x, recurrence_gate, input_gate, theta, initial_state)
+    chosen = choose_backend(choose_for_step(backend, *inputs, cu_seqlens=cu_seqlens), op, BACKENDS)
     if chosen == "triton" and (reason := unavailable_for(x)):
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
@@ -182,7 +184,6 @@ def causal_conv1d(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "causal_conv1d"
-    chosen = choose_backend(backend, op, BACKENDS)
     check_floats(op, {"x": x})
     sizes: dict[str, int] = {}
     check_shape(op, "x", x, "BTE", sizes)
@@ -192,6 +193,8 @@ def causal_conv1d(
     B, T, E, K = (sizes[c] for c in "BTEK")
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
+    inputs = (x, weight, bias, initial_state)
+    chosen = choose_backend(choose_for_step(backend, *inputs, cu_seqlens=cu_seqlens), op, BACKENDS)
     if chosen == "triton" and (reason := unavailable_for(x)):
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)

@@ -69,6 +69,7 @@ KERNEL_TESTS = [
     "test_window_kernels.py",
     "test_macchiato_kernels.py",
     "test_recurrence_kernels.py",
+    "test_step_kernel.py",
 ]
 collect_ignore = [] if runnable() else KERNEL_TESTS
 

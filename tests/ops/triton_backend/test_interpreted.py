@@ -23,6 +23,7 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
         "test_window_kernels.py",
         "test_recurrence_kernels.py",
         "test_macchiato_kernels.py",
+        "test_step_kernel.py",
     ],
 )
 def test_under_the_interpreter(name, request):

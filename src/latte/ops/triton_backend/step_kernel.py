@@ -1,0 +1,136 @@
+"""One token per row: state update, window and mixture in one kernel, one program per row and head.
+
+    A' = logaddexp(A, k),  mu' = e^{A-A'} mu + e^{k-A'} v
+    y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
+
+Nothing is updated in place: the old state may be kept by somebody. The window's slots move up by one
+on the way, written by the first head of each group; all slots are old enough to be seen.
+
+Shape suffixes: B rows, H query heads, G key/value heads, L latents, K key width, D value width,
+P = W - 1 slots of the window.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from latte.ops.triton_backend.recurrence import log1p_of_share
+from latte.ops.triton_backend.tiles import finite, inverse
+from latte.ops.triton_backend.window_tiles import tanh
+
+
+@triton.jit
+def capped(x, softcap):
+    """softcap tanh(x / softcap); ``softcap`` is None if there is none."""
+    if softcap is None:
+        return x
+    else:
+        return softcap * tanh(x / softcap)
+
+
+@triton.jit
+def attend(
+    local_q_ptr, local_k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr,
+    keys1_ptr, values1_ptr, slots1_ptr,
+    b, h, real, scale, softcap, H, G, K, D, P,
+    BP: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Window attention (BD,) of one head over the slots and the token itself; moves the slots."""
+    x, d = tl.arange(0, BK), tl.arange(0, BD)
+    g = h // (H // G)
+    leads = h % (H // G) == 0
+    first = h == 0
+    q = tl.load(local_q_ptr + (b * H + h) * K + x, mask=x < K, other=0.0).to(tl.float32)
+    own_k = tl.load(local_k_ptr + (b * G + g) * K + x, mask=x < K, other=0.0)
+    own_v = tl.load(v_ptr + (b * G + g) * D + d, mask=d < D, other=0.0)
+    newest = ((b + 1) * P - 1) * G + g
+    fits = leads & (P > 0)
+    tl.store(keys1_ptr + newest * K + x, own_k.to(keys1_ptr.dtype.element_ty), mask=(x < K) & fits)
+    at = values1_ptr + newest * D + d
+    tl.store(at, own_v.to(values1_ptr.dtype.element_ty), mask=(d < D) & fits)
+    tl.store(slots1_ptr + (b + 1) * P - 1, real.to(tl.uint8), mask=first & (P > 0))
+    own_k = tl.where(real, own_k.to(tl.float32), 0.0)
+    top = tl.where(real, capped(tl.sum(q * own_k, 0) * scale, softcap), float("-inf"))
+    total = tl.where(real, 1.0, 0.0)
+    mixed = tl.where(real, own_v.to(tl.float32), 0.0)
+    for p0 in tl.range(0, P, BP):
+        p = p0 + tl.arange(0, BP)
+        slot = b * P + p
+        seen = tl.load(slots_ptr + slot, mask=p < P, other=0)
+        moves = (p > 0) & (p < P)
+        tl.store(slots1_ptr + slot - 1, seen, mask=moves & first)
+        seen = seen != 0
+        row = (slot * G + g)[:, None]
+        inside = (p < P)[:, None] & (x < K)[None, :]
+        keys = tl.load(keys_ptr + row * K + x[None, :], mask=inside, other=0.0)
+        moved = (moves & leads)[:, None]
+        tl.store(keys1_ptr + (row - G) * K + x[None, :], keys, mask=inside & moved)
+        keys = tl.where(seen[:, None], keys.to(tl.float32), 0.0)
+        logits = capped(tl.sum(keys * q[None, :], 1) * scale, softcap)
+        logits = tl.where(seen, logits, float("-inf"))
+        inside = (p < P)[:, None] & (d < D)[None, :]
+        values = tl.load(values_ptr + row * D + d[None, :], mask=inside, other=0.0)
+        tl.store(values1_ptr + (row - G) * D + d[None, :], values, mask=inside & moved)
+        values = tl.where(seen[:, None], values.to(tl.float32), 0.0)
+        higher = tl.maximum(top, tl.max(logits, 0))
+        weights = tl.exp(logits - finite(higher))
+        kept = tl.exp(top - finite(higher))
+        total = total * kept + tl.sum(weights, 0)
+        mixed = mixed * kept + tl.sum(weights[:, None] * values, 0)
+        top = higher
+    return mixed * inverse(total)
+
+
+@triton.jit
+def step(
+    latent_q_ptr, latent_k_ptr, local_q_ptr, local_k_ptr, v_ptr, mask_ptr,
+    log_mass_ptr, mean_ptr, keys_ptr, values_ptr, slots_ptr,
+    out_ptr, log_mass1_ptr, mean1_ptr, keys1_ptr, values1_ptr, slots1_ptr,
+    scale, softcap, H, G, L, K, D, P,
+    WINDOW: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """y (B, H, D) and the state after the token; all tensors are contiguous."""
+    i = tl.program_id(0).to(tl.int64)
+    b, h = i // H, i % H
+    real = i >= 0
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + b) != 0
+    n = L + WINDOW
+    c = tl.arange(0, BQ)
+    q = tl.load(latent_q_ptr + i * n + c, mask=c < n, other=float("-inf")).to(tl.float32)
+    q_top = tl.max(q, 0)
+    q_mass = tl.sum(tl.exp(q - q_top), 0)
+    d = tl.arange(0, BD)
+    y = tl.zeros((BD,), tl.float32)
+    if WINDOW:
+        local = attend(
+            local_q_ptr, local_k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr,
+            keys1_ptr, values1_ptr, slots1_ptr,
+            b, h, real, scale, softcap, H, G, K, D, P, BP, BK, BD,
+        )  # fmt: skip
+        p_window = tl.exp(tl.load(latent_q_ptr + i * n).to(tl.float32) - q_top) / q_mass
+        y += p_window * local
+    v = tl.load(v_ptr + (b * G + h // (H // G)) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    v = tl.where(real, v, 0.0)
+    for l0 in tl.range(0, L, BL):
+        x = l0 + tl.arange(0, BL)
+        inside = (x < L)[:, None] & (d < D)[None, :]
+        A = tl.load(log_mass_ptr + i * L + x, mask=x < L, other=0.0)
+        k = tl.load(latent_k_ptr + i * L + x, mask=x < L, other=0.0).to(tl.float32)
+        k = tl.where(real, k, float("-inf"))
+        top = tl.maximum(A, k)
+        old, new = tl.exp(A - finite(top)), tl.exp(k - finite(top))
+        mass = old + new
+        # The larger of the two is exactly 1, or both are 0.
+        after = tl.where(mass == 0.0, float("-inf"), top + log1p_of_share(tl.minimum(old, new)))
+        tl.store(log_mass1_ptr + i * L + x, after, mask=x < L)
+        at = (i * L + x)[:, None] * D + d[None, :]
+        mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
+        mean = (old * inverse(mass))[:, None] * mean + (new * inverse(mass))[:, None] * v[None, :]
+        tl.store(mean1_ptr + at, mean, mask=inside)
+        p = tl.load(latent_q_ptr + i * n + WINDOW + x, mask=x < L, other=float("-inf"))
+        p = tl.exp(p.to(tl.float32) - q_top) / q_mass
+        y += tl.sum(p[:, None] * mean, 0)
+    tl.store(out_ptr + i * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
