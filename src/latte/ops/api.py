@@ -104,10 +104,9 @@ def latte_attention(
     if initial_state is not None:
         check_state(op, initial_state, ("log_mass", "mean"), ((N, H, L), (N, H, L, D)))
         initial_state = LatteState(*(x.to(dtype) for x in initial_state))
-    inputs = (q, k, v, initial_state)
-    if runs_as_step(op, backend, inputs, (L, 1, D), causal=causal, cu_seqlens=cu_seqlens):
-        out, state = latte_step(q, k, v, key_mask, initial_state)
-        return out, state if output_final_state else None
+    if runs_as_step(op, backend, (q, k, v, initial_state), (L, 1, D), causal, cu_seqlens):
+        out, after = latte_step(q, k, v, key_mask, initial_state)
+        return out, after if output_final_state else None
     if G != H:
         v = v.repeat_interleave(H // G, 2)
     if T == 0:
@@ -204,7 +203,7 @@ def macchiato_attention(
     }
     L, K, D = (sizes[c] for c in "LKD")
     inputs = (latent_q, latent_k, q, k, v, initial_state)
-    step = runs_as_step(op, backend, inputs, (L, K, D), causal=causal, cu_seqlens=cu_seqlens)
+    step = runs_as_step(op, backend, inputs, (L, K, D), causal, cu_seqlens)
     if step or (chosen == "triton" and sizes["T"]):
         if not step and (reason := window_unavailable(q, window, K, D, L)):
             raise ValueError(f"{op}: backend 'triton' is not available {reason}")
@@ -262,9 +261,8 @@ def _fused_macchiato(
     if window_state is not None:
         window_state = check_window_state(op, window_state, window, N, k, v)
     if step:
-        state = (key_mask, latte_state, window_state)
-        local = (window, options["scale"], options["softcap"])
-        out, after = macchiato_step(latent_q, latent_k, q, k, v, *state, *local)
+        local = (window_state, window, options["scale"], options["softcap"])
+        out, after = macchiato_step(latent_q, latent_k, q, k, v, key_mask, latte_state, *local)
         return out, after if output_final_state else None
     out, latte_state_1 = triton_macchiato.macchiato_attention(
         latent_q, latent_k, q, k, v, latte_state=latte_state, window_state=window_state, **options

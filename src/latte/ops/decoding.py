@@ -54,7 +54,7 @@ def decoding_backend(backend: str | None) -> Iterator[None]:
         _of_steps = before
 
 
-def is_step(inputs: tuple[Any, ...], *, causal: bool = True, cu_seqlens: Tensor | None) -> bool:
+def is_step(inputs: tuple[Any, ...], causal: bool, cu_seqlens: Tensor | None) -> bool:
     """One token per row of ``inputs[0]`` (B, T, ...), causal, not packed, no gradient wanted."""
     B, T = inputs[0].shape[:2]
     if T != 1 or B == 0 or not causal or cu_seqlens is not None:
@@ -81,7 +81,6 @@ def runs_as_step(
     backend: str | None,
     inputs: tuple[Any, ...],
     widths: tuple[int, int, int],
-    *,
     causal: bool,
     cu_seqlens: Tensor | None,
 ) -> bool:
@@ -94,7 +93,7 @@ def runs_as_step(
     Raises:
         ValueError: it was asked for, and cannot.
     """
-    if not is_step(inputs, causal=causal, cu_seqlens=cu_seqlens):
+    if not is_step(inputs, causal, cu_seqlens):
         return False
     L, K, D = widths
     reason = unavailable(inputs[0], L, D)
@@ -111,7 +110,7 @@ def choose_for_step(
     backend: str | None, inputs: tuple[Any, ...], cu_seqlens: Tensor | None
 ) -> str | None:
     """``backend``, or what None means if this is a step: for ops whose kernels serve any length."""
-    if backend is not None or not is_step(inputs, cu_seqlens=cu_seqlens):
+    if backend is not None or not is_step(inputs, True, cu_seqlens):
         return backend
     return backend_of_step(None, inputs[0], unavailable_for(inputs[0]))
 
@@ -143,8 +142,8 @@ def macchiato_step(
     B, _, H, L = latent_k.shape
     latents = latents or LatteState.empty(B, H, L, v.shape[-1], device=q.device)
     if tail is None:
-        slots = (k.new_zeros(B, window - 1, *x.shape[2:]) for x in (k, v))
-        tail = WindowState(*slots, k.new_zeros(B, window - 1, dtype=torch.bool))
+        keys, values = (x.new_zeros(B, window - 1, *x.shape[2:]) for x in (k, v))
+        tail = WindowState(keys, values, k.new_zeros(B, window - 1, dtype=torch.bool))
     out, *after = macchiato_step_op(
         latent_q, latent_k, q, k, v, key_mask, *latents, *tail, scale, softcap
     )

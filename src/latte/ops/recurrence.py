@@ -75,8 +75,8 @@ def rg_lru(
     check_shape(op, "input_gate", input_gate, "BTE", sizes)
     check_shape(op, "theta", theta, "E", sizes)
     B, T, E = (sizes[c] for c in "BTE")
-    inputs = (x, recurrence_gate, input_gate, theta, initial_state)
-    chosen = choose_backend(choose_for_step(backend, *inputs, cu_seqlens=cu_seqlens), op, BACKENDS)
+    every = (x, recurrence_gate, input_gate, theta, initial_state)
+    chosen = choose_backend(choose_for_step(backend, every, cu_seqlens), op, BACKENDS)
     if chosen == "triton" and (reason := unavailable_for(x)):
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
@@ -193,21 +193,21 @@ def causal_conv1d(
     B, T, E, K = (sizes[c] for c in "BTEK")
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
-    inputs = (x, weight, bias, initial_state)
-    chosen = choose_backend(choose_for_step(backend, *inputs, cu_seqlens=cu_seqlens), op, BACKENDS)
+    every = (x, weight, bias, initial_state)
+    chosen = choose_backend(choose_for_step(backend, every, cu_seqlens), op, BACKENDS)
     if chosen == "triton" and (reason := unavailable_for(x)):
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),))
     if chosen == "triton" and x.numel():
-        out, tail = triton_convolution.causal_conv1d(
+        out, last = triton_convolution.causal_conv1d(
             *(x, weight, bias),
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
             initial_state=initial_state,
         )
-        return out, tail if output_final_state else None
+        return out, last if output_final_state else None
     dtype = computation_dtype(x.dtype)
     inputs = x.to(dtype)
     if key_mask is not None:

@@ -25,13 +25,8 @@ OF_INPUTS |= {"latent_q_ptr", "latent_k_ptr", "tail_k_ptr", "tail_v_ptr"}
 # The recurrence's and the convolution's; "out" is their output too.
 OF_INPUTS |= {f"{x}_ptr" for x in ("x", "r", "i", "theta", "w", "bias", "dx", "dr", "di")}
 OF_INPUTS |= {f"{x}_ptr" for x in ("local_q", "local_k", "keys", "values", "keys1", "values1")}
-INTEGERS = {
-    "slots_ptr": "*u8",
-    "slots1_ptr": "*u8",
-    "begins_ptr": "*i64",
-    "mask_ptr": "*u8",
-    "tail_mask_ptr": "*u8",
-}
+INTEGERS = {f"{x}_ptr": "*u8" for x in ("mask", "tail_mask", "slots", "slots1")}
+INTEGERS |= {"begins_ptr": "*i64"}
 INTEGERS |= {"table_ptr": "*i64", "first_ptr": "*i64", "bounds_ptr": "*i64"}
 REALS = ("scale", "softcap")
 # The window's logit stands first: those of the latents are aligned to their elements alone.

@@ -70,6 +70,7 @@ KERNEL_TESTS = [
     "test_macchiato_kernels.py",
     "test_recurrence_kernels.py",
     "test_step_kernel.py",
+    "test_step_generation.py",
 ]
 collect_ignore = [] if runnable() else KERNEL_TESTS
 

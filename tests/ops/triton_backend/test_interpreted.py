@@ -24,6 +24,7 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
         "test_recurrence_kernels.py",
         "test_macchiato_kernels.py",
         "test_step_kernel.py",
+        "test_step_generation.py",
     ],
 )
 def test_under_the_interpreter(name, request):

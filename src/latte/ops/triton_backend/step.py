@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from latte.ops.buffers import empty_gradients as contiguous_buffers
 from latte.ops.precision import full_precision
 from latte.ops.triton_backend.latte import readable
 from latte.ops.triton_backend.launch import launch
@@ -46,9 +47,8 @@ def latte_step_op(
     from latte.ops.triton_backend.step_kernel import step
 
     (B, _, H, L), (G, D) = q.shape, v.shape[2:]
-    outputs = (q.new_empty((B, 1, H, D)), torch.empty_like(log_mass), torch.empty_like(mean))
-    outputs = tuple(x.contiguous() for x in outputs)
     q, k, v, log_mass, mean = _contiguous(q, k, v, log_mass, mean)
+    outputs = (q.new_empty((B, 1, H, D)), torch.empty_like(log_mass), torch.empty_like(mean))
     launch(
         q.device,
         step[(B * H,)],
@@ -64,7 +64,7 @@ def latte_step_op(
 @latte_step_op.register_fake
 def _(q, k, v, key_mask, log_mass, mean):
     B, _, H, _ = q.shape
-    return q.new_empty((B, 1, H, v.shape[-1])), torch.empty_like(log_mass), torch.empty_like(mean)
+    return q.new_empty((B, 1, H, v.shape[-1])), *contiguous_buffers(log_mass, mean)
 
 
 @torch.library.custom_op("latte::triton_macchiato_step", mutates_args=())
@@ -91,21 +91,23 @@ def macchiato_step_op(
     inputs = _contiguous(latent_q, latent_k, q, k, v)
     state = _contiguous(log_mass, mean, keys, values)
     out = v.new_empty((B, 1, H, D))
-    after = tuple(torch.empty_like(x) for x in state)
-    slots, slots_after = readable(mask), torch.empty_like(mask, dtype=torch.uint8)
+    log_mass1, mean1, keys1, values1 = (torch.empty_like(x) for x in state)
+    slots = mask.contiguous().view(torch.uint8)
+    slots_after = torch.empty_like(slots)
     launch(
         q.device,
         step[(B * H,)],
-        *(*inputs, readable(key_mask), *state, slots, out, *after, slots_after),
+        *(*inputs, readable(key_mask), *state, slots),
+        *(out, log_mass1, mean1, keys1, values1, slots_after),
         *(scale, softcap, H, G, L, K, D, mask.shape[1]),
         WINDOW=1,
         **step_tiles(L, K, D),
     )
-    return out, *after, slots_after.view(torch.bool)
+    return out, log_mass1, mean1, keys1, values1, slots_after.view(torch.bool)
 
 
 @macchiato_step_op.register_fake
 def _(latent_q, latent_k, q, k, v, key_mask, log_mass, mean, keys, values, mask, scale, softcap):
     B, _, H, _ = latent_k.shape
-    state = (torch.empty_like(x) for x in (log_mass, mean, keys, values, mask))
+    state = contiguous_buffers(log_mass, mean, keys, values, mask)
     return v.new_empty((B, 1, H, v.shape[-1])), *state

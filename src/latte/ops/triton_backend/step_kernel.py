@@ -3,8 +3,8 @@
     A' = logaddexp(A, k),  mu' = e^{A-A'} mu + e^{k-A'} v
     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
 
-Nothing is updated in place: the old state may be kept by somebody. The window's slots move up by one
-on the way, written by the first head of each group; all slots are old enough to be seen.
+Nothing is updated in place: the old state may be kept by somebody. The window's slots move up by
+one on the way, written by the first head of each group; every slot is near enough to be seen.
 
 Shape suffixes: B rows, H query heads, G key/value heads, L latents, K key width, D value width,
 P = W - 1 slots of the window.
