@@ -3,15 +3,15 @@
 A *step* is a call with one token per row (T = 1) that is causal, not packed, and of which nobody
 wants a gradient.
 
-| ``backend`` | a step on CUDA tensors | a step elsewhere |
-|---|---|---|
-| ``"triton"`` | the step's kernel | the step's kernel (under Triton's interpreter) |
-| None | the step's kernel if Triton, dtype and widths allow it, else ``torch`` | ``torch`` |
-| another | that one | that one |
+| ``backend``, or the default that somebody named | a step |
+|---|---|
+| ``"triton"`` | the step's kernel: on CUDA tensors, or anywhere under Triton's interpreter |
+| neither | on CUDA tensors the step's kernel if Triton, dtype and widths allow it; else ``torch`` |
+| another | that one |
 
-``with decoding_backend("torch")`` (or ``"triton"``) says what None means for steps. What the kernel
-cannot serve when it was asked for raises ``ValueError``. The RG-LRU and the convolution follow the
-same rule with their own kernels.
+What the kernel cannot serve when it was asked for raises ``ValueError``. The RG-LRU and the
+convolution follow the same rule with their own kernels. ``LATTE_BACKEND=torch`` or ``with
+use_backend("torch"):`` keeps steps off the kernels.
 
 Shape suffixes: B rows, H query heads, G key/value heads, L latents, K key width, D value width,
 W window.
@@ -19,39 +19,15 @@ W window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from latte.ops.default import named_backend
 from latte.ops.state import LatteState, WindowState
 from latte.ops.triton_backend.launch import WIDEST_VALUE, unavailable, unavailable_for
 from latte.ops.triton_backend.step import latte_step_op, macchiato_step_op
-from latte.ops.validation import BACKENDS
-
-_of_steps: str | None = None
-
-
-@contextmanager
-def decoding_backend(backend: str | None) -> Iterator[None]:
-    """Inside, steps of decoding that name no backend run on this one; None lets them choose.
-
-    Raises:
-        ValueError: not a backend, or one that does not decode by steps ("reference").
-    """
-    global _of_steps
-    if backend not in (None, "torch", "triton"):
-        raise ValueError(
-            f"decoding_backend: expected None, 'torch' or 'triton', got {backend!r} "
-            f"(of the backends {BACKENDS}, 'reference' has no state of its own to step)"
-        )
-    before, _of_steps = _of_steps, backend
-    try:
-        yield
-    finally:
-        _of_steps = before
 
 
 def is_step(inputs: tuple[Any, ...], causal: bool, cu_seqlens: Tensor | None) -> bool:
@@ -70,7 +46,7 @@ def _requires_grad(tree: Any) -> bool:
 
 def backend_of_step(backend: str | None, x: Tensor, reason: str | None) -> str | None:
     """The backend of a step; ``reason`` says why the kernel cannot serve it, or is None."""
-    wanted = _of_steps if backend is None else backend
+    wanted = named_backend() if backend is None else backend
     if wanted is None and x.device.type == "cuda" and reason is None:
         return "triton"
     return wanted

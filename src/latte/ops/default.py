@@ -4,7 +4,8 @@ It starts as ``LATTE_BACKEND`` from the environment, else ``"torch"``. Models an
 backend, so this is the one place that decides for all of them; a recipe sets it by
 ``training.backend``. Ops that the chosen backend does not have (full softmax attention has no
 Triton kernels, say) take ``"torch"``; an op that has it uses it, or raises ``ValueError`` where it
-cannot serve the inputs. Nothing switches by size.
+cannot serve the inputs. Nothing switches by size, but for one token at a time: where nobody has
+named a backend, steps of decoding on a GPU have their own rule (:mod:`latte.ops.decoding`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from contextlib import contextmanager
 
 BACKENDS = ("reference", "torch", "triton")
 
-# A plain string, so that torch.compile can guard on it.
-_default: str = os.environ.get("LATTE_BACKEND", "torch")
+# None: nobody has named one. A plain value, so that torch.compile can guard on it.
+_default: str | None = os.environ.get("LATTE_BACKEND")
 
 
 def default_backend() -> str:
@@ -25,7 +26,16 @@ def default_backend() -> str:
     Raises:
         ValueError: ``LATTE_BACKEND`` names no backend.
     """
-    if _default not in BACKENDS:
+    return named_backend() or "torch"
+
+
+def named_backend() -> str | None:
+    """The default backend if somebody has named it, else None.
+
+    Raises:
+        ValueError: ``LATTE_BACKEND`` names no backend.
+    """
+    if _default is not None and _default not in BACKENDS:
         raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {_default!r}")
     return _default
 
@@ -49,9 +59,10 @@ def use_backend(backend: str) -> Iterator[None]:
     Raises:
         ValueError: there is no such backend.
     """
+    global _default
     before = _default
     set_default_backend(backend)
     try:
         yield
     finally:
-        set_default_backend(before)
+        _default = before

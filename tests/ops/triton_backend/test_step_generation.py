@@ -1,4 +1,4 @@
-"""``generate`` on the kernels of a step: prompts by PyTorch, every further token by Triton.
+"""``generate`` as on a GPU: the prompt on PyTorch, every token after it on the step's kernels.
 
 Against the same weights in fp64 on PyTorch. B rows, T tokens.
 """
@@ -6,6 +6,7 @@ Against the same weights in fp64 on PyTorch. B rows, T tokens.
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from transformers import GenerationConfig
 
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import decoding
-from latte.ops.decoding import decoding_backend
 
 PRESETS = ["latte", "latte-conv++", "latte-r-swa++"]
 NEW = 4
@@ -47,15 +47,30 @@ def generate(model, ids, mask, **options):
     return model.generate(ids, attention_mask=mask, generation_config=config)
 
 
+@contextmanager
+def steps_on(backend):
+    """What steps run on if nobody names a backend; prompts stay on PyTorch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "named_backend", lambda: backend)
+        yield
+
+
 @pytest.fixture
 def served(monkeypatch):
     """The steps' kernels that were launched, by name."""
     names = []
-    for name in ("latte_step_op", "macchiato_step_op"):
+
+    def counted(name):
         op = getattr(decoding, name)
-        monkeypatch.setattr(
-            decoding, name, lambda *a, op=op, name=name: names.append(name) or op(*a)
-        )
+
+        def call(*args):
+            names.append(name)
+            return op(*args)
+
+        return call
+
+    for name in ("latte_step_op", "macchiato_step_op"):
+        monkeypatch.setattr(decoding, name, counted(name))
     return names
 
 
@@ -65,7 +80,7 @@ def test_a_left_padded_batch(preset, served):
     ids, mask = prompt()
     want = generate(double, ids, mask)
     assert not served
-    with decoding_backend("triton"):
+    with steps_on("triton"):
         got = generate(single, ids, mask)
     assert torch.equal(got.sequences, want.sequences)
     for a, e in zip(got.logits, want.logits, strict=True):
@@ -80,7 +95,7 @@ def test_beams(served):
     ids, mask = prompt(2)
     beams = {"num_beams": 3, "max_new_tokens": 3}
     want = generate(double, ids, mask, **beams)
-    with decoding_backend("triton"):
+    with steps_on("triton"):
         got = generate(single, ids, mask, **beams)
     assert torch.equal(got.sequences, want.sequences) and served
 
@@ -94,7 +109,7 @@ def test_taking_tokens_back(served):
         cache = LatteCache(model.config)
         for layer in cache.layers:
             layer.activate_past_recording()
-        with torch.no_grad(), decoding_backend(backend):
+        with torch.no_grad(), steps_on(backend):
             for t in (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 8)):
                 model(ids[:, t], past_key_values=cache)
             cache.crop(-2)

@@ -21,8 +21,8 @@ from helpers import (
 )
 from kernel_helpers import DEVICE, Fences
 
-from latte.ops import LatteState, decoding, latte_attention, macchiato_attention
-from latte.ops.decoding import backend_of_step, decoding_backend
+from latte.ops import LatteState, decoding, latte_attention, macchiato_attention, use_backend
+from latte.ops.decoding import backend_of_step
 from latte.ops.triton_backend import step as step_module
 from latte.ops.triton_backend.step import latte_step_op, macchiato_step_op
 
@@ -204,7 +204,7 @@ def test_compiles_in_one_graph(small, op):
     inputs, state = step_inputs(op)
     low, state = [x.float().to(DEVICE) for x in inputs], converted(state, torch.float32)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    with decoding_backend("triton"):
+    with use_backend("triton"):
         got = flat(compiled(op, low, state, None))
     assert_same(got, flat(run(op, low, state, "triton")), 0.0)
 
@@ -237,7 +237,7 @@ def test_which_calls_are_steps(steps):
     one = [x[:, :1] for x in low]
     latte_attention(*one, backend="triton")
     assert steps.served == 1
-    with decoding_backend("triton"):
+    with use_backend("triton"):
         latte_attention(*one)
     assert steps.served == 2
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_which_calls_are_steps(steps):
     latte_attention(*one, backend="triton", causal=False)
     latte_attention(*one, backend="triton", cu_seqlens=cu)
     latte_attention(*one, backend="torch")
-    with decoding_backend("torch"):
+    with use_backend("torch"):
         latte_attention(*one)
     assert steps.served == 3
 
@@ -263,18 +263,16 @@ def test_what_none_means():
     assert backend_of_step(None, gpu, "for L=300") is None
     assert backend_of_step(None, cpu, None) is None
     assert backend_of_step("torch", gpu, None) == "torch"
-    with decoding_backend("torch"):
+    with use_backend("torch"):
         assert backend_of_step(None, gpu, None) == "torch"
-        with decoding_backend(None):
-            assert backend_of_step(None, gpu, None) == "triton"
-    with pytest.raises(ValueError, match="expected None, 'torch' or 'triton', got 'fast'"):
-        with decoding_backend("fast"):
-            pass
+    with use_backend("triton"):
+        assert backend_of_step(None, cpu, "for L=300") == "triton"
+    assert backend_of_step(None, gpu, None) == "triton"
 
 
 def test_what_the_kernel_cannot_serve_is_told():
     q, k, v = latte_inputs(1, 1, 2, 3, 5)
-    with decoding_backend("triton"):
+    with use_backend("triton"):
         with pytest.raises(ValueError, match="'triton' is not available for torch.float64"):
             latte_attention(q, k, v)
         wide = torch.zeros(1, 1, 2, 600)
