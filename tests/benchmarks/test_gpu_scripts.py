@@ -253,6 +253,23 @@ def test_every_law_can_be_broken(tmp_path, check, spoil):
             getattr(gpu_correctness, check)(bench, 70)
 
 
+def test_what_is_allowed():
+    """Twice the judge's error; a state of half-precision inputs as much as tf32 rounds."""
+    exact = [torch.ones(100, dtype=torch.float64)]
+    plain, near, off = ([torch.full((100,), 1 + x)] for x in (1e-4, 1.9e-4, 2.1e-4))
+    judge = gpu_correctness.judge
+    assert "95%" in judge(near, plain, exact, torch.float32)
+    with pytest.raises(gpu_correctness.Failed, match="tensor 0: error 2.10e-04, allowed 2.00e-04"):
+        judge(off, plain, exact, torch.float32)
+    judge(off, plain, exact, torch.bfloat16)
+    with pytest.raises(gpu_correctness.Failed):
+        judge([torch.full((100,), 1.002)], plain, exact, torch.bfloat16)
+    with pytest.raises(gpu_correctness.Failed, match="NaN"):
+        judge([torch.full((100,), torch.nan)], plain, [exact[0] * torch.inf], torch.float32)
+    with pytest.raises(gpu_correctness.Failed):
+        judge([torch.full((100,), torch.nan)], plain, exact, torch.float32)
+
+
 def test_an_op_without_kernels_is_skipped(tmp_path, capsys):
     code = gpu_correctness.main(arguments(tmp_path, "conv:float32", "--backend", "nothing"))
     assert code == 0 and "skip  conv:float32: all checks: " in capsys.readouterr().out
