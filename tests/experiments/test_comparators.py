@@ -334,6 +334,11 @@ def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe:
     with pytest.raises(LatteError, match="'longformer' reads both ways: .* no language model"):
         train(recipe, quiet=True)
     assert not Path(recipe.output_dir).exists()
+    recipe.model.preset = "grifin"
+    with pytest.raises(
+        LatteError, match="unknown preset 'grifin', .* compare with: griffin, mamba"
+    ):
+        train(recipe, quiet=True)
     with pytest.raises(LatteError, match="unknown comparator 'grifin', expected one of griffin"):
         find("grifin")
 

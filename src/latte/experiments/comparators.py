@@ -242,6 +242,17 @@ def find(name: str, *, causal: bool | None = None) -> Comparator:
     return comparator
 
 
+def check_name(preset: str) -> None:
+    """Raise LatteError for a name that is neither a preset's nor a comparator's."""
+    from ..models import PRESETS
+
+    if preset not in PRESETS and preset not in COMPARATORS:
+        raise LatteError(
+            f"unknown preset {preset!r}, expected one of {', '.join(PRESETS)}, or of the models to"
+            f" compare with: {', '.join(COMPARATORS)}"
+        )
+
+
 def make_known(model_type: str) -> None:
     """Let Transformers' Auto classes know a model type, and see that it runs as well as it can.
 

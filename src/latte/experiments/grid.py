@@ -42,9 +42,10 @@ def model_config(
 ) -> Any:
     """`preset_config(preset, "tiny", **values)`, or a comparator's; a mistake names the model."""
     from ..models import preset_config
-    from .comparators import COMPARATORS, comparator_config, find
+    from .comparators import COMPARATORS, check_name, comparator_config, find
 
     try:
+        check_name(preset)
         if preset in COMPARATORS:
             find(preset, causal=causal)
             return comparator_config(preset, "tiny", **values)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import LatteError
 from .comparator_trainer import ComparatorTrainer
-from .comparators import comparator_config, find, language_model
+from .comparators import check_name, comparator_config, find, language_model
 from .metrics import Progress, read_metrics
 from .recipe import DataSection, Recipe
 from .run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
@@ -149,6 +149,7 @@ def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
     try:
         if section.architecture is not None:
             return architecture_config(section.architecture, values)
+        check_name(section.preset)
         if section.is_comparator:
             find(section.preset, causal=True)
             return comparator_config(section.preset, section.size, **values)
