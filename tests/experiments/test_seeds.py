@@ -137,6 +137,7 @@ def test_differences_are_paired_and_claims_are_judged(
     assert found_order(found) == ["latte", "latte++", "latte-r-swa++", "transformer++"]
     assert "| `latte` > `latte++` | +10.67 ± 1.43 | 3 | holds |" in text
     assert "| `transformer++` >= `latte-r-swa++` | -0.33 ± 5.17 | 3 | undecided" in text
+    assert "| `latte`, `latte++` | +10.67 ± 1.43 | 3 | yes |" in text
     assert "Perplexity minus that of `transformer++`" in text
     folder = Path(made_up.output_dir)
     assert (folder / "seeds.md").read_text() == text

@@ -104,6 +104,12 @@ def verdict(difference: Mean) -> str:
     return "holds" if difference.sign > 0 else "reversed"
 
 
+def _one_sided(difference: Mean) -> str:
+    if difference.half_width is None:
+        return "one seed"
+    return "yes" if difference.sign else "no"
+
+
 def _means(finished: Sequence[Outcome], lengths: Sequence[int]) -> str:
     head = ["model", "parameters", "seeds", *(f"perplexity at {x:,}" for x in lengths)]
     lines = [[*head, "tokens/s", "peak memory, MB"]]
@@ -156,7 +162,7 @@ def _orders(found: Losses, length: int) -> list[str]:
         difference = paired(found, left, right)
         if difference is not None:
             pairs.append([f"`{left}`, `{right}`", _value(difference, "+.2f"),
-                          str(difference.count), "yes" if difference.sign else "no"])  # fmt: skip
+                          str(difference.count), _one_sided(difference)])  # fmt: skip
     parts = []
     if len(claimed) > 1:
         parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n"]
