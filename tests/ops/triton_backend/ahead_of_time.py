@@ -16,7 +16,7 @@ from latte.ops.triton_backend.launch import HALF, PRODUCTS, SCAN, configuration
 
 SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FORWARD = ("sums", "outputs", "mixtures")
+FORWARD = ("sums", "mixtures")
 BACKWARD = ("query_gradients", "source_gradients", "queries_ask", "mixture_gradients")
 SCANS = ("scan", "scan_back", "add_up")
 # Arguments of the inputs' dtype; every other pointer but these and the integers is to fp32.

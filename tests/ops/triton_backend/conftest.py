@@ -24,12 +24,12 @@ def scan_whole_rows(self, inputs):
     for j, x in enumerate(data):
         out[j][0] = x[0]
     for i in range(1, data[0].shape[0]):
-        earlier = [self.to_tensor(o[i - 1], x.dtype) for o, x in zip(out, inputs, strict=True)]
-        here = [self.to_tensor(d[i], x.dtype) for d, x in zip(data, inputs, strict=True)]
+        earlier = [self.to_tensor(o[i - 1 : i], x.dtype) for o, x in zip(out, inputs, strict=True)]
+        here = [self.to_tensor(d[i : i + 1], x.dtype) for d, x in zip(data, inputs, strict=True)]
         merged = self.combine_fn.fn(*earlier, *here)
         merged = merged if isinstance(merged, tuple) else (merged,)
         for j, x in enumerate(merged):
-            out[j][i] = x.handle.data
+            out[j][i : i + 1] = x.handle.data
     return [
         self.to_tensor(np.ascontiguousarray(np.moveaxis(o, 0, axis)), x.dtype)
         for o, x in zip(out, inputs, strict=True)
@@ -66,6 +66,7 @@ def runnable() -> bool:
 KERNEL_TESTS = [
     "test_kernels.py",
     "test_kernel_laws.py",
+    "test_walks.py",
     "test_window_kernels.py",
     "test_macchiato_kernels.py",
     "test_recurrence_kernels.py",

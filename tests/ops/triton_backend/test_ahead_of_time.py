@@ -58,10 +58,6 @@ def test_sizes_of_one():
     check(FORWARD + BACKWARD + SCANS, torch.bfloat16, 1, plain=True, ones=True)
 
 
-def test_without_mask_packing_and_state():
-    check(("sums", "outputs"), torch.bfloat16, 32, plain=True)
-
-
 def test_ten_configurations_whatever_the_length():
     chosen = {configuration(L, dtype) for L in range(1, 257) for dtype in PRODUCTS}
     assert len(chosen) == len(PRODUCTS) * len(HALF) and set(HALF) == set(SINGLE)

@@ -20,6 +20,7 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
     [
         "test_kernels.py",
         "test_kernel_laws.py",
+        "test_walks.py",
         "test_window_kernels.py",
         "test_recurrence_kernels.py",
         "test_macchiato_kernels.py",

@@ -1,4 +1,4 @@
-"""Causal and bidirectional Latte, backward: the closed form, chunk by chunk.
+"""Latte, backward, chunk by chunk: bidirectional, and causal where there is a state per chunk.
 
 With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
 
@@ -7,8 +7,9 @@ With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
     dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
 
 1. ``query_gradients``: delta and dq; what the chunk asks of the state before it.
-2. ``scan_back``: in reverse, the gradient of the state after each chunk: dmean (L, D), and ``lost``
-   (L,) = <dmean, mean> - dlog_mass, which obeys the same recurrence as dmean.
+2. ``scan_back``: in reverse, the gradient of the state after each chunk, or each segment of the
+   walks (walk_back.py): dmean (L, D), and ``lost`` (L,) = <dmean, mean> - dlog_mass, which obeys
+   the same recurrence as dmean.
 3. ``source_gradients``: dk and dv, from the rows of the chunk and from the state after it.
 
 Everything else is recomputed from the inputs and the states between chunks.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
-from latte.ops.triton_backend.latte import readable
 from latte.ops.triton_backend.launch import Chunks, launch
+from latte.ops.triton_backend.states import readable
 
 # Tokens and channels of a tile.
 TILE = {"C": 64, "BE": 64}

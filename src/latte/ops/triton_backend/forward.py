@@ -1,16 +1,12 @@
-"""Causal and bidirectional Latte, forward: three kernels, one program per chunk and head.
+"""The states between segments; bidirectional Latte, forward.
 
-1. ``sums``: of each chunk alone, the largest logit, the mass and the weighted sum of the values.
-2. ``scan``: the state before each chunk, by merging these in order; the final states.
-3. ``outputs``: the state before the chunk and the sources inside it, mixed by the queries.
+* ``scan``: the state before each segment, by merging what ``segment_sums`` (walk.py) finds in each;
+  the final states.
+* ``sums``: the same of each chunk alone, where there is a state per chunk.
+* ``mixtures``: the final state mixed by the queries, which is the bidirectional form.
 
-Inside a chunk the weights factor around one reference, a logit of the past, while the running
-maximum stays within reach of it. Rows beyond its reach take their weights source by source. The
-choice is made per row and depends on the row's past alone: future inputs cannot change an output,
-not even its rounding.
-
-Shape suffixes: M chunks of all sequences, C tokens of a chunk, N sequences, H heads, L latents,
-D value width.
+Shape suffixes: M segments or chunks of all sequences, C tokens of a chunk, N sequences, H heads,
+L latents, D value width.
 """
 
 from __future__ import annotations
@@ -21,27 +17,20 @@ import triton.language as tl
 from latte.ops.triton_backend.tiles import (
     chunks_of,
     compose,
-    decay_of,
     finite,
     inverse,
     kept_share,
-    keys_of,
-    load_key,
     load_keys,
     load_queries,
-    load_row,
     load_state,
     load_tile,
+    log_mass_of,
     merge_masses,
     mm,
-    own_weight,
     place,
-    reference,
-    running_masses,
     store_row,
     store_state,
     store_tile,
-    within_reach,
 )
 
 
@@ -87,10 +76,10 @@ def scan(
     chunks, H, L, D,
     U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one sequence in order, U at a time, for one head and tile of (L, D).
+    """Merge the segments of one sequence in order, U at a time, for one head and tile of (L, D).
 
-    ``first_ptr``: (N+1,) the sequences' first chunks when packed, else None. ``before_*`` is None
-    if nobody needs the states between chunks. The first tile of D writes what has no D.
+    ``first_ptr``: (N+1,) the sequences' first segments when packed, else None. ``before_*`` is None
+    if nobody needs the states between segments. The first tile of D writes what has no D.
     """
     n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     x = tl.program_id(1) * BL + tl.arange(0, BL)
@@ -153,57 +142,8 @@ def scan(
     i = n * H + h
     tl.store(top1_ptr + i * L + x, top, mask=real_L & leads)
     tl.store(mass1_ptr + i * L + x, mass, mask=real_L & leads)
-    log_mass = tl.where(mass == 0.0, float("-inf"), top + tl.log(tl.where(mass == 0.0, 1.0, mass)))
-    tl.store(log_mass1_ptr + i * L + x, log_mass, mask=real_L & leads)
+    tl.store(log_mass1_ptr + i * L + x, log_mass_of(top, mass), mask=real_L & leads)
     tl.store(mean1_ptr + i * L * D + at_LD, mean, mask=real_LD)
-
-
-@triton.jit
-def outputs(
-    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
-    top_ptr, mass_ptr, mean_ptr, out_ptr,
-    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
-    T, chunks, H, L, D,
-    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """y_t = sum_l p(l|t) (exp(A_0 - A_t) mu_0 + sum_s exp(k_s - A_t) v_s), contiguous."""
-    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
-    i = m.to(tl.int64) * H + h
-    if start >= stop:
-        # Packed sequences may need fewer chunks than there are: what is saved is defined there too.
-        store_row(top_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
-        store_row(mass_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
-        for d0 in range(0, D, BD):
-            store_state(mean_ptr, i, L, D, d0, tl.zeros((BL, BD), tl.float32), BL, BD)
-        return
-    if mask_ptr is not None:
-        mask_ptr += row * T
-    q_ptr += row * q_b + h * q_h
-    k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
-    out_ptr += row * T * H * D + h * D
-    rows = tl.arange(0, C)
-    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
-    p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
-    top, mass = running_masses(k, top0, mass0)
-    ref = reference(top)
-    near = within_reach(top, ref)
-    scores = mm(p * decay_of(top, mass, ref), tl.trans(keys_of(k, ref)), WIDE)
-    scores = tl.where((rows[:, None] >= rows[None, :]) & near[:, None], scores, 0.0)
-    if tl.min(near.to(tl.int32), 0) == 0:
-        for s in range(0, tl.minimum(stop - start, C).to(tl.int32)):
-            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
-            a_s = tl.sum(p * own_weight(k_s, s, rows, top, mass), 1)
-            here = (rows[None, :] == s) & (near == 0)[:, None]
-            scores = tl.where(here, a_s[:, None], scores)
-    p *= mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
-    for d0 in range(0, D, BD):
-        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
-        y = mm(scores, v, NARROW)
-        y += mm(p, load_state(mean_ptr, i, L, D, d0, BL, BD), WIDE)
-        store_tile(out_ptr, H * D, 1, start, stop, d0, D, y, C, BD)
 
 
 @triton.jit

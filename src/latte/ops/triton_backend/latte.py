@@ -1,6 +1,7 @@
-"""``latte_attention`` on Triton kernels: custom ops with closed gradients.
+"""``latte_attention`` on Triton kernels; the causal form as custom ops with closed gradients.
 
-Saved for the backward pass: the inputs and one state per chunk, O(T / C) of them.
+Saved for the backward pass: the inputs, the final mean and, where sequences are cut into segments,
+one state per segment.
 
 Shape suffixes: B batch, T tokens, H heads, L latents, D value width, N states, M chunks.
 """
@@ -13,7 +14,15 @@ from torch import Tensor
 from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
-from latte.ops.triton_backend.launch import Launcher, configuration
+from latte.ops.triton_backend.bidirectional import bidirectional_op
+from latte.ops.triton_backend.segments import Walker, segment_length, walking
+from latte.ops.triton_backend.states import (
+    contiguous_state,
+    final_buffers,
+    readable,
+    scan_segments,
+    state_gradients,
+)
 
 
 def latte_attention(
@@ -34,67 +43,15 @@ def latte_attention(
     return out, LatteState(log_mass, mean) if output_final_state else None
 
 
-def readable(key_mask: Tensor | None) -> Tensor | None:
-    """The mask as contiguous bytes."""
-    return None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+def between_segments(run: Walker, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
 
-
-def contiguous_state(*state: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Contiguous tensors of a state that may be missing."""
-    return tuple(None if x is None else x.contiguous() for x in state)
-
-
-def state_gradients(
-    log_mass: Tensor | None, mean: Tensor | None, dmean: Tensor, lost: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(dlog_mass, dmean) of the initial state, from ``lost`` = <dmean, mean> - dlog_mass.
-
-    An empty state has no mass to move and a mean that nobody reads: no gradient.
+    Without entries where no sequence is cut: nobody needs them.
     """
-    if log_mass is None or mean is None:
-        return lost, dmean
-    empty = torch.isneginf(log_mass)
-    dA = ((dmean * mean).sum(-1) - lost).masked_fill_(empty, 0.0)
-    return dA, dmean.masked_fill(empty[..., None], 0.0)
-
-
-def walk(
-    run: Launcher,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-    before: tuple[Tensor, ...] | None,
-    R: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Top, mass, log-mass and mean of every sequence; the states between chunks into ``before``.
-
-    ``R`` query heads share one head of the values.
-    """
-    from latte.ops.triton_backend import forward
-
-    chunks = run.chunks
-    of_chunks = run.states(k, chunks.M)
-    strides = (*k.stride(), *v.stride())
-    inputs = (k, v, mask, chunks.table, *of_chunks, *strides)
-    run.by_chunk(forward.sums, *inputs, products=("WIDE",), R=R)
-    top, mass, final_mu = run.states(k, chunks.N)
-    final_A = torch.empty_like(top)
-    run.by_sequence(
-        forward.scan,
-        *(*of_chunks, chunks.first, *contiguous_state(log_mass, mean)),
-        *(before or (None, None, None)),
-        *(top, mass, final_A, final_mu),
-    )
-    return top, mass, final_A, final_mu
-
-
-def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Empty fp32 buffers (N, H, L) and (N, H, L, D)."""
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    A = q.new_empty((N, *q.shape[2:]), dtype=torch.float32)
-    return A, A.new_empty((*A.shape, v.shape[-1]))
+    cut = run.segments.cut
+    top, mass, mean = run.states(q, run.chunks.M if cut else 0)
+    final = top.new_empty((run.chunks.N if cut else 0, run.H, run.L))
+    return top, mass, mean, final, torch.empty_like(final)
 
 
 @torch.library.custom_op("latte::triton_causal", mutates_args=())
@@ -108,33 +65,42 @@ def causal_op(
     log_mass: Tensor | None,
     mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final state; then for the backward pass: its (top, mass), states before chunks."""
-    from latte.ops.triton_backend import forward
+    """Outputs, final state; then for the backward pass: :func:`between_segments`."""
+    from latte.ops.triton_backend import walk
 
-    run = Launcher(q, v.shape[-1], cu_seqlens)
+    run = Walker(q, v.shape[-1], cu_seqlens)
     mask = readable(key_mask)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    before = run.states(q, run.chunks.M)
-    top, mass, final_A, final_mu = walk(run, k, v, mask, log_mass, mean, before)
-    run.by_chunk(
-        forward.outputs,
-        *(q, k, v, mask, run.chunks.table, *before, out),
+    final_A, final_mu = final_buffers(q, v, cu_seqlens)
+    between = between_segments(run, q)
+    earlier = contiguous_state(log_mass, mean)
+    before: tuple[Tensor | None, ...] = (None, None, None)
+    found: tuple[Tensor | None, ...] = (final_A, final_mu)
+    if run.segments.cut:
+        before, found = between[:3], (None, None)
+        scan_segments(run, k, v, mask, earlier, before, (*between[3:], final_A, final_mu))
+    run.forward(
+        walk.walk,
+        *(q, k, v, mask, run.chunks.table, *before, *earlier, out, *found),
         *(*q.stride(), *k.stride(), *v.stride()),
-        products=("WIDE", "NARROW"),
     )
-    return out, final_A, final_mu, top, mass, *before
+    return out, final_A, final_mu, *between
 
 
 @causal_op.register_fake
 def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final_A, final_mu = final_buffers(q, v, cu_seqlens)
     (B, T, H, L), D = q.shape, v.shape[-1]
-    C = configuration(L, q.dtype).C
-    M = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
+    config = walking(L, D, q.dtype)
+    length = segment_length(B, T, H * -(-D // config.BD), config.C, cu_seqlens is not None)
+    final_A, final_mu = final_buffers(q, v, cu_seqlens)
+    N, M = final_A.shape[0], 0
+    if length < T:
+        M = B * -(-T // length) if cu_seqlens is None else T // length + N
     top = final_A.new_empty((M, H, L))
-    before = (top, torch.empty_like(top), top.new_empty((M, H, L, D)))
-    return out, final_A, final_mu, torch.empty_like(final_A), torch.empty_like(final_A), *before
+    final = final_A.new_empty((N if length < T else 0, H, L))
+    between = (top, torch.empty_like(top), top.new_empty((M, H, L, D)), final)
+    return out, final_A, final_mu, *between, torch.empty_like(final)
 
 
 @torch.library.custom_op("latte::triton_causal_backward", mutates_args=())
@@ -151,47 +117,96 @@ def causal_backward_op(
     log_mass: Tensor | None,
     mean: Tensor | None,
     final_mu: Tensor,
-    top: Tensor,
-    mass: Tensor,
     top_M: Tensor,
     mass_M: Tensor,
     mean_M: Tensor,
+    top: Tensor,
+    mass: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the initial state."""
-    from latte.ops.triton_backend import backward
-
-    run = Launcher(q, v.shape[-1], cu_seqlens)
-    chunks, mask = run.chunks, readable(key_mask)
+    """Gradients of q, k, v and of the initial state, one tile of D after the other."""
+    run = Walker(q, v.shape[-1], cu_seqlens)
+    tiles, mask = run.tiles(), readable(key_mask)
     dq, dk, dv = empty_gradients(q, k, v)
-    asked, after = run.means(q, chunks.M), run.means(q, chunks.M)
-    lost, after_lost = torch.empty_like(top_M), torch.empty_like(top_M)
-    inputs = (q, k, v, mask, chunks.table, top_M, mass_M, mean_M, dout)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
-    run.by_chunk(
-        backward.query_gradients,
-        *inputs,
-        *(dq, asked, lost),
-        *strides,
-        products=("WIDE", "NARROW"),
-        back=True,
-    )
+    dmean_0 = torch.empty_like(dmean, memory_format=torch.contiguous_format)
+    sums: list[Tensor] = []
+    for tile in tiles:
+        # One tile writes the results, several write parts in fp32.
+        parts: tuple[Tensor, ...] = (dq, dk)
+        if len(tiles) > 1:
+            parts = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (dq, dk))
+        lost_0 = _tile_gradients(
+            run,
+            (q, k, v[..., tile], mask, dout[..., tile]),
+            (log_mass, None if mean is None else mean[..., tile]),
+            (top_M, mass_M, mean_M[..., tile], top, mass),
+            (dmean[..., tile], final_mu[..., tile], None if sums else dlog_mass),
+            (*parts, dv[..., tile], dmean_0[..., tile]),
+        )
+        new = [*parts, lost_0] if len(tiles) > 1 else [lost_0]
+        sums = [x + y for x, y in zip(sums, new, strict=True)] if sums else new
+    if len(tiles) > 1:
+        dq.copy_(sums[0])
+        dk.copy_(sums[1])
+    return dq, dk, dv, *state_gradients(log_mass, mean, dmean_0, sums[-1])
+
+
+def _tile_gradients(
+    run: Walker,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    earlier: tuple[Tensor | None, Tensor | None],
+    between: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    later: tuple[Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, ...],
+) -> Tensor:
+    """Write (dq, dk, dv, dmean_0) of one tile of D; return what it adds to ``lost`` at the start.
+
+    ``later``: the gradient of the final mean, that mean, the gradient of the final log-mass.
+    """
+    from latte.ops.triton_backend import backward, walk_back
+
+    q, k, v, mask, dy = inputs
+    dmean, final_mu, dlog_mass = later
+    dq, dk, dv, dmean_0 = results
+    chunks, D, cut = run.chunks, v.shape[-1], run.segments.cut
+    top_M, mass_M, mean_M, *final = contiguous_state(*between)
     dmean = dmean.contiguous()
-    lost_1 = (dmean * final_mu).sum(-1) - dlog_mass
-    dmean_0, lost_0 = torch.empty_like(dmean), torch.empty_like(lost_1)
-    run.by_sequence(
-        backward.scan_back,
-        *(top_M, mass_M, asked, lost, chunks.first, top, mass, dmean, lost_1),
-        *(after, after_lost, dmean_0, lost_0),
-    )
-    run.by_chunk(
-        backward.source_gradients,
-        *inputs,
-        *(after, after_lost, dk, dv),
+    lost = (dmean * final_mu).sum(-1)
+    if dlog_mass is not None:
+        lost -= dlog_mass
+    lost_0, dmean_start = torch.empty_like(lost), torch.empty_like(dmean)
+    c = q.new_empty(q.shape[:3], dtype=torch.float32)
+    at_slots = [lost.new_empty((run.segments.slots, run.H, run.L)) for _ in range(2)]
+    at_ends = [lost.new_empty((chunks.M, run.H, run.L)) for _ in range(2)]
+    asked = []
+    if cut:
+        asked = [lost.new_empty((chunks.M, run.H, run.L, D)), torch.empty_like(at_ends[0])]
+    after, starts = [dmean, lost], [dmean_start, lost_0]
+    before = [top_M, mass_M, mean_M] if cut else [None, None, None]
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride())
+    run.back(
+        walk_back.query_walk,
+        D,
+        *(q, k, v, mask, chunks.table, *before, *contiguous_state(*earlier), dy),
+        *(dq, c, *at_slots, *at_ends, *(asked or (None, None))),
         *strides,
-        products=("WIDE", "NARROW"),
-        back=True,
     )
-    return dq, dk, dv, *state_gradients(log_mass, mean, dmean_0, lost_0)
+    if cut:
+        after = [torch.empty_like(x) for x in asked]
+        run.scan_back(
+            backward.scan_back,
+            D,
+            *(top_M, mass_M, *asked, chunks.first, *final, dmean, lost),
+            *(*after, *starts),
+        )
+    run.back(
+        walk_back.source_walk,
+        D,
+        *(q, k, v, mask, chunks.table, dy, dq, c, *at_slots, *at_ends, *after, dk, dv),
+        *((None, None) if cut else starts),
+        *(*strides, dv.stride(1), dv.stride(2)),
+    )
+    dmean_0.copy_(dmean_start)
+    return lost_0
 
 
 @causal_backward_op.register_fake
@@ -213,102 +228,3 @@ def _causal_gradients(ctx, dout, dlog_mass, dmean, *_):
 
 
 causal_op.register_autograd(_causal_gradients, setup_context=_save_causal)
-
-
-@torch.library.custom_op("latte::triton_bidirectional", mutates_args=())
-@full_precision
-def bidirectional_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass)."""
-    from latte.ops.triton_backend import forward
-
-    run = Launcher(q, v.shape[-1], cu_seqlens)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    top, mass, final_A, final_mu = walk(run, k, v, readable(key_mask), log_mass, mean, None)
-    run.by_chunk(
-        forward.mixtures, q, run.chunks.table, final_mu, out, *q.stride(), products=("WIDE",)
-    )
-    return out, final_A, final_mu, top, mass
-
-
-@bidirectional_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    A, mu = final_buffers(q, v, cu_seqlens)
-    return out, A, mu, torch.empty_like(A), torch.empty_like(A)
-
-
-@torch.library.custom_op("latte::triton_bidirectional_backward", mutates_args=())
-@full_precision
-def bidirectional_backward_op(
-    dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-    final_mu: Tensor,
-    top: Tensor,
-    mass: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """With g = dmean + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA)."""
-    from latte.ops.triton_backend import backward
-
-    run = Launcher(q, v.shape[-1], cu_seqlens)
-    chunks = run.chunks
-    dq, dk, dv = empty_gradients(q, k, v)
-    asked = run.means(q, chunks.M)
-    run.by_chunk(
-        backward.queries_ask,
-        *(q, chunks.table, dout, asked, *q.stride(), *dout.stride()),
-        products=("NARROW",),
-        back=True,
-    )
-    g = dmean.clone(memory_format=torch.contiguous_format)
-    run.by_sequence(backward.add_up, asked, chunks.first, g)
-    lost = (g * final_mu).sum(-1) - dlog_mass
-    run.by_chunk(
-        backward.mixture_gradients,
-        *(q, k, v, readable(key_mask), chunks.table, top, mass, final_mu, dout, g, lost),
-        *(dq, dk, dv),
-        *(*q.stride(), *k.stride(), *v.stride(), *dout.stride()),
-        products=("WIDE",),
-        back=True,
-    )
-    if log_mass is None or mean is None:
-        return dq, dk, dv, lost, g
-    # exp(A_0 - A): what the initial state is worth to the whole.
-    seen = torch.where(mass == 0, 1.0, mass)
-    kept = torch.exp(log_mass - torch.where(torch.isneginf(top), 0.0, top)) / seen
-    return dq, dk, dv, *state_gradients(log_mass, mean, kept[..., None] * g, kept * lost)
-
-
-@bidirectional_backward_op.register_fake
-def _(dout, dlog_mass, dmean, q, k, v, *_):
-    return empty_gradients(q, k, v, dlog_mass, dmean)
-
-
-def _save_bidirectional(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output[2:])
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _bidirectional_gradients(ctx, dout, dlog_mass, dmean, *_):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dA, dmu = bidirectional_backward_op(dout, dlog_mass, dmean, *saved)
-    earlier = (None, None) if saved[5] is None else (dA, dmu)
-    return dq, dk, dv, None, None, *earlier
-
-
-bidirectional_op.register_autograd(_bidirectional_gradients, setup_context=_save_bidirectional)

@@ -104,8 +104,11 @@ class Chunks(NamedTuple):
     first: Tensor | None  # (N+1,) int64: first chunk of each sequence
 
     @classmethod
-    def of(cls, B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Chunks:
-        """Rows of equal length, or packed sequences: at most T // C + N chunks."""
+    def of(cls, B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> Chunks:
+        """Rows of equal length, or packed sequences: at most T // C + N chunks.
+
+        ``at_least``: this many for a sequence without tokens, which are then empty.
+        """
         if cu_seqlens is None:
             per_row = -(-T // C)
             return cls(B * per_row, B, per_row, None, None)
@@ -113,26 +116,29 @@ class Chunks(NamedTuple):
         M = T // C + N
         bounds = cu_seqlens.long()
         first = bounds.new_zeros(N + 1)
-        first[1:] = torch.div(bounds.diff() + (C - 1), C, rounding_mode="floor").cumsum(0)
+        counts = torch.div(bounds.diff() + (C - 1), C, rounding_mode="floor")
+        first[1:] = counts.clamp(min=at_least).cumsum(0)
         m = torch.arange(M, device=bounds.device)
         sequence = torch.bucketize(m, first[1:], right=True)
         real = sequence < N
         sequence = sequence.clamp(max=N - 1)
         start = bounds[sequence] + (m - first[sequence]) * C
         stop = bounds[sequence + 1]
-        # A chunk past the last one is empty.
-        start = torch.where(real, start, stop)
+        # A chunk past the last one begins beyond its end.
+        start = torch.where(real, start, stop + 1)
         return cls(M, N, 0, torch.stack([start, stop, sequence], 1), first)
 
 
 class Launcher:
     """Launches kernels with the sizes and the configuration of one call."""
 
-    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
+    def __init__(
+        self, q: Tensor, D: int, cu_seqlens: Tensor | None, chunks: Chunks | None = None
+    ) -> None:
         B, self.T, self.H, self.L = q.shape
         self.D, self.device = D, q.device
         self.config = configuration(self.L, q.dtype)
-        self.chunks = Chunks.of(B, self.T, self.config.C, cu_seqlens)
+        self.chunks = chunks or Chunks.of(B, self.T, self.config.C, cu_seqlens)
         wide, narrow = self.config.wide, self.config.narrow
         if triton_mode() == "interpreter":
             wide, narrow = "ieee", "bf16_as_fp32" if narrow == "bf16" else "ieee"

@@ -16,8 +16,8 @@ from torch import Tensor
 from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState, WindowState
-from latte.ops.triton_backend.latte import final_buffers, state_gradients, walk
 from latte.ops.triton_backend.launch import configuration
+from latte.ops.triton_backend.states import final_buffers, state_gradients, walk
 from latte.ops.triton_backend.window import row_buffers, tail_buffers
 from latte.ops.triton_backend.window_launch import Window, WindowLauncher, tail_of, unit_rows
 

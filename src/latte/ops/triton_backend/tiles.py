@@ -9,12 +9,18 @@ Shape suffixes: C tokens of a chunk, L latents (of a tile, padded), D value widt
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 # One reference serves a row while its running maximum stays within e^16 of it: the argument of exp
 # is then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
 REACH = tl.constexpr(16.0)
+# In place of a mass of 0, whose numerator is 0 too.
+TINY = tl.constexpr(1e-30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Whether the compiled kernels may use instructions of NVIDIA's.
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 @triton.jit
@@ -100,8 +106,8 @@ def load_queries(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: t
     """p(l|t) = softmax of the query logits, (C, BL); padded latents get 0."""
     q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
     q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
-    e = tl.exp(q - tl.max(q, 1)[:, None])
-    return e / tl.sum(e, 1)[:, None]
+    e = power(q - tl.max(q, 1)[:, None])
+    return e * reciprocal(tl.sum(e, 1))[:, None]
 
 
 @triton.jit
@@ -132,16 +138,26 @@ def load_key(ptr, mask_ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
 
 
 @triton.jit
+def factor(x, PRODUCT: tl.constexpr):
+    """What :func:`mm` makes of a factor. Called before, where several products share it."""
+    if PRODUCT == "bf16":
+        return x.to(tl.bfloat16)
+    elif PRODUCT == "bf16_as_fp32":
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def mm(a, b, PRODUCT: tl.constexpr):
     """a @ b with fp32 sums; ``PRODUCT`` says what the factors are rounded to.
 
     "bf16_as_fp32" rounds as a GPU does, then multiplies in fp32: it is for Triton's interpreter.
     """
+    a, b = factor(a, PRODUCT), factor(b, PRODUCT)
     if PRODUCT == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        return tl.dot(a, b)
     elif PRODUCT == "bf16_as_fp32":
-        a = a.to(tl.bfloat16).to(tl.float32)
-        b = b.to(tl.bfloat16).to(tl.float32)
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a, b, input_precision=PRODUCT)
@@ -188,6 +204,35 @@ def kept_share(top1, mass1, top2, mass2):
     """exp(A_1 - A_2), what an earlier state is worth to a later one: exactly 1 if they agree."""
     kept = mass1 * tl.exp(top1 - finite(top2))
     return kept / tl.where(mass2 == 0.0, 1.0, mass2)
+
+
+@triton.jit
+def log_mass_of(top, mass):
+    """top + log(mass), and -inf where nothing has been seen."""
+    return tl.where(mass == 0.0, float("-inf"), top + tl.log(tl.where(mass == 0.0, 1.0, mass)))
+
+
+@triton.jit
+def power(x):
+    """exp(x) in three instructions: what is below the range of normal numbers is 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x for normal numbers, in one instruction."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from latte.ops.state import WindowState
-from latte.ops.triton_backend.latte import readable
 from latte.ops.triton_backend.launch import Launcher, configuration, unavailable
+from latte.ops.triton_backend.states import readable
 
 WIDEST_KEY = 256
 FARTHEST_ROWS = 1 << 24  # elements between tokens; blocks have at most 64 of them

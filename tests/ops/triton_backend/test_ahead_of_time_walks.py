@@ -1,0 +1,59 @@
+"""Every configuration of the walks compiles for sm_90, within its stack and its shared memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ahead_of_time import SHARED_LIMIT  # noqa: E402
+from ahead_of_time_walks import REACHED, WALKS, compiled_walk  # noqa: E402
+
+from latte.ops.triton_backend.segments import HALF, PRODUCT, SINGLE, walking  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+COMMON = [(torch.bfloat16, 32, 64), (torch.float32, 16, 64)]
+RARE = [(x, *sizes) for x in PRODUCT for sizes in REACHED if (x, *sizes) not in COMMON]
+
+
+def most_spilled(name: str, dtype: torch.dtype, L: int, D: int) -> int:
+    """Bytes of stack per thread that are let pass."""
+    return 4096
+
+
+def check(dtype, L, D, **options):
+    for name in WALKS:
+        r = compiled_walk(name, L, D, dtype, **options)
+        assert r.spilled <= most_spilled(name, dtype, L, D), f"{name}: {r.spilled} bytes of stack"
+        assert r.shared <= SHARED_LIMIT, f"{name}: {r.shared} bytes of shared memory"
+
+
+@pytest.mark.parametrize(("dtype", "L", "D"), COMMON)
+@pytest.mark.parametrize("cut", [False, True])
+def test_common_walks(dtype, L, D, cut):
+    check(dtype, L, D, cut=cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "L", "D"), RARE)
+def test_rare_walks(dtype, L, D):
+    check(dtype, L, D)
+
+
+def test_sizes_of_one():
+    """Triton turns arguments that are 1 into constants, which know fewer operations."""
+    check(torch.bfloat16, 1, 1, ones=True)
+
+
+def test_these_are_all_configurations():
+    """Eight at most for each dtype, whatever the length."""
+    for dtype in PRODUCT:
+        reached = {walking(L, D, dtype) for L, D in REACHED}
+        assert reached == {walking(L, D, dtype) for L in range(1, 257) for D in range(1, 513)}
+        assert len(reached) <= 8
+    assert set(HALF) == set(SINGLE)
