@@ -87,7 +87,7 @@ def values_and_gradients(
     total = torch.zeros((), dtype=F64)
     for i, out in enumerate(outputs):
         finite = torch.where(torch.isfinite(out), out, 0.0)
-        weights = randn(*out.shape, seed=seed + i).to(out.dtype)
+        weights = randn(*out.shape, seed=seed + i).to(out)
         total = total + (finite * weights).sum().to(F64)
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]

@@ -1,11 +1,14 @@
-"""The kernels with a window, compiled for sm_90 without a GPU: alone, and as state 0 of Latte."""
+"""The kernels with a window, compiled for sm_90 without a GPU: alone, and as state 0 of Latte.
+
+python tests/ops/triton_backend/ahead_of_time_window.py    # the second table of docs/kernels.md
+"""
 
 from __future__ import annotations
 
 import torch
-from ahead_of_time import Resources, resources
+from ahead_of_time import ELEMENTS, Resources, compiled, resources
 
-from latte.ops.triton_backend.launch import configuration
+from latte.ops.triton_backend.launch import HALF, PRODUCTS, configuration
 from latte.ops.triton_backend.window_launch import STAGES, window_tiles
 
 # One width for each tile: up to 64, and beyond.
@@ -54,3 +57,35 @@ def window_compiled(
     if name == "window_outputs":
         return resources(kernel, values, tiles.warps, dtype, ODD, STAGES)
     return resources(kernel, values, tiles.warps_back, dtype, ODD, tiles.stages_back)
+
+
+def main() -> None:
+    """One row for each configuration that can be chosen."""
+    beside = ("query_gradients", "source_gradients")
+    names = " | ".join(f"`{name}`" for name in (*WINDOW, *beside))
+    print(f"| inputs | L up to | K, D up to | C, tile | {names} |")
+    print("|---" * (4 + len(WINDOW) + len(beside)) + "|")
+    for dtype in PRODUCTS:
+        for L in (None, *HALF):
+            for X in WIDTHS:
+                c, tiles = configuration(L or 1, dtype), window_tiles(L or 1, X, X, dtype)
+                cells = []
+                for name in WINDOW:
+                    warps = tiles.warps if name == "window_outputs" else tiles.warps_back
+                    cells.append(entry(warps, window_compiled(name, L, X, dtype)))
+                for name in beside:
+                    # They take K and D in tiles of their own.
+                    r = None if L is None or X > WIDTHS[0] else compiled(name, L, dtype, gated=True)
+                    cells.append("-" if r is None else entry(c.warps_back, r))
+                width = X if X == WIDTHS[0] else 512
+                row = (ELEMENTS[dtype], L or "-", width, f"{c.C}, {tiles.BX}", *cells)
+                print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+
+
+def entry(warps: int, r: Resources) -> str:
+    """Warps: registers / bytes of stack / KB of shared memory."""
+    return f"{warps}: {r.registers} / {r.spilled} / {r.shared / 1024:.0f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,8 @@ class WindowTiles(NamedTuple):
 
 
 STAGES = 3  # of the forward kernel
-# Padded latents -> tiles for widths up to 64, and beyond. Without latents: as with few.
+# Padded latents -> tiles; for bf16, those for widths up to 64 and beyond. Without latents: as with
+# few.
 HALF = {
     16: ((64, 4, 8, 2), (128, 8, 8, 1)),
     32: ((64, 4, 8, 2), (128, 8, 8, 1)),
@@ -37,13 +38,15 @@ HALF = {
     128: ((64, 8, 8, 2), (64, 8, 8, 2)),
     256: ((32, 8, 8, 2), (32, 8, 8, 2)),
 }
-SINGLE = {BL: ((32, 8, 8, 1), (32, 8, 8, 1)) for BL in HALF}
+SINGLE = {BL: ((32, 8, 8, 1),) for BL in HALF}
 
 
 def window_tiles(L: int, K: int, D: int, dtype: torch.dtype) -> WindowTiles:
     """The tiles for these shapes; they depend on neither T nor the window."""
     table = SINGLE if dtype == torch.float32 else HALF
-    return WindowTiles(*table[configuration(L, dtype).BL][max(K, D) > 64])
+    # fp16 multiplies in tf32: its tiles take twice the room of bf16's.
+    wide = max(K, D) > 64 and dtype == torch.bfloat16
+    return WindowTiles(*table[configuration(L, dtype).BL][wide])
 
 
 def window_unavailable(q: Tensor, window: int | None, K: int, D: int, L: int = 1) -> str | None:
