@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
 # One thread per test process: two OpenMP pools on one machine slow each other down.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+# Tests last from milliseconds to a minute (the kernels'): an idle process takes over the other's.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: setup demo test test-all test-triton lint format docs bench gpu-check clean
 

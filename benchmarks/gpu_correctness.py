@@ -188,6 +188,27 @@ def past_is_past(b: Bench, T: int) -> str:
     return "to the last bit"
 
 
+def steps_are_the_whole(b: Bench, T: int, steps: int = 8) -> str:
+    """A prefill and single tokens through the state, as in decoding, against all at once."""
+    inputs, n = b.inputs(2, T), b.case.tokens
+
+    def stepwise(backend: str, xs: list[Tensor]) -> list[Tensor]:
+        first = [x[:, : T - steps] if i < n else x for i, x in enumerate(xs)]
+        out, state = b.call(backend, first, output_final_state=True)
+        found = [out]
+        for t in range(T - steps, T):
+            now = [x[:, t : t + 1] if i < n else x for i, x in enumerate(xs)]
+            out, state = b.call(backend, now, initial_state=state, output_final_state=True)
+            found.append(out)
+        return [torch.cat(found, 1), *tensors_of(state)]
+
+    with torch.no_grad():
+        wide = [lift(x) for x in inputs]
+        out, state = b.call("reference", wide, output_final_state=True)
+        exact = [out, *tensors_of(state)]
+        return judge(stepwise(b.at.backend, inputs), stepwise("reference", inputs), exact, b.dtype)
+
+
 def runs_repeat(b: Bench, T: int) -> str:
     """A difference between runs is a race."""
     inputs = b.inputs(2, T)
@@ -293,6 +314,7 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
         yield "source gradients sum to 0", lambda: source_gradients_vanish(b, T)
     if case.past:
         yield "the future leaves the past alone", lambda: past_is_past(b, T)
+        yield "steps are the whole", lambda: steps_are_the_whole(b, T)
     yield "runs repeat", lambda: runs_repeat(b, T)
     yield "no synchronisation", lambda: host_does_not_wait(b, T)
     yield "compiled in one graph", lambda: compiles_in_one_graph(b, T)
