@@ -388,7 +388,12 @@ def run_group(at: Place, group: str, table: Any) -> int:
             table.add(row_of(name, verdict, detail, start))
             say(f"{verdict}  {name}: {detail}")
             failures += 1
-            stop_if_broken(at, error)
+            try:
+                stop_if_broken(at, error)
+            except Exception:
+                later = f"{group}: all later checks"
+                table.add(row_of(later, "FAIL", "not run: the GPU is in error", start))
+                raise
             continue
         failures += verdict == "FAIL"
         table.add(row_of(name, verdict, detail, start))

@@ -253,6 +253,23 @@ def test_every_law_can_be_broken(tmp_path, check, spoil):
             getattr(gpu_correctness, check)(bench, 70)
 
 
+def test_a_broken_gpu_ends_the_group_and_says_what_was_not_run(tmp_path, monkeypatch):
+    """After an illegal access nothing runs in that process: its later checks have failed too."""
+
+    def illegal(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu_correctness, "agrees", illegal)
+    monkeypatch.setattr(gpu_common, "wait", illegal)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        gpu_correctness.main(arguments(tmp_path, "conv:float32"))
+    rows = read_rows(tmp_path / "gpu_checks-conv-float32.csv")
+    assert [(r["check"], r["verdict"]) for r in rows] == [
+        ("conv:float32: fp64 reference", "FAIL"),
+        ("conv:float32: all later checks", "FAIL"),
+    ]
+
+
 def test_what_is_allowed():
     """Twice the judge's error; a state of half-precision inputs as its factors round."""
     exact = [torch.ones(100, dtype=torch.float64)]
