@@ -26,8 +26,19 @@ UNIT_STRIDES = ("x_e", "r_e", "i_e", "dy_e")
 OPTIONAL = ("mask_ptr", "table_ptr", "bounds_ptr", "first_ptr", "initial_ptr", "tail_ptr")
 
 
-def compiled(name: str, dtype: torch.dtype, *, down: bool = False, plain: bool = False, taps=4):
-    """``plain``: without mask, packing and initial state. Masks, sizes: as on a GPU."""
+def compiled(
+    name: str,
+    dtype: torch.dtype,
+    *,
+    down: bool = False,
+    plain: bool = False,
+    ones: bool = False,
+    taps: int = 4,
+) -> Resources:
+    """``plain``: without mask, packing and initial state. ``ones``: T, E and all strides are 1.
+
+    Triton turns arguments that are 1 into constants, which know fewer operations.
+    """
     from latte.ops.triton_backend import convolution_kernels, recurrence, recurrence_back
 
     values: dict[str, object] = dict.fromkeys(UNIT_STRIDES, 1)
@@ -39,6 +50,9 @@ def compiled(name: str, dtype: torch.dtype, *, down: bool = False, plain: bool =
         kernel = getattr(convolution_kernels, name)
         values |= {**convolution.TILE, "BP": 4, "K": taps}
         warps = convolution.WARPS
+    if ones:
+        values |= dict.fromkeys(("T", "chunks", "E"), 1)
+        values |= {f"{x}_{axis}": 1 for x in ("x", "r", "i", "dy") for axis in "bte"}
     if plain:
         # What tail_gradients works on is always there.
         absent = OPTIONAL if name in LRU or name != "tail_gradients" else OPTIONAL[:-2]

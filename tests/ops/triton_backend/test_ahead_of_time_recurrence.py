@@ -46,6 +46,17 @@ def test_without_mask_packing_and_state():
     check(("walk", "walk_back", "carry", *CONVOLUTION), torch.float32, plain=True)
 
 
+def test_sizes_of_one():
+    """As in decoding: one token."""
+    check(("walk", "convolve", "final_tail"), torch.bfloat16, plain=True, ones=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [False, True])
+def test_sizes_of_one_elsewhere(plain):
+    check((*LRU, *CONVOLUTION), torch.float32, plain=plain, ones=True, down=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("taps", [1, 2, 3, 9])
 def test_any_number_of_taps(taps):
