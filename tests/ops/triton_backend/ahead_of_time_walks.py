@@ -14,7 +14,7 @@ from latte.ops.triton_backend.segments import PRODUCT, Walk, walking
 
 WALKS = ("segment_sums", "walk", "query_walk", "source_walk")
 # (L, D) that reach every configuration.
-REACHED = [(16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (256, 64)]
+REACHED = [(16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (128, 64), (256, 64)]
 # What the one segment of a sequence does without, and the segments of a cut one.
 WHOLE = ("top_ptr", "mass_ptr", "mean_ptr", "asked_ptr", "lost_ptr")
 CUT = ("log_mass0_ptr", "mean0_ptr", "log_mass1_ptr", "mean1_ptr", "dmean0_ptr", "lost0_ptr")

@@ -21,15 +21,18 @@ COMMON = [(torch.bfloat16, 32, 64), (torch.float32, 16, 64)]
 RARE = [(x, *sizes) for x in PRODUCT for sizes in REACHED if (x, *sizes) not in COMMON]
 
 
-def most_spilled(name: str, dtype: torch.dtype, L: int, D: int) -> int:
-    """Bytes of stack per thread that are let pass."""
-    return 4096
+def most_spilled(name: str, dtype: torch.dtype) -> int:
+    """Bytes of stack per thread that are let pass, most of them for rows beyond reach."""
+    if dtype == torch.float32:
+        return 6144
+    times = 1 if dtype == torch.bfloat16 else 2.5
+    return int(times * {"segment_sums": 64, "source_walk": 1024}.get(name, 512))
 
 
 def check(dtype, L, D, **options):
     for name in WALKS:
         r = compiled_walk(name, L, D, dtype, **options)
-        assert r.spilled <= most_spilled(name, dtype, L, D), f"{name}: {r.spilled} bytes of stack"
+        assert r.spilled <= most_spilled(name, dtype), f"{name}: {r.spilled} bytes of stack"
         assert r.shared <= SHARED_LIMIT, f"{name}: {r.shared} bytes of shared memory"
 
 
@@ -51,9 +54,9 @@ def test_sizes_of_one():
 
 
 def test_these_are_all_configurations():
-    """Eight at most for each dtype, whatever the length."""
+    """Seven at most for each dtype, whatever the length."""
     for dtype in PRODUCT:
         reached = {walking(L, D, dtype) for L, D in REACHED}
         assert reached == {walking(L, D, dtype) for L in range(1, 257) for D in range(1, 513)}
-        assert len(reached) <= 8
+        assert len(reached) <= 7
     assert set(HALF) == set(SINGLE)

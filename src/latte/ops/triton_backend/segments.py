@@ -39,14 +39,15 @@ class Walk(NamedTuple):
     stages_back: int
 
 
-PRODUCT = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
-# Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages.
+PRODUCT = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
+# Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
+# of 128 take 8 warps.
 HALF = {
     16: (64, 128, 4, 3, 128, 8, 2),
     32: (64, 128, 4, 3, 128, 8, 2),
-    64: (64, 64, 8, 2, 128, 8, 2),
-    128: (64, 64, 8, 2, 64, 8, 2),
-    256: (32, 64, 8, 2, 32, 8, 2),
+    64: (64, 64, 8, 2, 64, 8, 2),
+    128: (32, 64, 8, 2, 64, 8, 2),
+    256: (16, 64, 8, 2, 32, 8, 2),
 }
 SINGLE = {
     16: (64, 64, 8, 2, 64, 8, 2),
@@ -64,6 +65,7 @@ def walking(L: int, D: int, dtype: torch.dtype) -> Walk:
     C, tile, warps, stages, tile_back, warps_back, stages_back = table[BL]
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
+    warps = warps if BD <= 64 else 8
     return Walk(C, BL, BD, BD_back, PRODUCT[dtype], warps, warps_back, stages, stages_back)
 
 

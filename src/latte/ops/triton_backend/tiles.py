@@ -144,6 +144,10 @@ def factor(x, PRODUCT: tl.constexpr):
         return x.to(tl.bfloat16)
     elif PRODUCT == "bf16_as_fp32":
         return x.to(tl.bfloat16).to(tl.float32)
+    elif PRODUCT == "tf32_rounded":
+        # Where tf32 is to be as good as fp16: the hardware cuts the last 13 bits off.
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
@@ -159,6 +163,8 @@ def mm(a, b, PRODUCT: tl.constexpr):
         return tl.dot(a, b)
     elif PRODUCT == "bf16_as_fp32":
         return tl.dot(a, b, input_precision="ieee")
+    elif PRODUCT == "tf32_rounded":
+        return tl.dot(a, b, input_precision="tf32")
     else:
         return tl.dot(a, b, input_precision=PRODUCT)
 
