@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from latte.conversion.attention import MacchiatoAttention
+from latte.conversion.carry import _enter
 from latte.conversion.configs import CONFIGS
 from latte.conversion.modeling import FAMILIES
 from latte.experiments.inspection.collect import Inspection, collect, find_layers
@@ -106,7 +107,8 @@ def test_delayed_latents_are_not_asked_before_they_see(look):
 
 def test_the_report_of_a_converted_model(look, tmp_path):
     model, inspection, _ = look("llama", delay_latents=True, num_sinks=1)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    hooks = {hook for module in model.modules() for hook in module._forward_pre_hooks.values()}
+    assert hooks == {_enter}  # the layers' own: what looked on is gone
     written = write_report(inspection, tmp_path)
     assert {"usage.csv", "collapse.png", "window_share.png", "index.html"} <= set(written)
     assert "of   3" in outline(inspection)

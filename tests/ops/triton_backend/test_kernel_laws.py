@@ -62,7 +62,9 @@ def test_packed_equals_separate():
     packed, state = call("triton", q, k, v, cu_seqlens=bounds)
     for n, (a, b) in enumerate(zip(cu, cu[1:], strict=False)):
         apart, last = call("triton", *(x[:, a:b] for x in (q, k, v)))
-        assert_same([packed[:, a:b], *(x[n : n + 1] for x in state)], [apart, *last], 0.0)
+        # A token alone goes to decoding's kernel, which rounds in its own way.
+        tolerance = 1e-6 if b - a == 1 else 0.0
+        assert_same([packed[:, a:b], *(x[n : n + 1] for x in state)], [apart, *last], tolerance)
 
 
 def test_strided_inputs():

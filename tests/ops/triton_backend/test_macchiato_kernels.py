@@ -123,7 +123,9 @@ def test_packed_equals_separate():
     bounds = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     packed, _ = macchiato("triton", *inputs, cu_seqlens=bounds)
     for a, b in zip(cu, cu[1:], strict=False):
-        assert torch.equal(packed[:, a:b], macchiato("triton", *(x[:, a:b] for x in inputs))[0])
+        apart, _ = macchiato("triton", *(x[:, a:b] for x in inputs))
+        # A token alone goes to decoding's kernel, which rounds in its own way.
+        assert_same([packed[:, a:b]], [apart], 1e-6 if b - a == 1 else 0.0)
 
 
 def test_rows_are_one_distribution():
