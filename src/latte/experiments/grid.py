@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,21 @@ def model_config(
         return preset_config(preset, "tiny", **values)
     except (ValueError, TypeError) as error:
         raise LatteError(f"models.{name}: {' '.join(str(error).split())}") from None
+
+
+def command_line(program: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that every runner of such recipes has."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m latte.experiments.{program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help=f"a YAML recipe, see recipes/{program}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and do none")
+    parser.add_argument("--report", action="store_true", help="report what is done, train nothing")
+    parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
+    return parser
 
 
 def exit_code(program: str, work: Callable[[], None], how_to_go_on: str) -> int:

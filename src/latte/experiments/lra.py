@@ -15,7 +15,6 @@ After every run `accuracy.csv`, `accuracy.md` and `curves.png` are written anew 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
-from .grid import exit_code, machine, progress_bar
+from .grid import command_line, exit_code, machine, progress_bar
 from .lra_recipe import LRARecipe, LRARun, load, runs
 from .metrics import duration
 from .run_folder import checkpoints, claim, writable_folder, write_json
@@ -35,17 +34,8 @@ RESULT_FILE = "result.json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="python -m latte.experiments.lra",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see recipes/lra")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs and do none")
+    parser = command_line("lra", __doc__)
     parser.add_argument("--balance", action="store_true", help="show the splits, train nothing")
-    parser.add_argument("--report", action="store_true", help="report what is done, train nothing")
-    parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
     options = parser.parse_args(arguments)
 
     def work() -> None:

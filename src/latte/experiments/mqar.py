@@ -10,7 +10,6 @@ figures `accuracy.png` and `latents.png` are written anew from all results there
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
-from .grid import exit_code, machine, progress_bar
+from .grid import command_line, exit_code, machine, progress_bar
 from .mqar_recipe import Cell, MQARRecipe, Run, load, runs
 from .run_folder import writable_folder
 
@@ -28,16 +27,7 @@ RESULT_FILE = "result.json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="python -m latte.experiments.mqar",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see recipes/mqar")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs and do none")
-    parser.add_argument("--report", action="store_true", help="report what is done, train nothing")
-    parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
+    parser = command_line("mqar", __doc__)
     options = parser.parse_args(arguments)
 
     def work() -> None:
