@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops.buffers import empty_gradients
+from latte.ops.gradients import connect_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
 from latte.ops.torch_backend import fast, safe
@@ -344,25 +345,7 @@ def causal_backward_op(
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
 
 
-@causal_backward_op.register_fake
-def _(dout, dlog_mass, dmean, q, k, v, *_):
-    return empty_gradients(q, k, v, dlog_mass, dmean)
-
-
-def _save_causal(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output[3:])
-    # Gradients flow from the outputs and the final state alone.
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _causal_gradients(ctx, dout, dlog_mass, dmean, *_):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dA, dmu = causal_backward_op(dout, dlog_mass, dmean, *saved)
-    earlier = (None, None) if saved[5] is None else (dA, dmu)
-    return dq, dk, dv, None, None, *earlier
-
-
-causal_op.register_autograd(_causal_gradients, setup_context=_save_causal)
+connect_gradients(causal_op, causal_backward_op, saved_from=3)
 
 
 @torch.library.custom_op("latte::bidirectional", mutates_args=())
@@ -452,21 +435,4 @@ def bidirectional_backward_op(
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
 
 
-@bidirectional_backward_op.register_fake
-def _(dout, dlog_mass, dmean, q, k, v, *_):
-    return empty_gradients(q, k, v, dlog_mass, dmean)
-
-
-def _save_bidirectional(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output[2:])
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _bidirectional_gradients(ctx, dout, dlog_mass, dmean, *_):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dA, dmu = bidirectional_backward_op(dout, dlog_mass, dmean, *saved)
-    earlier = (None, None) if saved[5] is None else (dA, dmu)
-    return dq, dk, dv, None, None, *earlier
-
-
-bidirectional_op.register_autograd(_bidirectional_gradients, setup_context=_save_bidirectional)
+connect_gradients(bidirectional_op, bidirectional_backward_op, saved_from=2)

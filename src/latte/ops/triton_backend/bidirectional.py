@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.buffers import empty_gradients
+from latte.ops.gradients import connect_gradients
 from latte.ops.precision import full_precision
 from latte.ops.triton_backend.launch import Launcher
 from latte.ops.triton_backend.segments import Walker
@@ -108,21 +109,4 @@ def bidirectional_backward_op(
     return dq, dk, dv, *state_gradients(log_mass, mean, kept[..., None] * g, kept * lost)
 
 
-@bidirectional_backward_op.register_fake
-def _(dout, dlog_mass, dmean, q, k, v, *_):
-    return empty_gradients(q, k, v, dlog_mass, dmean)
-
-
-def _save_bidirectional(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output[2:])
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _bidirectional_gradients(ctx, dout, dlog_mass, dmean, *_):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dA, dmu = bidirectional_backward_op(dout, dlog_mass, dmean, *saved)
-    earlier = (None, None) if saved[5] is None else (dA, dmu)
-    return dq, dk, dv, None, None, *earlier
-
-
-bidirectional_op.register_autograd(_bidirectional_gradients, setup_context=_save_bidirectional)
+connect_gradients(bidirectional_op, bidirectional_backward_op, saved_from=2)

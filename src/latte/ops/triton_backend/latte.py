@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.buffers import empty_gradients
+from latte.ops.gradients import connect_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
 from latte.ops.triton_backend.bidirectional import bidirectional_op
@@ -209,22 +210,4 @@ def _tile_gradients(
     return lost_0
 
 
-@causal_backward_op.register_fake
-def _(dout, dlog_mass, dmean, q, k, v, *_):
-    return empty_gradients(q, k, v, dlog_mass, dmean)
-
-
-def _save_causal(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output[2:])
-    # Gradients flow from the outputs and the final state alone.
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _causal_gradients(ctx, dout, dlog_mass, dmean, *_):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dA, dmu = causal_backward_op(dout, dlog_mass, dmean, *saved)
-    earlier = (None, None) if saved[5] is None else (dA, dmu)
-    return dq, dk, dv, None, None, *earlier
-
-
-causal_op.register_autograd(_causal_gradients, setup_context=_save_causal)
+connect_gradients(causal_op, causal_backward_op, saved_from=2)
