@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from .metrics import duration
-from .plots import canvas, line_style, save
+from .plots import canvas, line_style, note_on_line, save
 from .run_folder import write_text
 
 COLUMNS = (
@@ -91,16 +91,7 @@ def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     for axis, name in zip(axes, ("step", "minutes"), strict=True):
         axis.axhline(rate, color="#777777", linewidth=1, linestyle=(0, (4, 3)))
         axis.set_xlabel(name)
-    axes[0].annotate(
-        "most frequent class",
-        (1, rate),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color="#555555",
-    )
+    note_on_line(axes[0], rate, "most frequent class")
     axes[0].set_ylabel("validation accuracy")
     axes[0].set_title(results[0]["task"])
     axes[1].legend(frameon=False, fontsize=8)

@@ -11,6 +11,20 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
+def note_on_line(axis: Any, value: float, text: str) -> None:
+    """A small text at the right end of a horizontal line, just above it."""
+    axis.annotate(
+        text,
+        (1, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="#555555",
+    )
+
+
 def evaluation_figure(
     path: Path,
     rows: Mapping[str, Sequence[Any]],
@@ -112,16 +126,7 @@ def draw_lengths(
     axis.minorticks_off()
     for label, value in (references or {}).items():
         axis.axhline(value, color="#777777", linewidth=1, linestyle=(0, (4, 3)))
-        axis.annotate(
-            f"{label} {value:.2f}",
-            (1, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color="#555555",
-        )
+        note_on_line(axis, value, f"{label} {value:.2f}")
     if train_length is not None:
         axis.axvline(train_length, color="#777777", linewidth=1, linestyle=":")
         axis.annotate(
