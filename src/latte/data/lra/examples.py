@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from latte.errors import LatteError
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -66,6 +68,20 @@ class Examples:
             mask = np.arange(longest) < lengths[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.reshape(shape))
         return batch
+
+
+def check_counts(options: object, *keys: str) -> None:
+    """Raise LatteError for a count below 1; None stands for all there are."""
+    for key in keys:
+        value = getattr(options, key)
+        if value is not None and value < 1:
+            raise LatteError(f"data.{key}: expected at least 1, got {value}")
+
+
+def check_share(share: float) -> None:
+    """Raise LatteError for a validation split that would be empty or everything."""
+    if not 0 < share < 1:
+        raise LatteError(f"data.validation_share: expected between 0 and 1, got {share}")
 
 
 class TaskOptions(Protocol):

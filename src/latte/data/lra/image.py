@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from latte.data.hub import PREFIX, load_split, require_columns
-from latte.data.lra.examples import Examples, Task
+from latte.data.lra.examples import Examples, Task, check_counts, check_share
 from latte.errors import LatteError
 
 PIXELS = 32 * 32
@@ -51,14 +51,8 @@ class ImageOptions:
         return PIXELS
 
     def check(self) -> None:
-        for key in ("max_train_examples", "max_test_examples"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise LatteError(f"data.{key}: expected at least 1, got {value}")
-        if not 0 < self.validation_share < 1:
-            raise LatteError(
-                f"data.validation_share: expected between 0 and 1, got {self.validation_share}"
-            )
+        check_counts(self, "max_train_examples", "max_test_examples")
+        check_share(self.validation_share)
 
 
 def load_image(options: ImageOptions) -> Task:

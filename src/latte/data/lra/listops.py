@@ -24,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from latte.data.lra.cache import Tell, cached_splits, in_order
-from latte.data.lra.examples import Examples, Task
+from latte.data.lra.examples import Examples, Task, check_counts
 from latte.errors import LatteError
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -59,9 +59,7 @@ class ListOpsOptions:
 
     def check(self) -> None:
         """Raise LatteError for what no expression can satisfy."""
-        for key in ("train_examples", "validation_examples", "test_examples", "max_depth"):
-            if getattr(self, key) < 1:
-                raise LatteError(f"data.{key}: expected at least 1, got {getattr(self, key)}")
+        check_counts(self, "train_examples", "validation_examples", "test_examples", "max_depth")
         if self.max_args < 2:
             raise LatteError(f"data.max_args: expected at least 2, got {self.max_args}")
         if self.seed < 0:

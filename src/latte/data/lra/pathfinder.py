@@ -26,7 +26,7 @@ from typing import ClassVar
 import numpy as np
 
 from latte.data.lra.cache import Tell, cached_splits, in_order
-from latte.data.lra.examples import Examples, Task
+from latte.data.lra.examples import Examples, Task, check_counts
 from latte.errors import LatteError
 
 FORMAT = 1  # of what the generator makes; part of the cached file's name
@@ -82,9 +82,9 @@ class PathfinderOptions:
 
     def check(self) -> None:
         """Raise LatteError for impossible values."""
-        for key in ("train_examples", "validation_examples", "test_examples", "contour_length"):
-            if getattr(self, key) < 1:
-                raise LatteError(f"data.{key}: expected at least 1, got {getattr(self, key)}")
+        check_counts(
+            self, "train_examples", "validation_examples", "test_examples", "contour_length"
+        )
         for key in ("paddle_length", "paddle_thickness", "continuity", "marker_radius"):
             if not getattr(self, key) > 0:
                 raise LatteError(f"data.{key}: expected a number above 0, got {getattr(self, key)}")

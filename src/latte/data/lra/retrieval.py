@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from latte.data.files import numbered_lines
-from latte.data.lra.examples import Examples, Task
+from latte.data.lra.examples import Examples, Task, check_counts
 from latte.data.lra.text import to_bytes
 from latte.errors import LatteError
 
@@ -43,10 +43,7 @@ class RetrievalOptions:
         return self.max_length
 
     def check(self) -> None:
-        for key in ("max_length", "max_examples"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise LatteError(f"data.{key}: expected at least 1, got {value}")
+        check_counts(self, "max_length", "max_examples")
 
 
 def load_retrieval(options: RetrievalOptions) -> Task:

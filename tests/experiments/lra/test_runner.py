@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from latte.data.lra import Examples, Task, load_task
+from latte.data.lra import Examples, Task
 from latte.errors import LatteError
 from latte.experiments import lra_training
 from latte.experiments.lra import RESULT_FILE, load_data, main, train_all
@@ -24,48 +22,7 @@ from latte.experiments.lra_recipe import LRATraining, load, runs
 from latte.experiments.lra_training import Score, Training, batches, score
 from latte.experiments.run_folder import checkpoints, seal
 
-ROOT = Path(__file__).parents[2]
-TINY: dict[str, Any] = {
-    "task": "listops",
-    "data": {
-        "min_length": 3,
-        "max_length": 12,
-        "max_depth": 2,
-        "max_args": 6,
-        "train_examples": 40,
-        "validation_examples": 16,
-        "test_examples": 16,
-    },
-    "models": {
-        "both": {"preset": "latte-r-swa++"},
-        "window": {"preset": "swa++"},
-    },
-    "shared": {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "num_latents": 4,
-        "sliding_window": 4,
-        "hidden_dropout": 0.1,
-    },
-    "training": {
-        "max_steps": 8,
-        "batch_size": 8,
-        "eval_steps": 2,
-        "log_steps": 2,
-        "warmup_steps": 2,
-        "bucket_batches": 2,
-    },
-}
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    folders = {"output_dir": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
-    path.write_text(yaml.safe_dump(TINY | folders))
-    return path
+ROOT = Path(__file__).parents[3]
 
 
 def made(lengths: list[int]) -> Examples:
@@ -383,7 +340,7 @@ def test_a_language_model_is_a_beginning_for_a_causal_classifier(
         load_encoder(both_ways, tmp_path / "lm")
 
 
-def test_pairs_of_texts(tmp_path: Path) -> None:
+def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Two towers, from files to the table: whether both texts are the same letter."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 64), ("eval", 16), ("test", 16)):
@@ -395,7 +352,7 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
         (tmp_path / f"{split}.tsv").write_text("".join(rows))
     files = {"train": "train", "validation": "eval", "test": "test"}
     recipe_file = tmp_path / "pairs.yaml"
-    recipe = TINY | {
+    recipe = tiny | {
         "task": "retrieval",
         "data": {key: str(tmp_path / f"{name}.tsv") for key, name in files.items()},
         "output_dir": str(tmp_path / "out"),
@@ -412,94 +369,6 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
 
 
 # ---- recipes
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "recipes/lra").glob("*.yaml")), ids=lambda p: p.stem
-)
-def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
-    if path.stem == "base":
-        pytest.skip("no task")
-    recipe = load(path)
-    assert {"latte", "latte-r++", "latte-r-swa++", "transformer++", "swa++"} <= set(recipe.models)
-    assert path.stem.removesuffix("-cpu") == recipe.task
-    for run in runs(recipe):
-        assert run.config["is_causal"] is False
-        assert run.config["vocab_size"] == recipe.data.vocab_size
-    if path.stem == "listops":
-        data = recipe.data
-        assert (data.min_length, data.max_length, data.max_depth, data.max_args) == (
-            500, 2000, 10, 10,
-        )  # fmt: skip
-        sizes = (data.train_examples, data.validation_examples, data.test_examples)
-        assert sizes == (96_000, 2_000, 2_000)
-    lengths = {"text": 4096, "retrieval": 4000, "image": 1024, "pathfinder": 1024}
-    if path.stem in lengths:
-        assert recipe.data.longest == lengths[path.stem]
-
-
-def test_documented_commands_could_be_typed() -> None:
-    text = (ROOT / "docs" / "lra.md").read_text(encoding="utf-8")
-    commands = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", text, re.M)]
-    assert len(commands) >= 4
-    for words in commands:
-        assert words[:3] == ["python", "-m", "latte.experiments.lra"]
-        assert runs(load(ROOT / words[3], [word for word in words[4:] if word[0] != "-"]))
-
-
-# ---- mistakes: one line each, and nothing written
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["task=listop"], "task: expected one of listops, text"),
-        (["task=[1]"], "task: expected one of listops, text"),
-        (["data.min_lenght=3"], "nearest valid key is 'data.min_length'"),
-        (["data.max_depth=x"], "data.max_depth: expected an integer"),
-        (["data=3"], "data: expected a section"),
-        (["data.min_length=12"], "expected a length between them"),
-        (["training.max_epochs=1"], ""),
-        (["training.max_epochs=1", "training.max_steps=1"], "exactly one of training.max_steps"),
-        (["training.max_step=3"], "nearest valid key is 'training.max_steps'"),
-        (["training.batch_size=0"], "training.batch_size: expected a number above 0, got 0"),
-        (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
-        (["training.betas=[1,2]"], "training.betas: expected two numbers"),
-        (["training.seeds=[]"], "training.seeds: expected different numbers"),
-        (["workers=0"], "workers: expected at least 1, got 0"),
-        (["training.schedule=cosin"], "did you mean 'cosine'"),
-        (["shared.hidden_size=15"], "models.both: "),
-        (["models.both.preset=latte-z++"], "unknown preset 'latte-z++'"),
-        (["models.both.sliding_windw=3"], "unknown field 'sliding_windw'"),
-        (["models={}"], "models: expected at least one model"),
-        (["select=[neither]"], "no model is called 'neither'; expected some of both, window"),
-    ],
-)
-def test_mistakes_are_one_line(
-    recipe_file: Path, tmp_path: Path, capsys: Any, overrides: list[str], message: str
-) -> None:
-    code = main([str(recipe_file), *overrides, "--dry-run"])
-    error = capsys.readouterr().err
-    if not message:  # an override of the length replaces the recipe's
-        assert code == 0
-        return
-    assert code == 2 and error.count("\n") == 1
-    assert message in error and error.startswith("lra: error: ")
-    assert not (tmp_path / "out").exists()
-
-
-def test_missing_files(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main([str(tmp_path / "none.yaml")]) == 2
-    assert "does not exist" in capsys.readouterr().err
-    recipe_file.write_text("models: {}")
-    assert main([str(recipe_file)]) == 2
-    assert "missing key 'task': expected one of listops" in capsys.readouterr().err
-    recipe_file.write_text(
-        yaml.safe_dump({**TINY, "task": "text", "data": {"train": "no.jsonl", "test": "no.jsonl"},
-                        "output_dir": str(tmp_path / "out")})
-    )  # fmt: skip
-    assert main([str(recipe_file), "--quiet"]) == 2
-    assert "no.jsonl: no such file or folder" in capsys.readouterr().err
 
 
 def test_a_folder_with_another_run_or_another_kind_of_checkpoint(
@@ -529,18 +398,3 @@ def test_a_folder_with_another_run_or_another_kind_of_checkpoint(
     with pytest.raises(LatteError, match="not empty and holds no run of latte"):
         train_all(load(recipe_file, few), quiet=True)
     assert (folder / "model.safetensors").read_bytes() == b"years of work"
-
-
-def test_a_dry_run_and_the_balance_train_nothing(
-    recipe_file: Path, tmp_path: Path, capsys: Any
-) -> None:
-    assert main([str(recipe_file), "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith("2 runs\n")
-    assert main([str(recipe_file), "--balance"]) == 0
-    table = capsys.readouterr().out
-    task = load_task("listops", load(recipe_file).data, tmp_path / "cache")
-    counts = np.bincount(task.train.labels_N, minlength=10)
-    assert f"{counts.argmax()}: {counts.max() / 40:.4f}" in table
-    assert main([str(recipe_file), "--report"]) == 0
-    assert "No run has a result yet." in capsys.readouterr().out
-    assert not list((tmp_path / "out").glob("*/*"))
