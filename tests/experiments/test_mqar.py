@@ -339,7 +339,7 @@ def test_a_tiny_cell_is_learned(tmp_path: Path) -> None:
 # ---- recipes and documents
 
 
-@pytest.mark.parametrize("name", ["full", "based", "cpu", "latents"])
+@pytest.mark.parametrize("name", ["full", "based", "cpu", "cpu-512", "latents"])
 def test_recipes_have_runs_and_every_control(name: str) -> None:
     recipe = load(ROOT / "recipes" / "mqar" / f"{name}.yaml")
     grid = runs(recipe)

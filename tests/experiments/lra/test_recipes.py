@@ -13,9 +13,21 @@ import yaml
 
 from latte.data.lra import load_task
 from latte.experiments.lra import main
-from latte.experiments.lra_recipe import load, runs
+from latte.experiments.lra_recipe import LRARecipe, load, runs
+from latte.experiments.recipe import load_recipe
 
 ROOT = Path(__file__).parents[3]
+
+
+def check_beginning(recipe: LRARecipe) -> None:
+    """The language model that a recipe begins with is one of the recipes, of the same sizes."""
+    assert recipe.initial is not None
+    first = load_recipe(ROOT / "recipes" / f"{recipe.initial.removeprefix('runs/')}.yaml")
+    assert first.output_dir == recipe.initial
+    [run] = runs(recipe)
+    assert run.preset == first.model.preset and run.config["is_causal"] is True
+    assert run.config["vocab_size"] >= recipe.data.vocab_size
+    assert first.model.overrides.items() <= run.config.items()
 
 
 @pytest.mark.parametrize(
@@ -26,7 +38,10 @@ def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
         pytest.skip("no task")
     recipe = load(path)
     assert {"latte", "latte-r++", "latte-r-swa++", "transformer++", "swa++"} <= set(recipe.models)
-    assert path.stem.removesuffix("-cpu") == recipe.task
+    assert path.stem.removesuffix("-cpu").removesuffix("-pretrained") == recipe.task
+    if recipe.initial is not None:
+        check_beginning(recipe)
+        return
     for run in runs(recipe):
         assert run.config["is_causal"] is False
         assert run.config["vocab_size"] == recipe.data.vocab_size
