@@ -18,10 +18,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[train,docs,dev]"
 	touch $(READY)
 
-# Triton, whose interpreter and compiler test the kernels without a GPU. It has no wheels for every
-# system: without it those tests are skipped.
+# Triton, whose interpreter and compiler test the kernels without a GPU, and flash-linear-attention,
+# whose models run in that interpreter too. Triton has no wheels for every system: without it those
+# tests are skipped.
 $(KERNELS): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu]" || echo "no Triton here: the kernels' tests will be skipped"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[baselines]" || echo "no flash-linear-attention here: its models' tests will be skipped"
 	touch $(KERNELS)
 
 demo: $(READY)

@@ -244,6 +244,11 @@ def test_bad_fields_are_one_line(overrides: dict[str, Any], message: str) -> Non
     assert "\n" not in str(error.value)
 
 
+def test_what_a_library_stumbles_over_is_one_line() -> None:
+    with pytest.raises(LatteError, match="'mamba': KeyError: 'nope'; got hidden_act='nope'$"):
+        comparator_config("mamba", hidden_act="nope")
+
+
 def test_directions_are_what_they_are() -> None:
     longformer = comparator_config("longformer", is_causal=False, max_position_embeddings=400)
     assert (longformer.vocab_size, longformer.pad_token_id) == (261, 260)  # 0 is a byte
@@ -357,7 +362,8 @@ def test_a_missing_library_or_gpu_is_one_line(
         train(recipe, quiet=True)
     assert str(error.value) == (
         f"model: comparator {name!r} needs flash-linear-attention (pip install"
-        " 'latte-attention[baselines]') and a GPU that Triton compiles for"
+        " 'latte-attention[baselines]'), Triton (pip install 'latte-attention[gpu]') and a GPU that"
+        " Triton compiles for"
     )
     assert not Path(recipe.output_dir).exists()
 

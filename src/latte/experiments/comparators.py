@@ -26,6 +26,7 @@ from ..errors import LatteError
 
 Fields = dict[str, Any]
 GET_FLA = "pip install 'latte-attention[baselines]'"
+GET_TRITON = "pip install 'latte-attention[gpu]'"
 
 # What a recipe may override for every model alike: fields of LatteConfig that set the size. The
 # first ones mean something to Latte alone, and are passed over as `transformer++` passes them over.
@@ -66,9 +67,11 @@ class Comparator:
         lacks = []
         if importlib.util.find_spec("fla") is None:
             lacks.append(f"flash-linear-attention ({GET_FLA})")
+        if importlib.util.find_spec("triton") is None:  # without it `import fla` has no models
+            lacks.append(f"Triton ({GET_TRITON})")
         if not torch.cuda.is_available():
             lacks.append("a GPU that Triton compiles for")
-        return " and ".join(lacks) or None
+        return " and ".join(filter(None, [", ".join(lacks[:-1]), *lacks[-1:]])) or None
 
     def config(self, **values: Any) -> Any:
         """A config of the model's own class."""
@@ -257,16 +260,28 @@ def make_known(model_type: str) -> None:
     """Let Transformers' Auto classes know a model type, and see that it runs as well as it can.
 
     Raises:
-        LatteError: the library, or a GPU for it, is missing.
+        LatteError: the library, Triton or a GPU for it is missing.
     """
     for comparator in _ALL:
         if comparator.model_type == model_type and comparator.library == _FLA:
             find(comparator.name)
             importlib.import_module("fla")
+        elif comparator.model_type == model_type and comparator.library == _HF:
+            _keep_own(model_type)
     if model_type == "mamba":
         from .mamba_scan import install
 
         install()
+
+
+def _keep_own(model_type: str) -> None:
+    """Once imported, flash-linear-attention's Mambas stand in the place of Transformers' own."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    own = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    if CONFIG_MAPPING[model_type] is not own:
+        transformers.AutoConfig.register(model_type, own, exist_ok=True)
 
 
 def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
@@ -310,8 +325,16 @@ def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
     try:
         reference = preset_config("transformer++", size, **sizes)
         return _fit(build, count_parameters(reference), comparator)
+    except LatteError:
+        raise
     except StrictDataclassError as error:
         raise LatteError(f"comparator {name!r}: {error.__cause__ or error}") from None
+    except (AssertionError, ImportError, LookupError, TypeError, ValueError) as error:
+        # A library's own check, or what it stumbles over where it has none.
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        given = ", ".join(f"{key}={value!r}" for key, value in (own or overrides).items())
+        what = " ".join(f"{kind}{error}; got {given}".split())
+        raise LatteError(f"comparator {name!r}: {what}") from None
 
 
 def count(config: Any, comparator: Comparator) -> int:
