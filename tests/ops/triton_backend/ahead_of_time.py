@@ -16,12 +16,12 @@ from latte.ops.triton_backend.launch import HALF, PRODUCTS, SCAN, configuration
 
 SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FORWARD = ("sums", "mixtures")
-BACKWARD = ("query_gradients", "source_gradients", "queries_ask", "mixture_gradients")
+FORWARD = ("mixtures",)
+BACKWARD = ("queries_ask", "mixture_gradients")
 SCANS = ("scan", "scan_back", "add_up")
 # Arguments of the inputs' dtype; every other pointer but these and the integers is to fp32.
 OF_INPUTS = {f"{x}_ptr" for x in ("q", "k", "v", "dy", "out", "dq", "dk", "dv")}
-OF_INPUTS |= {"latent_q_ptr", "latent_k_ptr", "tail_k_ptr", "tail_v_ptr"}
+OF_INPUTS |= {f"{x}_ptr" for x in ("latent_q", "latent_k", "latents_dv", "tail_k", "tail_v")}
 # The recurrence's and the convolution's; "out" is their output too.
 OF_INPUTS |= {f"{x}_ptr" for x in ("x", "r", "i", "theta", "w", "bias", "dx", "dr", "di")}
 OF_INPUTS |= {f"{x}_ptr" for x in ("local_q", "local_k", "keys", "values", "keys1", "values1")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ahead_of_time import ELEMENTS, UNIT_STRIDES, Resources, resources
+from ahead_of_time import ELEMENTS, ODD, UNIT_STRIDES, Resources, resources
 
 from latte.ops.triton_backend.segments import PRODUCT, Walk, walking
 
@@ -17,6 +17,7 @@ WALKS = ("segment_sums", "walk", "query_walk", "source_walk")
 REACHED = [(16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (128, 64), (256, 64)]
 # What the one segment of a sequence does without, and the segments of a cut one.
 WHOLE = ("top_ptr", "mass_ptr", "mean_ptr", "asked_ptr", "lost_ptr")
+GATE = "window_delta_ptr"
 CUT = ("log_mass0_ptr", "mean0_ptr", "log_mass1_ptr", "mean1_ptr", "dmean0_ptr", "lost0_ptr")
 
 
@@ -28,11 +29,18 @@ def fixed(name: str, w: Walk) -> tuple[int, int, int]:
 
 
 def compiled_walk(
-    name: str, L: int, D: int, dtype: torch.dtype, *, cut: bool = False, ones: bool = False
+    name: str,
+    L: int,
+    D: int,
+    dtype: torch.dtype,
+    *,
+    cut: bool = False,
+    ones: bool = False,
+    gated: bool = False,
 ) -> Resources:
     """Compile one walk, with mask and packing, for whole sequences or ``cut`` ones.
 
-    ``ones``: every size is 1, which Triton makes a constant.
+    ``ones``: every size is 1, which Triton makes a constant. ``gated``: beside a window (Macchiato).
     """
     from latte.ops.triton_backend import walk, walk_back
 
@@ -45,7 +53,9 @@ def compiled_walk(
         values |= dict.fromkeys(("H", "L", "D"), 1)
     if name != "segment_sums":
         values |= dict.fromkeys(CUT if cut else WHOLE)
-    return resources(kernel, values, warps, dtype, odd=("length", "segments"))
+    values |= {"R": 2, "GATED": True} if gated else {"R": 1, "GATED": False, GATE: None}
+    odd = ("length", "segments", *(ODD if gated else ()))
+    return resources(kernel, values, warps, dtype, odd)
 
 
 def main() -> None:

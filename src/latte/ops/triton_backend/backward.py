@@ -1,21 +1,16 @@
-"""Latte, backward, chunk by chunk: bidirectional, and causal where there is a state per chunk.
+"""The scan over segments in reverse; bidirectional Latte, backward.
 
-With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
+* ``scan_back``: the gradient of the state after each segment of the walks (walk_back.py): dmean
+  (L, D), and ``lost`` (L,) = <dmean, mean> - dlog_mass, which obeys the same recurrence as dmean.
+* ``queries_ask``, ``add_up``, ``mixture_gradients``: the bidirectional form. With mu over the whole
+  sequence, delta_t[l] = <dy_t, mu[l]>, g[l] = dmean + sum_t p_t dy_t and w_s[l] = exp(k_s[l] - A[l]):
 
     dq_t = p_t (delta_t - sum_l p_t delta_t)
-    dv_s = sum_{t>=s} sum_l p_t w_ts dy_t
-    dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
+    dv_s = sum_l w_s g
+    dk_s = w_s (<g, v_s> - lost)
 
-1. ``query_gradients``: delta and dq; what the chunk asks of the state before it.
-2. ``scan_back``: in reverse, the gradient of the state after each chunk, or each segment of the
-   walks (walk_back.py): dmean (L, D), and ``lost`` (L,) = <dmean, mean> - dlog_mass, which obeys
-   the same recurrence as dmean.
-3. ``source_gradients``: dk and dv, from the rows of the chunk and from the state after it.
-
-Everything else is recomputed from the inputs and the states between chunks.
-
-Shape suffixes: M chunks of all sequences, C tokens of a chunk, N sequences, H heads, L latents,
-D value width.
+Shape suffixes: M chunks or segments of all sequences, C tokens of a chunk, N sequences, H heads,
+L latents, D value width.
 """
 
 from __future__ import annotations
@@ -25,91 +20,20 @@ import triton.language as tl
 
 from latte.ops.triton_backend.tiles import (
     chunks_of,
-    column,
     compose,
-    decay_of,
     finite,
     inverse,
     kept_share,
-    keys_of,
-    load_key,
     load_keys,
-    load_queries,
     load_row,
     load_state,
     load_tile,
-    merge_masses,
     mm,
-    own_weight,
     place,
-    reference,
-    running_masses,
-    store_row,
     store_state,
     store_tile,
-    within_reach,
 )
-from latte.ops.triton_backend.window_tiles import load_mixture, store_query_gradients
-
-
-@triton.jit
-def query_gradients(
-    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
-    top_ptr, mass_ptr, mean_ptr, dy_ptr, dq_ptr, asked_ptr, lost_ptr,
-    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
-    T, chunks, H, L, D,
-    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
-    gate_ptr=None, window_delta_ptr=None, R: tl.constexpr = 1,
-):  # fmt: skip
-    """dq; sum_t p_t f_t dy_t (M, H, L, D) and sum_t p_t f_t delta_t (M, H, L), f = e^{A_0-A_t}.
-
-    With a window as state 0: ``gate`` (B, T, H) is its share p(0|t) and ``window_delta`` its delta;
-    its logit stands before the latents', in q and in dq.
-    """
-    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
-    if start >= stop:
-        return
-    if mask_ptr is not None:
-        mask_ptr += row * T
-    q_ptr += row * q_b + h * q_h
-    k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h // R * v_h
-    dy_ptr += row * dy_b + h * dy_h
-    i = m.to(tl.int64) * H + h
-    rows = tl.arange(0, C)
-    pairs = tl.zeros((C, C), tl.float32)
-    delta = tl.zeros((C, BL), tl.float32)
-    for d0 in range(0, D, BD):
-        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
-        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
-        pairs += mm(dy, tl.trans(v), NARROW)
-        delta += mm(dy, tl.trans(load_state(mean_ptr, i, L, D, d0, BL, BD)), WIDE)
-    pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
-    top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
-    top, mass = running_masses(k, top0, mass0)
-    from_state = mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
-    delta *= from_state
-    ref = reference(top)
-    if tl.min(within_reach(top, ref).to(tl.int32), 0) == 1:
-        delta += mm(pairs, keys_of(k, ref), WIDE) * decay_of(top, mass, ref)
-    else:
-        for s in range(0, tl.minimum(stop - start, C).to(tl.int32)):
-            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
-            delta += own_weight(k_s, s, rows, top, mass) * column(pairs, s, C)[:, None]
-    if gate_ptr is None:
-        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    else:
-        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    store_query_gradients(
-        dq_ptr, p, delta, gate_ptr, window_delta_ptr, row, h, start, stop, T, H, L, C, BL
-    )
-    store_row(lost_ptr, i, L, tl.sum(p * delta * from_state, 0), BL)
-    asking = tl.trans(p * from_state)
-    for d0 in range(0, D, BD):
-        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
-        store_state(asked_ptr, i, L, D, d0, mm(asking, dy, NARROW), BL, BD)
+from latte.ops.triton_backend.window_tiles import load_shares, store_query_gradients
 
 
 @triton.jit
@@ -175,91 +99,6 @@ def scan_back(
 
 
 @triton.jit
-def source_gradients(
-    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
-    top_ptr, mass_ptr, mean_ptr, dy_ptr, after_dmean_ptr, after_lost_ptr, dk_ptr, dv_ptr,
-    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
-    T, chunks, H, L, D,
-    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
-    R: tl.constexpr = 1, GATED: tl.constexpr = False,
-):  # fmt: skip
-    """dk, and dv if there is room for it.
-
-    Sums over the rows of the chunk never come as total - prefix: that cancels. ``GATED``: the
-    latents share their softmax with a window, whose logit stands before theirs.
-    """
-    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
-    if start >= stop:
-        return
-    if mask_ptr is not None:
-        mask_ptr += row * T
-    q_ptr += row * q_b + h * q_h
-    k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h // R * v_h
-    dy_ptr += row * dy_b + h * dy_h
-    dk_ptr += row * T * H * L + h * L
-    if dv_ptr is not None:
-        dv_ptr += row * T * H * D + h * D
-    i = m.to(tl.int64) * H + h
-    rows = tl.arange(0, C)
-    pairs = tl.zeros((C, C), tl.float32)
-    delta = tl.zeros((C, BL), tl.float32)
-    dk = tl.zeros((C, BL), tl.float32)
-    for d0 in range(0, D, BD):
-        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
-        dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
-        pairs += mm(dy, tl.trans(v), NARROW)
-        delta += mm(dy, tl.trans(load_state(mean_ptr, i, L, D, d0, BL, BD)), WIDE)
-        dk += mm(v, tl.trans(load_state(after_dmean_ptr, i, L, D, d0, BL, BD)), WIDE)
-    pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
-    if GATED:
-        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    else:
-        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
-    top, mass = running_masses(k, top0, mass0)
-    delta *= mass0[None, :] * tl.exp(top0[None, :] - finite(top)) * inverse(mass)
-    # What a source is worth to the state after the chunk, exp(k_s - A_1).
-    own = tl.max(k, 0)
-    top1, mass1 = merge_masses(top0, mass0, own, tl.sum(tl.exp(k - finite(own)[None, :]), 0))
-    worth = tl.exp(k - finite(top1)[None, :]) * inverse(mass1)[None, :]
-    dk = worth * (dk - load_row(after_lost_ptr, i, L, BL)[None, :])
-    ref = reference(top)
-    if tl.min(within_reach(top, ref).to(tl.int32), 0) == 1:
-        e = keys_of(k, ref)
-        decay = decay_of(top, mass, ref)
-        delta += mm(pairs, e, WIDE) * decay
-        p *= decay
-        scores = mm(p, tl.trans(e), WIDE)
-        asked = mm(tl.trans(pairs), p, WIDE)
-        dk += e * (asked - tl.cumsum(p * delta, 0, reverse=True))
-        scores = tl.where(rows[:, None] >= rows[None, :], scores, 0.0)
-    else:
-        scores = tl.zeros((C, C), tl.float32)
-        tokens = tl.minimum(stop - start, C).to(tl.int32)
-        for s in range(0, tokens):
-            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
-            w = own_weight(k_s, s, rows, top, mass)
-            delta += w * column(pairs, s, C)[:, None]
-            scores = tl.where(rows[None, :] == s, tl.sum(p * w, 1)[:, None], scores)
-        for s in range(0, tokens):
-            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
-            w = own_weight(k_s, s, rows, top, mass)
-            dk_s = tl.sum(p * w * (column(pairs, s, C)[:, None] - delta), 0)
-            dk += tl.where((rows == s)[:, None], dk_s[None, :], 0.0)
-    store_tile(dk_ptr, H * L, 1, start, stop, 0, L, dk, C, BL)
-    if dv_ptr is not None:
-        scores = tl.trans(scores)
-        for d0 in range(0, D, BD):
-            dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
-            dv = mm(scores, dy, NARROW)
-            dv += mm(worth, load_state(after_dmean_ptr, i, L, D, d0, BL, BD), WIDE)
-            store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
-
-
-@triton.jit
 def queries_ask(
     q_ptr, table_ptr, dy_ptr, asked_ptr,
     q_b, q_t, q_h, q_l, dy_b, dy_t, dy_h, dy_d,
@@ -274,10 +113,7 @@ def queries_ask(
         return
     q_ptr += row * q_b + h * q_h
     dy_ptr += row * dy_b + h * dy_h
-    if GATED:
-        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    else:
-        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    p, _ = load_shares(q_ptr, q_t, q_l, start, stop, L, C, BL, GATED)
     p = tl.trans(p)
     for d0 in range(0, D, BD):
         dy = load_tile(dy_ptr, dy_t, dy_d, start, stop, d0, D, C, BD)
@@ -348,10 +184,7 @@ def mixture_gradients(
             store_tile(dv_ptr, H * D, 1, start, stop, d0, D, dv, C, BD)
     dk = weight * (dk - load_row(lost_ptr, i, L, BL)[None, :])
     store_tile(dk_ptr, H * L, 1, start, stop, 0, L, dk, C, BL)
-    if gate_ptr is None:
-        p = load_queries(q_ptr, q_t, q_l, start, stop, L, C, BL)
-    else:
-        p, _ = load_mixture(q_ptr, q_t, q_l, start, stop, L, C, BL)
+    p, _ = load_shares(q_ptr, q_t, q_l, start, stop, L, C, BL, gate_ptr is not None)
     store_query_gradients(
         dq_ptr, p, delta, gate_ptr, window_delta_ptr, row, h, start, stop, T, H, L, C, BL
     )

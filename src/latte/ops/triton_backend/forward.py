@@ -2,7 +2,6 @@
 
 * ``scan``: the state before each segment, by merging what ``segment_sums`` (walk.py) finds in each;
   the final states.
-* ``sums``: the same of each chunk alone, where there is a state per chunk.
 * ``mixtures``: the final state mixed by the queries, which is the bidirectional form.
 
 Shape suffixes: M segments or chunks of all sequences, C tokens of a chunk, N sequences, H heads,
@@ -20,7 +19,6 @@ from latte.ops.triton_backend.tiles import (
     finite,
     inverse,
     kept_share,
-    load_keys,
     load_queries,
     load_state,
     load_tile,
@@ -28,43 +26,8 @@ from latte.ops.triton_backend.tiles import (
     merge_masses,
     mm,
     place,
-    store_row,
-    store_state,
     store_tile,
 )
-
-
-@triton.jit
-def sums(
-    k_ptr, v_ptr, mask_ptr, table_ptr,
-    top_ptr, mass_ptr, sum_ptr,
-    k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
-    T, chunks, H, L, D,
-    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
-    R: tl.constexpr = 1,
-):  # fmt: skip
-    """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each chunk.
-
-    ``R`` query heads share one head of the values.
-    """
-    m, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, start, stop, _ = place(m, table_ptr, T, chunks, C)
-    if start >= stop:
-        return
-    if mask_ptr is not None:
-        mask_ptr += row * T
-    k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h // R * v_h
-    i = m.to(tl.int64) * H + h
-    k = load_keys(k_ptr, mask_ptr, k_t, k_l, start, stop, L, C, BL)
-    top = tl.max(k, 0)
-    e = tl.exp(k - finite(top)[None, :])
-    store_row(top_ptr, i, L, top, BL)
-    store_row(mass_ptr, i, L, tl.sum(e, 0), BL)
-    e = tl.trans(e)
-    for d0 in range(0, D, BD):
-        v = load_tile(v_ptr, v_t, v_d, start, stop, d0, D, C, BD)
-        store_state(sum_ptr, i, L, D, d0, mm(e, v, WIDE), BL, BD)
 
 
 @triton.jit

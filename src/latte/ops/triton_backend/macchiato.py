@@ -1,8 +1,8 @@
 """``macchiato_attention`` on Triton kernels: both branches in one forward kernel, closed gradients.
 
-Saved for the backward pass: the inputs, the state before every chunk, O(T / C) of them, and three
-fp32 numbers per token and head: the window's largest logit, its mass and its share p(0|t). Neither
-branch's output is ever in memory.
+Saved for the backward pass: the inputs, the final mean, where sequences are cut into segments one
+state per segment, and three fp32 numbers per token and head: the window's largest logit, its mass
+and its share p(0|t). Neither branch's output is ever in memory.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, L latents, K key width, D value
 width.
@@ -16,10 +16,10 @@ from torch import Tensor
 from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState, WindowState
-from latte.ops.triton_backend.launch import configuration
-from latte.ops.triton_backend.states import final_buffers, state_gradients, walk
+from latte.ops.triton_backend import macchiato_bidirectional, macchiato_causal
+from latte.ops.triton_backend.states import final_buffers, state_gradients
 from latte.ops.triton_backend.window import row_buffers, tail_buffers
-from latte.ops.triton_backend.window_launch import Window, WindowLauncher, tail_of, unit_rows
+from latte.ops.triton_backend.window_launch import Window, tail_of, unit_rows
 
 
 def macchiato_attention(
@@ -70,19 +70,13 @@ def macchiato_op(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """Outputs, final state; then for the backward pass: the rows' top, mass and share of the
-    window, the final (top, mass), and the states before the chunks (none if bidirectional)."""
+    window, and :func:`between_segments` (bidirectional: the final (top, mass) alone)."""
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    run = WindowLauncher(q, latent_k, w, cu_seqlens)
-    out = q.new_empty((*q.shape[:3], run.D))
-    rows = row_buffers(q, 3)
-    before = run.states(q, run.chunks.M if causal else 0)
-    top, mass, final_A, final_mu = walk(
-        run, latent_k, w.v, w.mask, log_mass, mean, before if causal else None, R=run.R
-    )
-    states = before if causal else (top, mass, final_mu)
-    run.outputs(unit_rows(q), latent_q[..., 1:], latent_k, states, out, *rows)
-    row_top, row_mass, gate = rows
-    return out, final_A, final_mu, row_top, row_mass, gate, top, mass, *before
+    out, rows = q.new_empty((*q.shape[:3], v.shape[-1])), row_buffers(q, 3)
+    finals = final_buffers(latent_k, v, cu_seqlens)
+    forward = macchiato_causal.outputs if causal else macchiato_bidirectional.outputs
+    between = forward(latent_q, latent_k, q, w, cu_seqlens, (log_mass, mean), finals, (out, *rows))
+    return out, *finals, *rows, *between
 
 
 @macchiato_op.register_fake
@@ -90,14 +84,10 @@ def _(
     latent_q, latent_k, q, k, v, key_mask, cu_seqlens, log_mass, mean,
     tail_k, tail_v, tail_mask, window, scale, softcap, causal,
 ):  # fmt: skip
-    (B, T, H, L), D = latent_k.shape, v.shape[-1]
-    A, mu = final_buffers(latent_k, v, cu_seqlens)
-    C = configuration(L, q.dtype).C
-    M = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.shape[0] - 1
-    top = A.new_empty((M if causal else 0, H, L))
-    before = (top, torch.empty_like(top), top.new_empty((*top.shape, D)))
-    finals = (A, mu, *row_buffers(q, 3), torch.empty_like(A), torch.empty_like(A))
-    return q.new_empty((*q.shape[:3], D)), *finals, *before
+    finals = final_buffers(latent_k, v, cu_seqlens)
+    between = macchiato_causal.between if causal else macchiato_bidirectional.between
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    return out, *finals, *row_buffers(q, 3), *between(latent_k, v.shape[-1], cu_seqlens)
 
 
 @torch.library.custom_op("latte::triton_macchiato_backward", mutates_args=())
@@ -122,84 +112,27 @@ def macchiato_backward_op(
     row_top: Tensor,
     row_mass: Tensor,
     gate: Tensor,
-    top: Tensor,
-    mass: Tensor,
     top_M: Tensor,
     mass_M: Tensor,
     mean_M: Tensor,
+    top: Tensor,
+    mass: Tensor,
     window: int,
     scale: float,
     softcap: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five inputs, of the initial state, and of the earlier keys and values."""
-    from latte.ops.triton_backend import backward
-
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    run = WindowLauncher(q, latent_k, w, cu_seqlens)
-    chunks = run.chunks
-    dlatent_q, dlatent_k, dq, dk, dv = empty_gradients(latent_q, latent_k, q, k, v)
+    results = empty_gradients(latent_q, latent_k, q, k, v)
     dtail = tail_buffers(k, v, tail_k, tail_v)
-    (delta,) = row_buffers(q, 1)
-    q, dout, lq = unit_rows(q), unit_rows(dout), latent_q[..., 1:]
-    run.query_gradients(q, row_top, row_mass, gate, delta, dq, dy=dout)
-    strides = (*lq.stride(), *latent_k.stride(), *w.v.stride(), *dout.stride())
-    inputs = (lq, latent_k, w.v, w.mask, chunks.table)
-    asked, dmean = run.means(q, chunks.M), dmean.contiguous()
-    if causal:
-        lost, after_lost = torch.empty_like(top_M), torch.empty_like(top_M)
-        run.by_chunk(
-            backward.query_gradients,
-            *(*inputs, top_M, mass_M, mean_M, dout, dlatent_q[..., 1:], asked, lost, *strides),
-            products=("WIDE", "NARROW"),
-            back=True,
-            gate_ptr=gate,
-            window_delta_ptr=delta,
-            R=run.R,
-        )
-        after, lost_1 = torch.empty_like(asked), (dmean * final_mu).sum(-1) - dlog_mass
-        dmean_0, lost_0 = torch.empty_like(dmean), torch.empty_like(lost_1)
-        run.by_sequence(
-            backward.scan_back,
-            *(top_M, mass_M, asked, lost, chunks.first, top, mass, dmean, lost_1),
-            *(after, after_lost, dmean_0, lost_0),
-        )
-        run.by_chunk(
-            backward.source_gradients,
-            *(*inputs, top_M, mass_M, mean_M, dout, after, after_lost, dlatent_k, None, *strides),
-            products=("WIDE", "NARROW"),
-            back=True,
-            GATED=True,
-            R=run.R,
-        )
-        states = (top_M, mass_M, after)
-    else:
-        run.by_chunk(
-            backward.queries_ask,
-            *(lq, chunks.table, dout, asked, *lq.stride(), *dout.stride()),
-            products=("NARROW",),
-            back=True,
-            GATED=True,
-        )
-        # Without an initial state that could have a gradient: api refuses one.
-        dmean_0 = dmean.clone()
-        run.by_sequence(backward.add_up, asked, chunks.first, dmean_0)
-        lost_0 = (dmean_0 * final_mu).sum(-1) - dlog_mass
-        run.by_chunk(
-            backward.mixture_gradients,
-            *(*inputs, top, mass, final_mu, dout, dmean_0, lost_0, dlatent_q[..., 1:]),
-            *(dlatent_k, None, *strides),
-            products=("WIDE",),
-            back=True,
-            gate_ptr=gate,
-            window_delta_ptr=delta,
-            R=run.R,
-        )
-        states = (top, mass, dmean_0)
-    rows = (row_top, row_mass, gate, delta)
-    run.source_gradients(q, lq, latent_k, dout, rows, states, (dk, dv), dtail)
-    dstate = state_gradients(log_mass, mean, dmean_0, lost_0)
-    return dlatent_q, dlatent_k, dq, dk, dv, *dstate, *dtail
+    back = macchiato_causal.gradients if causal else macchiato_bidirectional.gradients
+    dmean_0, lost_0 = back(
+        *(latent_q, latent_k, unit_rows(q), w, cu_seqlens, unit_rows(dout), (log_mass, mean)),
+        *((dmean, final_mu, dlog_mass), (row_top, row_mass, gate)),
+        *((top_M, mass_M, mean_M, top, mass), results, dtail),
+    )
+    return *results, *state_gradients(log_mass, mean, dmean_0, lost_0), *dtail
 
 
 @macchiato_backward_op.register_fake

@@ -114,23 +114,33 @@ class Walker(Launcher):
             product = "bf16_as_fp32" if product == "bf16" else "ieee"
         self.product = product
 
-    def forward(self, kernel: Any, *args: Any) -> None:
+    def forward(self, kernel: Any, *args: Any, **extras: Any) -> None:
         """One program per segment, head and tile of D."""
         c = self.walk
         programs = self.chunks.M * self.H * -(-self.D // c.BD)
-        self._walk(kernel, programs, self.D, c.BD, c.stages, c.warps, *args)
+        self._walk(kernel, programs, self.D, c.BD, c.stages, c.warps, *args, **extras)
 
-    def back(self, kernel: Any, D: int, *args: Any) -> None:
+    def back(self, kernel: Any, D: int, *args: Any, **extras: Any) -> None:
         """One program per segment and head, for a tile of D, which is D wide."""
         c = self.walk
-        self._walk(kernel, self.chunks.M * self.H, D, c.BD_back, c.stages_back, c.warps_back, *args)
+        programs = self.chunks.M * self.H
+        fixed = (c.BD_back, c.stages_back, c.warps_back)
+        self._walk(kernel, programs, D, *fixed, *args, **extras)
 
     def _walk(
-        self, kernel: Any, programs: int, D: int, BD: int, stages: int, warps: int, *args: Any
+        self,
+        kernel: Any,
+        programs: int,
+        D: int,
+        BD: int,
+        stages: int,
+        warps: int,
+        *args: Any,
+        **extras: Any,
     ) -> None:
         sizes = (self.T, self.segments.length, self.chunks.per_row, self.H, self.L, D)
         fixed = (self.walk.C, self.walk.BL, BD, self.product, stages)
-        launch(self.device, kernel[(programs,)], *args, *sizes, *fixed, num_warps=warps)
+        launch(self.device, kernel[(programs,)], *args, *sizes, *fixed, num_warps=warps, **extras)
 
     def scan_back(self, kernel: Any, D: int, *args: Any) -> None:
         """The scan over segments in reverse, for a tile of D."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from latte.ops.triton_backend.launch import Launcher
-from latte.ops.triton_backend.segments import Walker
+from latte.ops.triton_backend.segments import Walker, segment_length, walking
 
 
 def readable(key_mask: Tensor | None) -> Tensor | None:
@@ -43,6 +42,24 @@ def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
     return A, A.new_empty((*A.shape, v.shape[-1]))
 
 
+def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
+
+    Without entries where no sequence is cut: nobody needs them. From shapes alone.
+    """
+    B, T, H, L = k.shape
+    config = walking(L, D, k.dtype)
+    length = segment_length(B, T, H * -(-D // config.BD), config.C, cu_seqlens is not None)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    M = 0
+    if length < T:
+        M = B * -(-T // length) if cu_seqlens is None else T // length + N
+    top = k.new_empty((M, H, L), dtype=torch.float32)
+    final = top.new_empty((N if length < T else 0, H, L))
+    mean = top.new_empty((M, H, L, D))
+    return top, torch.empty_like(top), mean, final, torch.empty_like(final)
+
+
 def scan_segments(
     run: Walker,
     k: Tensor,
@@ -51,44 +68,16 @@ def scan_segments(
     earlier: tuple[Tensor | None, ...],
     before: tuple[Tensor | None, ...],
     final: tuple[Tensor, ...],
+    R: int = 1,
 ) -> None:
-    """Write the states before each segment, if wanted, and the final top, mass, log-mass, mean."""
+    """Write the states before each segment, if wanted, and the final top, mass, log-mass, mean.
+
+    ``R`` heads share one head of the values.
+    """
     from latte.ops.triton_backend import forward
     from latte.ops.triton_backend.walk import segment_sums
 
     sums = run.states(k, run.chunks.M)
     strides = (*k.stride(), *v.stride())
-    run.forward(segment_sums, k, v, mask, run.chunks.table, *sums, *strides)
+    run.forward(segment_sums, k, v, mask, run.chunks.table, *sums, *strides, R=R)
     run.by_sequence(forward.scan, *sums, run.chunks.first, *earlier, *before, *final)
-
-
-def walk(
-    run: Launcher,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-    before: tuple[Tensor, ...] | None,
-    R: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same chunk by chunk: final top, mass, log-mass and mean; states into ``before``.
-
-    ``R`` query heads share one head of the values.
-    """
-    from latte.ops.triton_backend import forward
-
-    chunks = run.chunks
-    of_chunks = run.states(k, chunks.M)
-    strides = (*k.stride(), *v.stride())
-    inputs = (k, v, mask, chunks.table, *of_chunks, *strides)
-    run.by_chunk(forward.sums, *inputs, products=("WIDE",), R=R)
-    top, mass, final_mu = run.states(k, chunks.N)
-    final_A = torch.empty_like(top)
-    run.by_sequence(
-        forward.scan,
-        *(*of_chunks, chunks.first, *contiguous_state(log_mass, mean)),
-        *(before or (None, None, None)),
-        *(top, mass, final_A, final_mu),
-    )
-    return top, mass, final_A, final_mu

@@ -1,8 +1,7 @@
 """What the kernels share: where a chunk lies, loads, products, running masses.
 
 A log-mass is carried as (top, mass), ``top + log(mass)`` with ``top`` a logit that occurred, so
-that it never loses digits, however large the logits. Nothing in this file exceeds 1 but a mass and
-:func:`keys_of`'s factors, which are at most e^REACH.
+that it never loses digits, however large the logits. Nothing in this file exceeds 1 but a mass.
 
 Shape suffixes: C tokens of a chunk, L latents (of a tile, padded), D value width (of a tile).
 """
@@ -239,44 +238,3 @@ def reciprocal(x):
         )
     else:
         return 1.0 / x
-
-
-@triton.jit
-def reference(top):
-    """(BL,): the first finite running maximum of the chunk, a logit of the past for every row."""
-    first = tl.min(tl.where(top == float("-inf"), float("inf"), top), 0)
-    return tl.where(first == float("inf"), 0.0, first)
-
-
-@triton.jit
-def within_reach(top, ref):
-    """(C,) bool: the rows that one reference can serve. It depends on their past alone."""
-    gap = tl.where(top == float("-inf"), 0.0, top - ref[None, :])
-    return tl.max(gap, 1) <= REACH
-
-
-@triton.jit
-def keys_of(k, ref):
-    """exp(k_s - r), at most e^REACH for the sources of rows within reach."""
-    return tl.exp(tl.minimum(k - ref[None, :], REACH))
-
-
-@triton.jit
-def decay_of(top, mass, ref):
-    """exp(r - A_t), at most 1; 0 where nothing has been seen."""
-    return tl.where(
-        mass == 0.0, 0.0, tl.exp(tl.minimum(ref[None, :] - finite(top), 0.0))
-    ) * inverse(mass)
-
-
-@triton.jit
-def own_weight(k, t, rows, top, mass):
-    """p(s|l,t) of one source (C, BL), spelled out: safe for any logits; 0 for earlier rows."""
-    w = tl.exp(tl.minimum(k[None, :] - finite(top), 0.0)) * inverse(mass)
-    return tl.where((rows >= t)[:, None], w, 0.0)
-
-
-@triton.jit
-def column(x, s, C: tl.constexpr):
-    """Column ``s`` of (C, C)."""
-    return tl.sum(tl.where((tl.arange(0, C) == s)[None, :], x, 0.0), 1)

@@ -65,10 +65,11 @@ def segment_sums(
     k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
     T, length, segments, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, R: tl.constexpr = 1,
 ):  # fmt: skip
     """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each segment.
 
+    ``R`` heads share one head of the values.
     It walks backwards, so that what it read last is still in the cache when ``walk`` begins.
     """
     tiles = tl.cdiv(D, BD)
@@ -81,7 +82,7 @@ def segment_sums(
     if mask_ptr is not None:
         mask_ptr += row * T
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     rows = tl.arange(0, C)
     ones = tl.full((C, C), 1.0, tl.float32)
     ref, fresh, unseen = tl.zeros((BL,), tl.float32), tl.full((BL,), 1, tl.int32), 1

@@ -32,7 +32,6 @@ from latte.ops.triton_backend.tiles import (
     inverse,
     load_key,
     load_keys,
-    load_queries,
     load_row,
     load_tile,
     mm,
@@ -49,7 +48,6 @@ from latte.ops.triton_backend.walk_tiles import (
     largest,
     load_across,
     load_inputs,
-    load_query,
     load_value,
     slot_of,
     step,
@@ -57,6 +55,7 @@ from latte.ops.triton_backend.walk_tiles import (
     store_value,
     token,
 )
+from latte.ops.triton_backend.window_tiles import load_one_share, load_shares
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -67,13 +66,18 @@ def query_walk(
     q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
     T, length, segments, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, window_delta_ptr=None, R: tl.constexpr = 1,
 ):  # fmt: skip
     """dq (B, T, H, L), c (B, T, H), (ref, mass) before each chunk and after the segment.
 
     Where sequences are cut, ``asked`` (M, H, L, D) = sum_t p_t e^{A_0-A_t} dy_t over the segment,
     and ``lost`` (M, H, L) the same sum of p_t delta_t.
+
+    With a window as state 0: ``window_delta`` (B, T, H) is its delta; its logit stands before the
+    latents', in q and in dq. ``R`` heads share one head of the values.
     """
+    GATED: tl.constexpr = window_delta_ptr is not None
+    width = L + 1 if GATED else L
     h, m = (tl.program_id(0) % H).to(tl.int64), tl.program_id(0) // H
     row, start, stop, n = place(m, table_ptr, T, segments, length)
     if start > stop:
@@ -82,10 +86,12 @@ def query_walk(
         mask_ptr += row * T
     q_ptr += row * q_b + h * q_h
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     dy_ptr += row * dy_b + h * dy_h
-    dq_ptr += row * T * H * L + h * L
+    dq_ptr += (row * T * H + h) * width
     c_ptr += row * T * H + h
+    if GATED:
+        window_delta_ptr += row * T * H + h
     rows = tl.arange(0, C)
     past = rows[:, None] >= rows[None, :]
     ones = tl.full((C, C), 1.0, tl.float32)
@@ -104,7 +110,7 @@ def query_walk(
     for j in tl.range(0, count, num_stages=STAGES):
         at = start + j * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
-        p = load_queries(q_ptr, q_t, q_l, at, stop, L, C, BL)
+        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
         dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
         if unseen == 1:
@@ -119,6 +125,9 @@ def query_walk(
         pairs = tl.where(past, mm(dy, tl.trans(v), PRODUCT), 0.0)
         pulled = p * over * (mm(dy, total, PRODUCT) + mm(pairs, e, PRODUCT))
         c = tl.sum(pulled, 1)
+        if GATED:
+            own = tl.load(window_delta_ptr + (at + rows) * H, mask=at + rows < stop, other=0.0)
+            c += gate * own
         after = total + mm(tl.trans(v), e, PRODUCT)
         mass_after = mass + mm(ones, e, PRODUCT)
         asked_after, lost_after, since_after = asked, lost, since
@@ -131,7 +140,7 @@ def query_walk(
             since_s, lost_s = tl.max(since, 0), tl.zeros((BL,), tl.float32)
             for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
-                p_s = load_query(q_ptr, q_t, q_l, at + s, L, BL)
+                p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
                 since_s *= tl.exp(ref_s - tl.maximum(ref_s, k_s))
@@ -139,7 +148,12 @@ def query_walk(
                 over_s = inverse(mass_s)
                 pulled_s = p_s * over_s * tl.sum(after * dy_s[:, None], 0)
                 c_s = tl.sum(pulled_s, 0)
-                store_value(dq_ptr, H * L, 1, at + s, 0, L, pulled_s - p_s * c_s, True, BL)
+                if GATED:
+                    own_s = tl.load(window_delta_ptr + (at + s) * H)
+                    c_s += gate_s * own_s
+                    dq_0 = (gate_s * (own_s - c_s)).to(dq_ptr.dtype.element_ty)
+                    tl.store(dq_ptr + (at + s) * H * width - 1, dq_0)
+                store_value(dq_ptr, H * width, 1, at + s, 0, L, pulled_s - p_s * c_s, True, BL)
                 tl.store(c_ptr + (at + s) * H, c_s)
                 if asked_ptr is not None:
                     asked_after += dy_s[:, None] * (p_s * over_s * since_s)[None, :]
@@ -150,7 +164,10 @@ def query_walk(
                 since_after = since_s[None, :] + tl.zeros((C, BL), tl.float32)
             ref = tl.maximum(ref, tl.max(k, 0))
         else:
-            store_tile(dq_ptr, H * L, 1, at, stop, 0, L, pulled - p * c[:, None], C, BL)
+            store_tile(dq_ptr, H * width, 1, at, stop, 0, L, pulled - p * c[:, None], C, BL)
+            if GATED:
+                dq_0 = (gate * (own - c)).to(dq_ptr.dtype.element_ty)
+                tl.store(dq_ptr + (at + rows) * H * width - 1, dq_0, mask=at + rows < stop)
             tl.store(c_ptr + (at + rows) * H, c, mask=at + rows < stop)
             if rise > REACH / 4:
                 later = tl.maximum(ref, tl.max(k, 0))
@@ -175,13 +192,14 @@ def source_walk(
     q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d, dv_t, dv_h,
     T, length, segments, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr = False, R: tl.constexpr = 1,
 ):  # fmt: skip
     """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
 
     ``dmean0``, ``lost0``: of the state before it, unless None. Sums over the rows of a chunk never
-    come as total - prefix: that cancels.
+    come as total - prefix: that cancels. ``GATED``, ``R``: see :func:`query_walk`.
     """
+    width = L + 1 if GATED else L
     h, m = (tl.program_id(0) % H).to(tl.int64), tl.program_id(0) // H
     row, start, stop, n = place(m, table_ptr, T, segments, length)
     if start > stop:
@@ -190,9 +208,9 @@ def source_walk(
         mask_ptr += row * T
     q_ptr += row * q_b + h * q_h
     k_ptr += row * k_b + h * k_h
-    v_ptr += row * v_b + h * v_h
+    v_ptr += row * v_b + h // R * v_h
     dy_ptr += row * dy_b + h * dy_h
-    dq_ptr += row * T * H * L + h * L
+    dq_ptr += (row * T * H + h) * width
     dk_ptr += row * T * H * L + h * L
     dv_ptr += row * T * dv_t + h * dv_h
     c_ptr += row * T * H + h
@@ -210,10 +228,10 @@ def source_walk(
     for j in tl.range(0, count, num_stages=STAGES):
         at = start + (count - 1 - j) * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
-        p = load_queries(q_ptr, q_t, q_l, at, stop, L, C, BL)
+        p, _ = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
         dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
-        dq = load_tile(dq_ptr, H * L, 1, at, stop, 0, L, C, BL)
+        dq = load_tile(dq_ptr, H * width, 1, at, stop, 0, L, C, BL)
         c = tl.load(c_ptr + (at + rows) * H, mask=at + rows < stop, other=0.0)
         slot = slot_of(row, at, T, n, C) * H + h
         ref, mass = load_row(slot_ref_ptr, slot, L, BL), load_row(slot_mass_ptr, slot, L, BL)
@@ -238,10 +256,10 @@ def source_walk(
             for back in range(0, tokens):
                 s = tokens - 1 - back
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
-                p_s = load_query(q_ptr, q_t, q_l, at + s, L, BL)
+                p_s, _ = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
-                dq_s = load_value(dq_ptr, H * L, 1, at + s, 0, L, BL)
+                dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)
                 c_s = tl.load(c_ptr + (at + s) * H)
                 earlier, mass_s = token(top_t, rows, s), token(mass_t, rows, s)
                 kept_s = tl.exp(tl.minimum(earlier - top_s, 0.0))

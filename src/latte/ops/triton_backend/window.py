@@ -59,7 +59,7 @@ def window_op(
     run = WindowLauncher(q, None, w, cu_seqlens)
     out = q.new_empty((*q.shape[:3], run.D))
     top, mass = row_buffers(q, 2)
-    run.outputs(unit_rows(q), None, None, (None, None, None), out, top, mass, None)
+    run.outputs(unit_rows(q), None, None, out, top, mass, None)
     return out, top, mass
 
 
@@ -101,8 +101,7 @@ def window_backward_op(
     (delta,) = row_buffers(q, 1)
     q, dout = unit_rows(q), unit_rows(dout)
     run.query_gradients(q, top, mass, None, delta, dq, dy=dout)
-    none = (None, None, None)
-    run.source_gradients(q, None, None, dout, (top, mass, None, delta), none, (dk, dv), dtail)
+    run.source_gradients(q, dout, (top, mass, None, delta), (dk, dv), dtail)
     return dq, dk, dv, *dtail
 
 

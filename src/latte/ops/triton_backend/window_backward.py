@@ -28,18 +28,14 @@ from latte.ops.triton_backend.tiles import (
     load_keys,
     load_row,
     load_state,
-    merge_masses,
     mm,
     place,
-    running_masses,
     store_tile,
 )
 from latte.ops.triton_backend.window_tiles import (
     block_logits,
-    chunk_weights,
     first_token,
     load_block,
-    load_mixture,
     load_numbers,
     rows_at,
     store_block,
@@ -117,10 +113,10 @@ def window_query_gradients(
 
 @triton.jit
 def window_source_gradients(
-    latent_q_ptr, latent_k_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
+    latent_k_ptr, latents_dv_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
     dy_ptr, row_top_ptr, row_mass_ptr, gate_ptr, delta_ptr,
     top_ptr, mass_ptr, dmean_ptr, dk_ptr, dv_ptr,
-    lq_b, lq_t, lq_h, lq_l, lk_b, lk_t, lk_h, lk_l,
+    lk_b, lk_t, lk_h, lk_l,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, dy_b, dy_t, dy_h,
     scale, softcap, reach, P,
     T, chunks, H, L, D: tl.constexpr,
@@ -131,8 +127,9 @@ def window_source_gradients(
     """dk and dv, contiguous; one program per chunk of keys, key head and tile of K and of D.
 
     ``EARLIER``: the keys, values, flags and gradients are those of the earlier state, (N, P, G, .).
-    Otherwise P is not used, and with latents their part of dv comes too: ``dmean`` is the gradient
-    of the state after each chunk (causal), or of the whole sequence's.
+    Otherwise P is not used, and the latents' part of dv is added. Causal: ``latents_dv``
+    (B, T, H, D). Bidirectional: from ``dmean``, the gradient of the whole sequence's state, which is
+    (``top``, ``mass``).
     """
     m, g, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     if EARLIER:
@@ -177,27 +174,19 @@ def window_source_gradients(
         nearest = -tl.minimum(tl.cdiv(reach, C), (at - begin) // C).to(tl.int32)
     dk = tl.zeros((C, BX), tl.float32)
     dv = tl.zeros((C, BX), tl.float32)
-    if latent_q_ptr is not None:
+    first, last = tl.maximum(oldest - at, 0), stop - at
+    if latents_dv_ptr is not None:
+        for r in range(0, R):
+            part_ptr = latents_dv_ptr + ((row * T + at) * H + g * R + r) * D
+            dv += load_block(part_ptr, H * D, first, last, x0, D, C, BX)
+    if latent_k_ptr is not None:
         for r in range(0, R):
             h = g * R + r
+            i = sequence * H + h
             keys_ptr = latent_k_ptr + row * lk_b + h * lk_h
             lk = load_keys(keys_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
-            i = m.to(tl.int64) * H + h if CAUSAL else sequence * H + h
-            top1, mass1 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
-            if CAUSAL:
-                tops, masses = running_masses(lk, top1, mass1)
-                queries_ptr = latent_q_ptr + row * lq_b + h * lq_h
-                p, _ = load_mixture(queries_ptr, lq_t, lq_l, at, stop, L, C, BL)
-                a = chunk_weights(
-                    p, lk, tops, masses, keys_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL, WIDE
-                )
-                dys_ptr = dy_ptr + at * dy_t + h * dy_h
-                dy = load_block(dys_ptr, dy_t, 0, stop - at, x0, D, C, BX)
-                dv += mm(tl.trans(a), dy, NARROW)
-                own = tl.max(lk, 0)
-                own_mass = tl.sum(tl.exp(lk - finite(own)[None, :]), 0)
-                top1, mass1 = merge_masses(top1, mass1, own, own_mass)
-            worth = tl.exp(lk - finite(top1)[None, :]) * inverse(mass1)[None, :]
+            top, mass = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
+            worth = tl.exp(lk - finite(top)[None, :]) * inverse(mass)[None, :]
             dv += mm(worth, load_state(dmean_ptr, i, L, D, x0, BL, BX), WIDE)
     for r in range(0, R):
         h = g * R + r
@@ -206,7 +195,7 @@ def window_source_gradients(
             queries = tl.minimum(stop - start, C).to(tl.int32)
             qs_ptr = q_ptr + start * q_t + h * q_h
             dys_ptr = dy_ptr + start * dy_t + h * dy_h
-            logits, slope, first, last = block_logits(
+            logits, slope, _, _ = block_logits(
                 qs_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, begin - oldest,
                 at, begin, stop, -j * C, reach, scale, softcap,
                 K, C, BX, NARROW, CAUSAL, CAPPED,
@@ -225,7 +214,6 @@ def window_source_gradients(
             pulled = w * (products - delta[:, None]) * slope * scale
             q = load_block(qs_ptr, q_t, 0, queries, x0, K, C, BX)
             dk += mm(tl.trans(pulled), q, NARROW)
-    first, last = tl.maximum(oldest - at, 0), stop - at
     step = H // R * K
     store_block(dk_ptr + at * step + g * K, step, first, last, x0, K, dk, C, BX)
     step = H // R * D

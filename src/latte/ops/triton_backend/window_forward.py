@@ -19,19 +19,13 @@ import triton.language as tl
 from latte.ops.triton_backend.tiles import (
     finite,
     inverse,
-    load_keys,
-    load_row,
     load_state,
     mm,
     place,
-    running_masses,
-    store_row,
-    store_state,
     store_tile,
 )
 from latte.ops.triton_backend.window_tiles import (
     block_logits,
-    chunk_weights,
     first_token,
     load_block,
     load_mixture,
@@ -41,60 +35,34 @@ from latte.ops.triton_backend.window_tiles import (
 
 
 @triton.jit
-def window_outputs(
-    latent_q_ptr, latent_k_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
-    tail_k_ptr, tail_v_ptr, tail_mask_ptr, top_ptr, mass_ptr, mean_ptr,
-    out_ptr, row_top_ptr, row_mass_ptr, gate_ptr,
-    lq_b, lq_t, lq_h, lq_l, lk_b, lk_t, lk_h, lk_l,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    scale, softcap, reach, P,
-    T, chunks, H, L, D: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
-    WIDE: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+def attend(
+    q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
+    tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, G,
+    start, begin, stop, d0, reach, scale, softcap,
+    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """y_t = p(0|t) SWA_t + sum_l p(l|t) mu_t[l], contiguous; SWA_t if there are no latents.
+    """(top, mass, w, y) of the chunk's rows: sum_s w_s v_s / mass is the window's part.
 
-    ``latent_q_ptr`` points to the first latent's logit, behind the window's. The states are those
-    before the chunks (causal), or of the whole sequences.
+    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) the sum over all others, both
+    yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first query; the other pointers to
+    the row's or the sequence's first entry of the head, of which there are ``G``.
     """
-    m, h, d0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
-    leads = tl.program_id(2) == 0
-    row, start, stop, sequence = place(m, table_ptr, T, chunks, C)
-    i = m.to(tl.int64) * H + h
-    if start >= stop:
-        if CAUSAL and latent_q_ptr is not None:
-            # What is saved is defined there too.
-            zeros = tl.zeros((BL,), tl.float32)
-            store_row(top_ptr, i, L, zeros, BL)
-            store_row(mass_ptr, i, L, zeros, BL)
-            store_state(mean_ptr, i, L, D, d0, tl.zeros((BL, BX), tl.float32), BL, BX)
-        return
-    begin = first_token(bounds_ptr, sequence)
-    q_ptr += row * q_b + start * q_t + h * q_h
-    k_ptr += row * k_b + h // R * k_h
-    v_ptr += row * v_b + h // R * v_h
-    if mask_ptr is not None:
-        mask_ptr += row * T
-    if tail_k_ptr is not None:
-        tail_k_ptr += (sequence * P * (H // R) + h // R) * K
-        tail_v_ptr += (sequence * P * (H // R) + h // R) * D
-        tail_mask_ptr += sequence * P
-    queries = tl.minimum(stop - start, C).to(tl.int32)
     blocks = tl.cdiv(reach, C)
     before = tl.minimum(blocks, tl.cdiv(start - begin + P, C)).to(tl.int32)
     after = 0 if CAUSAL else tl.minimum(blocks, tl.cdiv(stop - start, C) - 1).to(tl.int32)
     top = tl.full((C,), float("-inf"), tl.float32)
     mass = tl.zeros((C,), tl.float32)
     y = tl.zeros((C, BX), tl.float32)
-    for j in range(0, before + after):
+    for j in tl.range(0, before + after, disable_licm=True):
         # The blocks before, then those behind.
         off = (j - before + tl.where(j < before, 0, 1)) * C
         logits, _, first, last = block_logits(
-            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
+            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, G * K, tail_mask_ptr, P,
             start + off, begin, stop, off, reach, scale, softcap,
             K, C, BX, NARROW, CAUSAL, CAPPED,
         )  # fmt: skip
-        at, step = rows_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
+        at, step = rows_at(start + off, begin, v_ptr, v_t, tail_v_ptr, G * D, P)
         v = load_block(at, step, first, last, d0, D, C, BX)
         later = tl.maximum(top, tl.max(logits, 1))
         kept = tl.exp(top - finite(later))
@@ -110,10 +78,51 @@ def window_outputs(
     later = tl.maximum(top, tl.max(logits, 1))
     kept = tl.exp(top - finite(later))
     w = tl.exp(logits - finite(later)[:, None])
-    mass = mass * kept + tl.sum(w, 1)
+    return later, mass * kept + tl.sum(w, 1), w, y * kept[:, None]
+
+
+@triton.jit
+def window_outputs(
+    latent_q_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
+    tail_k_ptr, tail_v_ptr, tail_mask_ptr, mean_ptr,
+    out_ptr, row_top_ptr, row_mass_ptr, gate_ptr,
+    lq_b, lq_t, lq_h, lq_l,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    scale, softcap, reach, P,
+    T, chunks, H, L, D: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """SWA_t, contiguous; beside bidirectional latents y_t = p(0|t) SWA_t + sum_l p(l|t) mu[l].
+
+    ``latent_q_ptr`` points to the first latent's logit, behind the window's; ``mean_ptr`` to mu
+    (N, H, L, D).
+    """
+    m, h, d0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
+    leads = tl.program_id(2) == 0
+    row, start, stop, sequence = place(m, table_ptr, T, chunks, C)
+    if start >= stop:
+        return
+    begin = first_token(bounds_ptr, sequence)
+    q_ptr += row * q_b + start * q_t + h * q_h
+    k_ptr += row * k_b + h // R * k_h
+    v_ptr += row * v_b + h // R * v_h
+    if mask_ptr is not None:
+        mask_ptr += row * T
+    if tail_k_ptr is not None:
+        tail_k_ptr += (sequence * P * (H // R) + h // R) * K
+        tail_v_ptr += (sequence * P * (H // R) + h // R) * D
+        tail_mask_ptr += sequence * P
+    queries = tl.minimum(stop - start, C).to(tl.int32)
+    top, mass, w, y = attend(
+        q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
+        tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
+        start, begin, stop, d0, reach, scale, softcap,
+        D, K, C, BX, NARROW, CAUSAL, CAPPED,
+    )  # fmt: skip
     share = inverse(mass)
     if leads:
-        store_numbers(row_top_ptr, row, h, start, stop, T, H, later, C)
+        store_numbers(row_top_ptr, row, h, start, stop, T, H, top, C)
         store_numbers(row_mass_ptr, row, h, start, stop, T, H, mass, C)
     if latent_q_ptr is not None:
         latent_q_ptr += row * lq_b + h * lq_h
@@ -122,21 +131,9 @@ def window_outputs(
             store_numbers(gate_ptr, row, h, start, stop, T, H, gate, C)
         share *= gate
     w *= share[:, None]
-    y *= (kept * share)[:, None]
+    y *= share[:, None]
     if latent_q_ptr is not None:
-        if CAUSAL:
-            latent_k_ptr += row * lk_b + h * lk_h
-            lk = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, start, stop, L, C, BL)
-            top0, mass0 = load_row(top_ptr, i, L, BL), load_row(mass_ptr, i, L, BL)
-            tops, masses = running_masses(lk, top0, mass0)
-            w += chunk_weights(
-                p, lk, tops, masses, latent_k_ptr, mask_ptr, lk_t, lk_l, start, stop, L,
-                C, BL, WIDE,
-            )  # fmt: skip
-            p *= mass0[None, :] * tl.exp(top0[None, :] - finite(tops)) * inverse(masses)
-        else:
-            i = sequence * H + h
-        y += mm(p, load_state(mean_ptr, i, L, D, d0, BL, BX), WIDE)
+        y += mm(p, load_state(mean_ptr, sequence * H + h, L, D, d0, BL, BX), WIDE)
     v = load_block(v_ptr + start * v_t, v_t, 0, queries, d0, D, C, BX)
     y += mm(w, v, NARROW)
     store_tile(out_ptr + row * T * H * D + h * D, H * D, 1, start, stop, d0, D, y, C, BX)

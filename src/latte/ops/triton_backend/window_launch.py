@@ -114,7 +114,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 class WindowLauncher(Launcher):
-    """Launches the kernels of the window, and of the latents beside it."""
+    """Launches the kernels of the window, and of the bidirectional latents beside it."""
 
     def __init__(self, q: Tensor, latents: Tensor | None, w: Window, cu: Tensor | None) -> None:
         super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu)
@@ -155,14 +155,12 @@ class WindowLauncher(Launcher):
         )
 
     def outputs(
-        self,
-        q: Tensor,
-        latent_q: Tensor | None,
-        latent_k: Tensor | None,
-        states: tuple[Tensor | None, Tensor | None, Tensor | None],
-        *results: Tensor | None,
+        self, q: Tensor, latent_q: Tensor | None, mean: Tensor | None, *results: Tensor | None
     ) -> None:
-        """The forward kernel; ``latent_q`` begins with the first latent, behind the window's."""
+        """The window alone, or beside bidirectional latents, whose final mean is ``mean``.
+
+        ``latent_q`` begins with the first latent, behind the window's logit.
+        """
         from latte.ops.triton_backend.window_forward import window_outputs
 
         w, chunks = self.window, self.chunks
@@ -170,9 +168,8 @@ class WindowLauncher(Launcher):
             window_outputs,
             (chunks.M, self.H),
             self.D,
-            *(latent_q, latent_k, q, w.k, w.v, w.mask, chunks.table, self.bounds),
-            *(*w.tail, *states, *results),
-            *(*strides(latent_q, 4), *strides(latent_k, 4)),
+            *(latent_q, q, w.k, w.v, w.mask, chunks.table, self.bounds),
+            *(*w.tail, mean, *results, *strides(latent_q, 4)),
             *(*strides(q, 3), *strides(w.k, 3), *strides(w.v, 3)),
             products=("WIDE", "NARROW"),
         )
@@ -195,23 +192,27 @@ class WindowLauncher(Launcher):
     def source_gradients(
         self,
         q: Tensor,
-        latent_q: Tensor | None,
-        latent_k: Tensor | None,
         dy: Tensor,
         rows: tuple[Tensor | None, ...],
-        states: tuple[Tensor | None, Tensor | None, Tensor | None],
         results: tuple[Tensor, Tensor],
-        earlier: tuple[Tensor, Tensor] | None = None,
+        earlier: tuple[Tensor, Tensor],
+        latents_dv: Tensor | None = None,
+        bidirectional: tuple[Tensor, ...] = (),
     ) -> None:
-        """dk and dv of the tokens, and of the earlier state; ``rows``: top, mass, gate, delta."""
+        """dk and dv of the tokens, and of the earlier state; ``rows``: top, mass, gate, delta.
+
+        The latents' part of dv is ``latents_dv`` (B, T, H, D); ``bidirectional``: comes from their
+        keys, and top, mass and gradient of the mean of the whole sequences.
+        """
         w, chunks, N = self.window, self.chunks, self.chunks.N
+        latent_k, *states = bidirectional or (None,) * 4
         self._sources(
             chunks.M,
-            *(latent_q, latent_k, q, w.k, w.v, w.mask, chunks.table, self.bounds),
+            *(latent_k, latents_dv, q, w.k, w.v, w.mask, chunks.table, self.bounds),
             *(dy, *rows, *states, *results),
             earlier=False,
         )
-        if earlier is not None and w.P:
+        if w.P:
             self._sources(
                 N * -(-w.P // self.config.C),
                 *(None, None, q, *w.tail, None, self.bounds),
@@ -222,14 +223,14 @@ class WindowLauncher(Launcher):
     def _sources(self, programs: int, *args: Tensor | None, earlier: bool) -> None:
         from latte.ops.triton_backend.window_backward import window_source_gradients
 
-        latent_q, latent_k, q, k, v = args[:5]
+        latent_k, _, q, k, v = args[:5]
         dy = args[8]
         self.by_tile(
             window_source_gradients,
             (programs, self.G),
             max(self.K, self.D),
             *args,
-            *(*strides(latent_q, 4), *strides(latent_k, 4)),
+            *strides(latent_k, 4),
             *(*strides(q, 3), *strides(k, 3), *strides(v, 3), *strides(dy, 3)),
             products=("WIDE", "NARROW"),
             back=True,

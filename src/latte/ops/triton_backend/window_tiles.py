@@ -14,18 +14,14 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton_backend.tiles import (
-    decay_of,
     finite,
     inverse,
-    keys_of,
-    load_key,
+    load_queries,
     load_tile,
     mm,
-    own_weight,
-    reference,
     store_tile,
-    within_reach,
 )
+from latte.ops.triton_backend.walk_tiles import load_query
 
 
 @triton.jit
@@ -186,6 +182,43 @@ def load_mixture(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: t
 
 
 @triton.jit
+def load_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
+    """Row ``t`` of :func:`load_mixture`: (BL,) and a number."""
+    x = tl.arange(0, BL)
+    at = ptr + t * stride_t
+    q = tl.load(at + x.to(tl.int64) * stride_x, mask=x < L, other=float("-inf")).to(tl.float32)
+    own = tl.load(at - stride_x).to(tl.float32)
+    top = tl.maximum(tl.max(q, 0), own)
+    e = tl.exp(q - top)
+    own = tl.exp(own - top)
+    total = tl.sum(e, 0) + own
+    return e / total, own / total
+
+
+@triton.jit
+def load_shares(
+    ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr, GATED: tl.constexpr
+):
+    """p(l|t) of the latents, and of the window (0 if there is none)."""
+    if GATED:
+        p, gate = load_mixture(ptr, stride_t, stride_x, start, stop, L, C, BL)
+    else:
+        p = load_queries(ptr, stride_t, stride_x, start, stop, L, C, BL)
+        gate = tl.zeros((C,), tl.float32)
+    return p, gate
+
+
+@triton.jit
+def load_one_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr, GATED: tl.constexpr):
+    """Row ``t`` of :func:`load_shares`."""
+    if GATED:
+        p, gate = load_share(ptr, stride_t, stride_x, t, L, BL)
+    else:
+        p, gate = load_query(ptr, stride_t, stride_x, t, L, BL), 0.0
+    return p, gate
+
+
+@triton.jit
 def store_query_gradients(
     dq_ptr, p, delta, gate_ptr, window_delta_ptr, row, h, start, stop, T, H, L,
     C: tl.constexpr, BL: tl.constexpr,
@@ -207,26 +240,3 @@ def store_query_gradients(
     dq = p * (delta - mean[:, None])
     dq_ptr += (row * T * H + h) * width
     store_tile(dq_ptr, H * width, 1, start, stop, 0, L, dq, C, BL)
-
-
-@triton.jit
-def chunk_weights(
-    p, k, top, mass, k_ptr, mask_ptr, k_t, k_l, start, stop, L,
-    C: tl.constexpr, BL: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """sum_l p(l|t) p(s|l,t) of the sources in the queries' own chunk, (C, C).
-
-    One reference serves the rows within its reach; the others take their weights source by source.
-    """
-    rows = tl.arange(0, C)
-    ref = reference(top)
-    near = within_reach(top, ref)
-    weights = mm(p * decay_of(top, mass, ref), tl.trans(keys_of(k, ref)), WIDE)
-    weights = tl.where((rows[:, None] >= rows[None, :]) & near[:, None], weights, 0.0)
-    if tl.min(near.to(tl.int32), 0) == 0:
-        for s in range(0, tl.minimum(stop - start, C).to(tl.int32)):
-            k_s = load_key(k_ptr, mask_ptr, k_t, k_l, start + s, L, BL)
-            a_s = tl.sum(p * own_weight(k_s, s, rows, top, mass), 1)
-            here = (rows[None, :] == s) & (near == 0)[:, None]
-            weights = tl.where(here, a_s[:, None], weights)
-    return weights
