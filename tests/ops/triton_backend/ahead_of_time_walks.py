@@ -40,7 +40,7 @@ def compiled_walk(
 ) -> Resources:
     """Compile one walk, with mask and packing, for whole sequences or ``cut`` ones.
 
-    ``ones``: every size is 1, which Triton makes a constant. ``gated``: beside a window (Macchiato).
+    ``ones``: every size is 1, which Triton makes a constant. ``gated``: beside a window.
     """
     from latte.ops.triton_backend import walk, walk_back
 

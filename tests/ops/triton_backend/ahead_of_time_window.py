@@ -102,7 +102,8 @@ def main() -> None:
                 cells.append(entry(warps, window_compiled(name, None, X, dtype)))
             width = X if X == WIDTHS[0] else 512
             print_row(ELEMENTS[dtype], width, f"{c.C}, {tiles.BX}", *cells)
-    print("\n| inputs | L up to | K, D | C, tile | `macchiato_walk` | `query_walk` | `source_walk` |")
+    names = " | ".join(f"`{name}`" for name in ("macchiato_walk", *BESIDE))
+    print(f"\n| inputs | L up to | K, D | C, tile | {names} |")
     print("|---" * 7 + "|")
     for dtype in PRODUCTS:
         for L in HALF:
@@ -110,7 +111,8 @@ def main() -> None:
                 walk, tiles = walking(L, X, dtype), beside(L, X, dtype)
                 cells = [entry(tiles.warps, compiled_forward(L, X, dtype))]
                 for name in BESIDE:
-                    cells.append(entry(walk.warps_back, compiled_walk(name, L, X, dtype, gated=True)))
+                    r = compiled_walk(name, L, X, dtype, gated=True)
+                    cells.append(entry(walk.warps_back, r))
                 print_row(ELEMENTS[dtype], L, X, f"{walk.C}, {tiles.BX}", *cells)
 
 

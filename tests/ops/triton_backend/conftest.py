@@ -69,6 +69,7 @@ KERNEL_TESTS = [
     "test_walks.py",
     "test_window_kernels.py",
     "test_macchiato_kernels.py",
+    "test_macchiato_walks.py",
     "test_recurrence_kernels.py",
     "test_step_kernel.py",
     "test_step_generation.py",

@@ -24,6 +24,7 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
         "test_window_kernels.py",
         "test_recurrence_kernels.py",
         "test_macchiato_kernels.py",
+        "test_macchiato_walks.py",
         "test_step_kernel.py",
         "test_step_generation.py",
     ],

@@ -2,8 +2,8 @@
 
 * ``scan_back``: the gradient of the state after each segment of the walks (walk_back.py): dmean
   (L, D), and ``lost`` (L,) = <dmean, mean> - dlog_mass, which obeys the same recurrence as dmean.
-* ``queries_ask``, ``add_up``, ``mixture_gradients``: the bidirectional form. With mu over the whole
-  sequence, delta_t[l] = <dy_t, mu[l]>, g[l] = dmean + sum_t p_t dy_t and w_s[l] = exp(k_s[l] - A[l]):
+* ``queries_ask``, ``add_up``, ``mixture_gradients``: the bidirectional form. With delta_t[l] =
+  <dy_t, mu[l]>, mu over the whole sequence, g[l] = dmean + sum_t p_t dy_t, w_s = exp(k_s - A):
 
     dq_t = p_t (delta_t - sum_l p_t delta_t)
     dv_s = sum_l w_s g

@@ -21,7 +21,6 @@ from latte.ops.triton_backend.tiles import (
     kept_share,
     load_queries,
     load_state,
-    load_tile,
     log_mass_of,
     merge_masses,
     mm,

@@ -1,4 +1,4 @@
-"""Causal Macchiato on kernels: the forward walk, and the backward walks beside the window's kernels.
+"""Causal Macchiato on kernels: a walk forward; walks back, beside the window's own kernels.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, L latents, K key width, D value
 width.
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.triton_backend.launch import launch
 from latte.ops.triton_backend.latent_gradients import latent_gradients
+from latte.ops.triton_backend.launch import launch
 from latte.ops.triton_backend.segments import Walker, walking
 from latte.ops.triton_backend.states import between_segments, contiguous_state, scan_segments
 from latte.ops.triton_backend.window_launch import Window, WindowLauncher, unit_rows
@@ -54,7 +54,7 @@ def outputs(
     finals: tuple[Tensor, Tensor],
     results: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """Write ``finals`` and ``results``: y and the rows' top, mass, gate; :func:`between_segments`."""
+    """Write ``finals`` and ``results``: y, the rows' top, mass and gate; return :func:`between`."""
     from latte.ops.triton_backend.macchiato_walk import macchiato_walk
 
     D = w.v.shape[-1]
@@ -104,7 +104,7 @@ def gradients(
     results: tuple[Tensor, ...],
     dtail: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Write ``results``, the gradients of the five inputs, and ``dtail``; see :func:`latent_gradients`.
+    """Write ``results``, gradients of the five inputs, and ``dtail``; return those of the state.
 
     The latents' part of dv is in memory once, for each query head: the window's kernel adds it up.
     """

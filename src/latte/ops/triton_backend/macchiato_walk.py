@@ -44,7 +44,12 @@ from latte.ops.triton_backend.walk_tiles import (
     store_value,
 )
 from latte.ops.triton_backend.window_forward import attend
-from latte.ops.triton_backend.window_tiles import first_token, load_mixture, load_share, store_numbers
+from latte.ops.triton_backend.window_tiles import (
+    first_token,
+    load_mixture,
+    load_share,
+    store_numbers,
+)
 
 
 @triton.jit(do_not_specialize=SIZES)

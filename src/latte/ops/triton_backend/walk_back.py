@@ -228,7 +228,7 @@ def source_walk(
     for j in tl.range(0, count, num_stages=STAGES):
         at = start + (count - 1 - j) * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
-        p, _ = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
+        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
         dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
         dq = load_tile(dq_ptr, H * width, 1, at, stop, 0, L, C, BL)
@@ -256,7 +256,7 @@ def source_walk(
             for back in range(0, tokens):
                 s = tokens - 1 - back
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
-                p_s, _ = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
+                p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
                 dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)

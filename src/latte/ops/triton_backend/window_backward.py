@@ -128,8 +128,8 @@ def window_source_gradients(
 
     ``EARLIER``: the keys, values, flags and gradients are those of the earlier state, (N, P, G, .).
     Otherwise P is not used, and the latents' part of dv is added. Causal: ``latents_dv``
-    (B, T, H, D). Bidirectional: from ``dmean``, the gradient of the whole sequence's state, which is
-    (``top``, ``mass``).
+    (B, T, H, D). Bidirectional: from ``top`` and ``mass`` of the whole sequences, and the gradient
+    of their means, ``dmean``.
     """
     m, g, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     if EARLIER:

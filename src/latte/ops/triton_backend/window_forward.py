@@ -1,9 +1,9 @@
-"""Softmax over a sliding window, alone or as state 0 of Latte: one program makes the outputs of a
-chunk of one head, or of a tile of their values where they are wide.
+"""Softmax over a sliding window, alone or as state 0 of bidirectional Latte: one program makes the
+outputs of a chunk of one head, or of a tile of their values where they are wide.
 
 The C queries of a chunk meet the blocks of C keys that their window reaches, their own block last,
-with a running maximum and sum. The latents' weights in the chunk and the window's then share one
-product with the chunk's values; the state before the chunk adds the rest. What is saved of a row:
+with a running maximum and sum: :func:`attend`, which the walk of causal Macchiato
+(macchiato_walk.py) calls too. What is saved of a row:
 the largest logit ``top``, the ``mass`` of exp(logit - top) (their logarithm would lose digits where
 logits are large) and the window's share ``gate`` = p(0|t).
 
@@ -44,9 +44,9 @@ def attend(
 ):  # fmt: skip
     """(top, mass, w, y) of the chunk's rows: sum_s w_s v_s / mass is the window's part.
 
-    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) the sum over all others, both
-    yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first query; the other pointers to
-    the row's or the sequence's first entry of the head, of which there are ``G``.
+    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) the sum over all others;
+    both are yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first query, the others
+    to the first key of the row, or of the earlier state, for one of ``G`` heads.
     """
     blocks = tl.cdiv(reach, C)
     before = tl.minimum(blocks, tl.cdiv(start - begin + P, C)).to(tl.int32)
