@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from latte.ops.triton_backend.segments import Walker
-from latte.ops.triton_backend.states import contiguous_state
+from latte.ops.triton_backend.states import Between, contiguous_state
 
 
 def latent_gradients(
     run: Walker,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
     earlier: tuple[Tensor | None, Tensor | None],
-    between: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    between: Between,
     later: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor],
     window_delta: Tensor | None = None,
@@ -65,7 +65,7 @@ def _tile_gradients(
     run: Walker,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
     earlier: tuple[Tensor | None, Tensor | None],
-    between: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    between: Between,
     later: tuple[Tensor, Tensor, Tensor | None],
     results: tuple[Tensor, ...],
     window_delta: Tensor | None,

@@ -72,11 +72,12 @@ def macchiato_op(
     """Outputs, final state; then for the backward pass: the rows' top, mass and share of the
     window, and :func:`between_segments` (bidirectional: the final (top, mass) alone)."""
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    out, rows = q.new_empty((*q.shape[:3], v.shape[-1])), row_buffers(q, 3)
+    out, (top, mass, gate) = q.new_empty((*q.shape[:3], v.shape[-1])), row_buffers(q, 3)
     finals = final_buffers(latent_k, v, cu_seqlens)
+    results = (out, top, mass, gate)
     forward = macchiato_causal.outputs if causal else macchiato_bidirectional.outputs
-    between = forward(latent_q, latent_k, q, w, cu_seqlens, (log_mass, mean), finals, (out, *rows))
-    return out, *finals, *rows, *between
+    between = forward(latent_q, latent_k, q, w, cu_seqlens, (log_mass, mean), finals, results)
+    return out, *finals, top, mass, gate, *between
 
 
 @macchiato_op.register_fake
@@ -124,15 +125,19 @@ def macchiato_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five inputs, of the initial state, and of the earlier keys and values."""
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    results = empty_gradients(latent_q, latent_k, q, k, v)
+    dlatent_q, dlatent_k, dq, dk, dv = empty_gradients(latent_q, latent_k, q, k, v)
     dtail = tail_buffers(k, v, tail_k, tail_v)
     back = macchiato_causal.gradients if causal else macchiato_bidirectional.gradients
     dmean_0, lost_0 = back(
         *(latent_q, latent_k, unit_rows(q), w, cu_seqlens, unit_rows(dout), (log_mass, mean)),
-        *((dmean, final_mu, dlog_mass), (row_top, row_mass, gate)),
-        *((top_M, mass_M, mean_M, top, mass), results, dtail),
+        (dmean, final_mu, dlog_mass),
+        (row_top, row_mass, gate),
+        (top_M, mass_M, mean_M, top, mass),
+        (dlatent_q, dlatent_k, dq, dk, dv),
+        dtail,
     )
-    return *results, *state_gradients(log_mass, mean, dmean_0, lost_0), *dtail
+    dstate = state_gradients(log_mass, mean, dmean_0, lost_0)
+    return dlatent_q, dlatent_k, dq, dk, dv, *dstate, *dtail
 
 
 @macchiato_backward_op.register_fake

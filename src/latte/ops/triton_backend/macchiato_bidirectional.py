@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from latte.ops.triton_backend.segments import Walker
-from latte.ops.triton_backend.states import contiguous_state, scan_segments
+from latte.ops.triton_backend.states import Between, contiguous_state, scan_segments
 from latte.ops.triton_backend.window_launch import Window, WindowLauncher, unit_rows
 
 
-def between(latent_k: Tensor, D: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+def between(latent_k: Tensor, D: int, cu_seqlens: Tensor | None) -> Between:
     """Empty fp32 buffers, in the order of :func:`between_segments`: the final (top, mass) alone."""
     B, _, H, L = latent_k.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -32,7 +32,7 @@ def outputs(
     earlier: tuple[Tensor | None, Tensor | None],
     finals: tuple[Tensor, Tensor],
     results: tuple[Tensor, ...],
-) -> tuple[Tensor, ...]:
+) -> Between:
     """Write ``finals`` and ``results``: y and the rows' top, mass and gate; :func:`between`."""
     run = WindowLauncher(q, latent_k, w, cu_seqlens)
     states = between(latent_k, run.D, cu_seqlens)
@@ -56,7 +56,7 @@ def gradients(
     earlier: tuple[Tensor | None, Tensor | None],
     later: tuple[Tensor, Tensor, Tensor],
     rows: tuple[Tensor, Tensor, Tensor],
-    between: tuple[Tensor, ...],
+    between: Between,
     results: tuple[Tensor, ...],
     dtail: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def gradients(
     chunks, lq = run.chunks, latent_q[..., 1:]
     dlatent_q, dlatent_k, dq, dk, dv = results
     dmean, final_mu, dlog_mass = later
-    top, mass = between[3:]
+    *_, top, mass = between
     delta = torch.empty_like(rows[0])
     run.query_gradients(q, *rows, delta, dq, dy=dout)
     asked = run.means(q, chunks.M)

@@ -14,7 +14,12 @@ from torch import Tensor
 from latte.ops.triton_backend.latent_gradients import latent_gradients
 from latte.ops.triton_backend.launch import launch
 from latte.ops.triton_backend.segments import Walker, walking
-from latte.ops.triton_backend.states import between_segments, contiguous_state, scan_segments
+from latte.ops.triton_backend.states import (
+    Between,
+    between_segments,
+    contiguous_state,
+    scan_segments,
+)
 from latte.ops.triton_backend.window_launch import Window, WindowLauncher, unit_rows
 
 between = between_segments
@@ -53,7 +58,7 @@ def outputs(
     earlier: tuple[Tensor | None, Tensor | None],
     finals: tuple[Tensor, Tensor],
     results: tuple[Tensor, ...],
-) -> tuple[Tensor, ...]:
+) -> Between:
     """Write ``finals`` and ``results``: y, the rows' top, mass and gate; return :func:`between`."""
     from latte.ops.triton_backend.macchiato_walk import macchiato_walk
 
@@ -100,7 +105,7 @@ def gradients(
     earlier: tuple[Tensor | None, Tensor | None],
     later: tuple[Tensor, Tensor, Tensor],
     rows: tuple[Tensor, Tensor, Tensor],
-    between: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    between: Between,
     results: tuple[Tensor, ...],
     dtail: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:

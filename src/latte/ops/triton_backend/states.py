@@ -10,6 +10,9 @@ from torch import Tensor
 
 from latte.ops.triton_backend.segments import Walker, segment_length, walking
 
+# What is saved between segments: (top, mass, mean) before each, final (top, mass).
+Between = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def readable(key_mask: Tensor | None) -> Tensor | None:
     """The mask as contiguous bytes."""
@@ -42,7 +45,7 @@ def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
     return A, A.new_empty((*A.shape, v.shape[-1]))
 
 
-def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> Between:
     """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
 
     Without entries where no sequence is cut: nobody needs them. From shapes alone.
