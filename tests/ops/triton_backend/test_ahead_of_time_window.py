@@ -72,12 +72,14 @@ def test_other_launches(name):
     check(window_compiled(name, None, 256, torch.bfloat16), 96, name)
 
 
+def test_sources_beside_latents():
+    check(window_compiled(WINDOW[2], 32, 64, torch.bfloat16), 16, WINDOW[2])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("L", HALF)
-def test_sources_beside_latents(L):
-    name = "window_source_gradients"
-    if L == 32:
-        check(window_compiled(name, L, 64, torch.bfloat16), 16, name)
-    check(window_compiled(name, L, 64, torch.bfloat16, causal=False), 96, name)
+def test_sources_beside_bidirectional_latents(L):
+    check(window_compiled(WINDOW[2], L, 64, torch.bfloat16, causal=False), 96, WINDOW[2])
 
 
 def test_the_earlier_state_and_sizes_of_one():
