@@ -1,8 +1,8 @@
 """``macchiato_attention`` on Triton kernels: both branches in one forward kernel, closed gradients.
 
 Saved for the backward pass: the inputs, the final mean, where sequences are cut into segments one
-state per segment, and three fp32 numbers per token and head: the window's largest logit, its mass
-and its share p(0|t). Neither branch's output is ever in memory.
+state per segment, and one fp32 number per token and head, the window's share p(0|t). Neither
+branch's output is ever in memory.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, L latents, K key width, D value
 width.
@@ -66,18 +66,15 @@ def macchiato_op(
     scale: float,
     softcap: float,
     causal: bool,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """Outputs, final state; then for the backward pass: the rows' top, mass and share of the
-    window, and :func:`between_segments` (bidirectional: the final (top, mass) alone)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, final state; then for the backward pass: the window's share of each row, and
+    :func:`between_segments` (bidirectional: the final (top, mass) alone)."""
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    out, (top, mass, gate) = q.new_empty((*q.shape[:3], v.shape[-1])), row_buffers(q, 3)
+    out, (gate,) = q.new_empty((*q.shape[:3], v.shape[-1])), row_buffers(q, 1)
     finals = final_buffers(latent_k, v, cu_seqlens)
-    results = (out, top, mass, gate)
     forward = macchiato_causal.outputs if causal else macchiato_bidirectional.outputs
-    between = forward(latent_q, latent_k, q, w, cu_seqlens, (log_mass, mean), finals, results)
-    return out, *finals, top, mass, gate, *between
+    between = forward(latent_q, latent_k, q, w, cu_seqlens, (log_mass, mean), finals, (out, gate))
+    return out, *finals, gate, *between
 
 
 @macchiato_op.register_fake
@@ -88,7 +85,7 @@ def _(
     finals = final_buffers(latent_k, v, cu_seqlens)
     between = macchiato_causal.between if causal else macchiato_bidirectional.between
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    return out, *finals, *row_buffers(q, 3), *between(latent_k, v.shape[-1], cu_seqlens)
+    return out, *finals, *row_buffers(q, 1), *between(latent_k, v.shape[-1], cu_seqlens)
 
 
 @torch.library.custom_op("latte::triton_macchiato_backward", mutates_args=())
@@ -110,8 +107,6 @@ def macchiato_backward_op(
     tail_v: Tensor | None,
     tail_mask: Tensor | None,
     final_mu: Tensor,
-    row_top: Tensor,
-    row_mass: Tensor,
     gate: Tensor,
     top_M: Tensor,
     mass_M: Tensor,
@@ -131,7 +126,7 @@ def macchiato_backward_op(
     dmean_0, lost_0 = back(
         *(latent_q, latent_k, unit_rows(q), w, cu_seqlens, unit_rows(dout), (log_mass, mean)),
         (dmean, final_mu, dlog_mass),
-        (row_top, row_mass, gate),
+        gate,
         (top_M, mass_M, mean_M, top, mass),
         (dlatent_q, dlatent_k, dq, dk, dv),
         dtail,

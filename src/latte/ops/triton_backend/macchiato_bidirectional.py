@@ -33,7 +33,7 @@ def outputs(
     finals: tuple[Tensor, Tensor],
     results: tuple[Tensor, ...],
 ) -> Between:
-    """Write ``finals`` and ``results``: y and the rows' top, mass and gate; :func:`between`."""
+    """Write ``finals`` and ``results``: y and the gate; :func:`between`."""
     run = WindowLauncher(q, latent_k, w, cu_seqlens)
     states = between(latent_k, run.D, cu_seqlens)
     scan_segments(
@@ -55,7 +55,7 @@ def gradients(
     dout: Tensor,
     earlier: tuple[Tensor | None, Tensor | None],
     later: tuple[Tensor, Tensor, Tensor],
-    rows: tuple[Tensor, Tensor, Tensor],
+    gate: Tensor,
     between: Between,
     results: tuple[Tensor, ...],
     dtail: tuple[Tensor, Tensor],
@@ -71,8 +71,9 @@ def gradients(
     dlatent_q, dlatent_k, dq, dk, dv = results
     dmean, final_mu, dlog_mass = later
     *_, top, mass = between
-    delta = torch.empty_like(rows[0])
-    run.query_gradients(q, *rows, delta, dq, dy=dout)
+    top_w, mass_w, delta = (torch.empty_like(gate) for _ in range(3))
+    run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout)
+    rows = (top_w, mass_w, gate, delta)
     asked = run.means(q, chunks.M)
     run.by_chunk(
         backward.queries_ask,
@@ -91,10 +92,10 @@ def gradients(
         *(*lq.stride(), *latent_k.stride(), *w.v.stride(), *dout.stride()),
         products=("WIDE",),
         back=True,
-        gate_ptr=rows[2],
+        gate_ptr=gate,
         window_delta_ptr=delta,
         R=run.R,
     )
     states = (latent_k, top, mass, dmean_0)
-    run.source_gradients(q, dout, (*rows, delta), (dk, dv), dtail, bidirectional=states)
+    run.source_gradients(q, dout, rows, (dk, dv), dtail, bidirectional=states)
     return dmean_0, lost_0

@@ -59,7 +59,7 @@ def outputs(
     finals: tuple[Tensor, Tensor],
     results: tuple[Tensor, ...],
 ) -> Between:
-    """Write ``finals`` and ``results``: y, the rows' top, mass and gate; return :func:`between`."""
+    """Write ``finals`` and ``results``: y and the gate; return :func:`between`."""
     from latte.ops.triton_backend.macchiato_walk import macchiato_walk
 
     D = w.v.shape[-1]
@@ -104,7 +104,7 @@ def gradients(
     dout: Tensor,
     earlier: tuple[Tensor | None, Tensor | None],
     later: tuple[Tensor, Tensor, Tensor],
-    rows: tuple[Tensor, Tensor, Tensor],
+    gate: Tensor,
     between: Between,
     results: tuple[Tensor, ...],
     dtail: tuple[Tensor, Tensor],
@@ -115,8 +115,9 @@ def gradients(
     """
     run = WindowLauncher(q, None, w, cu_seqlens)
     dlatent_q, dlatent_k, dq, dk, dv = results
-    delta = torch.empty_like(rows[0])
-    run.query_gradients(q, *rows, delta, dq, dy=dout)
+    top_w, mass_w, delta = (torch.empty_like(gate) for _ in range(3))
+    run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout)
+    rows = (top_w, mass_w, gate, delta)
     latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
     at_start = latent_gradients(
         Walker(latent_k, run.D, cu_seqlens),
@@ -128,5 +129,5 @@ def gradients(
         delta,
         run.R,
     )
-    run.source_gradients(q, dout, (*rows, delta), (dk, dv), dtail, latents_dv)
+    run.source_gradients(q, dout, rows, (dk, dv), dtail, latents_dv)
     return at_start

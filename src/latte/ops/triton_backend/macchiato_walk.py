@@ -57,7 +57,7 @@ def macchiato_walk(
     latent_q_ptr, latent_k_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
     tail_k_ptr, tail_v_ptr, tail_mask_ptr,
     top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr,
-    out_ptr, row_top_ptr, row_mass_ptr, gate_ptr, log_mass1_ptr, mean1_ptr,
+    out_ptr, gate_ptr, log_mass1_ptr, mean1_ptr,
     lq_b, lq_t, lq_h, lq_l, lk_b, lk_t, lk_h, lk_l,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
     scale, softcap, reach, P,
@@ -111,7 +111,7 @@ def macchiato_walk(
             k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
             ref, fresh = first_reference(k, rows, ref, fresh, C)
             unseen = tl.max(fresh, 0)
-        top_w, mass_w, w, y = attend(
+        mass_w, w, y = attend(
             q_ptr + at * q_t, q_t, tl.minimum(stop - at, C).to(tl.int32),
             k_ptr, k_t, v_ptr, v_t, mask_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
             at, first, stop, d0, reach, scale, softcap,
@@ -119,8 +119,6 @@ def macchiato_walk(
         )  # fmt: skip
         p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, at, stop, L, C, BL)
         if d0 == 0:
-            store_numbers(row_top_ptr, row, h, at, stop, T, H, top_w, C)
-            store_numbers(row_mass_ptr, row, h, at, stop, T, H, mass_w, C)
             store_numbers(gate_ptr, row, h, at, stop, T, H, gate, C)
         share = (inverse(mass_w) * gate)[:, None]
         k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)

@@ -30,11 +30,10 @@ def sliding_window_attention(
     initial_state: WindowState | None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
-    out, _, _ = window_op(
+    return window_op(
         *(q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail_of(initial_state)),
         *(window, scale, softcap or 0.0, causal),
     )
-    return out
 
 
 @torch.library.custom_op("latte::triton_window", mutates_args=())
@@ -52,15 +51,14 @@ def window_op(
     scale: float,
     softcap: float,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs; for the backward pass each row's top and mass. ``softcap=0`` is none."""
+) -> Tensor:
+    """Outputs. ``softcap=0`` is none."""
     tail = (tail_k, tail_v, tail_mask)
     w = Window.of(k, v, key_mask, tail, window, scale, softcap, causal)
     run = WindowLauncher(q, None, w, cu_seqlens)
     out = q.new_empty((*q.shape[:3], run.D))
-    top, mass = row_buffers(q, 2)
-    run.outputs(unit_rows(q), None, None, out, top, mass, None)
-    return out, top, mass
+    run.outputs(unit_rows(q), None, None, out, None)
+    return out
 
 
 def row_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -70,7 +68,7 @@ def row_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
 
 @window_op.register_fake
 def _(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal):
-    return q.new_empty((*q.shape[:3], v.shape[-1])), *row_buffers(q, 2)
+    return q.new_empty((*q.shape[:3], v.shape[-1]))
 
 
 @torch.library.custom_op("latte::triton_window_backward", mutates_args=())
@@ -85,8 +83,6 @@ def window_backward_op(
     tail_k: Tensor | None,
     tail_v: Tensor | None,
     tail_mask: Tensor | None,
-    top: Tensor,
-    mass: Tensor,
     window: int,
     scale: float,
     softcap: float,
@@ -98,9 +94,9 @@ def window_backward_op(
     run = WindowLauncher(q, None, w, cu_seqlens)
     dq, dk, dv = empty_gradients(q, k, v)
     dtail = tail_buffers(k, v, tail_k, tail_v)
-    (delta,) = row_buffers(q, 1)
+    rows = top, mass, delta = row_buffers(q, 3)
     q, dout = unit_rows(q), unit_rows(dout)
-    run.query_gradients(q, top, mass, None, delta, dq, dy=dout)
+    run.query_gradients(q, None, *rows, dq, dy=dout)
     run.source_gradients(q, dout, (top, mass, None, delta), (dk, dv), dtail)
     return dq, dk, dv, *dtail
 
@@ -120,12 +116,11 @@ def _(dout, q, k, v, key_mask, cu_seqlens, tail_k, tail_v, *_):
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8], *output[1:])
+    ctx.save_for_backward(*inputs[:8])
     ctx.options = inputs[8:]
-    ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradients(ctx, dout, *_):
+def _gradients(ctx, dout):
     saved = ctx.saved_tensors
     dq, dk, dv, dtail_k, dtail_v = window_backward_op(dout, *saved, *ctx.options)
     tails = (None, None) if saved[5] is None else (dtail_k, dtail_v)

@@ -6,12 +6,14 @@ delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
     dlogit_ts = p_t w_ts (<dy_t, v_s> - delta_t)
     dv_s      = sum_t p_t w_ts dy_t, and what the latents add
 
-1. ``window_query_gradients``: delta and dq, block by block of the keys that a chunk reaches.
+1. ``window_query_gradients``: each row's largest logit, mass and delta, then dq, block by block of
+   the keys that a chunk reaches.
 2. ``window_source_gradients``: dk and dv of a chunk of keys, from the blocks of queries that reach
    it, over all heads of their group: nothing is added up between programs. A second launch serves
    the keys of the earlier state.
 
-The weights are computed again, from the rows' (top, mass).
+The weights are computed anew, and not from what the forward pass found: a product of another shape
+may round a logit of 15,000 otherwise, and e^0.001 is not 1.
 
 Shape suffixes: C tokens of a chunk, H query heads, R = H / G of them to each key head, L latents,
 K key width, D value width.
@@ -48,14 +50,14 @@ from latte.ops.triton_backend.window_tiles import (
 @triton.jit
 def window_query_gradients(
     q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr,
-    dy_ptr, row_top_ptr, row_mass_ptr, gate_ptr, delta_ptr, dq_ptr,
+    dy_ptr, gate_ptr, row_top_ptr, row_mass_ptr, delta_ptr, dq_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, dy_b, dy_t, dy_h,
     scale, softcap, reach, P,
     T, chunks, H, L, D: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
     NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, T, H) and dq, contiguous; one program per chunk, head and tile of K."""
+    """Each row's top, mass and delta (B, T, H); dq. One program per chunk, head and tile of K."""
     m, h, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     row, start, stop, sequence = place(m, table_ptr, T, chunks, C)
     if start >= stop:
@@ -75,8 +77,8 @@ def window_query_gradients(
     blocks = tl.cdiv(reach, C)
     before = tl.minimum(blocks, tl.cdiv(start - begin + P, C)).to(tl.int32)
     after = 0 if CAUSAL else tl.minimum(blocks, tl.cdiv(stop - start, C) - 1).to(tl.int32)
-    top = load_numbers(row_top_ptr, row, h, start, stop, T, H, C)
-    mass = load_numbers(row_mass_ptr, row, h, start, stop, T, H, C)
+    top = tl.full((C,), float("-inf"), tl.float32)
+    mass = tl.zeros((C,), tl.float32)
     delta = tl.zeros((C,), tl.float32)
     for j in range(0, before + after + 1):
         off = (j - before) * C
@@ -87,8 +89,16 @@ def window_query_gradients(
         )  # fmt: skip
         at, step = rows_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
         products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
-        delta += tl.sum(window_weights(logits, top, mass) * products, 1)
+        later = tl.maximum(top, tl.max(logits, 1))
+        kept = tl.exp(top - finite(later))
+        w = tl.exp(logits - finite(later)[:, None])
+        mass = mass * kept + tl.sum(w, 1)
+        delta = delta * kept + tl.sum(w * products, 1)
+        top = later
+    delta *= inverse(mass)
     if tl.program_id(2) == 0:
+        store_numbers(row_top_ptr, row, h, start, stop, T, H, top, C)
+        store_numbers(row_mass_ptr, row, h, start, stop, T, H, mass, C)
         store_numbers(delta_ptr, row, h, start, stop, T, H, delta, C)
     share = tl.full((C,), 1.0, tl.float32)
     if gate_ptr is not None:

@@ -78,14 +78,14 @@ def attend(
     later = tl.maximum(top, tl.max(logits, 1))
     kept = tl.exp(top - finite(later))
     w = tl.exp(logits - finite(later)[:, None])
-    return later, mass * kept + tl.sum(w, 1), w, y * kept[:, None]
+    return mass * kept + tl.sum(w, 1), w, y * kept[:, None]
 
 
 @triton.jit
 def window_outputs(
     latent_q_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
     tail_k_ptr, tail_v_ptr, tail_mask_ptr, mean_ptr,
-    out_ptr, row_top_ptr, row_mass_ptr, gate_ptr,
+    out_ptr, gate_ptr,
     lq_b, lq_t, lq_h, lq_l,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
     scale, softcap, reach, P,
@@ -114,16 +114,13 @@ def window_outputs(
         tail_v_ptr += (sequence * P * (H // R) + h // R) * D
         tail_mask_ptr += sequence * P
     queries = tl.minimum(stop - start, C).to(tl.int32)
-    top, mass, w, y = attend(
+    mass, w, y = attend(
         q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
         tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
         start, begin, stop, d0, reach, scale, softcap,
         D, K, C, BX, NARROW, CAUSAL, CAPPED,
     )  # fmt: skip
     share = inverse(mass)
-    if leads:
-        store_numbers(row_top_ptr, row, h, start, stop, T, H, top, C)
-        store_numbers(row_mass_ptr, row, h, start, stop, T, H, mass, C)
     if latent_q_ptr is not None:
         latent_q_ptr += row * lq_b + h * lq_h
         p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, start, stop, L, C, BL)

@@ -175,7 +175,7 @@ class WindowLauncher(Launcher):
         )
 
     def query_gradients(self, q: Tensor, *rest: Tensor | None, dy: Tensor) -> None:
-        """delta and dq; ``rest``: rows' top, mass and gate, then the results."""
+        """``rest``: the gate; then the results, the rows' top, mass and delta, and dq."""
         from latte.ops.triton_backend.window_backward import window_query_gradients
 
         w, chunks = self.window, self.chunks
