@@ -85,6 +85,7 @@ def resources(
     dtype: torch.dtype,
     odd: tuple[str, ...] = (),
     stages: int = 3,
+    **options: int,
 ) -> Resources:
     """Compile one kernel with these constants; integers but ``odd`` ones are multiples of 16."""
     import triton
@@ -104,7 +105,7 @@ def resources(
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
-    options = {"num_warps": warps, "num_stages": stages}
+    options |= {"num_warps": warps, "num_stages": stages}
     binary = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])

@@ -35,12 +35,16 @@ def compiled_walk(
     dtype: torch.dtype,
     *,
     cut: bool = False,
+    plain: bool = False,
+    uneven: bool = False,
     ones: bool = False,
     gated: bool = False,
 ) -> Resources:
     """Compile one walk, with mask and packing, for whole sequences or ``cut`` ones.
 
-    ``ones``: every size is 1, which Triton makes a constant. ``gated``: beside a window.
+    ``plain``: without mask, packing and initial state. ``uneven``: no address, size or stride is a
+    multiple of anything. ``ones``: every size is 1, which Triton makes a constant. ``gated``:
+    beside a window.
     """
     from latte.ops.triton_backend import walk, walk_back
 
@@ -48,14 +52,19 @@ def compiled_walk(
     w = walking(L, D, dtype)
     BD, warps, stages = fixed(name, w)
     values: dict[str, Any] = {"C": w.C, "BL": w.BL, "BD": BD, "PRODUCT": w.product}
-    values |= {"STAGES": stages} | dict.fromkeys(UNIT_STRIDES, 1)
+    values |= {"STAGES": stages} | dict.fromkeys(() if uneven else UNIT_STRIDES, 1)
     if ones:
         values |= dict.fromkeys(("H", "L", "D"), 1)
     if name != "segment_sums":
         values |= dict.fromkeys(CUT if cut else WHOLE)
     values |= {"R": 2, "GATED": True} if gated else {"R": 1, "GATED": False, GATE: None}
     odd = ("length", "segments", *(ODD if gated else ()))
-    return resources(kernel, values, warps, dtype, odd)
+    if uneven:
+        odd = tuple(kernel.arg_names)
+    if plain:
+        values |= dict.fromkeys(("mask_ptr", "table_ptr", "log_mass0_ptr", "mean0_ptr"))
+    options = {} if w.registers is None else {"maxnreg": w.registers}
+    return resources(kernel, values, warps, dtype, odd, **options)
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import assert_same, latte_inputs, values_and_gradients
 from kernel_helpers import DEVICE, call, compare, judged
 from test_kernels import extreme
@@ -11,6 +13,7 @@ from test_kernels import extreme
 from latte.ops.triton_backend import segments
 from latte.ops.triton_backend.latte import causal_op
 from latte.ops.triton_backend.segments import segment_length
+from latte.ops.triton_backend.walk_tiles import counted
 
 
 @pytest.fixture(params=[1, 2], ids=["a chunk each", "two chunks each"])
@@ -59,7 +62,7 @@ def test_the_future_cannot_change_the_past_across_segments(t, change, cut):
 
 def test_nothing_is_saved_between_chunks(monkeypatch):
     """One segment: the inputs and the final mean alone. Several: one state for each."""
-    inputs = [x.float().to(DEVICE) for x in latte_inputs(1, 230, 1, 3, 5)]
+    inputs = [x.float().to(DEVICE) for x in latte_inputs(1, 60, 1, 3, 5)]
     between = causal_op(*inputs, None, None, None, None)[3:]
     assert all(x.numel() == 0 for x in between)
     monkeypatch.setattr(segments, "SHORTEST", 2)
@@ -83,3 +86,19 @@ def test_nothing_is_saved_between_chunks(monkeypatch):
 def test_segments_fill_the_gpu(B, T, heads, packed, count):
     length = segment_length(B, T, heads, 64, packed)
     assert length % 64 == 0 and max(1, -(-T // length)) == count
+
+
+@triton.jit
+def prefix_sums(x_ptr, out_ptr, C: tl.constexpr, BL: tl.constexpr):
+    rows = tl.arange(0, C)
+    at = rows[:, None] * BL + tl.arange(0, BL)[None, :]
+    past = (rows[:, None] >= rows[None, :]).to(tl.float32)
+    tl.store(out_ptr + at, counted(past, tl.load(x_ptr + at), "tf32x3"))
+
+
+def test_counting_in_two_products_loses_nothing():
+    """Beside a factor of zeros and ones, two parts of ten bits hold fp32's sums."""
+    x = torch.rand(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    out = torch.empty_like(x)
+    prefix_sums[(1,)](x, out, 16, 32)
+    torch.testing.assert_close(out.double(), x.double().cumsum(0), rtol=2e-6, atol=0.0)

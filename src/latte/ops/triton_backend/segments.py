@@ -37,36 +37,49 @@ class Walk(NamedTuple):
     warps_back: int
     stages: int  # loads of this many chunks are under way
     stages_back: int
+    registers: int | None  # asked for, of each thread
 
 
 PRODUCT = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
 # Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
-# of 128 take 8 warps.
-HALF = {
+# of 128 take 8 warps. What multiplies in tf32 needs more registers, so that its chunks are short.
+BFLOAT = {
     16: (64, 128, 4, 3, 128, 8, 2),
     32: (64, 128, 4, 3, 128, 8, 2),
     64: (64, 64, 8, 2, 64, 8, 2),
-    128: (32, 64, 8, 2, 64, 8, 2),
+    128: (16, 64, 8, 2, 64, 8, 2),
+    256: (16, 64, 8, 2, 32, 8, 2),
+}
+HALF = {
+    16: (16, 64, 4, 2, 64, 4, 2),
+    32: (16, 64, 4, 2, 64, 4, 2),
+    64: (16, 64, 8, 2, 64, 8, 2),
+    128: (16, 64, 8, 2, 64, 8, 2),
     256: (16, 64, 8, 2, 32, 8, 2),
 }
 SINGLE = {
-    16: (64, 64, 8, 2, 64, 8, 2),
-    32: (64, 64, 8, 2, 64, 8, 2),
-    64: (32, 64, 8, 2, 64, 8, 2),
-    128: (32, 32, 8, 2, 32, 8, 2),
-    256: (16, 32, 8, 2, 32, 8, 2),
+    16: (16, 64, 4, 2, 32, 4, 2),
+    32: (16, 64, 4, 2, 32, 4, 2),
+    64: (16, 64, 8, 2, 32, 8, 2),
+    128: (16, 32, 8, 2, 32, 8, 2),
+    256: (16, 16, 8, 2, 16, 8, 2),
 }
+TABLES = {torch.bfloat16: BFLOAT, torch.float16: HALF, torch.float32: SINGLE}
+# Left alone, ptxas gives fp32's walks over 128 latents and more 32 to 128 registers, and puts the
+# rest on the stack.
+MANY_REGISTERS = 255
 
 
 def walking(L: int, D: int, dtype: torch.dtype) -> Walk:
     """The one configuration for these sizes."""
     BL = max(16, 1 << (L - 1).bit_length())
-    table = SINGLE if dtype == torch.float32 else HALF
-    C, tile, warps, stages, tile_back, warps_back, stages_back = table[BL]
+    C, tile, warps, stages, tile_back, warps_back, stages_back = TABLES[dtype][BL]
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
     warps = warps if BD <= 64 else 8
-    return Walk(C, BL, BD, BD_back, PRODUCT[dtype], warps, warps_back, stages, stages_back)
+    registers = MANY_REGISTERS if dtype == torch.float32 and BL >= 128 else None
+    product = PRODUCT[dtype]
+    return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
 
 
 def segment_length(B: int, T: int, heads: int, C: int, packed: bool) -> int:
@@ -140,7 +153,10 @@ class Walker(Launcher):
     ) -> None:
         sizes = (self.T, self.segments.length, self.chunks.per_row, self.H, self.L, D)
         fixed = (self.walk.C, self.walk.BL, BD, self.product, stages)
-        launch(self.device, kernel[(programs,)], *args, *sizes, *fixed, num_warps=warps, **extras)
+        options = {"num_warps": warps} | extras
+        if self.walk.registers is not None and torch.version.hip is None:
+            options["maxnreg"] = self.walk.registers
+        launch(self.device, kernel[(programs,)], *args, *sizes, *fixed, **options)
 
     def scan_back(self, kernel: Any, D: int, *args: Any) -> None:
         """The scan over segments in reverse, for a tile of D."""

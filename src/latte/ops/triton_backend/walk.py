@@ -42,6 +42,7 @@ from latte.ops.triton_backend.tiles import (
     store_tile,
 )
 from latte.ops.triton_backend.walk_tiles import (
+    counted,
     first_reference,
     larger,
     largest,
@@ -101,7 +102,7 @@ def segment_sums(
             kept = tl.exp(ref - later)
             ref, mass, total = later, mass * kept[None, :], total * kept[None, :]
         e = factor(power(k - ref[None, :]), PRODUCT)
-        mass += mm(ones, e, PRODUCT)
+        mass += counted(ones, e, PRODUCT)
         total += mm(tl.trans(v), e, PRODUCT)
     i = m.to(tl.int64) * H + h
     if d0 == 0:
@@ -191,12 +192,12 @@ def walk(
             unseen = tl.max(fresh, 0)
         rise = largest(k - ref[None, :])
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        mass_t = mass + mm(past.to(tl.float32), e, PRODUCT)
+        mass_t = mass + counted(past.to(tl.float32), e, PRODUCT)
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
         y = mm(scores, v, PRODUCT) + mm(p_over_mass, tl.trans(total), PRODUCT)
         after = total + mm(tl.trans(v), e, PRODUCT)
-        mass_after = mass + mm(ones, e, PRODUCT)
+        mass_after = mass + counted(ones, e, PRODUCT)
         if rise > REACH:
             highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
             near = tl.associative_scan(highest, 0, larger) <= REACH

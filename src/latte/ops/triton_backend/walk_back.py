@@ -38,22 +38,22 @@ from latte.ops.triton_backend.tiles import (
     place,
     power,
     reciprocal,
-    running_masses,
     store_row,
     store_tile,
 )
 from latte.ops.triton_backend.walk import SIZES, begin
 from latte.ops.triton_backend.walk_tiles import (
+    counted,
     first_reference,
     largest,
     load_across,
     load_inputs,
     load_value,
+    mass_up_to,
     slot_of,
     step,
     store_across,
     store_value,
-    token,
 )
 from latte.ops.triton_backend.window_tiles import load_one_share, load_shares
 
@@ -121,7 +121,7 @@ def query_walk(
         store_row(slot_mass_ptr, slot, L, tl.max(mass, 0), BL)
         rise = largest(k - ref[None, :])
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        over = reciprocal(tl.maximum(mass + mm(past.to(tl.float32), e, PRODUCT), TINY))
+        over = reciprocal(tl.maximum(mass + counted(past.to(tl.float32), e, PRODUCT), TINY))
         pairs = tl.where(past, mm(dy, tl.trans(v), PRODUCT), 0.0)
         pulled = p * over * (mm(dy, total, PRODUCT) + mm(pairs, e, PRODUCT))
         c = tl.sum(pulled, 1)
@@ -129,7 +129,7 @@ def query_walk(
             own = tl.load(window_delta_ptr + (at + rows) * H, mask=at + rows < stop, other=0.0)
             c += gate * own
         after = total + mm(tl.trans(v), e, PRODUCT)
-        mass_after = mass + mm(ones, e, PRODUCT)
+        mass_after = mass + counted(ones, e, PRODUCT)
         asked_after, lost_after, since_after = asked, lost, since
         if asked_ptr is not None:
             asked_after += mm(tl.trans(dy), p * over * since, PRODUCT)
@@ -236,7 +236,7 @@ def source_walk(
         slot = slot_of(row, at, T, n, C) * H + h
         ref, mass = load_row(slot_ref_ptr, slot, L, BL), load_row(slot_mass_ptr, slot, L, BL)
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        mass_t = mass[None, :] + mm(past.to(tl.float32), e, PRODUCT)
+        mass_t = mass[None, :] + counted(past.to(tl.float32), e, PRODUCT)
         over = reciprocal(tl.maximum(mass_t, TINY))
         asks = factor(p * over, PRODUCT)
         pulled = factor((dq + p * c[:, None]) * over, PRODUCT)
@@ -244,13 +244,12 @@ def source_walk(
         here, lost_here = total * kept, lost * kept
         pairs = tl.where(future, mm(v, tl.trans(dy), PRODUCT), 0.0)
         scores = tl.where(future, mm(e, tl.trans(asks), PRODUCT), 0.0)
-        dk = mm(v, here, PRODUCT) - lost_here - mm(future.to(tl.float32), pulled, PRODUCT)
+        dk = mm(v, here, PRODUCT) - lost_here - counted(future.to(tl.float32), pulled, PRODUCT)
         dk = (dk + mm(pairs, asks, PRODUCT)) * e.to(tl.float32)
         dv = mm(scores, dy, PRODUCT) + mm(e, tl.trans(here), PRODUCT)
         here += mm(tl.trans(dy), asks, PRODUCT)
-        lost_here += mm(ones, pulled, PRODUCT)
+        lost_here += counted(ones, pulled, PRODUCT)
         if largest(k - ref[None, :]) > REACH:
-            top_t, mass_t = running_masses(k, ref, mass)
             top_s, lost_s, here = later, tl.max(lost, 0), total
             tokens = tl.minimum(stop - at, C).to(tl.int32)
             for back in range(0, tokens):
@@ -261,7 +260,7 @@ def source_walk(
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
                 dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)
                 c_s = tl.load(c_ptr + (at + s) * H)
-                earlier, mass_s = token(top_t, rows, s), token(mass_t, rows, s)
+                earlier, mass_s = mass_up_to(s, rows, k, ref, mass)
                 kept_s = tl.exp(tl.minimum(earlier - top_s, 0.0))
                 over_s = tl.where(mass_s == 0.0, 0.0, inverse(mass_s))
                 here = here * kept_s[None, :] + dy_s[:, None] * (p_s * over_s)[None, :]

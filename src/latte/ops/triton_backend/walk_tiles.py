@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from latte.ops.triton_backend.tiles import factor, mm
+
 
 @triton.jit
 def slot_of(row, at, T, n, C: tl.constexpr):
@@ -95,6 +97,17 @@ def first_reference(k, rows, ref, fresh, C: tl.constexpr):
 
 
 @triton.jit
+def counted(ones, x, PRODUCT: tl.constexpr):
+    """ones @ x, for ``ones`` of zeros and ones: they are exact, and fp32 takes two products."""
+    if PRODUCT == "tf32x3":
+        high = factor(x, "tf32_rounded")
+        low = tl.dot(ones, factor(x - high, "tf32_rounded"), input_precision="tf32")
+        return tl.dot(ones, high, low, input_precision="tf32")
+    else:
+        return mm(ones, x, PRODUCT)
+
+
+@triton.jit
 def largest(x):
     """The largest number of a tile."""
     return tl.max(tl.max(x, 1), 0)
@@ -116,6 +129,8 @@ def step(ref, mass, total, k, v):
 
 
 @triton.jit
-def token(x, rows, s):
-    """Row ``s`` of (C, BL)."""
-    return tl.sum(tl.where(rows[:, None] == s, x, 0.0), 0)
+def mass_up_to(s, rows, k, ref, mass):
+    """(top, mass) (BL,) of the earlier (ref, mass) and the sources of a chunk up to row ``s``."""
+    k = tl.where((rows <= s)[:, None], k, float("-inf"))
+    top = tl.maximum(ref, tl.max(k, 0))
+    return top, mass * tl.exp(ref - top) + tl.sum(tl.exp(k - top[None, :]), 0)
