@@ -70,7 +70,7 @@ def test_rows_beyond_reach_keep_the_windows_part():
 
 def test_nothing_is_saved_between_chunks(monkeypatch):
     """One segment: the inputs and the final mean alone. Several: one state for each."""
-    inputs = fp32_inputs(1, 230, 2, 1)
+    inputs = fp32_inputs(1, 60, 2, 1)
     options = (*[None] * 7, 16, 0.4, 0.0, True)
     assert all(x.numel() == 0 for x in macchiato_op(*inputs, *options)[4:])
     monkeypatch.setattr(segments, "SHORTEST", 2)

@@ -153,7 +153,7 @@ class Walker(Launcher):
     ) -> None:
         sizes = (self.T, self.segments.length, self.chunks.per_row, self.H, self.L, D)
         fixed = (self.walk.C, self.walk.BL, BD, self.product, stages)
-        options = {"num_warps": warps} | extras
+        options: dict[str, Any] = {"num_warps": warps} | extras
         if self.walk.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.walk.registers
         launch(self.device, kernel[(programs,)], *args, *sizes, *fixed, **options)
