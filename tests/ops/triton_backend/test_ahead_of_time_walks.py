@@ -26,9 +26,10 @@ def most_spilled(name: str, dtype: torch.dtype, L: int) -> int:
     if name == "segment_sums" and dtype != torch.float32:
         return 64 if dtype == torch.bfloat16 else 160
     if dtype == torch.bfloat16:
-        return 800 if name == "source_walk" else 512
-    few = 512 if L <= 64 else 1536
-    return few if L <= 128 or dtype == torch.float16 else 2560
+        return 960
+    if L <= 128:
+        return 704 if L <= 64 else 1536
+    return 3328 if dtype == torch.float16 else 2688
 
 
 def check(dtype, L, D, **options):
