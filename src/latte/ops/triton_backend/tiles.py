@@ -189,16 +189,6 @@ def compose(a1, b1, a2, b2):
 
 
 @triton.jit
-def running_masses(k, top0, mass0):
-    """(top_t, mass_t) (C, BL) of everything up to each token, the earlier state included."""
-    seen = tl.where(k == float("-inf"), 0.0, 1.0)
-    top, mass = tl.associative_scan((k, seen), 0, merge_masses)
-    return merge_masses(
-        top0[None, :] + tl.zeros_like(k), mass0[None, :] + tl.zeros_like(k), top, mass
-    )
-
-
-@triton.jit
 def inverse(mass):
     """1 / mass, and 1 where nothing has been seen (what it multiplies is 0 there)."""
     return 1.0 / tl.where(mass == 0.0, 1.0, mass)
