@@ -125,7 +125,10 @@ def step(ref, mass, total, k, v):
     later = tl.maximum(ref, k)
     kept = tl.exp(ref - later)
     e = tl.exp(k - later)
-    return later, mass * kept + e, total * kept[None, :] + v[:, None] * e[None, :]
+    # Spelled out as one operation: Triton 3.6 cannot compile the sum for 256 latents.
+    added = v[:, None] * e[None, :]
+    total = tl.fma(total, tl.broadcast_to(kept[None, :], total.shape), added)
+    return later, mass * kept + e, total
 
 
 @triton.jit
