@@ -3,9 +3,8 @@ outputs of a chunk of one head, or of a tile of their values where they are wide
 
 The C queries of a chunk meet the blocks of C keys that their window reaches, their own block last,
 with a running maximum and sum: :func:`attend`, which the walk of causal Macchiato
-(macchiato_walk.py) calls too. What is saved of a row:
-the largest logit ``top``, the ``mass`` of exp(logit - top) (their logarithm would lose digits where
-logits are large) and the window's share ``gate`` = p(0|t).
+(macchiato_walk.py) calls too. Beside latents each row's share of the window, ``gate`` = p(0|t), is
+saved.
 
 Shape suffixes: C tokens of a chunk, H query heads, R = H / G of them to each key head, L latents,
 K key width, D value width.
@@ -42,7 +41,7 @@ def attend(
     D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
     NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(top, mass, w, y) of the chunk's rows: sum_s w_s v_s / mass is the window's part.
+    """(mass, w, y) of the chunk's rows: sum_s w_s v_s / mass is the window's part.
 
     ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) the sum over all others;
     both are yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first query, the others
