@@ -60,6 +60,20 @@ def test_the_future_cannot_change_the_past_across_segments(t, change, cut):
     assert not torch.equal(before[:, t:], after[:, t:])
 
 
+@pytest.mark.parametrize("shortest", [4, 1], ids=["whole", "cut"])
+def test_gradients_of_outputs_that_nothing_has_reached(shortest, monkeypatch):
+    """Masked tokens come first. Their outputs are 0 whatever follows, so nobody feels them."""
+    monkeypatch.setattr(segments, "SHORTEST", shortest)
+    inputs = [x.float().to(DEVICE).requires_grad_() for x in latte_inputs(1, 200, 1, 3, 5)]
+    mask = (torch.arange(200, device=DEVICE) >= 150)[None]
+    out, _ = call("triton", *inputs, key_mask=mask)
+    ones = torch.ones_like(out)
+    want = torch.autograd.grad(out, inputs, ones, retain_graph=True)
+    ones[:, :150] = 1e12
+    got = torch.autograd.grad(out, inputs, ones)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_nothing_is_saved_between_chunks(monkeypatch):
     """One segment: the inputs and the final mean alone. Several: one state for each."""
     inputs = [x.float().to(DEVICE) for x in latte_inputs(1, 60, 1, 3, 5)]

@@ -15,8 +15,10 @@ import triton.language as tl
 # One reference serves a row while its running maximum stays within e^16 of it: the argument of exp
 # is then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
 REACH = tl.constexpr(16.0)
-# In place of a mass of 0, whose numerator is 0 too.
-TINY = tl.constexpr(1e-30)
+# In place of a mass of 0, whose numerator is 0 too. Any other mass counts from the logit of one of
+# its sources, so it is about 1 at least; the reciprocal of a smaller number could overflow beside
+# large gradients of outputs that nothing has reached.
+TINY = tl.constexpr(1e-6)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Whether the compiled kernels may use instructions of NVIDIA's.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)

@@ -99,13 +99,12 @@ def query_walk(
     ref, first_mass, total = begin(
         top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, 0, BL, BD
     )
+    first_ref = ref
     fresh = (first_mass == 0.0).to(tl.int32)
     unseen = tl.max(fresh, 0)
     mass = first_mass[None, :] + tl.zeros((C, BL), tl.float32)
     asked = tl.zeros((BD, BL), tl.float32)
     lost = tl.zeros((C, BL), tl.float32)
-    # exp(first reference - reference), every row the same.
-    since = tl.full((C, BL), 1.0, tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
     for j in tl.range(0, count, num_stages=STAGES):
         at = start + j * C
@@ -130,20 +129,20 @@ def query_walk(
             c += gate * own
         after = total + mm(tl.trans(v), e, PRODUCT)
         mass_after = mass + counted(ones, e, PRODUCT)
-        asked_after, lost_after, since_after = asked, lost, since
+        lost_after = lost
         if asked_ptr is not None:
-            asked_after += mm(tl.trans(dy), p * over * since, PRODUCT)
-            lost_after += pulled * over * since
+            # The first state's share of the state now, at most 1.
+            left = over * (first_mass * tl.exp(tl.minimum(first_ref - ref, 0.0)))[None, :]
+            asks = p * left
+            lost_after += pulled * left
         if rise > REACH:
             ref_s, mass_s, after = ref, tl.max(mass, 0), total
-            asked_after, lost_after = asked, lost
-            since_s, lost_s = tl.max(since, 0), tl.zeros((BL,), tl.float32)
+            lost_after, lost_s = lost, tl.zeros((BL,), tl.float32)
             for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
                 p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
-                since_s *= tl.exp(ref_s - tl.maximum(ref_s, k_s))
                 ref_s, mass_s, after = step(ref_s, mass_s, after, k_s, v_s)
                 over_s = inverse(mass_s)
                 pulled_s = p_s * over_s * tl.sum(after * dy_s[:, None], 0)
@@ -156,12 +155,12 @@ def query_walk(
                 store_value(dq_ptr, H * width, 1, at + s, 0, L, pulled_s - p_s * c_s, True, BL)
                 tl.store(c_ptr + (at + s) * H, c_s)
                 if asked_ptr is not None:
-                    asked_after += dy_s[:, None] * (p_s * over_s * since_s)[None, :]
-                    lost_s += pulled_s * over_s * since_s
+                    left_s = over_s * first_mass * tl.exp(tl.minimum(first_ref - ref_s, 0.0))
+                    asks = tl.where(rows[:, None] == s, (p_s * left_s)[None, :], asks)
+                    lost_s += pulled_s * left_s
             mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
             if asked_ptr is not None:
                 lost_after += tl.where(rows[:, None] == 0, lost_s[None, :], 0.0)
-                since_after = since_s[None, :] + tl.zeros((C, BL), tl.float32)
             ref = tl.maximum(ref, tl.max(k, 0))
         else:
             store_tile(dq_ptr, H * width, 1, at, stop, 0, L, pulled - p * c[:, None], C, BL)
@@ -173,15 +172,14 @@ def query_walk(
                 later = tl.maximum(ref, tl.max(k, 0))
                 kept = tl.exp(ref - later)[None, :]
                 ref, mass_after, after = later, mass_after * kept, after * kept
-                if asked_ptr is not None:
-                    since_after = since * kept
-        mass, total, since = mass_after, after, since_after
-        asked, lost = asked_after, lost_after
+        mass, total, lost = mass_after, after, lost_after
+        if asked_ptr is not None:
+            asked += mm(tl.trans(dy), asks, PRODUCT)
     store_row(end_ref_ptr, i, L, ref, BL)
     store_row(end_mass_ptr, i, L, tl.max(mass, 0), BL)
     if asked_ptr is not None:
-        store_row(lost_ptr, i, L, tl.sum(lost, 0) * first_mass, BL)
-        store_across(asked_ptr, i, L, D, 0, asked * first_mass[None, :], BL, BD)
+        store_row(lost_ptr, i, L, tl.sum(lost, 0), BL)
+        store_across(asked_ptr, i, L, D, 0, asked, BL, BD)
 
 
 @triton.jit(do_not_specialize=SIZES)
