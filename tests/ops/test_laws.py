@@ -177,6 +177,15 @@ def test_empty_sequences(op, backend):
     assert_same([first], [op(later, backend=backend)[0]], 1e-12)
 
 
+@OPS
+@BACKENDS
+def test_empty_sequences_have_gradients(op, backend):
+    """All inputs are in the graph, as for any other length."""
+    inputs = [x.requires_grad_() for x in time_inputs(op, 0)]
+    gradients = torch.autograd.grad(op(inputs, backend=backend)[0].sum(), inputs)
+    assert [g.shape for g in gradients] == [x.shape for x in inputs]
+
+
 @pytest.mark.parametrize("op", [latte, macchiato, window, linear], ids=lambda f: f.__name__)
 @BACKENDS
 @pytest.mark.parametrize("causal", [True, False])

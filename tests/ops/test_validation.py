@@ -8,6 +8,7 @@ from helpers import latte_inputs, latte_state, macchiato_inputs, randn
 
 from latte.ops import (
     LatteState,
+    WindowState,
     attention_weights,
     causal_conv1d,
     latte_attention,
@@ -124,6 +125,33 @@ CASES = [
     ),
     case(causal_conv1d, "weight must have shape (E=4, K), got (3, 3)", randn(2, 6, 4), randn(3, 3)),
     case(attention_weights, "local q and k go together", *MACCHIATO[:3]),
+    case(
+        latte_attention,
+        "initial_state.log_mass must be on cpu, got meta",
+        q,
+        k,
+        v,
+        initial_state=LatteState(*(x.to("meta") for x in STATE)),
+    ),
+    case(
+        latte_attention,
+        "initial_state.mean must be floating point, got torch.int64",
+        q,
+        k,
+        v,
+        initial_state=LatteState(STATE.log_mass, STATE.mean.long()),
+    ),
+    case(
+        sliding_window_attention,
+        "initial_state.mask must be bool, got torch.float32",
+        *MACCHIATO[2:],
+        window=3,
+        initial_state=WindowState(randn(2, 2, 2, 6), randn(2, 2, 2, 5), torch.ones(2, 2)),
+    ),
+    case(rg_lru, "theta must be on cpu, got meta", *[randn(2, 6, 4)] * 3, randn(4).to("meta")),
+    case(rg_lru, "theta must be floating point", *[randn(2, 6, 4)] * 3, torch.ones(4).long()),
+    case(causal_conv1d, "weight must be on cpu", randn(2, 6, 4), randn(4, 3).to("meta")),
+    case(causal_conv1d, "bias must be floating", randn(2, 6, 4), randn(4, 3), torch.ones(4).bool()),
 ]
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
+from latte.ops.buffers import nothing_out
 from latte.ops.decoding import latte_step, macchiato_step, runs_as_step
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState, LinearState, WindowState
@@ -102,7 +103,7 @@ def latte_attention(
     N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     dtype = computation_dtype(q.dtype)
     if initial_state is not None:
-        check_state(op, initial_state, ("log_mass", "mean"), ((N, H, L), (N, H, L, D)))
+        check_state(op, initial_state, LatteState._fields, ((N, H, L), (N, H, L, D)), q.device)
         initial_state = LatteState(*(x.to(dtype) for x in initial_state))
     if runs_as_step(op, backend, (q, k, v, initial_state), (L, 1, D), causal, cu_seqlens):
         out, after = latte_step(q, k, v, key_mask, initial_state)
@@ -111,7 +112,7 @@ def latte_attention(
         v = v.repeat_interleave(H // G, 2)
     if T == 0:
         start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
-        return torch.zeros_like(v), start if output_final_state else None
+        return nothing_out(v, q, k), start if output_final_state else None
     options: dict[str, Any] = {
         "causal": causal,
         "key_mask": key_mask,
@@ -256,7 +257,7 @@ def _fused_macchiato(
     if not options["causal"] and (carried or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
     if latte_state is not None:
-        check_state(op, latte_state, ("log_mass", "mean"), ((N, H, L), (N, H, L, D)))
+        check_state(op, latte_state, LatteState._fields, ((N, H, L), (N, H, L, D)), q.device)
         latte_state = LatteState(*(x.float() for x in latte_state))
     if window_state is not None:
         window_state = check_window_state(op, window_state, window, N, k, v)
@@ -321,8 +322,7 @@ def sliding_window_attention(
     check_groups(op, sizes["H"], sizes["G"], "k and v")
     check_window(op, window, optional=True)
     check_softcap(op, softcap)
-    reason = None if chosen != "triton" else window_unavailable(q, window, sizes["K"], sizes["D"])
-    if reason:
+    if chosen == "triton" and (reason := window_unavailable(q, window, sizes["K"], sizes["D"])):
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, sizes["B"], sizes["T"], q.device, key_mask, cu_seqlens)
     if not causal and (initial_state is not None or output_final_state):
@@ -336,7 +336,7 @@ def sliding_window_attention(
     if output_final_state:
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
     if sizes["T"] == 0:
-        return q.new_zeros(*q.shape[:3], sizes["D"]), state
+        return nothing_out(v.repeat_interleave(sizes["H"] // sizes["G"], 2), q, k), state
     options: dict[str, Any] = {
         "window": window,
         "scale": scale,
@@ -421,12 +421,12 @@ def linear_attention(
     B, T, H, F_, D = (sizes[c] for c in "BTHFD")
     N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     if initial_state is not None:
-        check_state(op, initial_state, ("memory", "normaliser"), ((N, H, F_, D), (N, H, F_)))
+        check_state(op, initial_state, LinearState._fields, ((N, H, F_, D), (N, H, F_)), q.device)
         initial_state = LinearState(*(x.to(dtype) for x in initial_state))
     if T == 0:
         zeros = q.new_zeros(N, H, F_, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])
-        return torch.zeros_like(v), start if output_final_state else None
+        return nothing_out(v, q, k), start if output_final_state else None
     backends = {"reference": reference.linear_attention, "torch": torch_linear.linear_attention}
     out, state = backends[chosen](
         q,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
+from latte.ops.buffers import nothing_out
 from latte.ops.decoding import choose_for_step
 from latte.ops.packing import sequence_ids, sequence_starts
 from latte.ops.precision import full_precision
@@ -20,6 +21,7 @@ from latte.ops.triton_backend.launch import unavailable_for
 from latte.ops.validation import (
     BACKENDS,
     check_floats,
+    check_parameters,
     check_sequences,
     check_shape,
     check_state,
@@ -74,6 +76,7 @@ def rg_lru(
     check_shape(op, "recurrence_gate", recurrence_gate, "BTE", sizes)
     check_shape(op, "input_gate", input_gate, "BTE", sizes)
     check_shape(op, "theta", theta, "E", sizes)
+    check_parameters(op, x.device, {"theta": theta})
     B, T, E = (sizes[c] for c in "BTE")
     every = (x, recurrence_gate, input_gate, theta, initial_state)
     chosen = choose_backend(choose_for_step(backend, every, cu_seqlens), op, BACKENDS)
@@ -82,11 +85,12 @@ def rg_lru(
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
     dtype = computation_dtype(x.dtype)
     if initial_state is not None:
-        check_state(op, (initial_state,), ("state",), ((N, E),))
+        check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
         initial_state = initial_state.to(dtype)
     h0_NE = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
     if x.numel() == 0:
-        return torch.zeros_like(x), h0_NE if output_final_state else None
+        out = nothing_out(x, recurrence_gate, input_gate, theta)
+        return out, h0_NE if output_final_state else None
     if chosen == "triton":
         out, last = triton_rg_lru.rg_lru(
             *(x, recurrence_gate, input_gate, theta),
@@ -190,6 +194,7 @@ def causal_conv1d(
     check_shape(op, "weight", weight, "EK", sizes)
     if bias is not None:
         check_shape(op, "bias", bias, "E", sizes)
+    check_parameters(op, x.device, {"weight": weight} | ({} if bias is None else {"bias": bias}))
     B, T, E, K = (sizes[c] for c in "BTEK")
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
@@ -199,7 +204,7 @@ def causal_conv1d(
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
     if initial_state is not None:
-        check_state(op, (initial_state,), ("state",), ((N, K - 1, E),))
+        check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     if chosen == "triton" and x.numel():
         out, last = triton_convolution.causal_conv1d(
             *(x, weight, bias),

@@ -115,9 +115,13 @@ def check_sequences(
 
 
 def check_state(
-    op: str, state: object, names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
+    op: str,
+    state: object,
+    names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    device: torch.device,
 ) -> None:
-    """``state`` is a tuple of tensors of the given shapes."""
+    """``state`` is a tuple of tensors of the given shapes, floating but for a ``mask``."""
     if not isinstance(state, tuple) or len(state) != len(names):
         raise ValueError(
             f"{op}: initial_state must be a tuple ({', '.join(names)}), got {type(state).__name__}"
@@ -126,6 +130,20 @@ def check_state(
         if not isinstance(x, Tensor) or tuple(x.shape) != shape:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{op}: initial_state.{name} must have shape {shape}, got {came}")
+        if x.device != device:
+            raise ValueError(f"{op}: initial_state.{name} must be on {device}, got {x.device}")
+        if (x.dtype != torch.bool) if name == "mask" else (x.dtype not in FLOATS):
+            wanted = "bool" if name == "mask" else "floating point"
+            raise ValueError(f"{op}: initial_state.{name} must be {wanted}, got {x.dtype}")
+
+
+def check_parameters(op: str, device: torch.device, tensors: dict[str, Tensor]) -> None:
+    """Parameters are floating point, of whatever dtype, and on the device of the inputs."""
+    for name, x in tensors.items():
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
 
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:

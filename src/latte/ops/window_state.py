@@ -23,10 +23,9 @@ def check_window_state(
         )
     P = window - 1 if window is not None else state[0].shape[1]
     G, K, D = *k_BTGK.shape[2:], v_BTGD.shape[-1]
-    check_state(op, tuple(state), ("keys", "values", "mask"), ((N, P, G, K), (N, P, G, D), (N, P)))
+    shapes = ((N, P, G, K), (N, P, G, D), (N, P))
+    check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{op}: initial_state.mask must be bool, got {mask.dtype}")
     return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
 
 
