@@ -11,6 +11,7 @@ from ahead_of_time import ELEMENTS, Resources, resources
 from latte.ops.triton_backend.step import WARPS, step_tiles
 
 SHAPES = [(16, 64, 64), (32, 96, 96), (256, 128, 128), (32, 256, 256), (16, 512, 512), (1, 5, 3)]
+SHAPES += [(256, 512, 16), (256, 16, 512), (64, 64, 128), (128, 128, 64)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WINDOW_ONLY = ("local_q_ptr", "local_k_ptr", "keys_ptr", "values_ptr", "slots_ptr")
 WINDOW_ONLY += ("keys1_ptr", "values1_ptr", "slots1_ptr", "softcap")

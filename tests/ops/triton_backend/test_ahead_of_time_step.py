@@ -1,4 +1,4 @@
-"""The kernel of a decoding step compiles for sm_90, for every tile that can be chosen.
+"""The kernel of a decoding step compiles for sm_90, from its smallest tiles to its largest.
 
 Nothing runs here: neither a GPU nor a driver is needed.
 """

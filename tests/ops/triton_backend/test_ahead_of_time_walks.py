@@ -21,21 +21,29 @@ COMMON = [(torch.bfloat16, 32, 64), (torch.float32, 16, 64)]
 RARE = [(x, *sizes) for x in PRODUCT for sizes in REACHED if (x, *sizes) not in COMMON]
 
 
-def most_spilled(name: str, dtype: torch.dtype, L: int) -> int:
-    """Bytes of stack per thread that are let pass, most of them for rows beyond reach."""
-    if name == "segment_sums" and dtype != torch.float32:
-        return 64 if dtype == torch.bfloat16 else 160
-    if dtype == torch.bfloat16:
-        return 960
-    if L <= 128:
-        return 704 if L <= 64 else 1536
-    return 3328 if dtype == torch.float16 else 2688
+# By dtype and latents up to: bytes of stack per thread that are let pass, most of them for rows
+# beyond reach. Both of Triton's supported versions stay below.
+MOST = {
+    torch.bfloat16: {32: 320, 128: 416, 256: 832},
+    torch.float16: {64: 128, 128: 704, 256: 1408},
+    torch.float32: {64: 576, 128: 1280, 256: 2816},
+}
+MOST_UNEVEN = 1408
 
 
-def check(dtype, L, D, **options):
+def most_spilled(name: str, dtype: torch.dtype, L: int, uneven: bool) -> int:
+    if name == "segment_sums":
+        return 160 if uneven else 0
+    if uneven:
+        return MOST_UNEVEN
+    return next(most for latents, most in MOST[dtype].items() if L <= latents)
+
+
+def check(dtype, L, D, uneven=False, **options):
     for name in WALKS:
-        r = compiled_walk(name, L, D, dtype, **options)
-        assert r.spilled <= most_spilled(name, dtype, L), f"{name}: {r.spilled} bytes of stack"
+        r = compiled_walk(name, L, D, dtype, uneven=uneven, **options)
+        most = most_spilled(name, dtype, L, uneven)
+        assert r.spilled <= most, f"{name}: {r.spilled} bytes of stack"
         assert r.shared <= SHARED_LIMIT, f"{name}: {r.shared} bytes of shared memory"
 
 

@@ -65,7 +65,7 @@ SINGLE = {
     256: (16, 16, 8, 2, 16, 8, 2),
 }
 TABLES = {torch.bfloat16: BFLOAT, torch.float16: HALF, torch.float32: SINGLE}
-# Left alone, ptxas gives fp32's walks over 128 latents and more 32 to 128 registers, and puts the
+# Left alone, ptxas gives tf32's walks over 128 latents and more 32 to 128 registers, and puts the
 # rest on the stack.
 MANY_REGISTERS = 255
 
@@ -77,8 +77,8 @@ def walking(L: int, D: int, dtype: torch.dtype) -> Walk:
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
     warps = warps if BD <= 64 else 8
-    registers = MANY_REGISTERS if dtype == torch.float32 and BL >= 128 else None
     product = PRODUCT[dtype]
+    registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
     return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
 
 

@@ -90,7 +90,7 @@ def segment_sums(
     mass = tl.zeros((C, BL), tl.float32)
     total = tl.zeros((BD, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
-    for j in tl.range(0, count, num_stages=STAGES):
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + (count - 1 - j) * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, d0, D, C, BD)
@@ -182,7 +182,7 @@ def walk(
     # Every row the same: as products add to it.
     mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
-    for j in tl.range(0, count, num_stages=STAGES):
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + j * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
         p = load_queries(q_ptr, q_t, q_l, at, stop, L, C, BL)

@@ -106,7 +106,7 @@ def query_walk(
     asked = tl.zeros((BD, BL), tl.float32)
     lost = tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
-    for j in tl.range(0, count, num_stages=STAGES):
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + j * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
         p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
@@ -223,7 +223,7 @@ def source_walk(
     # Every row the same: as products add to it.
     lost = lost[None, :] + tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
-    for j in tl.range(0, count, num_stages=STAGES):
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + (count - 1 - j) * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
         p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)

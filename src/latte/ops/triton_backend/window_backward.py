@@ -40,6 +40,7 @@ from latte.ops.triton_backend.window_tiles import (
     load_block,
     load_numbers,
     rows_at,
+    softmax_step,
     store_block,
     store_numbers,
     value_products,
@@ -89,12 +90,8 @@ def window_query_gradients(
         )  # fmt: skip
         at, step = rows_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
         products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
-        later = tl.maximum(top, tl.max(logits, 1))
-        kept = tl.exp(top - finite(later))
-        w = tl.exp(logits - finite(later)[:, None])
-        mass = mass * kept + tl.sum(w, 1)
+        top, mass, kept, w = softmax_step(top, mass, logits)
         delta = delta * kept + tl.sum(w * products, 1)
-        top = later
     delta *= inverse(mass)
     if tl.program_id(2) == 0:
         store_numbers(row_top_ptr, row, h, start, stop, T, H, top, C)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton_backend.tiles import (
-    finite,
     inverse,
     load_state,
     mm,
@@ -29,6 +28,7 @@ from latte.ops.triton_backend.window_tiles import (
     load_block,
     load_mixture,
     rows_at,
+    softmax_step,
     store_numbers,
 )
 
@@ -63,21 +63,15 @@ def attend(
         )  # fmt: skip
         at, step = rows_at(start + off, begin, v_ptr, v_t, tail_v_ptr, G * D, P)
         v = load_block(at, step, first, last, d0, D, C, BX)
-        later = tl.maximum(top, tl.max(logits, 1))
-        kept = tl.exp(top - finite(later))
-        w = tl.exp(logits - finite(later)[:, None])
-        mass = mass * kept + tl.sum(w, 1)
+        top, mass, kept, w = softmax_step(top, mass, logits)
         y = y * kept[:, None] + mm(w, v, NARROW)
-        top = later
     logits, _, _, _ = block_logits(
         q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, P,
         start, begin, stop, 0, reach, scale, softcap,
         K, C, BX, NARROW, CAUSAL, CAPPED,
     )  # fmt: skip
-    later = tl.maximum(top, tl.max(logits, 1))
-    kept = tl.exp(top - finite(later))
-    w = tl.exp(logits - finite(later)[:, None])
-    return mass * kept + tl.sum(w, 1), w, y * kept[:, None]
+    top, mass, kept, w = softmax_step(top, mass, logits)
+    return mass, w, y * kept[:, None]
 
 
 @triton.jit

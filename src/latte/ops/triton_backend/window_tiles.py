@@ -145,6 +145,19 @@ def block_logits(
 
 
 @triton.jit
+def softmax_step(top, mass, logits):
+    """The running softmax of each row with one more block of logits, which may all be -inf.
+
+    Returns (top, mass), what a sum over the earlier keys is multiplied by, and the weights of the
+    new ones; sums are yet to be divided by the last mass.
+    """
+    later = tl.maximum(top, tl.max(logits, 1))
+    kept = tl.exp(top - finite(later))
+    w = tl.exp(logits - finite(later)[:, None])
+    return later, mass * kept + tl.sum(w, 1), kept, w
+
+
+@triton.jit
 def window_weights(logits, top, mass):
     """The softmax over the window again, from its rows' (top, mass)."""
     w = tl.exp(tl.minimum(logits - finite(top)[:, None], 0.0))
