@@ -195,3 +195,21 @@ def test_torchrun_trains_on_two_processes(place: Any, tmp_path: Path) -> None:
         "rng_state_0.pth",
         "rng_state_1.pth",
     }
+
+
+def test_evaluate_scores_nothing_that_was_trained_on(
+    place: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `data.validation` a hundredth of the documents, or the end of a text, is held out."""
+    monkeypatch.setenv("LATTE_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "all.txt"
+    text.write_text("state of the latent mean\n" * 400)
+    overrides = [f"data.corpus={text}", "data.validation=null", "training.max_steps=1"]
+    run = tmp_path / "run"
+    assert main(["train", str(place.recipe()), *overrides, f"output_dir={run}", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--lengths", "32", "--output", str(tmp_path / "out")]) == 0
+    assert "the same 101 tokens (100 bytes)" in capsys.readouterr().out
+    probe = ["--probes", "copy", "--lengths", "256", "--output", str(tmp_path / "out")]
+    assert main(["evaluate", str(run), *probe]) == 2
+    assert "give more with --corpus" in capsys.readouterr().err

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from latte.data import byte_tokenizer
 from latte.experiments.evaluate import evaluate_lengths, table, write_csv
+from latte.experiments.recipe import DataSection
 from latte.experiments.scoring import _share, score
+from latte.experiments.text import held_out_text
 
 
 @pytest.fixture(params=["latte-r-swa++", "latte++", "transformer++"])
@@ -124,3 +127,26 @@ def test_memory_is_constant_in_the_length(subject: tuple[Any, Any]) -> None:
         assert four > 3 * one
     else:
         assert four == one
+
+
+def test_held_out_text_is_that_of_the_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key of the section that chooses it counts: a dataset's configuration and split."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(name: str, config: str, *, split: str, **_: Any) -> Any:
+        asked.append((name, config, split))
+        return datasets.Dataset.from_dict({"story": ["the held-out story"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    section = DataSection(
+        corpus="hub:some/stories",
+        field="story",
+        hub_config="english",
+        hub_validation_split="validation",
+        cache_dir=str(tmp_path),
+    )
+    tokenizer = byte_tokenizer()
+    ((ids, _),) = held_out_text(section, tokenizer).documents()
+    assert asked == [("some/stories", "english", "validation")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the held-out story"

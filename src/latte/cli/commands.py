@@ -35,7 +35,7 @@ def evaluate(options: Namespace) -> int:
     from ..experiments.checkpoint import load_checkpoint, training_recipe
     from ..experiments.evaluate import evaluate_lengths, table, write_csv
     from ..experiments.plots import evaluation_figure
-    from ..experiments.text import evaluation_text
+    from ..experiments.text import evaluation_text, held_out_text
 
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
@@ -44,10 +44,7 @@ def evaluate(options: Namespace) -> int:
         corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus
         text = evaluation_text(corpus, tokenizer, field=options.field, **shape)
     elif recipe is not None:
-        data = recipe.data
-        text = evaluation_text(
-            data.corpus, tokenizer, validation=data.validation, field=data.field, **shape
-        )
+        text = held_out_text(recipe.data, tokenizer, **shape)
     else:
         raise LatteError(f"{folder} does not say what it was trained on; give --corpus")
     label = recipe.name if recipe is not None else folder.name

@@ -145,7 +145,7 @@ def _run_probes(
 
 def _probe_text(options: Namespace, tokenizer: Any, recipe: Any) -> Any:
     """Ids of what --corpus says, else of what the run held out, else of the embedded corpus."""
-    from ..experiments.text import evaluation_text
+    from ..experiments.text import evaluation_text, held_out_text
 
     given = {"max_tokens": options.max_tokens, "join": True}
     if options.corpus or recipe is None:
@@ -154,9 +154,6 @@ def _probe_text(options: Namespace, tokenizer: Any, recipe: Any) -> Any:
             corpus = corpus[0]
         held_out = evaluation_text(corpus, tokenizer, field=options.field, **given)
     else:
-        data = recipe.data
-        held_out = evaluation_text(
-            data.corpus, tokenizer, validation=data.validation, field=data.field, **given
-        )
+        held_out = held_out_text(recipe.data, tokenizer, **given)
     ((ids, _),) = held_out.documents()
     return ids

@@ -65,19 +65,24 @@ def prepare_text(section: DataSection, progress: bool = True) -> Text:
     """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input."""
     progress = progress and sys.stderr.isatty()  # bars belong on a terminal
     cache = cache_folder(section.cache_dir)
-    corpus = open_corpus(
-        section.corpus,
-        validation=section.validation,
-        field=section.field,
-        config=section.hub_config,
-        validation_split=section.hub_validation_split,
-    )
+    corpus = open_section(section)
     tokenizer = make_tokenizer(section, corpus, cache, progress)
     return Text(
         corpus,
         tokenizer,
         tokenize_corpus(corpus, tokenizer, "train", cache, progress=progress),
         tokenize_corpus(corpus, tokenizer, "validation", cache, progress=progress),
+    )
+
+
+def open_section(section: DataSection) -> Corpus:
+    """The corpus of a recipe's `data` section."""
+    return open_corpus(
+        section.corpus,
+        validation=section.validation,
+        field=section.field,
+        config=section.hub_config,
+        validation_split=section.hub_validation_split,
     )
 
 
@@ -122,22 +127,32 @@ def evaluation_text(
     corpus: str | list[str],
     tokenizer: Any,
     *,
-    validation: str | list[str] | None = None,
     field: str = "text",
     join: bool = False,
     max_tokens: int | None = None,
-    progress: bool = True,
 ) -> EvaluationText:
-    """What `latte evaluate` scores: all of local files, the held-out part of anything else."""
-    named = isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:"))
-    if named or validation is not None:
-        chosen = open_corpus(corpus, validation=validation, field=field)
+    """What `--corpus` names, to be scored: all of local files, the held-out part of others."""
+    if isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:")):
+        chosen = open_corpus(corpus, field=field)
     else:
         specs = [corpus] if isinstance(corpus, str) else corpus
         paths = list(dict.fromkeys(path for spec in specs for path in find_files(spec)))
         whole = FileSource(paths, field)
         chosen = Corpus(whole.name, whole, whole)
-    cache = cache_folder(None)
-    progress = progress and sys.stderr.isatty()
-    tokens = tokenize_corpus(chosen, tokenizer, "validation", cache, progress=progress)
+    return _tokenized(chosen, tokenizer, cache_folder(None), join, max_tokens)
+
+
+def held_out_text(
+    section: DataSection, tokenizer: Any, *, join: bool = False, max_tokens: int | None = None
+) -> EvaluationText:
+    """What a run with this `data` section held out: nothing that it was trained on."""
+    cache = cache_folder(section.cache_dir)
+    return _tokenized(open_section(section), tokenizer, cache, join, max_tokens)
+
+
+def _tokenized(
+    corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
+) -> EvaluationText:
+    bar = sys.stderr.isatty()
+    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=bar)
     return EvaluationText(tokens, join=join, max_tokens=max_tokens)
