@@ -67,3 +67,19 @@ def test_documents_may_share_a_block_as_rows(tmp_path, words):
     batch = text.collator(recipe.data)(list(text.blocks(recipe.data, 2, 0)))
     assert batch["input_ids"].shape == (2, 32)
     assert "cu_seq_lens_q" not in batch
+
+
+def test_an_encoder_becomes_a_decoder():
+    """BERT's own default would let a token see the one that it is to predict."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from latte.experiments.pretrain import architecture_config
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = architecture_config("bert", {"vocab_size": 9, "num_attention_heads": 2, **sizes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        one, other = model(torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])).logits
+    torch.testing.assert_close(one[:3], other[:3])
+    assert architecture_config("xlm", {}).causal

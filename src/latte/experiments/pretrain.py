@@ -177,6 +177,10 @@ def architecture_config(architecture: str, values: dict[str, Any]) -> Any:
     for name in values:
         if name not in known:
             raise LatteError(f"unknown field {name!r} of {kind.__name__}")
+    # An encoder such as BERT sees the next token, unless its config says what it is for.
+    for name in ("is_decoder", "causal"):
+        if name in known:
+            values = {name: True, **values}
     return kind(**values)
 
 
