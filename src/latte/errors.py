@@ -1,4 +1,9 @@
-"""The one exception that the command line shows as a single line, without a traceback."""
+"""A user's mistake is one line: the exception that says so, and a parser of arguments that does."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
 
 
 class LatteError(ValueError):
@@ -7,3 +12,10 @@ class LatteError(ValueError):
     Library functions raise it (or a plain ``ValueError``) for bad input; ``latte`` prints the
     message on one line and leaves with exit code 2.
     """
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -457,3 +457,5 @@ def test_the_table_prints_what_there_is(capsys: Any) -> None:
     out = capsys.readouterr().out
     assert all(f"`{name}`" in out for name in COMPARATORS)
     assert main(["huge"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "expected one of the sizes tiny" in told.err

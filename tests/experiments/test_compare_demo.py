@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from latte.errors import LatteError
+from latte.experiments import demo as demo_module
 from latte.experiments.compare import compare
-from latte.experiments.demo import demo
+from latte.experiments.demo import demo, main
 from latte.experiments.metrics import read_metrics
 from latte.experiments.text import prepare_text
 
@@ -85,3 +86,21 @@ def test_blocks_are_a_function_of_seed_and_index(make_recipe: Any) -> None:
     other = text.blocks(recipe.data, 50, 1)
     assert all(one[i]["input_ids"].equal(again[i]["input_ids"]) for i in (0, 7, 49))
     assert any(not one[i]["input_ids"].equal(other[i]["input_ids"]) for i in range(5))
+
+
+def test_mistakes_and_interruptions_of_the_demo_are_one_line(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--recipe", str(DEMO_RECIPE), "training.max_stepz=3"]) == 2
+    assert "training.max_steps" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["--recpie", "x"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "--recpie" in error
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "demo", interrupted)
+    assert main(["--recipe", str(DEMO_RECIPE)]) == 130
+    assert "goes on" in capsys.readouterr().err

@@ -424,6 +424,13 @@ def test_a_missing_recipe_and_a_folder_that_is_a_file(
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_wrong_arguments_are_one_line(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["recipe.yaml", "--reprot"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "--reprot" in error
+
+
 def test_a_folder_with_other_or_damaged_results_is_left_alone(
     recipe_file: Path, tmp_path: Path
 ) -> None:

@@ -73,8 +73,10 @@ def evaluate(options: Namespace) -> int:
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
     from ..experiments.checkpoint import load_checkpoint
+    from ..experiments.generate import check_sampling
     from ..experiments.generate import generate as run
 
+    check_sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     print(options.prompt, end="", flush=True)
     run(

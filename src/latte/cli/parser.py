@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
+from ..errors import OneLineParser
 from . import (
     benchmark_command,
     commands,
@@ -13,13 +13,6 @@ from . import (
     evaluate_command,
     inspect_command,
 )
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, like every other mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ heads, K width of a head (E / H), T positions.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shutil
@@ -22,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from latte.errors import LatteError
+from latte.errors import LatteError, OneLineParser
 
 if TYPE_CHECKING:
     import torch
@@ -371,14 +370,9 @@ def _read(path: Path, limit: int = -1) -> tuple[bytes, int]:
         raise LatteError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m latte.conversion.llama2c`; returns the exit code, 2 for a user's mistake."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="python -m latte.conversion.llama2c",
         description="Import a llama2.c checkpoint and its tokenizer as a folder of Transformers.",
         allow_abbrev=False,

@@ -27,7 +27,7 @@ def load_split(dataset: str, config: str | None, name: str, **arguments: Any) ->
         import datasets
     except ImportError as error:
         raise LatteError(
-            f"{name}: reading it needs the package datasets: pip install 'latte[train]'"
+            f"{name}: reading it needs the package datasets: pip install 'latte-attention[train]'"
         ) from error
     try:
         return datasets.load_dataset(dataset, config, streaming=False, **arguments)

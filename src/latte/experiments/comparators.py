@@ -409,7 +409,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     size = words[0] if words else "tiny"
     if len(words) > 1 or size not in SIZES:
-        print(f"expected one of the sizes {', '.join(SIZES)}, got {' '.join(words)}")
+        expected = f"expected one of the sizes {', '.join(SIZES)}"
+        print(f"comparators: error: {expected}, got {' '.join(words)}", file=sys.stderr)
         return 2
     logging.set_verbosity_error()
     target = count_parameters(preset_config("transformer++", size))

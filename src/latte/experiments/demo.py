@@ -12,12 +12,12 @@ it stopped when run again.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import LatteError
+from ..errors import OneLineParser
+from .grid import exit_code
 
 PRESETS = ("latte-r-swa++", "transformer++")
 PROMPT = 'def read_lines(path):\n    """'
@@ -26,17 +26,20 @@ HELD_OUT_TOKENS = 65_536
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="latte.experiments.demo", description=__doc__)
+    """Run the demo; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    parser = OneLineParser(
+        prog="python -m latte.experiments.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--recipe", default="recipes/demo.yaml", help="a YAML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
     options = parser.parse_args(arguments)
-    try:
-        demo(options.recipe, options.overrides)
-    except LatteError as error:
-        print(f"demo: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(
+        "demo",
+        lambda: demo(options.recipe, options.overrides),
+        "run again, it goes on from the last checkpoint",
+    )
 
 
 def demo(recipe_path: str, overrides: list[str]) -> None:

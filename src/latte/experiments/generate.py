@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,14 +31,7 @@ def generate(
     """
     from ..data.tokenizers import document_ends
 
-    if max_new_tokens < 1:
-        raise LatteError(f"max-new-tokens: expected at least 1, got {max_new_tokens}")
-    if temperature < 0:
-        raise LatteError(f"temperature: expected 0 (greedy) or more, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise LatteError(f"top-k: expected at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
+    check_sampling(max_new_tokens, temperature, top_k, top_p)
     if seed is not None:
         torch.manual_seed(seed)
     start, end = document_ends(tokenizer)
@@ -60,6 +54,23 @@ def generate(
     # A space before a word belongs to it in some tokenisers, and is lost where text begins.
     before = tokenizer.decode(ids, skip_special_tokens=True)
     return tokenizer.decode(output[0], skip_special_tokens=True)[len(before) :]
+
+
+def check_sampling(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """Raise LatteError for what `generate` cannot sample with."""
+    if max_new_tokens < 1:
+        raise LatteError(f"max-new-tokens: expected at least 1, got {max_new_tokens}")
+    # Logits divided by much less are infinite in fp32.
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:
+        raise LatteError(
+            f"temperature: expected 0 (greedy) or a number from 1e-6 up, got {temperature}"
+        )
+    if top_k is not None and top_k < 1:
+        raise LatteError(f"top-k: expected at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
 
 
 def _ends(model: Any, end: int) -> list[int]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import LatteError
+from ..errors import LatteError, OneLineParser
 
 
 def check_models(models: Mapping[str, Any], select: Sequence[str] | None) -> None:
@@ -57,7 +57,7 @@ def model_config(
 
 def command_line(program: str, description: str | None) -> argparse.ArgumentParser:
     """The options that every runner of such recipes has."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=f"python -m latte.experiments.{program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
