@@ -13,6 +13,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def _has_autocast(kind: str) -> bool:
+    if torch.compiler.is_compiling():
+        return kind != "meta"  # PyTorch 2.11 cannot trace the question
+    return torch.amp.is_autocast_available(kind)
+
+
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     """Run ``fn`` with autocast off on the device of its first tensor."""
 
@@ -21,7 +27,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         first = next(tensors, None)
         kind = "cpu" if first is None else first.device.type
-        if not torch.amp.is_autocast_available(kind):
+        if not _has_autocast(kind):
             return fn(*args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return fn(*args, **kwargs)
