@@ -113,6 +113,15 @@ def test_assisted_decoding(build, tokens, generate, preset, draft):
     assert torch.equal(out, expected)
 
 
+def test_early_exit(build, tokens, generate):
+    """The draft is the model's own first layer; the text is the model's, and the model is whole."""
+    model, ids = build("latte-r-swa++"), tokens(1, 8)
+    expected = generate(model, ids, config={"max_new_tokens": 12})
+    out = generate(model, ids, config={"max_new_tokens": 12, "assistant_early_exit": 1})
+    assert torch.equal(out, expected)
+    assert model.config.num_hidden_layers == 2
+
+
 def test_offloaded_cache_and_refused_ones(build, tokens, generate):
     model, ids = build("latte-r-swa++"), tokens(2, 6)
     offloaded = generate(model, ids, config={"cache_implementation": "offloaded"})

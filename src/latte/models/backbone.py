@@ -108,7 +108,8 @@ class LatteModel(LattePreTrainedModel):
 
         hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
         hidden_states, attentions = [], []
-        for index, layer in enumerate(self.layers):
+        # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
+        for index, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             hidden_states.append(hidden)
             state = None if cache is None else cache.state(index)
             hidden, after, weights = layer(
