@@ -42,6 +42,10 @@ def window(inputs, **options):
     return sliding_window_attention(*inputs, window=W, **options)
 
 
+def full(inputs, **options):
+    return sliding_window_attention(*inputs, window=None, **options)
+
+
 def linear(inputs, **options):
     return linear_attention(*inputs, feature_map="elu", **options)
 
@@ -58,7 +62,7 @@ def time_inputs(op, T, B=2):
     """The inputs of an op that have a time dimension."""
     if op is macchiato:
         return list(macchiato_inputs(B, T))
-    if op is window:
+    if op in (window, full):
         return list(macchiato_inputs(B, T)[2:])
     if op is recurrent:
         return [randn(B, T, 4, seed=s) for s in range(3)]
@@ -140,6 +144,32 @@ def test_padded_equals_unpadded(op, side):
         mask[:, 33:] = False
     out, _ = op([torch.cat(p, 1) for p in pair], key_mask=mask)
     assert_same([out[mask]], [alone[0]], 1e-12)
+
+
+@pytest.mark.parametrize("op", [latte, macchiato, window, full, linear, recurrent, convolution])
+@BACKENDS
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_a_masked_source_may_hold_anything(op, junk, backend):
+    """Also what is not finite: for outputs, gradients and what follows."""
+    inputs = time_inputs(op, 21)
+    mask = torch.ones(2, 21, dtype=torch.bool)
+    mask[0, :5] = mask[1, 9:12] = False
+    queries = {macchiato: (0, 2), recurrent: (), convolution: ()}.get(op, (0,))
+    later = [x[:, :4] for x in inputs]
+    results = []
+    for fill in (0.0, junk):
+        parts = [x.clone() for x in inputs]
+        for i, x in enumerate(parts):
+            if i not in queries:
+                x[~mask] = fill
+            x.requires_grad_()
+        options = {"output_final_state": True, "backend": backend}
+        out, state = op(parts, key_mask=mask, **options)
+        more, _ = op(later, initial_state=state, backend=backend)
+        total = out[mask].square().sum() + more.square().sum()
+        gradients = torch.autograd.grad(total, parts)
+        results.append([out[mask], more, *(g[mask] for g in gradients)])
+    assert_same(*results, 0.0)
 
 
 @OPS

@@ -1,4 +1,4 @@
-"""Output buffers."""
+"""Output buffers, and inputs that may be read."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def nothing_out(v: Tensor, *inputs: Tensor) -> Tensor:
     for x in inputs:
         v = v + x.sum().to(v.dtype)
     return v.clone()
+
+
+def without_masked(key_mask: Tensor | None, x: Tensor) -> Tensor:
+    """Zeros in the place of masked sources of x (B, T, ...), whatever they held.
+
+    Their weight is 0, but 0 times infinity, or NaN, is not.
+    """
+    if key_mask is None:
+        return x
+    return x.masked_fill(~key_mask.view(*key_mask.shape, *[1] * (x.ndim - 2)), 0.0)

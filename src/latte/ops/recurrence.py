@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
-from latte.ops.buffers import nothing_out
+from latte.ops.buffers import nothing_out, without_masked
 from latte.ops.decoding import choose_for_step
 from latte.ops.packing import sequence_ids, sequence_starts
 from latte.ops.precision import full_precision
@@ -106,6 +106,10 @@ def rg_lru(
         cu_seqlens = None if cu_seqlens is None else T - cu_seqlens.flip(0)
         h0_NE = h0_NE if cu_seqlens is None else h0_NE.flip(0)
 
+    if key_mask is not None:
+        x, recurrence_gate, input_gate = (
+            without_masked(key_mask, z) for z in (x, recurrence_gate, input_gate)
+        )
     log_a = -GATE_STRENGTH * torch.sigmoid(recurrence_gate.to(dtype)) * F.softplus(theta.to(dtype))
     # The factor's slope is infinite at a = 1, where a closed gate underflows.
     log_a = log_a.clamp(max=-torch.finfo(dtype).tiny)
@@ -115,7 +119,6 @@ def rg_lru(
     b = torch.where(starts, 1.0, factor) * torch.sigmoid(input_gate.to(dtype)) * x.to(dtype)
     if key_mask is not None:
         a = torch.where(key_mask[..., None], a, 1.0)
-        b = torch.where(key_mask[..., None], b, 0.0)
     first_BE = h0_NE
     if cu_seqlens is not None:
         position = torch.arange(T, device=x.device) - sequence_starts(cu_seqlens, T)
@@ -214,9 +217,7 @@ def causal_conv1d(
         )
         return out, last if output_final_state else None
     dtype = computation_dtype(x.dtype)
-    inputs = x.to(dtype)
-    if key_mask is not None:
-        inputs = inputs.masked_fill(~key_mask[..., None], 0.0)
+    inputs = without_masked(key_mask, x.to(dtype))
     tail = x.new_zeros(N, K - 1, E, dtype=dtype)
     if initial_state is not None:
         tail = initial_state.to(dtype)

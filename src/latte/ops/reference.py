@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.buffers import without_masked
 from latte.ops.packing import sequence_ids, sequence_starts
 from latte.ops.state import LatteState, LinearState, WindowState, merge_states
 
@@ -95,6 +96,7 @@ def latte_attention(
         T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHL.device
     )
     p_BTHL = F.softmax(q_BTHL, -1)
+    v_BTHD = without_masked(key_mask, v_BTHD)
     v_BHTD = v_BTHD.transpose(1, 2)
     out_BHTD = torch.zeros_like(v_BHTD)
     for latent in range(L):
@@ -166,6 +168,7 @@ def sliding_window_attention(
 ) -> Tensor:
     """Softmax attention over the last ``window`` keys, self included; over all keys if None."""
     B, T, H, _ = q_BTHK.shape
+    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
     seen = visible_sources(
         T,
         causal=causal,
@@ -187,8 +190,10 @@ def sliding_window_attention(
         position = position - sequence_starts(cu_seqlens, T)
     gap = position[:, None] + P - torch.arange(P, device=q_BTHK.device)[None]
     near = gap >= 0 if window is None else gap < window
+    earlier_mask = initial_state.mask
+    earlier = (*(without_masked(earlier_mask, x) for x in initial_state[:2]), earlier_mask)
     tail_k, tail_v, tail_mask = (
-        (x if cu_seqlens is None else x[sequence_ids(cu_seqlens, T)]) for x in initial_state
+        (x if cu_seqlens is None else x[sequence_ids(cu_seqlens, T)]) for x in earlier
     )
     if cu_seqlens is None:
         tail_logits = window_logits(q_BTHK, tail_k, scale, softcap)
@@ -218,6 +223,7 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState | None]:
     """y_t = S_t phi(q_t) / (phi(q_t) z_t) on features that are already positive (eq. 4-5)."""
     B, T = q_BTHF.shape[:2]
+    k_BTHF, v_BTHD = without_masked(key_mask, k_BTHF), without_masked(key_mask, v_BTHD)
     seen = visible_sources(
         T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHF.device
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from latte.ops.buffers import without_masked
 from latte.ops.state import WindowState
 from latte.ops.validation import check_state
 
@@ -40,6 +41,8 @@ def final_window_state(
     """The last W-1 keys and values of every sequence; masked tokens are kept, as masked slots."""
     B, T = k_BTGK.shape[:2]
     real_BT = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    if window is None:
+        k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
     if cu_seqlens is not None and window is not None:
         return _final_packed(k_BTGK, v_BTGD, real_BT, window - 1, cu_seqlens, initial_state)
     parts: list[tuple[Tensor, ...]] = [(k_BTGK, v_BTGD, real_BT)]

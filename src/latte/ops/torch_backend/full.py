@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
+from latte.ops.buffers import without_masked
 from latte.ops.state import WindowState
 from latte.ops.torch_backend.pieces import rows_of
 from latte.ops.validation import computation_dtype
@@ -51,6 +52,7 @@ def full_attention(
         seen = reference.visible_sources(
             T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHK.device
         )
+        k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
         return _sdpa(q_BTHK, k_BTGK, v_BTGD, scale, seen[:, None], False)
     out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
     everything = slice(0, T)
@@ -72,6 +74,7 @@ def _attend(
     earlier: WindowState | None,
 ) -> Tensor:
     T, P = q.shape[1], 0
+    k, v = without_masked(key_mask, k), without_masked(key_mask, v)
     if earlier is not None:
         P = earlier.keys.shape[1]
         k, v = torch.cat([earlier.keys, k], 1), torch.cat([earlier.values, v], 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.buffers import empty_gradients
+from latte.ops.buffers import empty_gradients, without_masked
 from latte.ops.gradients import connect_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
@@ -99,6 +99,7 @@ class Segment:
         real = rows.visible(key_mask, span)
         if real is not None:
             k = k.masked_fill(~real[:, :, None, None], -torch.inf)
+            v = without_masked(real, v)
             seen_nt = real.cumsum(1) > 0
             seen_nS = torch.cat([seen_nt, seen_nt[:, -1:].expand(-1, self.S - self.t)], 1)
             self.seen_XS = seen_nS.repeat_interleave(self.H, 0)

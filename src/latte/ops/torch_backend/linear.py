@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.buffers import without_masked
 from latte.ops.packing import sequence_ids
 from latte.ops.state import LinearState
 from latte.ops.torch_backend.scan import linear_recurrence
@@ -66,10 +67,9 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState | None]:
     """See :func:`latte.ops.linear_attention`; features, in the dtype of the sums."""
     B, T, H, D = v_BTHD.shape
-    if key_mask is not None:
-        k_BTHF = k_BTHF.masked_fill(~key_mask[:, :, None, None], 0.0)
+    k_BTHF = without_masked(key_mask, k_BTHF)
     # The normaliser is one more column of values, equal to 1.
-    v_BTHD = F.pad(v_BTHD, (0, 1), value=1.0)
+    v_BTHD = F.pad(without_masked(key_mask, v_BTHD), (0, 1), value=1.0)
     start = None
     if initial_state is not None:
         start = torch.cat([initial_state.memory, initial_state.normaliser[..., None]], -1)

@@ -136,6 +136,10 @@ class Stretch:
         real_nS[:, self.pad : self.pad + self.high - self.low] = True if own is None else own
         if self.old and tail[2] is not None:
             real_nS[:, self.pad - self.old : self.pad] = tail[2][rows.ids][:, P - self.old :]
+        if own is not None or self.old:
+            # A masked key has no weight, but it may hold what is not finite.
+            for x in (self.k_nGSK, self.v_nGSD):
+                x.masked_fill_(~real_nS[:, None, :, None], 0.0)
         # (n, 1, N, 1, Q, M): band and mask
         near_nNM = blocks.gather(real_nS[:, None, :, None], self.N).view(self.n, self.N, -1)
         self.seen = (blocks.band(q.device) & near_nNM[:, :, None])[:, None, :, None]
