@@ -23,6 +23,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     [
         ("training.max_stepz=3", "the nearest valid key is 'training.max_steps'"),
         ("training.max_steps=three", "training.max_steps: expected an integer (int)"),
+        ("training.seed=5000000000", "training.seed: expected at most 4294967295"),
+        ("comparison.lengths=[0]", "comparison.lengths: expected numbers of at least 1"),
         ("model.preset=late++", "unknown preset 'late++'"),
         ("model.size=huge", "unknown size 'huge'"),
         ("model.overrides.num_latent=8", "unknown field 'num_latent'"),
@@ -171,6 +173,7 @@ def test_checkpoints_that_are_not_there(place: Any, refused: Refused, tmp_path: 
         (["generate", "CHECKPOINT", "--prompt", "a", "--top-k", "0"], "top-k: expected at least"),
         (["generate", "CHECKPOINT", "--temperature", "nan"], "temperature: expected 0"),
         (["generate", "CHECKPOINT", "--temperature", "1e-320"], "temperature: expected 0"),
+        (["generate", "CHECKPOINT", "--seed", "-1"], "seed: expected 0 to 4294967295"),
         (["generate", "CHECKPOINT", "--top-p", "2"], "top-p: expected a number above 0"),
         (["generate", "CHECKPOINT", "--max-new-tokens", "0"], "expected at least 1"),
         (["train"], "the following arguments are required: recipe"),
@@ -178,6 +181,10 @@ def test_checkpoints_that_are_not_there(place: Any, refused: Refused, tmp_path: 
         (["trian"], "invalid choice: 'trian'"),
         (["compare", "RECIPE", "--presets", "latte++,latte++"], "expected different names"),
         (["compare", "RECIPE", "--presets", "latte++,lat"], "unknown preset 'lat'"),
+        (
+            ["compare", "RECIPE", "--presets", "latte++", "model.architecture=llama"],
+            "model.architecture: expected none where presets are compared, got 'llama'",
+        ),
         (["compare", "RECIPE"], "name the presets, with --presets"),
         (["compare", "RECIPE", "--presets", "latte++", "--report"], "--report is for several"),
         (["compare", "RECIPE", "--presets", "latte++", "--seeds", "0,x"], "expected whole numbers"),

@@ -114,6 +114,8 @@ def test_it_is_exported():
         ({"rglru_decay_range": (0.5, 1)}, r"rglru_decay_range must be two .*, got \(0.5, 1\)"),
         ({"rglru_decay_range": 0.5}, "0 < low <= high < 1, got 0.5"),
         ({"latent_input": "lstm"}, "latent_input must be one of .*, got 'lstm'"),
+        ({"seed": -1}, "seed: expected 0 to 4294967295, got -1"),
+        ({"seed": 10**30}, "seed: expected 0 to 4294967295"),
         ({"num_sinks": -1}, "num_sinks must be 0 or more, got -1"),
     ],
 )

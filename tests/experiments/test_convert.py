@@ -163,8 +163,12 @@ def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
         ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
         ("transfer.strategy=fsdp", "transfer.strategy: expected one of 'ddp', 'fsdp2'"),
         ("conversion.base=elsewhere", "conversion.base: expected none"),
-        ("transfer.learning_rate=-1", "training.learning_rate: expected a number above 0"),
+        ("transfer.learning_rate=-1", "transfer.learning_rate: expected a number above 0"),
+        ("evaluation.lengths=[0]", "evaluation.lengths: expected numbers of at least 1"),
+        ("evaluation.max_tokens=0", "evaluation.max_tokens: expected a number above 0"),
         ("conversion.lora=3", "unknown key 'conversion.lora'"),
+        ("data.corpus=nowhere.txt", "nowhere.txt"),
+        ("data.block_length=1000000", "too few for a single block"),
     ],
 )
 def test_mistakes_leave_nothing(override, message, base, small, tmp_path):

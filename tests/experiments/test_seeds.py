@@ -237,7 +237,7 @@ def test_a_mistake_is_not_a_failed_run(made_up: Recipe, monkeypatch: pytest.Monk
     [
         ({"seeds": []}, "seeds: expected different ones, got none"),
         ({"seeds": [1, 1]}, "seeds: expected different ones, got 1, 1"),
-        ({"seeds": [-1]}, "seeds: expected 0 or more, got -1"),
+        ({"seeds": [-1]}, "seeds: expected 0 to 4294967295, got -1"),
         ({"presets": ["swa++", "swa++"]}, "presets: expected different ones"),
         ({"presets": ["swa"]}, "unknown preset 'swa'"),
         ({"baseline": "swa++"}, "baseline: expected one of latte, .*, got 'swa\\+\\+'"),

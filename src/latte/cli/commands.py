@@ -76,7 +76,9 @@ def generate(options: Namespace) -> int:
     from ..experiments.generate import check_sampling
     from ..experiments.generate import generate as run
 
-    check_sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)
+    check_sampling(
+        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed
+    )
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     print(options.prompt, end="", flush=True)
     run(

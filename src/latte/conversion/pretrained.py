@@ -60,6 +60,8 @@ def convert(
         LatteError: the base cannot be read or is of an unsupported architecture or quantised, a
             value does not fit, or ``output`` exists. Nothing has been written then.
     """
+    if not 0 <= seed < 2**32:
+        raise LatteError(f"seed: expected 0 to {2**32 - 1}, got {seed}")
     target = None if output is None else check_output(output)
     values = {
         "local_window": window,

@@ -88,9 +88,18 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
     """The recipe for one preset, in a folder of its own.
 
     Overrides of the latents and the window go to the presets that have them.
+
+    Raises:
+        LatteError: the recipe is about a model that is no preset, which would be every one of them.
     """
     from ..models import PRESETS, preset_config
 
+    for name, value in (
+        ("model.architecture", recipe.model.architecture),
+        ("conversion.base", recipe.conversion.base),
+    ):
+        if value is not None:
+            raise LatteError(f"{name}: expected none where presets are compared, got {value!r}")
     each = copy.deepcopy(recipe)
     each.model.preset = preset
     each.output_dir = str(Path(recipe.output_dir) / preset)

@@ -64,14 +64,17 @@ class ConversionRecipe:
             if name == "transfer":
                 conversion.objective, conversion.trainable = "transfer", "latents"
             folder = str(output / name)
-            found[name] = recipes.check(
-                Recipe(
-                    conversion=conversion,
-                    data=copy.deepcopy(self.data),
-                    training=copy.deepcopy(section),
-                    output_dir=folder,
-                )
+            found[name] = Recipe(
+                conversion=conversion,
+                data=copy.deepcopy(self.data),
+                training=copy.deepcopy(section),
+                output_dir=folder,
             )
+            try:
+                recipes.check(found[name])
+            except LatteError as error:
+                own = "transfer" if name == "transfer" else "training"  # the section's name here
+                raise LatteError(str(error).replace("training", own)) from None
             start = folder
         return found
 
@@ -88,6 +91,10 @@ def load_conversion_recipe(
         raise LatteError("conversion.base: expected none in a conversion's recipe; BASE is given")
     if found.transfer is None and found.training is None:
         raise LatteError("a conversion's recipe needs a transfer or a training section, got none")
+    recipes.check_lengths("evaluation", found.evaluation.lengths)
+    tokens = found.evaluation.max_tokens
+    if tokens is not None and tokens < 1:
+        raise LatteError(f"evaluation.max_tokens: expected a number above 0, got {tokens}")
     return found
 
 
@@ -108,7 +115,12 @@ def convert_and_train(
     identity = {"base": base, "recipe": dataclasses.asdict(recipe)}
     first_alone(lambda: _claim(folder, identity))
     for name, each in stages.items():
-        result = train(each, label=name, quiet=quiet)
+        try:
+            result = train(each, label=name, quiet=quiet)
+        except ValueError:
+            if join_processes()[1]:
+                _give_back(folder)
+            raise
         if not result.finished:
             raise LatteError(
                 f"{name} was stopped at step {result.steps} by its max_minutes; run again with"
@@ -144,6 +156,13 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
             f"output {folder} holds another conversion: {key} is {there!r} there and {here!r} here;"
             " choose another output folder"
         )
+
+
+def _give_back(folder: Path) -> None:
+    """A conversion that could not start leaves nothing; one that has begun keeps what it has."""
+    others = [path for path in folder.iterdir() if path.name != IDENTITY_FILE]
+    if all(path.is_dir() and not any(path.iterdir()) for path in others):
+        shutil.rmtree(folder)
 
 
 def _export(run: Path, folder: Path) -> None:

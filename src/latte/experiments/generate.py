@@ -9,6 +9,7 @@ import torch
 
 from ..errors import LatteError
 from .comparators import is_comparator
+from .recipe import LARGEST_SEED
 
 
 def generate(
@@ -31,7 +32,7 @@ def generate(
     """
     from ..data.tokenizers import document_ends
 
-    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     if seed is not None:
         torch.manual_seed(seed)
     start, end = document_ends(tokenizer)
@@ -57,7 +58,11 @@ def generate(
 
 
 def check_sampling(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
 ) -> None:
     """Raise LatteError for what `generate` cannot sample with."""
     if max_new_tokens < 1:
@@ -71,6 +76,8 @@ def check_sampling(
         raise LatteError(f"top-k: expected at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
+    if seed is not None and not 0 <= seed <= LARGEST_SEED:
+        raise LatteError(f"seed: expected 0 to {LARGEST_SEED}, got {seed}")
 
 
 def _ends(model: Any, end: int) -> list[int]:

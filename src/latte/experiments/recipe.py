@@ -18,6 +18,8 @@ from typing import Any, Literal
 from ..errors import LatteError
 from .typed import apply_override, build, merge, read_yaml
 
+LARGEST_SEED = 2**32 - 1  # that NumPy takes
+
 
 @dataclass
 class ModelSection:
@@ -246,6 +248,12 @@ def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
 
 
+def check_lengths(section: str, lengths: list[int] | None) -> None:
+    """Raise LatteError for context lengths that nothing could be scored at."""
+    if min(lengths or [1]) < 1:
+        raise LatteError(f"{section}.lengths: expected numbers of at least 1, got {lengths}")
+
+
 def check(recipe: Recipe) -> Recipe:
     """Values that have the right type but cannot be used together."""
     training, data = recipe.training, recipe.data
@@ -270,6 +278,9 @@ def check(recipe: Recipe) -> Recipe:
     for key in ("warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm", "seed"):
         if getattr(training, key) < 0:
             raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
+    if training.seed > LARGEST_SEED:
+        raise LatteError(f"training.seed: expected at most {LARGEST_SEED}, got {training.seed}")
+    check_lengths("comparison", recipe.comparison.lengths)
     if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
         raise LatteError(
             f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
