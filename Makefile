@@ -1,6 +1,7 @@
 # `make demo` and `make test` do all their own set-up: a virtual environment with pinned versions.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
@@ -12,18 +13,18 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Latte needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[train,docs,dev]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[train,docs,dev]"
 	touch $(READY)
 
 # Triton, whose interpreter and compiler test the kernels without a GPU, and flash-linear-attention,
 # whose models run in that interpreter too. Triton has no wheels for every system: without it those
 # tests are skipped.
 $(KERNELS): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu]" || echo "no Triton here: the kernels' tests will be skipped"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[baselines]" || echo "no flash-linear-attention here: its models' tests will be skipped"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu]" || echo "no Triton here: the kernels' tests will be skipped"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[baselines]" || echo "no flash-linear-attention here: its models' tests will be skipped"
 	touch $(KERNELS)
 
 demo: $(READY)
@@ -52,14 +53,14 @@ docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
 bench: $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[jax]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[jax]"
 	$(BIN)/python benchmarks/cpu_ops.py
 	$(BIN)/python benchmarks/cpu_scaling.py
 	$(BIN)/python benchmarks/cpu_decode.py
 
 # On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.
 gpu-check: $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu,baselines]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu,baselines]"
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
