@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from helpers import assert_same, boundaries, key_mask, latte_inputs, latte_state
+from helpers import (
+    assert_same,
+    boundaries,
+    key_mask,
+    latte_inputs,
+    latte_state,
+    macchiato_inputs,
+)
 from kernel_helpers import DEVICE, Fences, call, compare, same_when_compiled
 
-from latte.ops import LatteState, latte_attention
+from latte.ops import (
+    LatteState,
+    causal_conv1d,
+    latte_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+)
 from latte.ops.triton_backend.latte import bidirectional_op, causal_op
 
 
@@ -106,6 +122,49 @@ def test_a_sequence_that_is_all_masked(causal):
     out, state = call("triton", q, k, v, causal=causal, key_mask=mask)
     assert not out.any() and torch.isneginf(state.log_mass).all() and not state.mean.any()
     assert not any(g.any() for g in torch.autograd.grad(out.sum() + state.mean.sum(), (q, k, v)))
+
+
+def masked_sources():
+    """Op, options, its inputs of 40 tokens, and which of them belong to sources alone."""
+    q, k, v = fp32_inputs(1, 40, 2, 3, 5)
+    window = [x.float().to(DEVICE) for x in macchiato_inputs(1, 40, 2, 2, 3, 6, 5)]
+    gates = [x[:, :, 0] for x in (v, v + 1.0, v - 1.0)]
+    theta, weight = torch.zeros(5, device=DEVICE), torch.ones(5, 4, device=DEVICE)
+    recurrent = partial(rg_lru, theta=theta)
+    convolved = partial(causal_conv1d, weight=weight)
+    return {
+        "latte": (latte_attention, [q, k, v], (1, 2)),
+        "bidirectional": (partial(latte_attention, causal=False), [q, k, v], (1, 2)),
+        "macchiato": (partial(macchiato_attention, window=7), window, (1, 3, 4)),
+        "window": (partial(sliding_window_attention, window=7), window[2:], (1, 2)),
+        "rg_lru": (recurrent, gates, (0, 1, 2)),
+        "convolution": (convolved, gates[:1], (0,)),
+    }
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", masked_sources())
+def test_a_masked_source_may_hold_anything(name, junk):
+    """Also what is not finite: for outputs, gradients and what follows."""
+    op, inputs, sources = masked_sources()[name]
+    mask = torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
+    mask[:, :5] = mask[:, 17:21] = mask[:, 36] = False
+    carries = name != "bidirectional"
+    results = []
+    for fill in (0.0, junk):
+        parts = [x.clone() for x in inputs]
+        for i in sources:
+            parts[i][~mask] = fill
+        parts = [x.requires_grad_() for x in parts]
+        options = {"key_mask": mask, "backend": "triton", "output_final_state": carries}
+        out, state = op(*parts, **options)
+        total = out[mask].square().sum()
+        if carries:
+            more, _ = op(*(x[:, :4] for x in inputs), initial_state=state, backend="triton")
+            total = total + more.square().sum()
+        gradients = torch.autograd.grad(total, parts)
+        results.append([out[mask], total, *(g[mask] for g in gradients)])
+    assert_same(*results, 0.0)
 
 
 def test_values_with_fewer_heads_and_no_tokens():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients
+from latte.ops.buffers import empty_gradients, without_masked
 from latte.ops.gradients import connect_gradients
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState
@@ -42,6 +42,7 @@ def latte_attention(
     """See :func:`latte.ops.latte_attention`."""
     earlier = (None, None) if initial_state is None else tuple(initial_state)
     op = causal_op if causal else bidirectional_op
+    v_BTHD = without_masked(key_mask, v_BTHD)
     out, log_mass, mean = op(q_BTHL, k_BTHL, v_BTHD, key_mask, cu_seqlens, *earlier)[:3]
     return out, LatteState(log_mass, mean) if output_final_state else None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients
+from latte.ops.buffers import empty_gradients, without_masked
 from latte.ops.precision import full_precision
 from latte.ops.state import LatteState, WindowState
 from latte.ops.triton_backend import macchiato_bidirectional, macchiato_causal
@@ -40,6 +40,7 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     earlier = (None, None) if latte_state is None else tuple(latte_state)
+    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
     out, log_mass, mean = macchiato_op(
         *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens),
         *(*earlier, *tail_of(window_state), window, scale, softcap or 0.0, causal),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients
+from latte.ops.buffers import empty_gradients, without_masked
 from latte.ops.precision import full_precision
 from latte.ops.state import WindowState
 from latte.ops.triton_backend.window_launch import Window, WindowLauncher, tail_of, unit_rows
@@ -30,6 +30,7 @@ def sliding_window_attention(
     initial_state: WindowState | None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
+    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
     return window_op(
         *(q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail_of(initial_state)),
         *(window, scale, softcap or 0.0, causal),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.buffers import without_masked
 from latte.ops.state import WindowState
 from latte.ops.triton_backend.launch import Launcher, configuration, unavailable
 from latte.ops.triton_backend.states import readable
@@ -245,4 +246,7 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 def tail_of(state: WindowState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The earlier keys, values and flags, or three times None."""
-    return (None, None, None) if state is None else (state.keys, state.values, state.mask)
+    if state is None:
+        return None, None, None
+    keys, values = (without_masked(state.mask, x) for x in (state.keys, state.values))
+    return keys, values, state.mask
