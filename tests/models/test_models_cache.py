@@ -193,9 +193,12 @@ def test_softmax_cache_grows(build, tokens):
 def test_reset_offload_and_copies(build, tokens, full, preset):
     model, ids = build(preset), tokens(2, 10)
     cache = LatteCache(model.config, offloading=True)
+    assert not cache.is_initialized
     torch.testing.assert_close(run(model, ids, cache, [6, 4]), full(model, ids), **TOLERANCE)
+    assert cache.is_initialized
     kept = copy.deepcopy(cache)
     cache.reset()
+    assert not cache.is_initialized
     assert cache.get_seq_length() == 0 and cache.position is None and cache.batch_size == -1
     torch.testing.assert_close(run(model, ids, cache, [10]), full(model, ids), **TOLERANCE)
     assert kept.get_seq_length() == 10

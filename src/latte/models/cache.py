@@ -205,6 +205,11 @@ class LatteCache(Cache):
         return self.layers[0].state.position
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether tokens have gone in. The base leaves out layers that nothing allocates early."""
+        return all(layer.is_initialized for layer in self.layers)
+
+    @property
     def batch_size(self) -> int:
         return -1 if self.position is None else self.position.shape[0]
 
