@@ -424,6 +424,11 @@ def test_a_missing_recipe_and_a_folder_that_is_a_file(
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_overrides_may_stand_after_options(recipe_file: Path, capsys: Any) -> None:
+    assert main([str(recipe_file), "--dry-run", "select=[window]", "--quiet", "widths=[16]"]) == 0
+    assert "both" not in capsys.readouterr().out
+
+
 def test_wrong_arguments_are_one_line(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["recipe.yaml", "--reprot"])

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--recipe", default="recipes/demo.yaml", help="a YAML recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     return exit_code(
         "demo",
         lambda: demo(options.recipe, options.overrides),

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     parser = command_line("lra", __doc__)
     parser.add_argument("--balance", action="store_true", help="show the splits, train nothing")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     def work() -> None:
         recipe = load(options.recipe, options.overrides)

@@ -28,7 +28,7 @@ RESULT_FILE = "result.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     parser = command_line("mqar", __doc__)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     def work() -> None:
         recipe = load(options.recipe, options.overrides)
