@@ -33,6 +33,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
         ("model.overrides.hidden_size=wide", "hidden_size"),
         ("model.overrides.vocab_size=100", "vocabulary"),
         ("data.corpus=nowhere.txt", "nowhere.txt"),
+        ("data.hub_validation_split=test", "expected data.hub_validation_split=null with"),
         ("data.tokenizer=./no-such-folder", "no such folder"),
         ("data.block_length=1000000", "too few for a single block"),
     ],

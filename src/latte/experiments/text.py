@@ -77,6 +77,13 @@ def prepare_text(section: DataSection, progress: bool = True) -> Text:
 
 def open_section(section: DataSection) -> Corpus:
     """The corpus of a recipe's `data` section."""
+    if not (isinstance(section.corpus, str) and section.corpus.startswith("hub:")):
+        for name in ("hub_config", "hub_validation_split"):
+            if getattr(section, name) is not None:
+                raise LatteError(
+                    f"data.{name}: only for a 'hub:NAME' corpus; expected data.{name}=null with"
+                    f" {section.corpus!r}"
+                )
     return open_corpus(
         section.corpus,
         validation=section.validation,
