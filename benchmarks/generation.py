@@ -245,6 +245,11 @@ def named(text: str) -> tuple[str, str, str | None]:
     return name, folder, mixing or None
 
 
+def lengths(text: str) -> tuple[int, ...]:
+    """`4096,1024` -> (1024, 4096); argparse makes one line of a ValueError."""
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
 def main() -> None:
     job = child_job()
     if job is not None:
@@ -261,7 +266,9 @@ def main() -> None:
         help="a checkpoint and its name in the figure; repeat it. MIXING of a converted model: "
         "learned, window, latents, base",
     )
-    options.add_argument("--contexts", help="tokens, by commas (default: 1024,2048,...,65536)")
+    options.add_argument(
+        "--contexts", type=lengths, help="tokens, by commas (default: 1024,2048,...,65536)"
+    )
     options.add_argument("--segment", type=int, default=512, help="tokens read at a time")
     options.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     args = options.parse_args()
@@ -273,7 +280,7 @@ def main() -> None:
         raise SystemExit(f"another command of this project runs: {'; '.join(others)}")
     contexts = QUICK_CONTEXTS if args.quick else CONTEXTS
     if args.contexts:
-        contexts = tuple(sorted({int(part) for part in args.contexts.split(",")}))
+        contexts = args.contexts
     budget = args.budget or (0.05 if args.quick else 2.0)
     segment = min(args.segment, 32) if args.quick else args.segment
     out, threads = output_folder(args), use_all_threads()

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from latte.errors import LatteError
 from latte.experiments.harness import load_tasks
 
 
@@ -58,7 +59,10 @@ def main() -> None:
     parser.add_argument("tasks", help="names of the harness's and YAML files, by commas")
     parser.add_argument("out", type=Path, help="folder for the data, such as data/lm_eval")
     options = parser.parse_args()
-    loaded = load_tasks(options.tasks.split(","))
+    try:
+        loaded = load_tasks(options.tasks.split(","))
+    except LatteError as error:
+        raise SystemExit(f"download.py: error: {' '.join(str(error).split())}") from None
     groups = loaded.get("groups") or {}
     inner = {sub.name for group in groups.values() for sub in group.get_all_groups()}
     grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}

@@ -141,6 +141,9 @@ def test_groups_downloaded_as_files_score_the_same(
     out = tmp_path / "data"
     monkeypatch.setattr(sys, "argv", ["download.py", str(group), str(out)])
     download.main()
+    monkeypatch.setattr(sys, "argv", ["download.py", str(tmp_path / "gone.yaml"), str(out)])
+    with pytest.raises(SystemExit, match="gone.yaml does not exist"):
+        download.main()
     (group.parent / "task.yaml").unlink()
     (out / "task.yaml").write_text((RECIPES / "local.yaml").read_text())  # stands for the index
     again = harness.evaluate_tasks(
