@@ -18,7 +18,7 @@ from latte.experiments.intervals import Mean, mean_of, student_t
 from latte.experiments.memory import peak_bytes, reset_peak
 from latte.experiments.metrics import read_metrics
 from latte.experiments.recipe import Recipe
-from latte.experiments.run_folder import FolderInUse, write_json
+from latte.experiments.run_folder import FolderInUse, claim, write_json
 from latte.experiments.seeds import FAILED_FILE, MEASURED_FILE, Run, compare_seeds, list_runs
 from latte.experiments.seeds_report import found_order, losses, paired, verdict
 from latte.experiments.trainer import Diverged
@@ -296,6 +296,18 @@ def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
     outcomes, text = compare_seeds(recipe, quiet=True)
     assert outcomes[0].problem.startswith("diverged: training diverged") and "seed 3" in text
     assert (outcomes[0].run.folder / FAILED_FILE).exists()
+
+
+def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
+    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0, 1]
+    theirs = claim(seeds.runs_of(recipe)[0].recipe)
+    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert [o.measured is not None for o in outcomes] == [False, True]
+    assert theirs.lock is not None
+    theirs.lock.close()
+    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert all(o.measured is not None for o in outcomes)
 
 
 def test_a_run_stopped_by_its_minutes_goes_on(make_recipe: Any) -> None:

@@ -219,11 +219,11 @@ def _agree(action: Any, first: bool, processes: int) -> Claim:
             owner = action()
             answer = [(owner.folder, owner.resume, owner.finished), None]
         except LatteError as error:
-            answer = [None, str(error)]
+            answer = [None, error]
     if processes > 1:
         torch.distributed.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
-        raise LatteError(answer[1])
+        raise answer[1]
     return owner if owner is not None else Claim(*answer[0])
 
 
