@@ -164,6 +164,50 @@ def test_bad_arguments_are_told_in_one_line(fn, args, options, text):
     assert "\n" not in message and message.startswith(fn.__name__)
 
 
+NO_WIDTH = [
+    (latte_attention, (q[..., :0], k[..., :0], v), "L=0"),
+    (latte_attention, (q, k, v[..., :0]), "D=0"),
+    (
+        macchiato_attention,
+        (*MACCHIATO[:2], *(x[..., :0] for x in MACCHIATO[2:4]), MACCHIATO[4]),
+        "K=0",
+    ),
+    (sliding_window_attention, tuple(x[..., :0] for x in (q, k, v)), "K=0, D=0"),
+    (linear_attention, (q[..., :0], k[..., :0], v), "F=0"),
+    (attention_weights, (q[..., :0], k[..., :0]), "L=0"),
+]
+
+
+@pytest.mark.parametrize(("fn", "args", "came"), NO_WIDTH)
+def test_widths_are_at_least_one(fn, args, came):
+    options = {"window": 3} if fn is sliding_window_attention else {}
+    with pytest.raises(ValueError, match=f"at least 1, got .*{came}"):
+        fn(*args, **options)
+
+
+FORWARD = [
+    (latte_attention, (q, k, v), {"causal": True}),
+    (latte_attention, (q, k, v), {"causal": False}),
+    (macchiato_attention, MACCHIATO, {"window": 3}),
+    (sliding_window_attention, MACCHIATO[2:], {"window": 3}),
+    (rg_lru, (*(randn(1, 6, 4, seed=s) for s in range(3)), randn(4)), {}),
+]
+
+
+@pytest.mark.parametrize(("fn", "args", "options"), FORWARD)
+def test_forward_mode_is_refused_where_it_would_give_zeros(fn, args, options):
+    def through(i, backend):
+        def op(x):
+            return fn(*args[:i], x, *args[i + 1 :], backend=backend, **options)[0]
+
+        return torch.func.jvp(op, (args[i],), (randn(*args[i].shape, seed=5),))[1]
+
+    for i in range(len(args)):
+        with pytest.raises(NotImplementedError, match="need backend='reference'"):
+            through(i, "torch")
+    assert through(0, "reference").abs().max() > 0
+
+
 def test_unknown_keywords_are_refused():
     with pytest.raises(TypeError):
         latte_attention(q, k, v, chunk_size=64)

@@ -49,6 +49,8 @@ from latte.ops.validation import (
     check_shape,
     check_softcap,
     check_state,
+    check_tangents,
+    check_widths,
     check_window,
     choose_backend,
     computation_dtype,
@@ -97,6 +99,7 @@ def latte_attention(
     check_shape(op, "k", k, "BTHL", sizes)
     check_shape(op, "v", v, "BTGD", sizes)
     B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
+    check_widths(op, sizes)
     check_groups(op, H, G, "v")
     if chosen == "triton" and (reason := unavailable(q, L, D)):
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
@@ -105,6 +108,8 @@ def latte_attention(
     if initial_state is not None:
         check_state(op, initial_state, LatteState._fields, ((N, H, L), (N, H, L, D)), q.device)
         initial_state = LatteState(*(x.to(dtype) for x in initial_state))
+    if chosen != "reference":
+        check_tangents(op, q, k, v, *(initial_state or ()))
     if runs_as_step(op, backend, (q, k, v, initial_state), (L, 1, D), causal, cu_seqlens):
         out, after = latte_step(q, k, v, key_mask, initial_state)
         return out, after if output_final_state else None
@@ -184,6 +189,7 @@ def macchiato_attention(
     check_shape(op, "q", q, "BTHK", sizes)
     check_shape(op, "k", k, "BTGK", sizes)
     check_shape(op, "v", v, "BTGD", sizes)
+    check_widths(op, sizes)
     check_groups(op, sizes["H"], sizes["G"], "k and v")
     check_window(op, window)
     check_softcap(op, softcap)
@@ -261,6 +267,7 @@ def _fused_macchiato(
         latte_state = LatteState(*(x.float() for x in latte_state))
     if window_state is not None:
         window_state = check_window_state(op, window_state, window, N, k, v)
+    check_tangents(op, latent_q, latent_k, q, k, v, *(latte_state or ()), *(window_state or ()))
     if step:
         local = (window_state, window, options["scale"], options["softcap"])
         out, after = macchiato_step(latent_q, latent_k, q, k, v, key_mask, latte_state, *local)
@@ -319,6 +326,7 @@ def sliding_window_attention(
     check_shape(op, "q", q, "BTHK", sizes)
     check_shape(op, "k", k, "BTGK", sizes)
     check_shape(op, "v", v, "BTGD", sizes)
+    check_widths(op, sizes)
     check_groups(op, sizes["H"], sizes["G"], "k and v")
     check_window(op, window, optional=True)
     check_softcap(op, softcap)
@@ -331,6 +339,8 @@ def sliding_window_attention(
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
     if initial_state is not None:
         initial_state = check_window_state(op, initial_state, window, N, k, v)
+    if chosen != "reference" and window is not None:
+        check_tangents(op, q, k, v, *(initial_state or ()))
     scale = 1.0 / math.sqrt(sizes["K"]) if scale is None else float(scale)
     state = None
     if output_final_state:
@@ -418,6 +428,7 @@ def linear_attention(
     check_shape(op, "q", q, "BTHF", sizes)
     check_shape(op, "k", k, "BTHF", sizes)
     check_shape(op, "v", v, "BTHD", sizes)
+    check_widths(op, sizes)
     B, T, H, F_, D = (sizes[c] for c in "BTHFD")
     N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     if initial_state is not None:
@@ -482,6 +493,7 @@ def attention_weights(
         check_shape(op, "q", q, "BTHK", sizes)
         check_shape(op, "k", k, "BTGK", sizes)
         check_groups(op, sizes["H"], sizes["G"], "k")
+    check_widths(op, sizes)
     check_sequences(op, sizes["B"], sizes["T"], latent_q.device, key_mask, cu_seqlens)
     dtype = computation_dtype(latent_q.dtype)
     if sizes["T"] == 0:

@@ -25,6 +25,7 @@ from latte.ops.validation import (
     check_sequences,
     check_shape,
     check_state,
+    check_tangents,
     choose_backend,
     computation_dtype,
 )
@@ -87,6 +88,8 @@ def rg_lru(
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
         initial_state = initial_state.to(dtype)
+    if chosen != "reference":
+        check_tangents(op, x, recurrence_gate, input_gate, theta, initial_state)
     h0_NE = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
     if x.numel() == 0:
         out = nothing_out(x, recurrence_gate, input_gate, theta)
@@ -209,6 +212,7 @@ def causal_conv1d(
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     if chosen == "triton" and x.numel():
+        check_tangents(op, x, weight, bias, initial_state)
         out, last = triton_convolution.causal_conv1d(
             *(x, weight, bias),
             key_mask=key_mask,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from latte.ops.default import BACKENDS, default_backend
 
@@ -64,6 +65,24 @@ def check_groups(op: str, H: int, G: int, name: str) -> None:
     """G key/value heads serve H query heads."""
     if G == 0 or H % G:
         raise ValueError(f"{op}: {name} must have a number of heads that divides {H}, got {G}")
+
+
+def check_widths(op: str, sizes: dict[str, int]) -> None:
+    """There may be no rows and no tokens, but heads and widths are at least 1."""
+    empty = [f"{letter}=0" for letter, size in sizes.items() if size == 0 and letter not in "BT"]
+    if empty:
+        raise ValueError(f"{op}: heads and widths must be at least 1, got {', '.join(empty)}")
+
+
+def check_tangents(op: str, *tensors: Tensor | None) -> None:
+    """No forward-mode derivative is asked of an op that has none: PyTorch would answer 0."""
+    if torch.compiler.is_compiling():
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: forward-mode derivatives need backend='reference', the others have none"
+            )
 
 
 def check_window(op: str, window: int | None, *, optional: bool = False) -> None:
