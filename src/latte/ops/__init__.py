@@ -4,7 +4,6 @@ See ``docs/mathematics.md`` for the equations and :mod:`latte.ops.api` for the s
 """
 
 from latte.ops.api import (
-    attention_weights,
     latte_attention,
     linear_attention,
     macchiato_attention,
@@ -13,6 +12,7 @@ from latte.ops.api import (
 from latte.ops.default import default_backend, set_default_backend, use_backend
 from latte.ops.recurrence import causal_conv1d, rg_lru
 from latte.ops.state import LatteState, LinearState, WindowState
+from latte.ops.weights import attention_weights
 
 __all__ = [
     "LatteState",
