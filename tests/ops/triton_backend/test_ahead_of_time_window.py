@@ -66,9 +66,9 @@ def test_rare_configurations(dtype, X, name):
 @pytest.mark.parametrize("name", WINDOW)
 def test_other_launches(name):
     """Beside latents; without mask, packing and state; odd and widest keys and values."""
-    check(window_compiled(name, 32, 64, torch.bfloat16, causal=False), 0, name)
+    check(window_compiled(name, 32, 64, torch.bfloat16, causal=False), 16, name)
     check(window_compiled(name, None, 64, torch.bfloat16, plain=True), 16, name)
-    check(window_compiled(name, None, 5, torch.bfloat16), 32, name)
+    check(window_compiled(name, None, 5, torch.bfloat16), 64, name)
     check(window_compiled(name, None, 256, torch.bfloat16), 96, name)
 
 
