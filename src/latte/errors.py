@@ -14,6 +14,15 @@ class LatteError(ValueError):
     """
 
 
+LARGEST_SEED = 2**32 - 1  # that NumPy takes
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raise LatteError if NumPy and PyTorch do not both take this seed."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise LatteError(f"{name}: expected 0 to {LARGEST_SEED}, got {seed}")
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, like every other mistake."""
 

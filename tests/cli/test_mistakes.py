@@ -23,7 +23,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     [
         ("training.max_stepz=3", "the nearest valid key is 'training.max_steps'"),
         ("training.max_steps=three", "training.max_steps: expected an integer (int)"),
-        ("training.seed=5000000000", "training.seed: expected at most 4294967295"),
+        ("training.seed=5000000000", "training.seed: expected 0 to 4294967295, got 5000000000"),
         ("comparison.lengths=[0]", "comparison.lengths: expected numbers of at least 1"),
         ("model.preset=late++", "unknown preset 'late++'"),
         ("model.size=huge", "unknown size 'huge'"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from latte.conversion.config import MacchiatoFields
-from latte.errors import LatteError
+from latte.errors import LatteError, check_seed
 from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
@@ -60,8 +60,7 @@ def convert(
         LatteError: the base cannot be read or is of an unsupported architecture or quantised, a
             value does not fit, or ``output`` exists. Nothing has been written then.
     """
-    if not 0 <= seed < 2**32:
-        raise LatteError(f"seed: expected 0 to {2**32 - 1}, got {seed}")
+    check_seed("seed", seed)
     target = None if output is None else check_output(output)
     values = {
         "local_window": window,

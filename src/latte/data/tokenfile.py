@@ -213,7 +213,8 @@ def _write(
         file.flush()
         os.fsync(file.fileno())
     if not sizes:
-        raise LatteError(f"{source.name}: the {split} split of the corpus is empty")
+        wanted = ": expected more text, or data.validation" if split == "validation" else ""
+        raise LatteError(f"{source.name}: the {split} split of the corpus is empty{wanted}")
     np.save(folder / "offsets.npy", np.frombuffer(offsets, np.int64))
     np.save(folder / "bytes.npy", np.frombuffer(sizes, np.int64))
     lengths = token_byte_lengths(tokenizer)

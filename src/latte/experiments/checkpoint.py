@@ -77,6 +77,8 @@ def load_checkpoint(
                 + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
             )
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if where == "meta":
+        raise LatteError("device 'meta' cannot be used: it holds no values")
     try:
         model.to(where)
     except (RuntimeError, AssertionError) as error:

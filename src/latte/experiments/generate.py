@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ..errors import LatteError
+from ..errors import LatteError, check_seed
 from .comparators import is_comparator
-from .recipe import LARGEST_SEED
 
 
 def generate(
@@ -76,8 +75,8 @@ def check_sampling(
         raise LatteError(f"top-k: expected at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
-    if seed is not None and not 0 <= seed <= LARGEST_SEED:
-        raise LatteError(f"seed: expected 0 to {LARGEST_SEED}, got {seed}")
+    if seed is not None:
+        check_seed("seed", seed)
 
 
 def _ends(model: Any, end: int) -> list[int]:

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import LatteError
+from ..errors import LatteError, check_seed
 from .typed import apply_override, build, merge, read_yaml
-
-LARGEST_SEED = 2**32 - 1  # that NumPy takes
 
 
 @dataclass
@@ -275,11 +273,10 @@ def check(recipe: Recipe) -> Recipe:
             value = getattr(section, key)
             if value is not None and not value > 0:
                 raise LatteError(f"{name}.{key}: expected a number above 0, got {value}")
-    for key in ("warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm", "seed"):
+    for key in ("warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
         if getattr(training, key) < 0:
             raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
-    if training.seed > LARGEST_SEED:
-        raise LatteError(f"training.seed: expected at most {LARGEST_SEED}, got {training.seed}")
+    check_seed("training.seed", training.seed)
     check_lengths("comparison", recipe.comparison.lengths)
     if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
         raise LatteError(

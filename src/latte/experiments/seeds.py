@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ..errors import LatteError
+from ..errors import LatteError, check_seed
 from .apart import WorkFailed, in_fresh_process
 from .checkpoint import load_checkpoint
 from .comparators import COMPARATORS
@@ -38,7 +38,7 @@ from .evaluate import Row, evaluate_lengths
 from .grid import machine
 from .metrics import duration, read_metrics
 from .pretrain import check_model, first_alone, train
-from .recipe import LARGEST_SEED, ComparisonSection, Recipe
+from .recipe import ComparisonSection, Recipe
 from .run_folder import FINISHED_FILE, FolderInUse, checkpoints, writable_folder, write_json
 from .text import prepare_text
 from .trainer import Diverged
@@ -101,8 +101,7 @@ def runs_of(recipe: Recipe) -> list[Run]:
             given = ", ".join(map(str, values)) or "none"
             raise LatteError(f"{name}: expected different ones, got {given}")
     for seed in section.seeds:
-        if not 0 <= seed <= LARGEST_SEED:
-            raise LatteError(f"seeds: expected 0 to {LARGEST_SEED}, got {seed}")
+        check_seed("seeds", seed)
     if section.baseline is not None and section.baseline not in section.presets:
         raise LatteError(
             f"baseline: expected one of {', '.join(section.presets)}, got {section.baseline!r}"
