@@ -331,6 +331,13 @@ def test_mqar_takes_comparators(tmp_path: Path) -> None:
         sweep(load(tmp_path / "recipe.yaml"), quiet=True)
 
 
+def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
+    wanted = {**SMALL, "embedding_multiplier": 4.0}
+    assert comparator_config("mega", **wanted).embedding_scale == 4.0
+    for name in ("mamba", "griffin"):  # none, or always sqrt(width)
+        assert not hasattr(comparator_config(name, **wanted), "embedding_multiplier")
+
+
 def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:
     from latte.experiments.pretrain import train
 

@@ -121,6 +121,21 @@ def test_hidden_states_end_with_the_normed_ones(build, tokens):
     assert out.hidden_states[0].shape == (1, 5, 16)
 
 
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "latte++"])
+def test_embeddings_are_multiplied_once_and_before_positions_are_added(build, tokens, preset):
+    plain, ids = build(preset), tokens(2, 9)
+    larger = build(preset, embedding_multiplier=8.0)  # the same weights: equal seeds
+    given = 4.0 if preset == "latte++" else 1.0  # sqrt(16) beside sinusoidal positions
+    with torch.no_grad():
+        embeds = plain.get_input_embeddings()(ids)
+        expected = plain(inputs_embeds=embeds * (8.0 / given), use_cache=False).logits
+        torch.testing.assert_close(larger(ids, use_cache=False).logits, expected, **TOLERANCE)
+        assert not torch.allclose(plain(ids, use_cache=False).logits, expected, rtol=0.1)
+        head = larger(ids[:, :5], use_cache=True)
+        tail = larger(ids[:, 5:], past_key_values=head.past_key_values).logits
+    torch.testing.assert_close(tail, expected[:, 5:], **TOLERANCE)
+
+
 def test_tuple_output(build, tokens):
     model, ids = build("latte++"), tokens(1, 5)
     with torch.no_grad():

@@ -155,6 +155,8 @@ class LatteModel(LattePreTrainedModel):
     ) -> tuple[Tensor, Rotary | None]:
         """Embeddings with their positions in, and the rotary table that all layers share."""
         rotary = None
+        if (scale := self.config.embedding_scale) != 1:
+            x_BTE = x_BTE * scale
         if self.positions is not None or self.rotary is not None:
             if position_ids is None:
                 start = None if cache is None else cache.position
@@ -162,9 +164,7 @@ class LatteModel(LattePreTrainedModel):
             if self.rotary is not None:
                 rotary = self.rotary(position_ids, x_BTE.dtype)
             if self.positions is not None:
-                # Scaled as in arXiv 1706.03762, so that neither part drowns the other.
-                scale = math.sqrt(self.config.hidden_size)
-                x_BTE = x_BTE * scale + self.positions(position_ids, x_BTE.dtype)
+                x_BTE = x_BTE + self.positions(position_ids, x_BTE.dtype)
         return self.dropout(x_BTE), rotary
 
     def get_input_embeddings(self) -> nn.Module:

@@ -1,6 +1,7 @@
 """The configuration of every model in the family, and its checks."""
 
 import difflib
+import math
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ class LatteConfig(PreTrainedConfig):
         rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
         position: ``sinusoidal`` (added to the embeddings), ``rope`` (in the window or full
             attention) or ``none``.
+        embedding_multiplier: what token embeddings are multiplied by; None is sqrt(hidden_size)
+            where sinusoidal positions are added (arXiv 1706.03762), else 1.
         norm, mlp: ``rmsnorm`` and ``swiglu``, the "++" models, or ``layernorm`` and ``gelu``.
         attn_logit_softcapping: local logits become ``cap * tanh(logit / cap)``.
         feature_map: of ``linear``: ``elu`` (elu + 1), ``exp``, ``softplus`` or ``relu``.
@@ -68,6 +71,7 @@ class LatteConfig(PreTrainedConfig):
     attn_logit_softcapping: float | int | None = None
     feature_map: Literal["elu", "exp", "softplus", "relu"] = "elu"
     is_causal: bool = True
+    embedding_multiplier: float | int | None = None
     embedding_dropout: float | int = 0.0
     hidden_dropout: float | int = 0.0
     classifier_dropout: float | int = 0.0
@@ -154,7 +158,7 @@ class LatteConfig(PreTrainedConfig):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         positive = ("norm_eps", "rope_theta", "initializer_range", "attn_logit_softcapping")
-        for name in positive:
+        for name in (*positive, "embedding_multiplier"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -169,6 +173,14 @@ class LatteConfig(PreTrainedConfig):
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token: full softmax attention alone does."""
         return self.mixer == "softmax"
+
+    @property
+    def embedding_scale(self) -> float:
+        """What token embeddings are multiplied by before anything is added to them."""
+        if self.embedding_multiplier is not None:
+            return self.embedding_multiplier
+        # So that neither the embeddings nor the positions drown the others.
+        return math.sqrt(self.hidden_size) if self.position == "sinusoidal" else 1.0
 
     @property
     def width_per_head(self) -> int:
