@@ -67,6 +67,34 @@ def test_packed_is_separate(build, tokens, preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+def test_positions_that_start_anew_are_bounds(build, tokens, preset):
+    model, ids = build(preset), tokens(1, 24)
+    bounds = torch.tensor([0, 7, 8, 24], dtype=torch.int32)
+    places = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])[None]
+    with torch.no_grad():
+        packed = model(ids, cu_seq_lens_q=bounds, labels=ids)
+        placed = model(ids, position_ids=places, labels=ids)  # as Transformers' collators send it
+    assert torch.equal(placed.logits, packed.logits) and placed.loss == packed.loss
+    with torch.no_grad():  # one sequence, and rows with a mask, stay whole
+        whole = model(ids, use_cache=False).logits
+        for given in ({}, {"attention_mask": torch.ones_like(ids)}):
+            found = model(ids, position_ids=torch.arange(24)[None], use_cache=False, **given)
+            assert torch.equal(found.logits, whole)
+        masked = model(ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    assert not torch.allclose(masked.logits[:, 7:], packed.logits[:, 7:], rtol=0.1)
+
+
+def test_a_compiled_graph_reads_no_positions_on_the_host(build, tokens):
+    model, ids = build("latte-r-swa++", "model"), tokens(1, 24)
+    places = torch.arange(24)[None]
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(ids, position_ids=places, use_cache=False).last_hidden_state
+        whole = model(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, whole, **TOLERANCE)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_bidirectional_sees_both_sides_and_ignores_padding(build, tokens, preset):
     model, ids = build(preset, "model", is_causal=False), tokens(2, 10)
     mask = torch.ones(2, 10, dtype=torch.long)

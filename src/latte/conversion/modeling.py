@@ -102,8 +102,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)  # type: ignore[attr-defined]
-        if cu_seq_lens_q is None and past_key_values is None and attention_mask is None:
-            cu_seq_lens_q = packed_bounds(position_ids)
+        if cu_seq_lens_q is None:
+            cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         cache = choose_cache(self, past_key_values, use_cache, cu_seq_lens_q)
         key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
         if position_ids is None:

@@ -16,7 +16,7 @@ from latte.models.block import LatteBlock, make_norm
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
 from latte.models.initialisation import initialise
-from latte.models.inputs import choose_cache, new_key_mask
+from latte.models.inputs import choose_cache, new_key_mask, packed_bounds
 
 
 class LattePreTrainedModel(PreTrainedModel):
@@ -87,7 +87,8 @@ class LatteModel(LattePreTrainedModel):
             use_cache: return the cache; by default the config's choice, and not in training.
             output_attentions: also return p(s|t), (B, H, T, T) per layer: O(T^2) memory.
             cu_seq_lens_q: (N + 1,) int32 bounds of N sequences packed into one row (B = 1), which
-                see nothing of each other.
+                see nothing of each other. Without it, positions that start anew in a row of its
+                own, without a mask or a cache, are such bounds, outside ``torch.compile``.
 
         Raises:
             ValueError: the arguments do not fit together.
@@ -98,6 +99,8 @@ class LatteModel(LattePreTrainedModel):
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if cu_seq_lens_q is None:
+            cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         cache = choose_cache(
             self, past_key_values, use_cache, cu_seq_lens_q, causal=self.config.is_causal
         )

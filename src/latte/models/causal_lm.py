@@ -10,6 +10,7 @@ from latte.models.backbone import LatteModel, LattePreTrainedModel
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
 from latte.models.generation import StateGenerationMixin
+from latte.models.inputs import packed_bounds
 from latte.models.loss import IGNORED, chunked_loss
 
 
@@ -68,6 +69,8 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         """
         if labels is not None and use_cache is None and past_key_values is None:
             use_cache = False  # a loss is no reason to compute states
+        if cu_seq_lens_q is None:
+            cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -61,12 +61,18 @@ def new_key_mask(
     return attention_mask[:, past:].bool()
 
 
-def packed_bounds(position_ids: Tensor | None) -> Tensor | None:
+def packed_bounds(
+    position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
+) -> Tensor | None:
     """Bounds (N + 1,) int32 of the sequences in a row whose positions start anew, else None.
 
-    Transformers' collators mark packed sequences in this way. Reads the positions on the host.
+    Transformers' collators mark packed sequences in this way: one row, with neither a mask nor a
+    cache. Reads the positions on the host, which a graph of ``torch.compile`` cannot: there
+    ``cu_seq_lens_q`` alone says it.
     """
-    if position_ids is None or position_ids.shape[0] != 1 or position_ids.shape[1] < 2:
+    if position_ids is None or attention_mask is not None or cache is not None:
+        return None
+    if position_ids.shape[0] != 1 or position_ids.shape[1] < 2 or torch.compiler.is_compiling():
         return None
     row = position_ids[0]
     starts = torch.nonzero(row[1:] != row[:-1] + 1)[:, 0] + 1
