@@ -31,6 +31,7 @@ from latte.experiments.comparators import (
     find,
     main,
 )
+from latte.experiments.steps import adamw, decayed_names
 from latte.models import count_parameters, preset_config
 
 logging.set_verbosity_error()  # Mamba says that its kernels are not there
@@ -329,6 +330,31 @@ def test_mqar_takes_comparators(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(LatteError, match="models.both-ways: .*'linformer' reads both ways"):
         sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "spared"),
+    [
+        ("griffin", {"input_gate_bias", "recurrent_gate_bias"}),
+        ("mamba", {"A_log"}),
+        ("rwkv4", {"time_mix_key", "time_mix_value", "time_mix_receptance"}),
+        ("mega", {"alpha_logit", "delta_logit"}),
+        ("h3", {"log_real", "imaginary"}),
+        ("lightning", set()),
+    ],
+)
+def test_weight_decay_is_for_matrices_in_every_optimiser(name: str, spared: set[str]) -> None:
+    model = build(name)
+    decayed = set(decayed_names(model))
+    left = {n.split(".")[-1] for n, p in model.named_parameters() if p.ndim >= 2} - {
+        n.split(".")[-1] for n in decayed
+    }
+    assert left == spared
+    optimizer = adamw(model, lambda _: 1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    names = {id(p): n for n, p in model.named_parameters()}
+    rates = {names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert {n for n, rate in rates.items() if rate} == decayed
+    assert set(rates) == set(names.values())
 
 
 def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:

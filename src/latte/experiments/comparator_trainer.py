@@ -21,15 +21,6 @@ class ComparatorTrainer(LatteTrainer):
         self.model_accepts_loss_kwargs = False
         self.compute_loss_func = next_token_loss
 
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """As of our own models, but for what a layer names as not to be decayed."""
-        spared = {
-            f"{path}.{name}"
-            for path, module in model.named_modules()
-            for name in getattr(module, "undecayed", ())
-        }
-        return [name for name in super().get_decay_parameter_names(model) if name not in spared]
-
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **options: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": False}, *rest, **options)
 

@@ -180,7 +180,8 @@ class Training:
         self.model.to(device)
         rate = self.section.learning_rate
         self.optimizer = adamw(
-            [(p, rate) for p in self.model.parameters()],
+            self.model,
+            lambda _: rate,
             weight_decay=self.section.weight_decay,
             betas=self.section.betas,
         )

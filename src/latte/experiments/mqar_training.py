@@ -213,11 +213,12 @@ def _optimizer(model: Any, run: Run, recipe: MQARRecipe) -> torch.optim.Optimize
     section = recipe.training
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = {id(end.weight) for end in ends}
-    rated = [
-        (p, run.learning_rate * (section.embedding_rate if id(p) in embeddings else 1.0))
-        for p in model.parameters()
-    ]
-    return adamw(rated, weight_decay=section.weight_decay, betas=section.betas)
+
+    def rate(parameter: torch.nn.Parameter) -> float:
+        share = section.embedding_rate if id(parameter) in embeddings else 1.0
+        return run.learning_rate * share
+
+    return adamw(model, rate, weight_decay=section.weight_decay, betas=section.betas)
 
 
 def _batch_size(cell: Cell, recipe: MQARRecipe) -> int:

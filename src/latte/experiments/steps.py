@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# What libraries keep in more than one dimension and is no matrix: biases by head, Mamba's rates of
+# forgetting, RWKV's rates, mixing shares and bonuses.
+_RATES = re.compile(r"(bias|bonus|A_log|time_\w+)$")
+
+
+def decayed_names(model: nn.Module) -> list[str]:
+    """Parameters that weight decay is for: matrices.
+
+    Not norms, biases and rates of forgetting, whichever library's, nor what a layer names in its
+    ``undecayed``.
+    """
+    spared = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name in getattr(module, "undecayed", ())
+    }
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and name not in spared and not _RATES.search(name)
+    ]
+
 
 def adamw(
-    rated: Iterable[tuple[nn.Parameter, float]], *, weight_decay: float, betas: Sequence[float]
+    model: nn.Module,
+    rate: Callable[[nn.Parameter], float],
+    *,
+    weight_decay: float,
+    betas: Sequence[float],
 ) -> torch.optim.Optimizer:
-    """AdamW over (parameter, learning rate) pairs; weight decay is for matrices alone."""
+    """AdamW over a model's parameters, each at its ``rate``."""
+    decayed = set(decayed_names(model))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter, rate in rated:
-        decay = weight_decay if parameter.ndim >= 2 else 0.0
-        groups.setdefault((rate, decay), []).append(parameter)
+    for name, parameter in model.named_parameters():
+        decay = weight_decay if name in decayed else 0.0
+        groups.setdefault((rate(parameter), decay), []).append(parameter)
     return torch.optim.AdamW(
         [
             {"params": parameters, "lr": rate, "weight_decay": decay}

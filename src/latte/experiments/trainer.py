@@ -31,6 +31,7 @@ from .recipe import Recipe, dump
 from .run_folder import STAGING, rotate, seal
 from .scoring import score
 from .speed import of_own_blocks, quicken
+from .steps import decayed_names
 
 
 class Diverged(LatteError):
@@ -99,8 +100,7 @@ class LatteTrainer(Trainer):
         return SequentialSampler(dataset)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """Weight decay is for matrices: norms, biases and recurrence rates have one dimension."""
-        return [name for name, p in model.named_parameters() if p.ndim >= 2]
+        return decayed_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
