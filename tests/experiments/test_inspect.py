@@ -134,6 +134,7 @@ def test_text_and_file_go_apart(tmp_path):
     plain.write_text("some words", encoding="utf-8")
     lines.write_text('{"text": " "}\n{"text": "second"}\n', encoding="utf-8")
     assert read_text("given", None) == "given"
+    assert read_text("\udcffgiven", None) == "\ufffdgiven"  # a byte that is no UTF-8
     assert read_text(None, str(plain)) == "some words"
     assert read_text(None, str(lines)) == "second"
     (tmp_path / "empty.txt").write_text(" \n")

@@ -392,7 +392,9 @@ def test_documented_commands_could_be_typed() -> None:
         (["training.learning_rates=[]"], "training.learning_rates: expected different numbers"),
         (["training.learning_rates=[-1.0]"], "expected numbers above 0"),
         (["training.betas=[0.9]"], "training.betas: expected two numbers"),
-        (["training.seeds=[-1]"], "expected 0 or more"),
+        (["training.seeds=[-1]"], "training.seeds: expected 0 to 4294967295, got -1"),
+        (["data.seed=5000000000"], "data.seed: expected 0 to 4294967295"),
+        (["training.learning_rates=[.inf]"], "training.learning_rates: expected numbers above 0"),
         (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
         (["training.max_epoch=3"], "nearest valid key is 'training.max_epochs'"),
         (["widths=[15]"], "models.both: "),
@@ -461,6 +463,44 @@ def test_a_report_of_what_is_done_trains_nothing(
     assert main([str(recipe_file), "--report"]) == 0
     assert "2 runs" in capsys.readouterr().out
     assert len(list((tmp_path / "out").rglob(RESULT_FILE))) == 2
+
+
+def test_a_report_is_about_all_models_whichever_this_call_trained(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    one = ["data.cells=[[8,2]]", "training.learning_rates=[1e-3]"]
+    for name in ("window", "both"):
+        sweep(load(recipe_file, [*one, f"select=[{name}]"]), quiet=True)
+        with open(tmp_path / "out" / "accuracy.csv", newline="") as file:
+            found = [row["model"] for row in csv.DictReader(file)]
+        assert found == (["window"] if name == "window" else ["both", "window"])
+    # What is not of this recipe is passed over.
+    table = sweep(load(recipe_file, [*one, "select=[both]", "models.window.sliding_window=3"]))
+    assert "`both`" in table and "`window`" not in table
+
+
+def test_a_run_that_fails_costs_the_others_nothing(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    plain = mqar_training.train_run
+
+    def short_of_memory(run: Any, *rest: Any) -> Any:
+        if run.model == "both":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+        return plain(run, *rest)
+
+    monkeypatch.setattr(mqar_training, "train_run", short_of_memory)
+    assert main([str(recipe_file), "data.cells=[[8,2]]", "--quiet"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == (
+        "  failed: 8x2 both E16 L4 lr 0.001 seed 0: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    assert lines[-1].startswith("mqar: error: 2 runs failed and would be tried again; the others")
+    with open(tmp_path / "out" / "accuracy.csv", newline="") as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["window"] * 2
+    monkeypatch.setattr(mqar_training, "train_run", plain)
+    assert main([str(recipe_file), "data.cells=[[8,2]]", "--quiet"]) == 0
+    assert len(list((tmp_path / "out").rglob(RESULT_FILE))) == 4
 
 
 def test_a_dry_run_lists_and_does_nothing(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -296,6 +296,19 @@ def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
     outcomes, text = compare_seeds(recipe, quiet=True)
     assert outcomes[0].problem.startswith("diverged: training diverged") and "seed 3" in text
     assert (outcomes[0].run.folder / FAILED_FILE).exists()
+    recipe.training.learning_rate = 1e-3  # as it advises: not the run that diverged
+    with pytest.raises(LatteError, match=r"holds another run: training.learning_rate is 1e\+30 t"):
+        compare_seeds(recipe, quiet=True)
+
+
+def test_results_of_another_recipe_are_not_taken_for_this_one(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
+    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
+    compare_seeds(recipe, quiet=True, apart=False)
+    recipe.training.max_steps = 3
+    for call in (list_runs, lambda r: compare_seeds(r, quiet=True, report_only=True)):
+        with pytest.raises(LatteError, match="holds another run: training.max_steps is 2 there"):
+            call(recipe)
 
 
 def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:

@@ -370,14 +370,21 @@ def classifier(config: Any, *, pairs: bool = False) -> Any:
 
     if not pairs:
         return AutoModelForSequenceClassification.from_config(config)
-    from ..models import LatteConfig, LatteForPairClassification
+    check_pairs(config)
+    from ..models import LatteForPairClassification
     from ..models.comparators import ComparatorConfig, ComparatorForPairClassification
 
     if isinstance(config, ComparatorConfig):
         return ComparatorForPairClassification(config)
+    return LatteForPairClassification(config)
+
+
+def check_pairs(config: Any) -> None:
+    """Raise LatteError for a model that classifies single texts alone: another library's."""
+    from ..models import LatteConfig
+
     if not isinstance(config, LatteConfig):
         raise LatteError(f"model type {config.model_type!r} classifies single texts, not pairs")
-    return LatteForPairClassification(config)
 
 
 def _fit(build: Callable[[int], Any], target: int, comparator: Comparator) -> Any:

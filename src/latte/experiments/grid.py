@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import LatteError, OneLineParser
@@ -36,6 +37,43 @@ def check_models(models: Mapping[str, Any], select: Sequence[str] | None) -> Non
             )
     if select is not None and not select:
         raise LatteError("select: expected at least one model, got none")
+
+
+def left_out(recipe: Any, runs: Callable[[Any], list[Any]], stored: Callable[[Any], Any]) -> Any:
+    """(run, result) of the models that `select` leaves out, as far as they are done.
+
+    A report is about all models of a recipe, whichever were trained by this call. What does not
+    fit the recipe, or cannot be built here, is passed over.
+    """
+    for name in recipe.models:
+        if recipe.select is None or name in recipe.select:
+            continue
+        try:
+            found = [(run, stored(run)) for run in runs(replace(recipe, select=[name]))]
+        except LatteError:
+            continue
+        yield from ((run, result) for run, result in found if result is not None)
+
+
+class Failures:
+    """Runs of a grid that failed by themselves, as for want of memory, while the rest go on."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, label: str, error: Exception) -> None:
+        """Keep a failure, and say it."""
+        self.lines.append(f"{label}: {' '.join(str(error).split())[:300]}")
+        print(f"  failed: {self.lines[-1]}", file=sys.stderr, flush=True)
+
+    def check(self, folder: Any) -> None:
+        """Raise LatteError, at the end, if there were any."""
+        if self.lines:
+            count = len(self.lines)
+            raise LatteError(
+                f"{count} run{'s' if count > 1 else ''} failed and would be tried again; the"
+                f" others are reported in {folder}. The first: {self.lines[0]}"
+            )
 
 
 def model_config(

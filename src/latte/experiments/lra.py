@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
-from .grid import command_line, exit_code, machine, progress_bar
+from .grid import Failures, command_line, exit_code, left_out, machine, progress_bar
 from .lra_recipe import LRARecipe, LRARun, load, runs
 from .metrics import duration
 from .run_folder import checkpoints, claim, writable_folder, write_json
@@ -54,11 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = False) -> str:
     """Do all runs that have no result yet, write the report, return its table.
 
-    With `report_only` the report is about the results that are there already.
+    With `report_only` the report is about the results that are there already. It is about all
+    models of the recipe, also those that `select` leaves out.
 
     Raises:
         LatteError: sizes that do not fit, missing data, a folder that cannot be written, or one
-            that holds another run.
+            that holds another run. At the end, if runs failed by themselves, such as for want of
+            memory.
     """
     grid = runs(recipe)
     results = {run.label: found for run in grid if (found := stored_result(run)) is not None}
@@ -67,7 +69,15 @@ def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = Fal
     folder = writable_folder(Path(recipe.output_dir))
     from .lra_report import write_report
 
-    task = None
+    others = {run.label: found for run, found in left_out(recipe, runs, stored_result)}
+    models = list(recipe.models)
+
+    def report() -> str:
+        found = [*results.values(), *others.values()]
+        found.sort(key=lambda result: (result["seed"], models.index(result["model"])))
+        return write_report(folder, found)
+
+    failures, task = Failures(), None
     for number, run in enumerate([] if report_only else grid, 1):
         if run.label in results:
             continue
@@ -75,9 +85,14 @@ def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = Fal
             task = load_data(recipe, quiet)
             _say(balance_table(recipe, task).rstrip(), quiet)
         _say(f"[{number}/{len(grid)}] {run.label}", quiet)
-        results[run.label] = _do(run, task, quiet)
-        write_report(folder, list(results.values()))
-    return write_report(folder, list(results.values()))
+        try:
+            results[run.label] = _do(run, task, quiet)
+        except RuntimeError as error:
+            failures.note(run.label, error)
+        report()
+    text = report()
+    failures.check(folder)
+    return text
 
 
 def load_data(recipe: LRARecipe, quiet: bool = False) -> Any:

@@ -7,13 +7,14 @@ from another recipe, and every key can be overridden by its dotted name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import LatteError
+from ..errors import LatteError, check_seed
 from .grid import check_models, model_config
 from .recipe import read_with_bases
 from .typed import apply_override, build
@@ -141,6 +142,7 @@ def runs(recipe: LRARecipe) -> list[LRARun]:
         LatteError: an unknown preset or field, or sizes that do not fit.
     """
     from ..models.config import LATENT, WINDOWED
+    from .comparators import check_pairs
 
     data, found = recipe.data, []
     for seed, name in product(recipe.training.seeds, recipe.select or recipe.models):
@@ -160,7 +162,9 @@ def runs(recipe: LRARecipe) -> list[LRARun]:
             **shared,
             **own,
         }
-        model_config(name, preset, config)
+        whole = model_config(name, preset, config)
+        if data.towers == 2:
+            check_pairs(whole)
         folder = Path(recipe.output_dir, name, f"seed{seed}")
         found.append(LRARun(name, preset, config, seed, str(folder), recipe))
     return found
@@ -179,7 +183,7 @@ def _check_values(recipe: LRARecipe) -> None:
     )  # fmt: skip
     for key in positive:
         value = getattr(training, key)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise LatteError(f"training.{key}: expected a number above 0, got {value}")
     for key in ("warmup_steps", "weight_decay", "max_grad_norm"):
         if getattr(training, key) < 0:
@@ -191,6 +195,8 @@ def _check_values(recipe: LRARecipe) -> None:
     if recipe.workers < 1:
         raise LatteError(f"workers: expected at least 1, got {recipe.workers}")
     seeds = training.seeds
-    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise LatteError(f"training.seeds: expected different numbers, 0 or more, got {seeds}")
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise LatteError(f"training.seeds: expected different numbers, at least one, got {seeds}")
+    for seed in seeds:
+        check_seed("training.seeds", seed)
     check_models(recipe.models, recipe.select)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LatteError
-from .grid import command_line, exit_code, machine, progress_bar
-from .mqar_recipe import Cell, MQARRecipe, Run, load, runs
+from .grid import Failures, command_line, exit_code, left_out, machine, progress_bar
+from .mqar_recipe import Cell, MQARRecipe, Run, load, runs, tasks
 from .run_folder import writable_folder
 
 RESULT_FILE = "result.json"
@@ -44,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False) -> str:
     """Do all runs that have no result yet, write the report, return its table.
 
-    With `report_only` the report is about the results that are there already.
+    With `report_only` the report is about the results that are there already. It is about all
+    models of the recipe, also those that `select` leaves out.
 
     Raises:
         LatteError: sizes that do not fit, a folder that cannot be written, or one that holds the
-            result of another recipe; before anything is trained.
+            result of another recipe; before anything is trained. At the end, if runs failed by
+            themselves, such as for want of memory.
     """
     grid = runs(recipe)
     results = {run: stored for run in grid if (stored := stored_result(run, recipe)) is not None}
@@ -56,14 +58,30 @@ def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False)
     writable_folder(folder)
     from .mqar_report import write_report
 
+    places = list(tasks(recipe)), list(recipe.models)
+    others = dict(left_out(recipe, runs, lambda run: stored_result(run, recipe)))
+
+    def report() -> str:
+        together = results | others
+        order = sorted(
+            together, key=lambda run: (places[0].index(run.task), places[1].index(run.model))
+        )
+        return write_report(folder, {run: together[run] for run in order})
+
+    failures = Failures()
     tables: dict[tuple[Cell, str], Any] = {}
     for number, run in enumerate([] if report_only else grid, 1):
         if run in results or (recipe.training.skip_solved and _solved(run, results, recipe)):
             continue
         _say(f"[{number}/{len(grid)}] {run.label}", quiet)
-        results[run] = _do(run, recipe, tables, quiet)
-        write_report(folder, results)
-    return write_report(folder, results)
+        try:
+            results[run] = _do(run, recipe, tables, quiet)
+        except RuntimeError as error:
+            failures.note(run.label, error)
+        report()
+    text = report()
+    failures.check(folder)
+    return text
 
 
 def stored_result(run: Run, recipe: MQARRecipe) -> dict[str, Any] | None:
@@ -105,23 +123,23 @@ def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet
         for cell in cells:
             if (cell, split) not in tables:
                 tables[cell, split] = make_table(cell, recipe.data, split)
-    bar = progress_bar(quiet)
+    with progress_bar(quiet) as bar:
 
-    def evaluated(point: dict[str, float]) -> None:
-        accuracies = " ".join(f"{k} {v:.4f}" for k, v in point.items() if "x" in k)
-        text = f"  epoch {point['epoch']:.2f} | loss {point['loss']:.4f} | {accuracies}"
-        bar.write(f"{text} | {point['seconds']:.0f} s", file=sys.stdout)
+        def evaluated(point: dict[str, float]) -> None:
+            accuracies = " ".join(f"{k} {v:.4f}" for k, v in point.items() if "x" in k)
+            text = f"  epoch {point['epoch']:.2f} | loss {point['loss']:.4f} | {accuracies}"
+            bar.write(f"{text} | {point['seconds']:.0f} s", file=sys.stdout)
 
-    outcome = train_run(
-        run,
-        recipe,
-        {cell.name: tables[cell, "train"] for cell in run.train},
-        {cell.name: tables[cell, "test"] for cell in run.tests},
-        device,
-        None if quiet else evaluated,
-        bar.update,
-    )
-    bar.close()
+        outcome = train_run(
+            run,
+            recipe,
+            {cell.name: tables[cell, "train"] for cell in run.train},
+            {cell.name: tables[cell, "test"] for cell in run.tests},
+            device,
+            None if quiet else evaluated,
+            bar.update,
+        )
+
     result = {
         "identity": run.identity(recipe),
         "outcome": asdict(outcome),

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..errors import LatteError
+from ..errors import LatteError, check_seed
 from .grid import check_models, model_config
 from .recipe import read_with_bases
 from .typed import apply_override, build
@@ -253,7 +253,7 @@ def _check_values(recipe: MQARRecipe) -> None:
     }
     above_zero |= {"mlp_ratio": recipe.mlp_ratio, "init_scale": recipe.init_scale}
     for key, value in above_zero.items():
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise LatteError(f"{key}: expected a number above 0, got {value}")
     for key in ("warmup_steps", "weight_decay", "max_grad_norm"):
         if getattr(training, key) < 0:
@@ -266,8 +266,9 @@ def _check_values(recipe: MQARRecipe) -> None:
         raise LatteError(
             f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
         )
-    if data.seed < 0 or min(training.seeds, default=0) < 0:
-        raise LatteError("data.seed, training.seeds: expected 0 or more")
+    check_seed("data.seed", data.seed)
+    for seed in training.seeds:
+        check_seed("training.seeds", seed)
     lists: dict[str, Any] = {
         "widths": recipe.widths,
         "latents": recipe.latents,
@@ -276,6 +277,6 @@ def _check_values(recipe: MQARRecipe) -> None:
     for key, values in {**lists, "training.seeds": training.seeds}.items():
         if not values or len(set(values)) != len(values):
             raise LatteError(f"{key}: expected different numbers, at least one, got {values}")
-        if key in lists and min(values) <= 0:
+        if key in lists and not 0 < min(values) <= max(values) < math.inf:
             raise LatteError(f"{key}: expected numbers above 0, got {values}")
     check_models(recipe.models, recipe.select)

@@ -118,9 +118,21 @@ def _lock(folder: Path) -> IO[str]:
     return lock
 
 
+def check_same_recipe(recipe: Identified) -> None:
+    """Raise LatteError if `recipe.output_dir` holds a run of another recipe.
+
+    By however many processes: a result may be read by one that was computed by many.
+    """
+    run_file = Path(recipe.output_dir) / RUN_FILE
+    if run_file.exists():
+        _check_same_run(run_file, {"recipe": recipe.identity()})
+
+
 def _check_same_run(run_file: Path, identity: dict[str, Any]) -> None:
+    """Raise LatteError if a run's file has other values than these."""
     try:
         stored = json.loads(run_file.read_text(encoding="utf-8"))["identity"]
+        stored = {key: stored[key] for key in identity}
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise LatteError(f"{run_file} is damaged ({error}); choose another output_dir") from None
     difference = first_difference(stored, json.loads(json.dumps(identity)))

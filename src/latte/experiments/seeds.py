@@ -39,7 +39,14 @@ from .grid import machine
 from .metrics import duration, read_metrics
 from .pretrain import check_model, first_alone, train
 from .recipe import ComparisonSection, Recipe
-from .run_folder import FINISHED_FILE, FolderInUse, checkpoints, writable_folder, write_json
+from .run_folder import (
+    FINISHED_FILE,
+    FolderInUse,
+    check_same_recipe,
+    checkpoints,
+    writable_folder,
+    write_json,
+)
 from .text import prepare_text
 from .trainer import Diverged
 
@@ -186,8 +193,9 @@ def outcome_of(run: Run, section: ComparisonSection, problem: str = "") -> Outco
     """What a run's folder says. `problem` is what its last attempt ended with.
 
     Raises:
-        LatteError: a damaged file.
+        LatteError: a damaged file, or the run of another recipe.
     """
+    check_same_recipe(run.recipe)
     file = run.folder / MEASURED_FILE
     try:
         if file.exists():

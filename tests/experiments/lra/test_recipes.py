@@ -85,6 +85,8 @@ def test_documented_commands_could_be_typed() -> None:
         (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
         (["training.betas=[1,2]"], "training.betas: expected two numbers"),
         (["training.seeds=[]"], "training.seeds: expected different numbers"),
+        (["training.seeds=[99999999999999999999]"], "training.seeds: expected 0 to 4294967295"),
+        (["training.learning_rate=.inf"], "training.learning_rate: expected a number above 0"),
         (["workers=0"], "workers: expected at least 1, got 0"),
         (["training.schedule=cosin"], "did you mean 'cosine'"),
         (["shared.hidden_size=15"], "models.both: "),

@@ -366,6 +366,29 @@ def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
     assert outcome["test"]["accuracy"] >= 0.9, outcome["curve"]
     config = json.loads((tmp_path / "out/both/seed0/config.json").read_text())
     assert config["architectures"] == ["LatteForPairClassification"]
+    overrides[0] = "models={alone: {preset: longformer}}"  # said before anything is trained
+    with pytest.raises(LatteError, match="'longformer' classifies single texts, not pairs"):
+        runs(load(recipe_file, overrides))
+
+
+def test_a_report_is_about_all_models_and_a_failed_run_costs_the_others_nothing(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    train_all(load(recipe_file, ["select=[window]"]), quiet=True)
+
+    def short_of_memory(run: Any, *_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    plain = lra_training.Training
+    monkeypatch.setattr(lra_training, "Training", short_of_memory)
+    assert main([str(recipe_file), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert "lra: error: 1 run failed" in error and error.count("CUDA out of memory") == 2
+    assert "`window`" in (tmp_path / "out" / "accuracy.md").read_text()
+    monkeypatch.setattr(lra_training, "Training", plain)
+    train_all(load(recipe_file, ["select=[both]"]), quiet=True)
+    with open(tmp_path / "out" / "accuracy.csv", newline="") as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["both", "window"]
 
 
 # ---- recipes

@@ -114,8 +114,13 @@ def _from_hub(options: ImageOptions, split: str) -> tuple[np.ndarray, np.ndarray
                 f" {options.image_column!r}, found {size or type(image).__name__}"
             )
         pixels[row] = to_grey(np.asarray(image.convert("RGB"))).reshape(-1)
-    labels = np.asarray(dataset[options.label_column], dtype=np.int64)
-    return pixels, _check_labels(labels, name)
+    labels = np.asarray(dataset[options.label_column])
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise LatteError(
+            f"{name}: expected a whole number in every row of column {options.label_column!r},"
+            f" found {'images or lists' if labels.ndim != 1 else labels.dtype}"
+        )
+    return pixels, _check_labels(labels.astype(np.int64), name)
 
 
 def _from_folder(options: ImageOptions, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +168,7 @@ def _pickled(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except LatteError as error:
         raise LatteError(f"{path}: {error}") from None
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError,
-            ImportError, IndexError, OSError) as error:  # fmt: skip
+            ImportError, IndexError, OSError, OverflowError, MemoryError) as error:  # fmt: skip
         raise LatteError(
             f"{path}: expected a batch of CIFAR-10 (data and labels), found something else or a"
             f" damaged file ({type(error).__name__}: {error})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...data.files import read_documents
+from ...data.files import read_documents, without_lone_surrogates
 from ...data.tokenizers import byte_alphabet, document_ends
 from ...errors import LatteError
 
@@ -24,7 +24,7 @@ def read_text(text: str | None, file: str | None) -> str:
     if text is not None:
         if not text.strip():
             raise LatteError("--text: expected some text, got none")
-        return text
+        return without_lone_surrogates(text)  # bytes of the command line that are no UTF-8
     assert file is not None
     for document in read_documents(Path(file).expanduser()):
         if document.strip():

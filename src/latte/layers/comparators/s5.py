@@ -27,7 +27,7 @@ def hippo_normal(size: int) -> tuple[Tensor, Tensor]:
     -sqrt(n + 1/2) sqrt(k + 1/2) below it and the opposite sign above. Less its diagonal it is
     skew-symmetric, so that i times it is Hermitian, with eigenvalues in pairs of opposite sign.
     """
-    root = torch.sqrt(torch.arange(size, dtype=torch.float64) + 0.5)
+    root = torch.sqrt(torch.arange(size, dtype=torch.float64, device="cpu") + 0.5)
     lower = torch.tril(root[:, None] * root[None, :], -1)
     # S v = i w v with S = lower^T - lower, and -i S is Hermitian with eigenvalues w.
     w, vectors = torch.linalg.eigh(-1j * (lower.mT - lower))
