@@ -41,3 +41,9 @@ def test_it_ends_where_the_model_says_too(words_with_spaces):
     first = words_with_spaces.convert_tokens_to_ids("▁" + free.split()[0])
     ended = generate(model([first]), words_with_spaces, "once", max_new_tokens=6, temperature=0)
     assert ended.split() == free.split()[:1]
+
+
+def test_bytes_of_the_command_line_that_are_no_utf_8_are_replaced(words_with_spaces):
+    options = {"max_new_tokens": 4, "temperature": 0}
+    text = generate(model(), words_with_spaces, "once \udcff upon", **options)
+    assert text == generate(model(), words_with_spaces, "once \ufffd upon", **options)

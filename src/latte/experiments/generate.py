@@ -29,12 +29,14 @@ def generate(
     0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
     text anew for every token, since each library keeps its states in a way of its own.
     """
+    from ..data.files import without_lone_surrogates
     from ..data.tokenizers import document_ends
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     if seed is not None:
         torch.manual_seed(seed)
     start, end = document_ends(tokenizer)
+    prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
     ids = [start, *tokenizer.encode(prompt, add_special_tokens=False)]
     input_ids = torch.tensor([ids], device=next(model.parameters()).device)
     sampling: dict[str, Any] = {"do_sample": False}
