@@ -32,6 +32,19 @@ def save_base(tmp_path):
     return save
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_the_new_weights_of_a_half_precision_base_are_fp32(save_base, half):
+    folder = save_base("qwen3")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=half).save_pretrained(folder)
+    model = convert(folder, window=4, num_latents=8)
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == half
+    new = {n: p for n, p in model.named_parameters() if ".latents." in n}
+    assert new and {p.dtype for p in new.values()} == {torch.float32}
+    digits = torch.cat([p.flatten() for p in new.values() if p.ndim > 1])
+    assert (digits != digits.to(half).float()).float().mean() > 0.9  # drawn in fp32, not widened
+    assert model(tokens()).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_a_converted_folder_loads_with_the_auto_classes(family, save_base, tmp_path):
     out = tmp_path / "out"

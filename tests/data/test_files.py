@@ -134,6 +134,7 @@ BAD_LINES = {
     "no field": (b'{"body": "a", "id": 1}\n', r"line 1: no field 'text'; there is 'body', 'id'"),
     "not text": (b'{"text": 7}\n', r"line 1: field 'text' must hold text, found int"),
     "binary": (b'{"text": "a"}\n\x00\x01\n', r"line 2: expected UTF-8 text, found a binary file"),
+    "thousands of digits": (b'{"text": "a", "n": ' + b"7" * 5000 + b"}\n", "malformed JSON .*dig"),
     "latin-1": (
         '{"text": "é"}\n'.encode("latin-1"),
         r"line 1: expected UTF-8 text, found byte 0xe9",
@@ -155,6 +156,41 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"text": "a\\ud800b \\ud83d\\ude00"}\n')
     assert read(path) == ["a\ufffdb 😀"]
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
+def test_every_kind_of_text_in_parquet(tmp_path, kind):
+    kinds = {
+        "dictionary": pa.dictionary(pa.int32(), pa.string()),
+        "string_view": pa.string_view(),
+        "large_string": pa.large_string(),
+    }
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": pa.array(["one", "two", "one"]).cast(kinds[kind])}), sink)
+    path = tmp_path / "c.parquet"
+    path.write_bytes(sink.getvalue().to_pybytes())
+    assert read(path) == ["one", "two", "one"]
+
+
+def test_zstd_with_its_widest_window(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    options = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    writer = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    path = tmp_path / "c.jsonl.zst"  # of unknown size, as from a stream, so that the window counts
+    path.write_bytes(writer.compress(jsonl_bytes(TEXTS)) + writer.flush())
+    assert read(path) == TEXTS
+
+
+def test_a_single_text_is_cut_near_its_end(tmp_path):
+    path = tmp_path / "c.txt"
+    for text, cut in (
+        ("A title\n" + "x" * 100_000, 99_007),  # no line end there: where it is
+        ("A title\n" + "x" * 98_500 + "\n" + "y" * 1_000, 98_509),
+    ):
+        path.write_text(text)
+        corpus = open_corpus(path, held_out=0.01)
+        train, held_out = (list(corpus.documents(s))[0] for s in ("train", "validation"))
+        assert train + held_out == text and len(train) == cut
 
 
 def test_bad_parquet(tmp_path):

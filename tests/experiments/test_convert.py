@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from latte.errors import LatteError
 from latte.experiments.convert import convert_and_train, load_conversion_recipe
-from latte.experiments.recipe import load_recipe
+from latte.experiments.recipe import ConversionSection, load_recipe
 from latte.experiments.sharding import SHARDS
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
@@ -143,6 +143,58 @@ def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, small, tmp
         assert torch.equal(weight, weights(again)[name]), name
 
 
+def test_a_conversion_stopped_by_its_minutes_goes_on_with_more(base, small, tmp_path):
+    stopped = small("transfer.max_minutes=1e-6")
+    with pytest.raises(LatteError, match="transfer was stopped at step 1 by its max_minutes"):
+        convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
+    more = small("transfer.max_minutes=60", "training.save_steps=1", "evaluation.lengths=[32]")
+    out = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
+    assert (out / "evaluation.csv").is_file()
+    with pytest.raises(LatteError, match="another conversion: transfer.learning_rate is"):
+        other = small("transfer.learning_rate=0.5")
+        convert_and_train(str(base), tmp_path / "out", other, quiet=True)
+
+
+def test_an_unfinished_run_with_low_rank_updates_says_so(base, small, tmp_path):
+    from latte.experiments.checkpoint import load_checkpoint
+
+    pytest.importorskip("peft")
+    recipe = small("transfer=null", "conversion.trainable=lora", "conversion.lora_rank=2",
+                   "conversion.lora_targets=[q_proj]", "training.max_minutes=1e-6")  # fmt: skip
+    with pytest.raises(LatteError, match="stopped at step 1"):
+        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    with pytest.raises(LatteError, match="low-rank updates are not merged yet; expected a finis"):
+        load_checkpoint(tmp_path / "out" / "next-token")
+
+
+@pytest.mark.parametrize("trainable", ["latents", "lora", "all"])
+def test_what_is_trained_of_a_half_precision_base_is_fp32(base, tmp_path, trainable):
+    from transformers import AutoModelForCausalLM
+
+    from latte.experiments.conversion_model import starting_model
+
+    if trainable == "lora":
+        pytest.importorskip("peft")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "half"
+    )
+    section = ConversionSection(base=str(tmp_path / "half"), window=8, num_latents=8,
+                                trainable=trainable, lora_targets=["q_proj"])  # fmt: skip
+    model = starting_model(section, 0)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert trained == {torch.float32}
+    assert frozen == ({torch.bfloat16} if trainable != "all" else set())
+    ids = torch.arange(20)[None]
+    for bf16 in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        assert loss.isfinite()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
 def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
     from latte.experiments.conversion_model import starting_config
 
@@ -181,6 +233,13 @@ def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
 def test_no_stage_at_all_is_a_mistake(small):
     with pytest.raises(LatteError, match="needs a transfer or a training section"):
         small("transfer=null", "training=null")
+
+
+def test_a_teacher_that_is_trained_itself_is_a_mistake(base, small, tmp_path):
+    recipe = small("transfer=null", "conversion.trainable=all", "conversion.distillation=0.5")
+    with pytest.raises(LatteError, match="expected conversion.trainable=latents or lora, got all"):
+        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(base, small, tmp_path):

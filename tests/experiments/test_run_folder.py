@@ -10,7 +10,14 @@ import pytest
 from latte.errors import LatteError
 from latte.experiments import run_folder
 from latte.experiments.recipe import recipe_from_dict
-from latte.experiments.run_folder import STAGING, checkpoints, claim, newest_checkpoint, seal
+from latte.experiments.run_folder import (
+    STAGING,
+    FolderInUse,
+    checkpoints,
+    claim,
+    newest_checkpoint,
+    seal,
+)
 
 
 def recipe(folder: Path, **training):
@@ -72,6 +79,24 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     first.lock.close()
 
 
+def test_a_folder_that_another_process_makes_its_own_meanwhile_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, before = [], Path.iterdir
+
+    def meanwhile(folder: Path):
+        if folder == tmp_path and not theirs:
+            monkeypatch.setattr(Path, "iterdir", before)
+            theirs.append(claim(recipe(tmp_path)))
+        return before(folder)
+
+    monkeypatch.setattr(Path, "iterdir", meanwhile)
+    with pytest.raises(FolderInUse):
+        claim(recipe(tmp_path))
+    theirs[0].lock.close()
+    assert not claim(recipe(tmp_path)).finished
+
+
 @pytest.mark.parametrize("damage", ["cut", "edit", "remove", "manifest", "shard"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     good = add_checkpoint(tmp_path, 2)
@@ -113,7 +138,10 @@ def test_a_half_written_checkpoint_is_never_seen(tmp_path: Path) -> None:
 def test_rotation_keeps_the_newest_by_number(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         add_checkpoint(tmp_path, step)
-    run_folder.rotate(tmp_path, keep=2)
+    run_folder.rotate(tmp_path / "checkpoint-10", keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    # A later one was damaged, and the run went on before it.
+    run_folder.rotate(tmp_path / "checkpoint-9", keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def test_a_run_reports_and_exports(make_recipe: Any, preset: str) -> None:
     assert result.validation["eval_loss"] == evaluations[-1]["eval_loss"]
     assert any(result.folder.joinpath("tensorboard").iterdir())
     assert [p.name for p in checkpoints(result.folder)] == ["checkpoint-4", "checkpoint-6"]
+    for folder in (result.folder, result.folder / "checkpoint-4"):  # off while training alone
+        assert json.loads((folder / "config.json").read_text())["use_cache"] is True
 
 
 @pytest.mark.slow

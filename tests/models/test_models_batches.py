@@ -84,6 +84,15 @@ def test_positions_that_start_anew_are_bounds(build, tokens, preset):
     assert not torch.allclose(masked.logits[:, 7:], packed.logits[:, 7:], rtol=0.1)
 
 
+def test_positions_that_start_anew_need_a_single_row(build, tokens):
+    model, ids = build("latte-r-swa++"), tokens(2, 8)
+    places = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 3, 4]])
+    with pytest.raises(ValueError, match=r"a single row \(B = 1\), got position_ids \(2, 8\)"):
+        model(ids, position_ids=places)
+    model(ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    model(ids, position_ids=torch.arange(8).expand(2, 8) * 3)
+
+
 def test_a_compiled_graph_reads_no_positions_on_the_host(build, tokens):
     model, ids = build("latte-r-swa++", "model"), tokens(1, 24)
     places = torch.arange(24)[None]

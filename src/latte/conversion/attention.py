@@ -85,6 +85,8 @@ class MacchiatoAttention(nn.Module):
             rglru_decay_range=fields.rglru_decay_range,
             rms_norm_eps=config.rms_norm_eps,
         )
+        # A base in half precision is built under its own default; these are new, and to be trained.
+        self.latents.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
 
     def forward(
         self,

@@ -118,7 +118,8 @@ class TailSplit:
     def documents(self, meter: Meter | None = None) -> Iterator[str]:
         for text in self._source.documents(meter):
             near = int(len(text) * (1 - self._held_out))
-            cut = text.rfind("\n", 0, near) + 1 or near
+            # No further away than the part is long: text without line ends is cut where it is.
+            cut = text.rfind("\n", max(0, 2 * near - len(text)), near) + 1 or near
             yield text[cut:] if self._validation else text[:cut]
 
 

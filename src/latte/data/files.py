@@ -87,7 +87,9 @@ def _open_binary(path: Path, raw: IO[bytes], compression: str) -> IO[bytes]:
             raise LatteError(
                 f"{path}: reading .zst needs the package zstandard: pip install zstandard"
             ) from error
-        return io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor()), 1 << 20)
+        # Of the largest window that zstd writes (--ultra --long=31).
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        return io.BufferedReader(_ZstdFrames(raw, decompressor), 1 << 20)
     return raw
 
 
@@ -205,8 +207,8 @@ def json_rows(path: Path, meter: Meter | None = None) -> Iterator[tuple[str, Any
     for where, line in numbered_lines(path, meter):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise LatteError(f"{where}: malformed JSON ({error.msg})") from error
+        except ValueError as error:  # malformed, or a number of thousands of digits
+            raise LatteError(f"{where}: malformed JSON ({getattr(error, 'msg', error)})") from error
         yield where, row
 
 
@@ -234,7 +236,9 @@ def _parquet_documents(path: Path, column: str, meter: Meter | None) -> Iterator
             there = ", ".join(map(repr, schema.names[:12]))
             raise LatteError(f"{path}: no column {column!r}; there is {there}")
         kind = schema.field(column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+        texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        if not any(is_text(plain) for is_text in texts):
             raise LatteError(f"{path}: column {column!r} must hold text, found {kind}")
         size, done, rows = path.stat().st_size, 0, max(1, file.metadata.num_rows)
         batches = file.iter_batches(batch_size=256, columns=[column])

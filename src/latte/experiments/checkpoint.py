@@ -66,6 +66,11 @@ def load_checkpoint(
     except (ValueError, RuntimeError, OSError, KeyError) as error:
         raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
     model, found = loaded
+    if any(".lora_" in key for key in found["unexpected_keys"]):
+        raise LatteError(
+            f"checkpoint {folder} is of a run whose low-rank updates are not merged yet; expected"
+            " a finished one: run its training again to go on"
+        )
     for what, keys in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
         ("lacks weights", found["missing_keys"]),
@@ -86,6 +91,14 @@ def load_checkpoint(
     return model.eval(), _load_tokenizer(folder)
 
 
+# Fields of a config by which weights of the same shapes compute something else. Whether both sides
+# are read is left to the classifier.
+DECISIVE = (
+    "mixer", "latent_input", "num_attention_heads", "norm", "norm_eps", "mlp", "position",
+    "rope_theta", "attn_logit_softcapping", "feature_map", "embedding_scale",
+)  # fmt: skip
+
+
 def load_encoder(model: Any, path: str | Path) -> list[str]:
     """Give a classifier the encoder of a checkpoint of Latte, and its head if it fits.
 
@@ -96,18 +109,26 @@ def load_encoder(model: Any, path: str | Path) -> list[str]:
         the names of the weights that are the model's own, those of a head that did not fit.
 
     Raises:
-        LatteError: no checkpoint, a damaged one, a model of another kind, or weights of other
-            shapes; the first one is named.
+        LatteError: no checkpoint, a damaged one, a model of another kind, weights of other
+            shapes, or a field by which the same weights compute something else; the first one is
+            named.
     """
     from safetensors.torch import load_file
 
     folder = find_checkpoint(path)
-    kind = _load_config(folder).model_type
-    if kind != model.config.model_type:
+    config = _load_config(folder)
+    if config.model_type != model.config.model_type:
         raise LatteError(
             f"checkpoint {folder} holds a model of another kind: expected"
-            f" {model.config.model_type!r}, found {kind!r}"
+            f" {model.config.model_type!r}, found {config.model_type!r}"
         )
+    windowed = getattr(config, "mixer", None) in ("macchiato", "swa")
+    for name in (*DECISIVE, *(["sliding_window"] if windowed else [])):
+        there, here = getattr(config, name, None), getattr(model.config, name, None)
+        if there != here:
+            raise LatteError(
+                f"checkpoint {folder} does not fit: {name} is {there!r} there and {here!r} here"
+            )
     _check_weights(folder)
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -44,7 +44,10 @@ def starting_config(section: ConversionSection) -> Any:
 
 
 def starting_model(section: ConversionSection, seed: int) -> Any:
-    """The converted model in training mode, with gradients for what `trainable` names alone."""
+    """The converted model in training mode, with gradients for what `trainable` names alone.
+
+    What is trained is fp32 at least, whatever the base's precision.
+    """
     config = starting_config(section)
     assert section.base is not None
     model = load_base(section.base, config, seed=seed, dtype=section.dtype)
@@ -52,6 +55,9 @@ def starting_model(section: ConversionSection, seed: int) -> Any:
         keep_trainable(model, section.trainable)
     if section.trainable == "lora":
         add_lora(model, section, seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # small steps are lost in half precision
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return model.train()
 
 

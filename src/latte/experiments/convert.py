@@ -112,8 +112,8 @@ def convert_and_train(
     stages = recipe.stages(base, folder)
     converted_config(base, recipe.conversion.fields())
     load_tokenizer(base)
-    identity = {"base": base, "recipe": dataclasses.asdict(recipe)}
-    first_alone(lambda: _claim(folder, identity))
+    values = {"base": base, "recipe": dataclasses.asdict(recipe)}
+    first_alone(lambda: _claim(folder, values))
     for name, each in stages.items():
         try:
             result = train(each, label=name, quiet=quiet)
@@ -135,21 +135,32 @@ def convert_and_train(
     return folder
 
 
-def _claim(folder: Path, identity: dict[str, Any]) -> None:
+def _identity(values: dict[str, Any]) -> dict[str, Any]:
+    """What makes two conversions the same: everything but where and how often they report."""
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    recipe = found["recipe"]
+    del recipe["evaluation"], recipe["data"]["cache_dir"]
+    for name in ("transfer", "training"):
+        for key in recipes.REPORTING if recipe[name] is not None else ():
+            del recipe[name][key]
+    return found
+
+
+def _claim(folder: Path, values: dict[str, Any]) -> None:
     """The folder is new, or holds this very conversion."""
     file = folder / IDENTITY_FILE
     if not folder.exists():
         check_output(folder)
         folder.mkdir(parents=True)
-        write_json(file, identity)
+        write_json(file, values)
         return
     if not file.is_file():
         raise LatteError(f"output {folder} exists; expected the name of a new folder")
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+        stored = _identity(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
         raise LatteError(f"{file} is damaged; choose another output folder") from None
-    difference = first_difference(stored, json.loads(json.dumps(identity)))
+    difference = first_difference(stored, _identity(values))
     if difference:
         key, there, here = difference
         raise LatteError(

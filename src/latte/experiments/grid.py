@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +50,13 @@ def left_out(recipe: Any, runs: Callable[[Any], list[Any]], stored: Callable[[An
         if recipe.select is None or name in recipe.select:
             continue
         try:
-            found = [(run, stored(run)) for run in runs(replace(recipe, select=[name]))]
+            found = runs(replace(recipe, select=[name]))
         except LatteError:
             continue
-        yield from ((run, result) for run, result in found if result is not None)
+        for run in found:
+            with suppress(LatteError):
+                if (result := stored(run)) is not None:
+                    yield run, result
 
 
 class Failures:

@@ -336,7 +336,7 @@ class Training:
         torch.save(state, staged / STATE_FILE)
         seal(staged, folder / name)
         (folder / STAGING).rmdir()
-        rotate(folder, 2)
+        rotate(folder / name, 2)
 
     def _load(self, file: Path) -> None:
         try:

@@ -18,6 +18,9 @@ from typing import Any, Literal
 from ..errors import LatteError, check_seed
 from .typed import apply_override, build, merge, read_yaml
 
+# Of `training`: how often a run reports, and how long it may take. It stays the same run.
+REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
+
 
 @dataclass
 class ModelSection:
@@ -187,7 +190,7 @@ class Recipe:
         values = self.as_dict()
         del values["output_dir"], values["comparison"]
         del values["data"]["cache_dir"]
-        for key in ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints"):
+        for key in REPORTING:
             del values["training"][key]
         return values
 
@@ -299,6 +302,11 @@ def check(recipe: Recipe) -> Recipe:
         raise LatteError(
             "conversion.trainable=lora: expected lora_rank of at least 1 and some lora_targets, got"
             f" {conversion.lora_rank} and {conversion.lora_targets}"
+        )
+    if conversion.distillation and conversion.trainable == "all":
+        raise LatteError(
+            "conversion.distillation takes the base's own weights as its teacher; expected"
+            f" conversion.trainable=latents or lora, got {conversion.trainable}"
         )
     if conversion.objective == "transfer" and conversion.trainable != "latents":
         raise LatteError(

@@ -72,14 +72,17 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
     run_file = folder / RUN_FILE
     if not run_file.exists():
         strangers = [p.name for p in folder.iterdir() if p.name not in (LOCK_FILE, STAGING)]
-        if strangers:
+        # Unless another process has made it its own in this very moment.
+        if strangers and not run_file.exists() and not _being_written(strangers):
             raise LatteError(
                 f"output folder {folder} is not empty and holds no run of latte (it has"
                 f" {sorted(strangers)[0]!r}); choose another output_dir"
             )
         lock = _lock(folder)
-        write_json(run_file, {"identity": identity, "recipe": recipe.as_dict()})
-        return Claim(folder, None, False, lock)
+        if not run_file.exists():
+            write_json(run_file, {"identity": identity, "recipe": recipe.as_dict()})
+            return Claim(folder, None, False, lock)
+        lock.close()
     _check_same_run(run_file, identity)
     lock = _lock(folder)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
@@ -92,6 +95,10 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
             " checkpoint folders to start from step 0"
         )
     return Claim(folder, resume, False, lock, tuple(skipped))
+
+
+def _being_written(names: list[str]) -> bool:
+    return all(name.startswith(f"{RUN_FILE}.tmp-") for name in names)
 
 
 def writable_folder(folder: Path) -> Path:
@@ -229,9 +236,13 @@ def seal(staged: Path, final: Path) -> None:
     _flush(final.parent)
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints."""
-    for path in checkpoints(folder)[:-keep]:
+def rotate(newest: Path, keep: int) -> None:
+    """Delete all but `keep` checkpoints, the newest and those before it.
+
+    Later ones are damaged: the run went on from an earlier one. They neither count nor go.
+    """
+    found = checkpoints(newest.parent)
+    for path in found[: found.index(newest) + 1][:-keep]:
         shutil.rmtree(path)
 
 

@@ -72,6 +72,7 @@ class LatteTrainer(Trainer):
         self.bytes_per_token = bytes_per_token
         self._staging = False
         self._sharded = False
+        self._use_cache = getattr(model.config, "use_cache", False)
         quicken(model, recipe)
         super().__init__(
             model=model,
@@ -233,7 +234,7 @@ class LatteTrainer(Trainer):
         if self.args.should_save:
             seal(final / STAGING / name, final / name)
             (final / STAGING).rmdir()
-            rotate(final, self.recipe.training.keep_checkpoints)
+            rotate(final / name, self.recipe.training.keep_checkpoints)
         self._barrier()
 
     def _barrier(self) -> None:
@@ -253,7 +254,10 @@ class LatteTrainer(Trainer):
         if state is not None and model.config.tie_word_embeddings:
             for name in model._tied_weights_keys:  # gathered twice, saved once
                 state.pop(name, None)
+        # The Trainer turns the cache off, for itself: a loaded model should have one.
+        training, model.config.use_cache = model.config.use_cache, self._use_cache
         model.save_pretrained(folder, state_dict=state)
+        model.config.use_cache = training
         self.tokenizer.save_pretrained(folder)
         Path(folder, "recipe.json").write_text(dump(self.recipe), encoding="utf-8")
 

@@ -69,10 +69,20 @@ def packed_bounds(
     Transformers' collators mark packed sequences in this way: one row, with neither a mask nor a
     cache. Reads the positions on the host, which a graph of ``torch.compile`` cannot: there
     ``cu_seq_lens_q`` alone says it.
+
+    Raises:
+        ValueError: several rows, one of which has positions that start anew.
     """
     if position_ids is None or attention_mask is not None or cache is not None:
         return None
-    if position_ids.shape[0] != 1 or position_ids.shape[1] < 2 or torch.compiler.is_compiling():
+    if position_ids.shape[1] < 2 or torch.compiler.is_compiling():
+        return None
+    if position_ids.shape[0] != 1:
+        if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
+            raise ValueError(
+                "positions start anew within a row: expected packed sequences in a single row"
+                f" (B = 1), got position_ids {tuple(position_ids.shape)} without an attention_mask"
+            )
         return None
     row = position_ids[0]
     starts = torch.nonzero(row[1:] != row[:-1] + 1)[:, 0] + 1

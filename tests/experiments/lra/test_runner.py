@@ -338,6 +338,12 @@ def test_a_language_model_is_a_beginning_for_a_causal_classifier(
     both_ways = lra_training.fresh_model(runs(load(recipe_file))[0])
     with pytest.raises(LatteError, match="is missing there"):  # the RG-LRU of the other direction
         load_encoder(both_ways, tmp_path / "lm")
+    # The same shapes, and another function.
+    for field, value in (("embedding_multiplier", 4.0), ("sliding_window", 3), ("rope_theta", 5)):
+        overrides = ["shared.is_causal=true", f"models.both.{field}={value}"]
+        other = lra_training.fresh_model(runs(load(recipe_file, overrides))[0])
+        with pytest.raises(LatteError, match=r"does not fit: (embedding_scale|sliding_w|rope_th)"):
+            load_encoder(other, tmp_path / "lm")
 
 
 def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
