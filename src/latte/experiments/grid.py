@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -65,10 +65,14 @@ class Failures:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def note(self, label: str, error: Exception) -> None:
-        """Keep a failure, and say it."""
-        self.lines.append(f"{label}: {' '.join(str(error).split())[:300]}")
-        print(f"  failed: {self.lines[-1]}", file=sys.stderr, flush=True)
+    @contextmanager
+    def kept(self, label: str) -> Iterator[None]:
+        """Within it a failure is said and kept, and raises nothing."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.lines.append(f"{label}: {' '.join(str(error).split())[:300]}")
+            print(f"  failed: {self.lines[-1]}", file=sys.stderr, flush=True)
 
     def check(self, folder: Any) -> None:
         """Raise LatteError, at the end, if there were any."""

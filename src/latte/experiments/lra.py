@@ -85,10 +85,8 @@ def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = Fal
             task = load_data(recipe, quiet)
             _say(balance_table(recipe, task).rstrip(), quiet)
         _say(f"[{number}/{len(grid)}] {run.label}", quiet)
-        try:
+        with failures.kept(run.label):
             results[run.label] = _do(run, task, quiet)
-        except RuntimeError as error:
-            failures.note(run.label, error)
         report()
     text = report()
     failures.check(folder)

@@ -74,10 +74,8 @@ def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False)
         if run in results or (recipe.training.skip_solved and _solved(run, results, recipe)):
             continue
         _say(f"[{number}/{len(grid)}] {run.label}", quiet)
-        try:
+        with failures.kept(run.label):
             results[run] = _do(run, recipe, tables, quiet)
-        except RuntimeError as error:
-            failures.note(run.label, error)
         report()
     text = report()
     failures.check(folder)
