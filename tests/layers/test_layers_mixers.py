@@ -241,6 +241,31 @@ def test_wrong_inputs_are_refused(mixer):
         layer(x[:1], cu_seqlens=bounds, state=MixerState().record(), output_final_state=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "part"),
+    [("latte", "window", "latent"), ("macchiato", "latte", "window"), ("linear", "latte", "linear"),
+     ("window", "linear", "window")],
+)  # fmt: skip
+def test_the_state_of_another_mixer_is_refused(mixer, name, other, part):
+    _, state = mixer(other)(inputs(2, 5), output_final_state=True)
+    with pytest.raises(ValueError, match=f"state must hold '{part}', got another mixer's"):
+        mixer(name)(inputs(2, 5), state=state)
+
+
+def test_every_parameter_can_be_reset_after_meta():
+    with torch.device("meta"):
+        layer = LatteMacchiato(**SIZE, num_latents=12, window=4, latent_input="rglru",
+                               window_probability=0.9)  # fmt: skip
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
 def test_layers_never_import_transformers():
     import subprocess
     import sys

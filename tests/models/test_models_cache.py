@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from latte.models import PRESETS, LatteCache
+from latte.models import PRESETS, LatteCache, LatteForCausalLM
 
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 CONSTANT = [preset for preset in PRESETS if preset != "transformer++"]
@@ -42,6 +42,20 @@ def test_any_split_is_the_whole(build, tokens, full, preset, sizes):
     torch.testing.assert_close(run(model, ids, cache, sizes), full(model, ids), **TOLERANCE)
     assert cache.get_seq_length() == 15
     assert cache.batch_size == 2
+
+
+@pytest.mark.parametrize("preset", ["latte-r++", "latte-r-swa++", "latte-conv++"])
+def test_a_beginning_whose_embedding_is_zero_is_a_beginning(config, tokens, preset):
+    """As where padding and the start of a text are one token, whose embedding is never trained."""
+    torch.manual_seed(0)
+    model = LatteForCausalLM(config(preset, pad_token_id=0)).double().eval()
+    ids = tokens(2, 9)
+    ids[:, :2] = 0
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        head = model(ids[:, :2], use_cache=True)
+        rest = model(ids[:, 2:], past_key_values=head.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, 2:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

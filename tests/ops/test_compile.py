@@ -58,6 +58,16 @@ def test_compiles_in_one_graph(name, packed):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("op", [causal_op, bidirectional_op])
+def test_gradients_are_laid_out_as_promised_whatever_comes_in(op):
+    q, k, v = latte_inputs(2, 6, 2, 3, 4)
+    start = [randn(2, 2, 3).requires_grad_(), randn(2, 2, 3, 4).requires_grad_()]
+    _, *state = op(q, k, v, None, None, *start)[:3]
+    slopes = randn(3, 2, 2).permute(1, 2, 0), randn(4, 2, 2, 3).permute(1, 2, 3, 0)
+    found = torch.autograd.grad(state, start, slopes)
+    assert all(x.is_contiguous() for x in found)  # the compiler is told so
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_custom_ops_keep_their_contracts(packed, masked):
@@ -73,5 +83,7 @@ def test_custom_ops_keep_their_contracts(packed, masked):
     args = (*local, mask, cu, None, None, None, 8, 0.4, 0.0, True)
     checks |= torch.library.opcheck(window_op, args)
     a, b, h0 = (randn(*shape).requires_grad_() for shape in ((2, 9, 3), (2, 9, 3), (2, 3)))
+    checks |= torch.library.opcheck(linear_recurrence, (a, b, h0))
+    a, b = (randn(3, 9, 2).transpose(0, 2).requires_grad_() for _ in range(2))  # strides kept
     checks |= torch.library.opcheck(linear_recurrence, (a, b, h0))
     assert set(checks.values()) == {"SUCCESS"}

@@ -145,6 +145,53 @@ def test_rg_lru_with_saturated_gates_has_finite_gradients(gate):
         assert all(torch.isfinite(z).all() for z in values_and_gradients(rg_lru, leaves))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("situation", ["plain", "masked", "packed"])
+def test_rg_lru_goes_on_from_tokens_that_are_zero(situation, backend):
+    x, r, i, theta = randn(2, 7, 4), randn(2, 7, 4), randn(2, 7, 4), randn(4)
+    x[:, :2] = 0.0  # as the embedding of padding is
+    mask, options = None, {"backend": backend, "output_final_state": True}
+    if situation == "masked":
+        mask = torch.tensor([[True] * 7, [False, False] + [True] * 5])
+    x.requires_grad_()
+    if situation == "packed":
+        x1, r1, i1 = (z.flatten(0, 1)[None] for z in (x, r, i))
+        bounds = torch.tensor([0, 7, 7, 14], dtype=torch.int32)
+        whole, _ = rg_lru(x1, r1, i1, theta, cu_seqlens=bounds, **options)
+        whole = whole.view(2, 7, 4)
+        first = [z[:, :2].flatten(0, 1)[None] for z in (x, r, i)]
+        cut = torch.tensor([0, 2, 2, 4], dtype=torch.int32)
+        _, state = rg_lru(*first, theta, cu_seqlens=cut, **options)
+        assert (state[1] == 0).all()  # the sequence without a token has not begun
+        state = state[[0, 2]]
+    else:
+        whole, _ = rg_lru(x, r, i, theta, key_mask=mask, **options)
+        head = None if mask is None else mask[:, :2]
+        _, state = rg_lru(*(z[:, :2] for z in (x, r, i)), theta, key_mask=head, **options)
+        if mask is not None:
+            assert (state[1] == 0).all() and (state[0] != 0).all()
+    rest, last = rg_lru(*(z[:, 2:] for z in (x, r, i)), theta, initial_state=state, **options)
+    torch.testing.assert_close(rest, whole[:, 2:], rtol=1e-12, atol=1e-12)
+    slope = torch.autograd.grad(state.sum(), x, retain_graph=True)[0]
+    assert slope[0, 1].abs().min() > 0  # what was added leaves the gradient as it is
+
+
+def test_features_of_very_negative_logits_keep_their_digits():
+    q, k, v = latte_inputs(1, 40, 2, 3, 5)
+    exact, _ = linear_attention(q - 16, k, v, feature_map="elu")
+    found, _ = linear_attention(*(x.float() for x in (q - 16, k, v)), feature_map="elu")
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_state_of_linear_attention_owns_its_bytes_alone(packed):
+    cu = torch.tensor([0, 1000], dtype=torch.int32) if packed else None
+    _, state = linear_attention(*latte_inputs(1, 1000, 2, 3, 5), feature_map="exp",
+                                cu_seqlens=cu, output_final_state=True)  # fmt: skip
+    for part in state:
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+
 def test_rg_lru_long_sequence_matches_one_step_at_a_time():
     inputs = [*(randn(1, 4099, 2, seed=s) for s in range(3)), randn(2, seed=3)]
     fast = values_and_gradients(lambda *x: rg_lru(*x, backend="torch"), inputs)

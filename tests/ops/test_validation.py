@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import latte_inputs, latte_state, macchiato_inputs, randn
@@ -148,6 +150,28 @@ CASES = [
         window=3,
         initial_state=WindowState(randn(2, 2, 2, 6), randn(2, 2, 2, 5), torch.ones(2, 2)),
     ),
+    case(linear_attention, "feature_map must be one of", q, k, v, feature_map=3),
+    case(
+        sliding_window_attention,
+        "softcap must be None or a positive number, got 'a'",
+        *MACCHIATO[2:],
+        window=3,
+        softcap="a",
+    ),
+    case(
+        sliding_window_attention,
+        "softcap must be None or a positive number, got inf",
+        *MACCHIATO[2:],
+        window=3,
+        softcap=math.inf,
+    ),
+    case(
+        sliding_window_attention,
+        "initial_state.keys must have shape (2, 0, 2",
+        *MACCHIATO[2:],
+        window=None,
+        initial_state=WindowState(randn(3), randn(3), torch.ones(3, dtype=torch.bool)),
+    ),
     case(rg_lru, "theta must be on cpu, got meta", *[randn(2, 6, 4)] * 3, randn(4).to("meta")),
     case(rg_lru, "theta must be floating point", *[randn(2, 6, 4)] * 3, torch.ones(4).long()),
     case(causal_conv1d, "weight must be on cpu", randn(2, 6, 4), randn(4, 3).to("meta")),
@@ -185,12 +209,14 @@ def test_widths_are_at_least_one(fn, args, came):
         fn(*args, **options)
 
 
+WHOLE = torch.tensor([0, q.shape[1]], dtype=torch.int32)
 FORWARD = [
     (latte_attention, (q, k, v), {"causal": True}),
     (latte_attention, (q, k, v), {"causal": False}),
     (macchiato_attention, MACCHIATO, {"window": 3}),
     (sliding_window_attention, MACCHIATO[2:], {"window": 3}),
     (rg_lru, (*(randn(1, 6, 4, seed=s) for s in range(3)), randn(4)), {}),
+    (linear_attention, (q[:1], k[:1], v[:1]), {"feature_map": "exp", "cu_seqlens": WHOLE}),
 ]
 
 

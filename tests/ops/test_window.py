@@ -107,6 +107,21 @@ def test_full_attention_carries_everything():
     assert state.keys.shape[1] == 20
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_full_attention_with_a_soft_cap_carries_on_in_half_precision(dtype):
+    q, k, v = (x.to(dtype) for x in macchiato_inputs(2, 9)[2:])
+    options = {"window": None, "softcap": 2.0}
+    whole, _ = sliding_window_attention(q, k, v, **options)
+    _, state = sliding_window_attention(
+        *(x[:, :4] for x in (q, k, v)), **options, output_final_state=True
+    )
+    rest, _ = sliding_window_attention(
+        *(x[:, 4:] for x in (q, k, v)), **options, initial_state=state
+    )
+    assert rest.dtype == dtype
+    torch.testing.assert_close(rest, whole[:, 4:], rtol=0, atol=0)
+
+
 def test_window_counts_the_keys_that_are_seen():
     """window=w sees exactly s in [t-w+1, t] (Hugging Face's convention), |s-t| <= w//2 if not."""
     T, w = 40, 8

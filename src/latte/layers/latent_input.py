@@ -141,7 +141,7 @@ class LatentLogits(nn.Module):
         self.window_probability = window_probability
         if window_probability is not None:
             self.window_bias = nn.Parameter(torch.empty(num_heads))
-            self.reset_window_bias()
+            self.reset_parameters()
 
     def initial_window_bias(self) -> float:
         """The logit b with e^b / (e^b + L) = ``window_probability``."""
@@ -149,8 +149,10 @@ class LatentLogits(nn.Module):
         latents = self.k_proj.out_features // self.num_heads
         return math.log(latents * self.window_probability / (1 - self.window_probability))
 
-    def reset_window_bias(self) -> None:
-        nn.init.constant_(self.window_bias, self.initial_window_bias())
+    def reset_parameters(self) -> None:
+        """The window's bias; the projections have a method of their own."""
+        if self.window_probability is not None:
+            nn.init.constant_(self.window_bias, self.initial_window_bias())
 
     def forward(
         self,

@@ -26,6 +26,8 @@ class LatteAttention(Mixer):
             ``"rglru"``. Values always come from x.
     """
 
+    carries = ("latent",)
+
     def __init__(
         self,
         hidden_size: int,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from latte.layers.mixer import Mixer
 from latte.layers.positions import Rotary
@@ -15,13 +14,7 @@ from latte.layers.state import MixerState, TokenLog, real_tokens
 from latte.layers.validation import check_choice, check_divides
 from latte.layers.weights import linear_weights
 from latte.ops import linear_attention
-
-FEATURE_MAPS = {
-    "elu": lambda x: F.elu(x) + 1.0,
-    "exp": torch.exp,
-    "softplus": F.softplus,
-    "relu": F.relu,
-}
+from latte.ops.api import FEATURE_MAPS
 
 
 class LinearAttention(Mixer):
@@ -31,6 +24,8 @@ class LinearAttention(Mixer):
         num_features: over all heads, as ``num_latents`` of Latte: the parameters are the same.
         feature_map: phi: ``"elu"`` (elu + 1), ``"exp"``, ``"softplus"`` or ``"relu"``.
     """
+
+    carries = ("linear",)
 
     def __init__(
         self,

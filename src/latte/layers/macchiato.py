@@ -35,6 +35,8 @@ class LatteMacchiato(Mixer):
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
     """
 
+    carries = ("latent", "window")
+
     def __init__(
         self,
         hidden_size: int,

@@ -6,7 +6,7 @@ D value width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -37,7 +37,12 @@ class Mixer(nn.Module):
         num_key_value_heads: G, dividing H; H if None.
         head_dim: width of a head; ``hidden_size / num_heads`` if None.
         causal: False for bidirectional layers, which carry no state.
+
+    Attributes:
+        carries: the parts of a :class:`MixerState` that the mixer cannot go on without.
     """
+
+    carries: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -153,6 +158,10 @@ class Mixer(nn.Module):
                 f"{name}: state must be the MixerState that came out, got {type(state).__name__}"
             )
         check_carried(name, self.causal, state is not None, carry)
+        held = {p for p in ("latent", "linear", "window") if getattr(state, p, None) is not None}
+        lacking = [part for part in self.carries if part not in held]
+        if held and lacking:
+            raise ValueError(f"{name}: state must hold {lacking[0]!r}, got another mixer's")
         if state is not None and state.recording and cu_seqlens is not None:
             raise ValueError(f"{name}: packed sequences cannot be recorded for taking back")
         return state or MixerState()

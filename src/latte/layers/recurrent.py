@@ -114,7 +114,7 @@ class RGLRU(nn.Module):
             x_BTE.to(dtype),
             self.recurrence_gate(x_BTE).to(dtype),  # autocast may have lowered the gates
             self.input_gate(x_BTE).to(dtype),
-            self.theta.to(dtype),
+            self.theta,
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
             initial_state=state,

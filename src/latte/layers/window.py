@@ -29,6 +29,8 @@ class SlidingWindowAttention(Mixer):
         rope_theta, softcap: as for :class:`LatteMacchiato`.
     """
 
+    carries = ("window",)
+
     def __init__(
         self,
         hidden_size: int,

@@ -335,7 +335,8 @@ def sliding_window_attention(
     N = check_sequences(op, sizes["B"], sizes["T"], q.device, key_mask, cu_seqlens)
     if not causal and (initial_state is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    if window is None and cu_seqlens is not None and (initial_state or output_final_state):
+    carried = initial_state is not None or output_final_state
+    if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
     if initial_state is not None:
         initial_state = check_window_state(op, initial_state, window, N, k, v)
@@ -369,8 +370,13 @@ def sliding_window_attention(
     return out.to(v.dtype), state
 
 
+def _elu(x: Tensor) -> Tensor:
+    """elu(x) + 1, without the cancellation of e^x - 1 + 1."""
+    return torch.where(x > 0, x + 1.0, torch.exp(x.clamp(max=0.0)))
+
+
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu": lambda x: F.elu(x) + 1.0,
+    "elu": _elu,
     "exp": torch.exp,
     "softplus": F.softplus,
     "relu": F.relu,
@@ -414,7 +420,8 @@ def linear_attention(
     op = "linear_attention"
     chosen = choose_backend(backend, op, AVAILABLE)
     check_floats(op, {"q": q, "k": k, "v": v})
-    if isinstance(feature_map, str) and feature_map not in FEATURE_MAPS:
+    named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS
+    if not (named or feature_map is None or callable(feature_map)):
         raise ValueError(
             f"{op}: feature_map must be one of {tuple(FEATURE_MAPS)}, a callable or None, "
             f"got {feature_map!r}"
@@ -434,6 +441,8 @@ def linear_attention(
     if initial_state is not None:
         check_state(op, initial_state, LinearState._fields, ((N, H, F_, D), (N, H, F_)), q.device)
         initial_state = LinearState(*(x.to(dtype) for x in initial_state))
+    if chosen != "reference" and cu_seqlens is not None:
+        check_tangents(op, q, k, v, *(initial_state or ()))
     if T == 0:
         zeros = q.new_zeros(N, H, F_, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])

@@ -102,7 +102,7 @@ def rg_lru(
             initial_state=initial_state,
             reverse=reverse,
         )
-        return out, last if output_final_state else None
+        return out, _begun(last, key_mask, cu_seqlens) if output_final_state else None
     if reverse:
         x, recurrence_gate, input_gate = (z.flip(1) for z in (x, recurrence_gate, input_gate))
         key_mask = None if key_mask is None else key_mask.flip(1)
@@ -139,10 +139,31 @@ def rg_lru(
             end = (cu_seqlens[1:] - 1).clamp(min=0).long()
             empty = (cu_seqlens[1:] == cu_seqlens[:-1])[:, None]
             state = torch.where(empty, h0_NE, h[0, end])
-            state = state.flip(0) if reverse else state
-        state = state.clone()
+        state = _begun(state, key_mask, cu_seqlens)
+        if cu_seqlens is not None and reverse:
+            state = state.flip(0)
     out = h.flip(1) if reverse else h
     return out.to(x.dtype), state
+
+
+def _begun(state_NE: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The state, never a row of zeros where a real token was read: that would be the empty state.
+
+    A token may be 0 itself, as the embedding of padding is. What is added is below the last digit
+    of any state but 0.
+    """
+    dtype = state_NE.dtype
+    tiny = torch.finfo(dtype).tiny
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.long()
+        if key_mask is not None:
+            bounds = F.pad(key_mask[0].long().cumsum(0), (1, 0))[bounds]
+        read_N = bounds.diff() > 0
+    elif key_mask is not None:
+        read_N = key_mask.any(1)
+    else:
+        return state_NE + tiny
+    return state_NE + tiny * read_N[:, None].to(dtype)
 
 
 def _first_tokens(

@@ -5,6 +5,8 @@ Nothing here reads a value from a GPU: only shapes, dtypes and devices are looke
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -95,7 +97,9 @@ def check_window(op: str, window: int | None, *, optional: bool = False) -> None
 
 def check_softcap(op: str, softcap: float | None) -> None:
     """``softcap`` is None or positive."""
-    if softcap is not None and not softcap > 0:
+    if softcap is None:
+        return
+    if not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
         raise ValueError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
 
 

@@ -67,7 +67,7 @@ def attention_weights(
     check_sequences(op, sizes["B"], sizes["T"], latent_q.device, key_mask, cu_seqlens)
     dtype = computation_dtype(latent_q.dtype)
     if sizes["T"] == 0:
-        return latent_q.new_zeros(sizes["B"], sizes["H"], 0, 0)
+        return latent_q.new_zeros(sizes["B"], sizes["H"], 0, 0, dtype=dtype)
     return reference.attention_weights(
         latent_q.to(dtype),
         latent_k.to(dtype),

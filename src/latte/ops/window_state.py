@@ -22,7 +22,7 @@ def check_window_state(
         raise ValueError(
             f"{op}: initial_state must be a tuple (keys, values, mask), got {type(state).__name__}"
         )
-    P = window - 1 if window is not None else state[0].shape[1]
+    P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
     G, K, D = *k_BTGK.shape[2:], v_BTGD.shape[-1]
     shapes = ((N, P, G, K), (N, P, G, D), (N, P))
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)

@@ -321,7 +321,7 @@ def causal_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the initial state, segment by segment in reverse."""
     dq, dk, dv = empty_gradients(q, k, v)
-    dA_0, dmu_0 = dlog_mass.clone(), dmean.clone()
+    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in (dlog_mass, dmean))
     A_0, mu_0 = first_state(q, v, cu_seqlens, log_mass, mean)
     kept = Checkpoints(top_M, mass_M, mean_M)
     H, L, D = *q.shape[2:], v.shape[-1]
@@ -410,7 +410,7 @@ def bidirectional_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA)."""
     dq, dk, dv = empty_gradients(q, k, v)
-    dA_0, dmu_0 = dlog_mass.clone(), dmean.clone()
+    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in (dlog_mass, dmean))
     A_0, mu_0 = first_state(q, v, cu_seqlens, log_mass, mean)
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)

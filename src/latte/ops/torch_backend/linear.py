@@ -109,7 +109,8 @@ def linear_attention(
     out = out[:, :T] if layout is None else out[:, layout.slot_T]
     if not output_final_state:
         return out, None
-    return out, LinearState(final[..., :D], final[..., D])
+    # Copies: views would keep the states of all chunks alive.
+    return out, LinearState(final[..., :D].clone(), final[..., D].clone())
 
 
 def _states(

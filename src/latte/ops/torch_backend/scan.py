@@ -83,7 +83,7 @@ def linear_recurrence_backward(
     da = torch.empty_like(a, memory_format=torch.contiguous_format)
     torch.mul(g[:, 1:], h[:, :-1], out=da[:, 1:])
     torch.mul(g[:, 0], h0, out=da[:, 0])
-    return da, g, a[:, 0] * g[:, 0]
+    return da, g, (a[:, 0] * g[:, 0]).contiguous()
 
 
 @linear_recurrence_backward.register_fake
