@@ -47,6 +47,7 @@ def load_checkpoint(
     from transformers.utils import logging as transformers_logging
 
     from .. import models  # noqa: F401  registers the Auto classes
+    from .conversion_model import LORA
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -66,7 +67,7 @@ def load_checkpoint(
     except (ValueError, RuntimeError, OSError, KeyError) as error:
         raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
     model, found = loaded
-    if any(".lora_" in key for key in found["unexpected_keys"]):
+    if any(LORA in key for key in found["unexpected_keys"]):
         raise LatteError(
             f"checkpoint {folder} is of a run whose low-rank updates are not merged yet; expected"
             " a finished one: run its training again to go on"
@@ -115,6 +116,8 @@ def load_encoder(model: Any, path: str | Path) -> list[str]:
     """
     from safetensors.torch import load_file
 
+    from ..models.config import WINDOWED
+
     folder = find_checkpoint(path)
     config = _load_config(folder)
     if config.model_type != model.config.model_type:
@@ -122,8 +125,8 @@ def load_encoder(model: Any, path: str | Path) -> list[str]:
             f"checkpoint {folder} holds a model of another kind: expected"
             f" {model.config.model_type!r}, found {config.model_type!r}"
         )
-    windowed = getattr(config, "mixer", None) in ("macchiato", "swa")
-    for name in (*DECISIVE, *(["sliding_window"] if windowed else [])):
+    windowed = getattr(config, "mixer", None) in WINDOWED
+    for name in (*DECISIVE, "sliding_window") if windowed else DECISIVE:
         there, here = getattr(config, name, None), getattr(model.config, name, None)
         if there != here:
             raise LatteError(

@@ -58,14 +58,12 @@ def sweep(recipe: MQARRecipe, *, quiet: bool = False, report_only: bool = False)
     writable_folder(folder)
     from .mqar_report import write_report
 
-    places = list(tasks(recipe)), list(recipe.models)
+    cells, models = list(tasks(recipe)), list(recipe.models)
     others = dict(left_out(recipe, runs, lambda run: stored_result(run, recipe)))
 
     def report() -> str:
         together = results | others
-        order = sorted(
-            together, key=lambda run: (places[0].index(run.task), places[1].index(run.model))
-        )
+        order = sorted(together, key=lambda run: (cells.index(run.task), models.index(run.model)))
         return write_report(folder, {run: together[run] for run in order})
 
     failures = Failures()

@@ -69,11 +69,11 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
     """
     folder = writable_folder(Path(recipe.output_dir))
     identity = {"recipe": recipe.identity(), "processes": processes}
-    run_file = folder / RUN_FILE
+    run_file, lock = folder / RUN_FILE, None
     if not run_file.exists():
-        strangers = [p.name for p in folder.iterdir() if p.name not in (LOCK_FILE, STAGING)]
+        strangers = [p.name for p in folder.iterdir() if not _own(p.name)]
         # Unless another process has made it its own in this very moment.
-        if strangers and not run_file.exists() and not _being_written(strangers):
+        if strangers and not run_file.exists():
             raise LatteError(
                 f"output folder {folder} is not empty and holds no run of latte (it has"
                 f" {sorted(strangers)[0]!r}); choose another output_dir"
@@ -82,9 +82,8 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
         if not run_file.exists():
             write_json(run_file, {"identity": identity, "recipe": recipe.as_dict()})
             return Claim(folder, None, False, lock)
-        lock.close()
     _check_same_run(run_file, identity)
-    lock = _lock(folder)
+    lock = lock or _lock(folder)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
     if (folder / FINISHED_FILE).exists():
         return Claim(folder, None, True, lock)
@@ -97,8 +96,9 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
     return Claim(folder, resume, False, lock, tuple(skipped))
 
 
-def _being_written(names: list[str]) -> bool:
-    return all(name.startswith(f"{RUN_FILE}.tmp-") for name in names)
+def _own(name: str) -> bool:
+    """Whether a file may stand in a folder that no run has claimed yet."""
+    return name in (LOCK_FILE, STAGING) or name.startswith(f"{RUN_FILE}.tmp-")
 
 
 def writable_folder(folder: Path) -> Path:

@@ -69,7 +69,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         """
         if labels is not None and use_cache is None and past_key_values is None:
             use_cache = False  # a loss is no reason to compute states
-        if cu_seq_lens_q is None:
+        if labels is not None and cu_seq_lens_q is None:  # the loss needs the bounds too
             cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         outputs = self.model(
             input_ids=input_ids,

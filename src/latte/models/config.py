@@ -157,8 +157,11 @@ class LatteConfig(PreTrainedConfig):
         for name in ("embedding_dropout", "hidden_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        positive = ("norm_eps", "rope_theta", "initializer_range", "attn_logit_softcapping")
-        for name in (*positive, "embedding_multiplier"):
+        positive = (
+            *("norm_eps", "rope_theta", "attn_logit_softcapping"),
+            *("embedding_multiplier", "initializer_range"),
+        )
+        for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")

@@ -359,9 +359,6 @@ def sliding_window_attention(
     }
     if chosen == "reference":
         dtype = computation_dtype(q.dtype)
-        if initial_state is not None:
-            keys, values, mask = initial_state
-            options["initial_state"] = WindowState(keys.to(dtype), values.to(dtype), mask)
         out = reference.sliding_window_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
     elif chosen == "triton":
         out = triton_window.sliding_window_attention(q, k, v, **options)

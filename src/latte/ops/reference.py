@@ -190,8 +190,9 @@ def sliding_window_attention(
         position = position - sequence_starts(cu_seqlens, T)
     gap = position[:, None] + P - torch.arange(P, device=q_BTHK.device)[None]
     near = gap >= 0 if window is None else gap < window
-    earlier_mask = initial_state.mask
-    earlier = (*(without_masked(earlier_mask, x) for x in initial_state[:2]), earlier_mask)
+    keys, values, earlier_mask = initial_state  # kept as they came; callers widen the others
+    keys, values = keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype)
+    earlier = (*(without_masked(earlier_mask, x) for x in (keys, values)), earlier_mask)
     tail_k, tail_v, tail_mask = (
         (x if cu_seqlens is None else x[sequence_ids(cu_seqlens, T)]) for x in earlier
     )

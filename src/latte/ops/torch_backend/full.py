@@ -33,9 +33,6 @@ def full_attention(
     if softcap is not None:
         # No kernel of PyTorch's takes a soft cap on the CPU: the weights are formed.
         dtype = computation_dtype(q_BTHK.dtype)
-        if initial_state is not None:
-            keys, values, held = initial_state
-            initial_state = WindowState(keys.to(dtype), values.to(dtype), held)
         return reference.sliding_window_attention(
             q_BTHK.to(dtype),
             k_BTGK.to(dtype),
