@@ -47,7 +47,7 @@ from common import (
 from records import Table
 
 from latte.errors import LatteError
-from latte.experiments.checkpoint import load_checkpoint
+from latte.evaluate.checkpoint import load_checkpoint
 
 CONTEXTS = tuple(1024 * 2**i for i in range(7))
 QUICK_CONTEXTS = (48, 96)
@@ -189,7 +189,7 @@ def other_commands() -> list[str]:
         except OSError:
             continue  # it has ended
         ours = any(
-            word == b"latte.cli" or word.startswith(b"latte.experiments.") for word in words
+            word == b"latte.cli" or word.startswith(b"latte.compare.") for word in words
         ) or any(word.endswith(b"/latte") or b"benchmarks/" in word for word in words[:2])
         if ours and b"python" in words[0] and int(path.parent.name) not in own:
             found.append(f"{path.parent.name} ({b' '.join(words)[:80].decode(errors='replace')})")

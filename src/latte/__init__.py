@@ -13,7 +13,19 @@ from latte._auto_registration import install as _install
 from latte.errors import LatteError
 
 if TYPE_CHECKING:
-    from latte import cli, conversion, data, experiments, layers, models, ops
+    from latte import (
+        cli,
+        compare,
+        conversion,
+        data,
+        evaluate,
+        inspect,
+        layers,
+        models,
+        ops,
+        rivals,
+        train,
+    )
     from latte.conversion import convert
     from latte.layers import RGLRU, LatteAttention, LatteMacchiato
     from latte.models import (
@@ -37,7 +49,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("cli", "conversion", "data", "experiments", "layers", "models", "ops")
+_SUBMODULES = (
+    "cli",
+    "compare",
+    "conversion",
+    "data",
+    "evaluate",
+    "inspect",
+    "layers",
+    "models",
+    "ops",
+    "rivals",
+    "train",
+)
 _NAMES = {
     "ops": (
         "LatteState",
@@ -77,10 +101,12 @@ __all__ = [
     "attention_weights",
     "causal_conv1d",
     "cli",
+    "compare",
     "conversion",
     "convert",
     "data",
-    "experiments",
+    "evaluate",
+    "inspect",
     "latte_attention",
     "layers",
     "linear_attention",
@@ -89,7 +115,9 @@ __all__ = [
     "ops",
     "preset_config",
     "rg_lru",
+    "rivals",
     "sliding_window_attention",
+    "train",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Make ``llama2c_reference`` importable, whatever pytest's import mode."""
+"""Make ``bases`` importable, whatever pytest's import mode."""
 
 import sys
 from pathlib import Path

@@ -9,10 +9,10 @@ import tomllib
 import pytest
 
 from latte.cli.parser import build_parser
-from latte.experiments.comparators import COMPARATORS
-from latte.experiments.convert import load_conversion_recipe
-from latte.experiments.recipe import load_recipe
 from latte.models import PRESETS
+from latte.rivals.catalogue import COMPARATORS
+from latte.train.convert import load_conversion_recipe
+from latte.train.recipe import load_recipe
 
 NAMES = {*PRESETS, *COMPARATORS}
 
@@ -47,7 +47,7 @@ def check(words, root):
         at = rest.index("latte.cli")
         assert rest[at - 1] == "-m" and rest[0] == "--nproc-per-node" and rest[1].isdigit()
         check_latte(rest[at + 1 :], root)
-    elif words[:3] == ["python", "-m", "latte.experiments.demo"]:
+    elif words[:3] == ["python", "-m", "latte.compare.demo"]:
         load_recipe(root / "recipes/demo.yaml", words[3:])
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2]), words

@@ -13,14 +13,14 @@ import latte
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.configs import CONFIGS
 from latte.conversion.modeling import FAMILIES
-from latte.experiments.recipe import (
+from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
+from latte.train.recipe import (
     ComparisonSection,
     ConversionSection,
     DataSection,
     ModelSection,
     TrainingSection,
 )
-from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
 
 PAGES = {
     "latte.ops": "docs/reference/ops.md",
@@ -73,7 +73,7 @@ def test_every_op_has_its_signature(read):
 
 def test_names_at_the_top(read):
     documented = "\n".join(read(page).text for page in PAGES.values())
-    modules = {"cli", "conversion", "data", "experiments", "layers", "models", "ops", "__version__"}
+    modules = {*latte._SUBMODULES, "__version__"}
     missing = [n for n in latte.__all__ if n not in modules and f"{n}" not in documented]
     assert not missing
 

@@ -1,4 +1,4 @@
-"""The command line `latte`: thin commands over `latte.experiments`.
+"""The command line `latte`: thin commands over the rooms below.
 
 Parsing imports nothing heavy, so that `--help` answers at once; each command imports what it
 needs when it runs. A user's mistake (LatteError) is one line on stderr and exit code 2.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..errors import LatteError
+from latte.errors import LatteError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    from .parser import parse
+    from latte.cli.parser import parse
 
     options = parse(arguments)
     try:

@@ -1,6 +1,6 @@
 """`python -m latte.cli`: the same as `latte`."""
 
-from . import main
+from latte.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

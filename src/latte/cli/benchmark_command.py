@@ -6,11 +6,11 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from .evaluate_command import names
+from latte.cli.evaluate_command import names
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """What `latte benchmark` takes; what is not given is left to `experiments.benchmark`."""
+    """What `latte benchmark` takes; what is not given is left to `evaluate.benchmark`."""
     options: list[tuple[str, Any, str]] = [
         ("--ops", names, "latte, macchiato, window, linear, rg-lru, softmax, or none"),
         ("--models", names, "presets and comparators, or none"),
@@ -36,7 +36,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """latte benchmark ..."""
-    from ..experiments.benchmark import Settings, benchmark
+    from latte.evaluate.benchmark import Settings, benchmark
 
     given = {k: v for k, v in vars(options).items() if k in Settings.__dataclass_fields__}
     for name in ("ops", "models", "modes", "lengths"):

@@ -6,18 +6,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LatteError
+from latte.errors import LatteError
 
 if TYPE_CHECKING:
-    from ..experiments.recipe import Recipe
+    from latte.train.recipe import Recipe
 
 
 def train(options: Namespace) -> int:
     """latte train RECIPE [key=value ...]"""
-    from ..experiments.recipe import load_recipe
+    from latte.train.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)  # checked before torch is imported
-    from ..experiments.pretrain import train as run
+    from latte.train.run import train as run
 
     run(recipe, quiet=options.quiet)
     return 0
@@ -26,16 +26,16 @@ def train(options: Namespace) -> int:
 def evaluate(options: Namespace) -> int:
     """latte evaluate CHECKPOINT ..."""
     at_least_one(options, "segment", "batch_tokens", "max_tokens")
-    from ..experiments.checkpoint import find_checkpoint
+    from latte.evaluate.checkpoint import find_checkpoint
 
     folder = find_checkpoint(options.checkpoint)
-    from ..experiments.run_folder import writable_folder
+    from latte.train.run_folder import writable_folder
 
     output = writable_folder(evaluation_folder(options, folder))
-    from ..experiments.checkpoint import load_checkpoint, training_recipe
-    from ..experiments.evaluate import evaluate_lengths, table, write_csv
-    from ..experiments.plots import evaluation_figure
-    from ..experiments.text import evaluation_text, held_out_text
+    from latte.evaluate.checkpoint import load_checkpoint, training_recipe
+    from latte.evaluate.lengths import evaluate_lengths, table, write_csv
+    from latte.evaluate.plots import evaluation_figure
+    from latte.train.text import evaluation_text, held_out_text
 
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
@@ -72,9 +72,9 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
-    from ..experiments.checkpoint import load_checkpoint
-    from ..experiments.generate import check_sampling
-    from ..experiments.generate import generate as run
+    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.evaluate.generate import check_sampling
+    from latte.evaluate.generate import generate as run
 
     check_sampling(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed
@@ -96,7 +96,7 @@ def generate(options: Namespace) -> int:
 
 def compare(options: Namespace) -> int:
     """latte compare RECIPE [--presets a,b,c] [--seeds 0,1,2]"""
-    from ..experiments.recipe import load_recipe
+    from latte.train.recipe import load_recipe
 
     at_least_one(options, "max_tokens")
     recipe = load_recipe(options.recipe, options.overrides)
@@ -114,8 +114,8 @@ def compare(options: Namespace) -> int:
     for name in ("baseline", "report", "dry_run"):
         if getattr(options, name):
             raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
-    from ..experiments.compare import compare as run
-    from ..experiments.compare import markdown
+    from latte.compare.compare import compare as run
+    from latte.compare.compare import markdown
 
     entries = run(recipe, section.presets, lengths=section.lengths, max_tokens=section.max_tokens)
     print(markdown(entries), end="")
@@ -124,7 +124,7 @@ def compare(options: Namespace) -> int:
 
 
 def _compare_seeds(options: Namespace, recipe: Recipe) -> int:
-    from ..experiments.seeds import compare_seeds, list_runs
+    from latte.compare.seeds import compare_seeds, list_runs
 
     if options.dry_run:
         print(list_runs(recipe), end="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ..errors import LatteError
+from latte.errors import LatteError
 
 # Option, keyword of `latte.conversion.convert`, type, help.
 SHAPE = (
@@ -57,7 +57,7 @@ def run(options: Namespace) -> int:
             f"with --recipe the model's shape is the recipe's: expected conversion.KEY=VALUE, got"
             f" --{next(iter(given)).replace('_', '-')}"
         )
-    from ..experiments.convert import convert_and_train, load_conversion_recipe
+    from latte.train.convert import convert_and_train, load_conversion_recipe
 
     recipe = load_conversion_recipe(options.recipe, options.overrides)
     folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
@@ -71,7 +71,7 @@ def _convert(options: Namespace, given: dict) -> int:
             f"key=value overrides belong to a recipe: expected --recipe with"
             f" {options.overrides[0]!r}"
         )
-    from ..conversion import convert
+    from latte.conversion import convert
 
     model = convert(options.base, options.output, **given)
     new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..errors import LatteError
+from latte.errors import LatteError
 
 
 def names(text: str) -> list[str]:
@@ -60,23 +60,23 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """latte evaluate CHECKPOINT [--tasks ...] [--probes ...]"""
-    from . import commands
+    from latte.cli import commands
 
     if options.seed < 0 or (options.num_fewshot or 0) < 0:
         raise LatteError("--seed and --num-fewshot: expected 0 or more")
     commands.at_least_one(options, "limit", "batch_size", "max_length", "cases")
     if options.tasks is None and options.probes is None:
         return commands.evaluate(options)
-    from ..experiments.checkpoint import find_checkpoint, training_recipe
+    from latte.evaluate.checkpoint import find_checkpoint, training_recipe
 
     folder = find_checkpoint(options.checkpoint)
     recipe = training_recipe(folder)
     tasks = None
     if options.tasks is not None:  # a name that the harness lacks is found before weights load
-        from ..experiments.harness import load_tasks
+        from latte.evaluate.tasks import load_tasks
 
         tasks = load_tasks(options.tasks)
-    from ..experiments.checkpoint import load_checkpoint
+    from latte.evaluate.checkpoint import load_checkpoint
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     label = recipe.name if recipe is not None else folder.name
@@ -92,8 +92,8 @@ def run(options: Namespace) -> int:
 def _run_tasks(
     options: Namespace, model: Any, tokenizer: Any, tasks: Any, output: Path, label: str
 ) -> None:
-    from ..experiments.harness import evaluate_tasks, tasks_table, write_tasks
-    from ..experiments.run_folder import writable_folder
+    from latte.evaluate.tasks import evaluate_tasks, tasks_table, write_tasks
+    from latte.train.run_folder import writable_folder
 
     writable_folder(output)
     scores = evaluate_tasks(
@@ -114,11 +114,11 @@ def _run_tasks(
 def _run_probes(
     options: Namespace, model: Any, tokenizer: Any, recipe: Any, output: Path, label: str
 ) -> None:
-    from ..experiments.probe_report import probes_figure, probes_table, write_probes
-    from ..experiments.probes import make_material
-    from ..experiments.probing import plan, run_probes
-    from ..experiments.run_folder import writable_folder
-    from .commands import at_least_one
+    from latte.cli.commands import at_least_one
+    from latte.train.run_folder import writable_folder
+    from replication.probes.questions import make_material
+    from replication.probes.report import probes_figure, probes_table, write_probes
+    from replication.probes.run import plan, run_probes
 
     at_least_one(options, "segment", "batch_tokens", "max_tokens")
     material = make_material(tokenizer, _probe_text(options, tokenizer, recipe))
@@ -145,7 +145,7 @@ def _run_probes(
 
 def _probe_text(options: Namespace, tokenizer: Any, recipe: Any) -> Any:
     """Ids of what --corpus says, else of what the run held out, else of the embedded corpus."""
-    from ..experiments.text import evaluation_text, held_out_text
+    from latte.train.text import evaluation_text, held_out_text
 
     given = {"max_tokens": options.max_tokens, "join": True}
     if options.corpus or recipe is None:

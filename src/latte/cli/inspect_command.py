@@ -35,13 +35,13 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """latte inspect CHECKPOINT --text ..."""
-    from ..experiments.checkpoint import find_checkpoint, load_checkpoint, training_recipe
-    from ..experiments.inspection.text import read_text
+    from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
+    from latte.inspect.text import read_text
 
     folder = find_checkpoint(options.checkpoint)
     text = read_text(options.text, options.file)
-    from ..experiments.inspection.report import inspect_model, outline, write_report
-    from ..experiments.run_folder import writable_folder
+    from latte.inspect.report import inspect_model, outline, write_report
+    from latte.train.run_folder import writable_folder
 
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ..errors import OneLineParser
-from . import (
+from latte.cli import (
     benchmark_command,
     commands,
     convert_command,
     evaluate_command,
     inspect_command,
 )
+from latte.errors import OneLineParser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ class Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
-        from .. import __version__
+        from latte import __version__
 
         print(f"latte {__version__}")
         parser.exit(0)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from latte.conversion.llama2c import import_llama2c
+    from examples.llama2c import import_llama2c
     from latte.conversion.pretrained import convert
 
 _HOMES = {"convert": "pretrained", "import_llama2c": "llama2c"}

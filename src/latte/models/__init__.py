@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from latte.models.causal_lm import LatteForCausalLM, count_parameters
     from latte.models.classification import LatteForSequenceClassification
     from latte.models.config import LatteConfig
-    from latte.models.pair_classification import LatteForPairClassification
     from latte.models.presets import PRESETS, SIZES, preset_config
 
 _HOMES = {
     "LatteCache": "cache",
     "LatteConfig": "config",
     "LatteForCausalLM": "causal_lm",
-    "LatteForPairClassification": "pair_classification",
     "LatteForSequenceClassification": "classification",
     "LatteModel": "backbone",
     "LattePreTrainedModel": "backbone",
@@ -37,7 +35,6 @@ __all__ = [
     "LatteCache",
     "LatteConfig",
     "LatteForCausalLM",
-    "LatteForPairClassification",
     "LatteForSequenceClassification",
     "LatteModel",
     "LattePreTrainedModel",

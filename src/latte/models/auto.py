@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from latte.models.comparator_config import ComparatorConfig
 from latte.models.config import LatteConfig
+from latte.rivals.config import ComparatorConfig
 
 
 def register_config() -> None:
@@ -18,10 +18,10 @@ def register_models() -> None:
     """The Auto model classes know the configuration. Calling it again does no harm."""
     from transformers.models.auto import modeling_auto as auto
 
-    from latte.models import comparators
     from latte.models.backbone import LatteModel
     from latte.models.causal_lm import LatteForCausalLM
     from latte.models.classification import LatteForSequenceClassification
+    from latte.rivals import modeling as comparators
 
     register_config()
     for config, models in (

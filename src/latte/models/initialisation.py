@@ -6,7 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from latte.layers import RGLRU, BlockDiagonalLinear, CausalConv1d, LatentLogits
-from latte.layers.comparators import ComparatorMixer
+from latte.rivals import ComparatorMixer
 
 
 def initialise(module: nn.Module) -> None:

@@ -1,0 +1,3 @@
+from replication.lra.run import main
+
+raise SystemExit(main())

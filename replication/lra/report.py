@@ -1,0 +1,122 @@
+"""What a Long Range Arena recipe found: accuracy.csv, accuracy.md and the curves' figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from latte.evaluate.plots import canvas, line_style, note_on_line, save
+from latte.train.metrics import duration
+from latte.train.run_folder import write_text
+
+COLUMNS = (
+    "task", "model", "preset", "seed", "parameters", "test_accuracy", "test_correct",
+    "test_examples", "majority_rate", "validation_accuracy", "best_step", "steps", "epochs",
+    "stopped", "seconds", "device", "threads", "torch", "date",
+)  # fmt: skip
+
+
+def write_report(folder: Path, results: Sequence[Mapping[str, Any]]) -> str:
+    """Write the files into `folder`; returns the Markdown table. `results`: see `lra.RESULT_FILE`.
+
+    The files are written anew from all results there are.
+    """
+    write_text(folder / "accuracy.csv", _csv(results))
+    table = markdown(results)
+    write_text(folder / "accuracy.md", table)
+    if results:
+        curves_figure(folder / "curves.png", results)
+    return table
+
+
+def markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    """A row per model, the mean over its seeds; and what the most frequent class alone gives."""
+    if not results:
+        return "No run has a result yet.\n"
+    lines = [
+        ["model", "parameters", "test accuracy", "validation accuracy", "training"],
+        ["---", "---:", "---:", "---:", "---:"],
+    ]
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        by_model.setdefault(result["model"], []).append(result)
+    for model, found in by_model.items():
+        outcomes = [result["outcome"] for result in found]
+        lines.append(
+            [
+                f"`{model}`",
+                f"{outcomes[0]['parameters'] / 1e6:.2f}M",
+                _accuracies([outcome["test"]["accuracy"] for outcome in outcomes]),
+                _accuracies([outcome["validation"]["accuracy"] for outcome in outcomes]),
+                duration(mean(outcome["seconds"] for outcome in outcomes)),
+            ]
+        )
+    rates = results[0]["balance"]
+    shown = [f"{rates[split]['majority_rate']:.4f}" for split in ("test", "validation")]
+    lines.append(["most frequent class", "", *shown, ""])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    first = results[0]
+    examples = ", ".join(f"{sum(b['counts']):,} {split}" for split, b in rates.items())
+    note = f"\nTask {first['task']}: {examples} examples. {len(results)} runs"
+    cut = [r for r in results if r["outcome"]["stopped"] != "steps"]
+    if cut:
+        note += f", {len(cut)} of them ended early (`stopped` in accuracy.csv)"
+    return table + note + f"; {first['device']}, {first['threads']} threads.\n"
+
+
+def _accuracies(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Validation accuracy against the step, and against the time; a line per run."""
+    figure, axes = canvas(2, (11.0, 4.3))
+    seeds = {result["seed"] for result in results}
+    for index, result in enumerate(results):
+        curve = result["outcome"]["curve"]
+        label = result["model"] + (f", seed {result['seed']}" if len(seeds) > 1 else "")
+        accuracy = [point["validation_accuracy"] for point in curve]
+        for axis, xs in (
+            (axes[0], [point["step"] for point in curve]),
+            (axes[1], [point["seconds"] / 60 for point in curve]),
+        ):
+            axis.plot(xs, accuracy, label=label, **line_style(index) | {"markersize": 3})
+    rate = results[0]["balance"]["validation"]["majority_rate"]
+    for axis, name in zip(axes, ("step", "minutes"), strict=True):
+        axis.axhline(rate, color="#777777", linewidth=1, linestyle=(0, (4, 3)))
+        axis.set_xlabel(name)
+    note_on_line(axes[0], rate, "most frequent class")
+    axes[0].set_ylabel("validation accuracy")
+    axes[0].set_title(results[0]["task"])
+    axes[1].legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def _csv(results: Sequence[Mapping[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for result in results:
+        outcome = result["outcome"]
+        writer.writerow(
+            {
+                **{k: result[k] for k in ("task", "model", "seed")},
+                "preset": result["run"]["preset"],
+                **{k: outcome[k] for k in ("parameters", "best_step", "steps", "stopped")},
+                "seconds": outcome["seconds"],
+                "epochs": round(outcome["epochs"], 3),
+                "test_accuracy": round(outcome["test"]["accuracy"], 6),
+                "test_correct": outcome["test"]["correct"],
+                "test_examples": outcome["test"]["examples"],
+                "validation_accuracy": round(outcome["validation"]["accuracy"], 6),
+                "majority_rate": round(result["balance"]["test"]["majority_rate"], 6),
+                **{k: result[k] for k in ("device", "threads", "torch", "date")},
+            }
+        )
+    return buffer.getvalue()

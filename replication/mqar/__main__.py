@@ -1,0 +1,3 @@
+from replication.mqar.run import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Several models by one recipe, put side by side."""

@@ -1,0 +1,283 @@
+"""What several seeds say: seeds.csv (a row per run and context length), seeds.md, seeds.png.
+
+Means and paired differences carry 95% intervals by Student's t over the seeds; intervals are not
+widened for the number of comparisons. Claims are looked at where the models were trained: at the
+block's length if it was scored, else at the shortest.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from latte.compare.intervals import Mean, mean_of
+from latte.compare.seeds import Outcome
+from latte.evaluate.lengths import Row
+from latte.evaluate.plots import canvas, draw_curves, line_style, save
+from latte.train.metrics import read_metrics
+from latte.train.recipe import Recipe
+from latte.train.run_folder import write_text
+
+# Perplexities claimed: the left one above the right one (for the last pair: or equal).
+CLAIMS = (
+    ("latte", "latte++"),
+    ("latte++", "latte-conv++"),
+    ("latte-conv++", "latte-r++"),
+    ("latte-r++", "latte-conv-swa++"),
+    ("latte-r++", "latte-r-swa++"),
+    ("transformer++", "latte-r-swa++"),
+)
+
+Losses = dict[str, dict[int, Row]]  # by preset and seed, at one context length
+
+
+def write_report(folder: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> str:
+    """Write the files; returns the Markdown."""
+    text = markdown(outcomes, recipe)
+    write_text(folder / "seeds.csv", _csv(outcomes))
+    write_text(folder / "seeds.md", text)
+    if any(outcome.measured for outcome in outcomes):
+        seeds_figure(folder / "seeds.png", outcomes, recipe, title)
+    return text
+
+
+def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
+    """The tables: means, paired differences, the order claimed and found, what is missing."""
+    finished = [outcome for outcome in outcomes if outcome.measured is not None]
+    parts = []
+    if finished:
+        lengths = _lengths(finished)
+        baseline = _baseline(recipe, finished)
+        parts += [_caption(finished, recipe), _means(finished, lengths)]
+        parts += _differences(finished, lengths, baseline)
+        parts += _orders(losses(finished, _judged(lengths, recipe)), _judged(lengths, recipe))
+    missing: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        if outcome.measured is None:
+            key = (outcome.run.preset, outcome.problem)
+            missing.setdefault(key, []).append(str(outcome.run.seed))
+    if missing:
+        lines = [
+            f"- `{preset}`, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}: {problem}"
+            for (preset, problem), seeds in missing.items()
+        ]
+        parts.append("Without a result:\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def losses(finished: Iterable[Outcome], length: int) -> Losses:
+    """Rows of one context length by preset and seed."""
+    found: Losses = {}
+    for outcome in finished:
+        assert outcome.measured is not None
+        for row in outcome.measured.rows:
+            if row.length == length:
+                found.setdefault(outcome.run.preset, {})[outcome.run.seed] = row
+    return found
+
+
+def paired(found: Losses, left: str, right: str) -> Mean | None:
+    """Perplexity of `left` minus that of `right` over the seeds that both have."""
+    seeds = sorted(set(found.get(left, {})) & set(found.get(right, {})))
+    if not seeds:
+        return None
+    return mean_of([found[left][s].perplexity - found[right][s].perplexity for s in seeds])
+
+
+def found_order(found: Losses) -> list[str]:
+    """Presets from the highest mean perplexity to the lowest."""
+    means = {name: mean(row.perplexity for row in rows.values()) for name, rows in found.items()}
+    return sorted(means, key=lambda name: -means[name])
+
+
+def verdict(difference: Mean) -> str:
+    """What an interval says of the claim that the difference is above zero."""
+    if difference.half_width is None:
+        return "one seed, no interval; " + ("as claimed" if difference.value > 0 else "reversed")
+    if difference.sign == 0:
+        return "undecided: the interval includes 0"
+    return "holds" if difference.sign > 0 else "reversed"
+
+
+def _one_sided(difference: Mean) -> str:
+    if difference.half_width is None:
+        return "one seed"
+    return "yes" if difference.sign else "no"
+
+
+def _means(finished: Sequence[Outcome], lengths: Sequence[int]) -> str:
+    head = ["model", "parameters", "seeds", *(f"perplexity at {x:,}" for x in lengths)]
+    lines = [[*head, "tokens/s", "peak memory, MB"]]
+    for preset in _presets(finished):
+        group = [o.measured for o in finished if o.run.preset == preset and o.measured is not None]
+        line = [f"`{preset}`", f"{group[0].parameters / 1e6:.2f}M", str(len(group))]
+        for length in lengths:
+            values = [row.perplexity for m in group for row in m.rows if row.length == length]
+            line.append(_value(mean_of(values)))
+        line.append(_value(mean_of([m.tokens_per_second for m in group]), ",.0f"))
+        line.append(_value(mean_of([m.peak_memory_bytes / 1e6 for m in group]), ",.0f"))
+        lines.append(line)
+    return _table(lines)
+
+
+def _differences(finished: Sequence[Outcome], lengths: Sequence[int], baseline: str) -> list[str]:
+    presets = [preset for preset in _presets(finished) if preset != baseline]
+    lines = [["model", *(f"at {length:,}" for length in lengths), "seeds"]]
+    for preset in presets:
+        line, count = [f"`{preset}`"], 0
+        for length in lengths:
+            found = losses(finished, length)
+            difference = paired(found, preset, baseline)
+            if difference is None:
+                line.append("-")
+                continue
+            count = difference.count
+            base = mean(found[baseline][seed].perplexity for seed in
+                        set(found[baseline]) & set(found[preset]))  # fmt: skip
+            percent = 100 * difference.value / base
+            line.append(f"{_value(difference, '+.2f')} ({percent:+.1f}%)")
+        if count:
+            lines.append([*line, str(count)])
+    if len(lines) == 1:
+        return []
+    return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", _table(lines)]
+
+
+def _orders(found: Losses, length: int) -> list[str]:
+    claimed = [["claim", "difference", "seeds", ""]]
+    for left, right in CLAIMS:
+        difference = paired(found, left, right)
+        if difference is not None:
+            sign = ">=" if left == "transformer++" else ">"
+            claimed.append([f"`{left}` {sign} `{right}`", _value(difference, "+.2f"),
+                            str(difference.count), verdict(difference)])  # fmt: skip
+    order = found_order(found)
+    pairs = [["neighbours", "difference", "seeds", "interval excludes 0"]]
+    for left, right in zip(order, order[1:], strict=False):
+        difference = paired(found, left, right)
+        if difference is not None:
+            pairs.append([f"`{left}`, `{right}`", _value(difference, "+.2f"),
+                          str(difference.count), _one_sided(difference)])  # fmt: skip
+    parts = []
+    if len(claimed) > 1:
+        parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n"]
+        parts += [_table(claimed)]
+    if len(pairs) > 1:
+        parts += ["The order found: " + " > ".join(f"`{name}`" for name in order) + "\n"]
+        parts += [_table(pairs)]
+    return parts
+
+
+def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
+    measured = [outcome.measured for outcome in finished if outcome.measured is not None]
+    tokens = sorted({m.tokens for m in measured})
+    scored = sorted({row.tokens for m in measured for row in m.rows})
+    places = sorted({(m.hardware["device"], m.hardware["threads"], m.hardware["torch"])
+                     for m in measured})  # fmt: skip
+    dates = sorted({m.hardware["date"] for m in measured})
+    device = "; ".join(f"{d}, {n} thread{'s' if n > 1 else ''}, torch {t}" for d, n, t in places)
+    return (
+        f"{' or '.join(f'{n:,}' for n in tokens)} training tokens in blocks of"
+        f" {recipe.data.block_length:,}; {' or '.join(f'{n:,}' for n in scored)} held-out tokens."
+        f" {device}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Means with 95% intervals"
+        " by Student's t over the seeds.\n"
+    )
+
+
+def seeds_figure(path: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> None:
+    """Learning curves averaged over seeds, beside each preset's perplexities and interval."""
+    finished = [outcome for outcome in outcomes if outcome.measured is not None]
+    presets = _presets(finished)
+    length = _judged(_lengths(finished), recipe)
+    found = losses(finished, length)
+    figure, axes = canvas(2, (12.0, max(4.3, 0.45 * len(presets) + 1.2)))
+    draw_curves(axes[0], {preset: _curve(finished, preset) for preset in presets})
+    for place, preset in enumerate(presets):
+        values = [row.perplexity for row in found[preset].values()]
+        summary = mean_of(values)
+        look = {**line_style(place), "linestyle": "none"}
+        axes[1].plot(values, [place] * len(values), alpha=0.45, **look)
+        axes[1].errorbar(summary.value, place, xerr=summary.half_width, capsize=3, **look)
+    axes[1].set_yticks(range(len(presets)), presets)
+    axes[1].invert_yaxis()
+    axes[1].set_xlabel("held-out perplexity (points: seeds; bars: 95% interval of the mean)")
+    axes[1].set_title(f"At {length:,} tokens, after training")
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def _curve(finished: Iterable[Outcome], preset: str) -> list[dict[str, float]]:
+    """Held-out bits per byte by tokens read, averaged over the preset's seeds."""
+    points: dict[int, list[float]] = {}
+    for outcome in finished:
+        if outcome.run.preset == preset:
+            for record in read_metrics(outcome.run.folder, "eval"):
+                points.setdefault(record["tokens"], []).append(record["eval_bits_per_byte"])
+    return [
+        {"tokens": tokens, "eval_bits_per_byte": mean(values)}
+        for tokens, values in sorted(points.items())
+    ]
+
+
+def _presets(finished: Iterable[Outcome]) -> list[str]:
+    return list(dict.fromkeys(outcome.run.preset for outcome in finished))
+
+
+def _lengths(finished: Iterable[Outcome]) -> list[int]:
+    return sorted({row.length for o in finished if o.measured for row in o.measured.rows})
+
+
+def _judged(lengths: Sequence[int], recipe: Recipe) -> int:
+    block = recipe.data.block_length
+    return block if block in lengths else lengths[0]
+
+
+def _baseline(recipe: Recipe, finished: Sequence[Outcome]) -> str:
+    chosen = recipe.comparison.baseline
+    presets = recipe.comparison.presets
+    return chosen or ("transformer++" if "transformer++" in presets else presets[0])
+
+
+def _value(entry: Mean, form: str = ".2f") -> str:
+    text = format(entry.value, form)
+    return text if entry.half_width is None else f"{text} ± {entry.half_width:{form.lstrip('+')}}"
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
+    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
+
+
+def _csv(outcomes: Sequence[Outcome]) -> str:
+    """A row per run and context length, and one for a run without a result."""
+    buffer = io.StringIO()
+    run = ["preset", "seed", "problem", "parameters", "steps", "trained_tokens",
+           "training_seconds", "training_tokens_per_second",
+           "training_peak_memory_bytes"]  # fmt: skip
+    place = ["device", "threads", "torch", "date"]
+    columns = [*run, *(field.name for field in fields(Row)), *place]
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    for outcome in outcomes:
+        head: dict[str, Any] = {"preset": outcome.run.preset, "seed": outcome.run.seed}
+        measured = outcome.measured
+        if measured is None:
+            writer.writerow({**head, "problem": outcome.problem})
+            continue
+        head |= {
+            "parameters": measured.parameters,
+            "steps": measured.steps,
+            "trained_tokens": measured.tokens,
+            "training_seconds": measured.seconds,
+            "training_tokens_per_second": measured.tokens_per_second,
+            "training_peak_memory_bytes": measured.peak_memory_bytes,
+            **measured.hardware,
+        }
+        for row in measured.rows:
+            writer.writerow({**head, **asdict(row)})
+    return buffer.getvalue()

@@ -1,0 +1,344 @@
+"""`latte benchmark`: time and memory of the ops and of whole models, on the device at hand.
+
+Times are wall times of single calls, all names of one mode and length in turns (see `timing`).
+Peak memory is net of what was in use before the inputs were made (for models: once the model was
+there); on a CPU each case has a process of its own, since resident memory is the process's. In it
+lengths ascend, so a length may find a little memory that a shorter one freed and that still counts
+as resident.
+
+Modes: "forward" without gradients; "forward+backward" with gradients for all inputs (of a model:
+the loss on its own input, gradients for all weights); "decode", of models alone, one more token
+after a context of the given length. Weights and inputs are random: they do not change the work.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from latte import ops
+from latte.compare.grid import machine
+from latte.errors import LatteError
+from latte.machine import hardware, memory
+from latte.machine.apart import WorkFailed, in_fresh_process
+from latte.machine.timing import Times, interleave
+from latte.models import PRESETS, SIZES
+from latte.rivals.catalogue import COMPARATORS
+from latte.train.recipe import ModelSection, Recipe
+from latte.train.run import model_config
+from latte.train.run_folder import writable_folder
+
+OPS = ("latte", "macchiato", "window", "linear", "rg-lru", "softmax")
+MODES = ("forward", "forward+backward", "decode")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PREFILL = 512  # tokens of a context that are read at a time
+WARM_UP = 16  # tokens of the first call, which loads libraries
+
+COLUMNS = (
+    "kind", "name", "mode", "tokens", "batch", "median_ms", "p10_ms", "p90_ms", "min_ms", "calls",
+    "tokens_per_second", "peak_net_mb", "note", "heads", "latents", "head_dim", "window", "size",
+    "dtype", "backend", "device", "threads", "torch", "date",
+)  # fmt: skip
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured. `latents` are per head; the sizes of ops, `size` is that of models."""
+
+    ops: tuple[str, ...] = ("latte", "macchiato", "window", "softmax")
+    models: tuple[str, ...] = ("latte-r-swa++", "transformer++")
+    modes: tuple[str, ...] = MODES
+    lengths: tuple[int, ...] = (1024, 4096)
+    batch: int = 1
+    heads: int = 8
+    latents: int = 32
+    head_dim: int = 64
+    window: int = 128
+    size: str = "tiny"
+    dtype: str = "float32"
+    backend: str | None = None  # of the ops; None: the library's choice
+    device: str | None = None  # None: a GPU if there is one
+    budget: float = 1.0  # seconds of timed calls per name, mode and length
+    memory: bool = True
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+class Case(NamedTuple):
+    """One op or model in one mode."""
+
+    kind: str
+    name: str
+    mode: str
+
+
+def check(settings: Settings) -> list[Case]:
+    """The cases, or a LatteError for names, numbers or a device that cannot be used."""
+    known = {
+        "ops": OPS,
+        "models": (*PRESETS, *(n for n, each in COMPARATORS.items() if each.causal)),
+        "modes": MODES,
+    }
+    for field, names in known.items():
+        for name in getattr(settings, field):
+            if name not in names:
+                raise LatteError(f"{field}: expected some of {', '.join(names)}, got {name!r}")
+    for field, one_of in (("size", SIZES), ("dtype", tuple(DTYPES))):
+        if getattr(settings, field) not in one_of:
+            given = getattr(settings, field)
+            raise LatteError(f"{field}: expected one of {', '.join(one_of)}, got {given!r}")
+    for field in ("batch", "heads", "latents", "head_dim", "window", "budget"):
+        if not getattr(settings, field) > 0:
+            raise LatteError(f"{field}: expected more than 0, got {getattr(settings, field)}")
+    try:
+        torch.empty(1, device=settings.place)
+    except (RuntimeError, AssertionError) as error:
+        line = " ".join(str(error).split())
+        raise LatteError(f"device {settings.device!r} cannot be used: {line[:200]}") from None
+    for name in settings.models:
+        if name in COMPARATORS and (lacks := COMPARATORS[name].missing()):
+            raise LatteError(f"comparator {name!r} needs {lacks}")
+    cases = [Case("op", n, m) for m in settings.modes for n in settings.ops if m != "decode"]
+    cases += [
+        Case("model", name, mode)
+        for mode in settings.modes
+        for name in settings.models
+        # Of the comparators' libraries few carry a state from token to token.
+        if mode != "decode" or name in PRESETS
+    ]
+    if not cases or not settings.lengths:
+        raise LatteError("nothing to measure: name ops or models, modes and lengths")
+    return cases
+
+
+def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[dict[str, Any]]:
+    """Measure all cases; writes output/benchmark.csv as it goes and returns its rows.
+
+    Raises:
+        LatteError: as `check`, a folder that cannot be written, or an op that refuses its
+            arguments (such as a backend that this machine has not).
+    """
+    cases = check(settings)
+    for case in cases:
+        _refused(case, settings)
+    place = machine(settings.place)
+    rows = []
+    with open(writable_folder(output) / "benchmark.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        for kind, mode in dict.fromkeys((case.kind, case.mode) for case in cases):
+            group = [case for case in cases if (case.kind, case.mode) == (kind, mode)]
+            peaks = {case: _peaks(case, settings) for case in group}
+            makers = {case: _maker(case, settings) for case in group}
+            for length in sorted(set(settings.lengths)):
+                for case, times in _times(makers, length, settings.budget).items():
+                    row = _row(case, length, times, peaks[case], settings) | place
+                    writer.writerow(row)
+                    file.flush()
+                    rows.append(row)
+                    if not quiet:
+                        print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    start = f"{row['mode']:16}  {row['name']:16}  {row['tokens']:>9,} tokens"
+    memory_used = f"{row['peak_net_mb']:>10,.1f} MB" if row["peak_net_mb"] != "" else " " * 13
+    if row["median_ms"] == "":
+        return f"{start}  {row['note']}"
+    return (
+        f"{start}  {row['median_ms']:>10,.2f} ms (p10 {row['p10_ms']:,.2f}, p90"
+        f" {row['p90_ms']:,.2f}, {row['calls']} calls)  {memory_used}  {row['note']}"
+    ).rstrip()
+
+
+def _row(
+    case: Case,
+    length: int,
+    times: Times | str,
+    peaks: dict[int, float] | str,
+    settings: Settings,
+) -> dict[str, Any]:
+    notes = [text for text in (times, peaks) if isinstance(text, str) and text]
+    row: dict[str, Any] = {**case._asdict(), "tokens": length, "batch": settings.batch}
+    row |= {name: "" for name in ("median_ms", "p10_ms", "p90_ms", "min_ms", "calls")}
+    row |= {"peak_net_mb": "" if isinstance(peaks, str) else round(peaks[length] / 1e6, 3)}
+    if isinstance(times, Times):
+        tokens = settings.batch * (1 if case.mode == "decode" else length)
+        row |= times.row() | {"tokens_per_second": round(1e3 * tokens / times.median, 1)}
+    row |= {"note": "; ".join(dict.fromkeys(notes)), "dtype": settings.dtype}
+    if case.kind == "model":
+        return row | {"size": settings.size}
+    sizes = {name: getattr(settings, name) for name in ("heads", "latents", "head_dim", "window")}
+    return row | sizes | {"backend": settings.backend or ""}
+
+
+def _times(
+    makers: dict[Case, Callable[[int], Call]], length: int, budget: float
+) -> dict[Case, Times | str]:
+    """Times of one length, all cases in turns; those that run out of memory stand aside."""
+    calls, found = {}, {}
+    for case, make in makers.items():
+        try:
+            call = make(length)
+            call()
+            calls[case] = call
+        except torch.OutOfMemoryError:
+            found[case] = "out of memory"
+    timed = interleave({str(n): call for n, call in enumerate(calls.values())}, budget) if calls \
+        else {}  # fmt: skip
+    by_case = dict(zip(calls, timed.values(), strict=True))
+    return {case: by_case.get(case, found.get(case, "")) for case in makers}
+
+
+def _peaks(case: Case, settings: Settings) -> dict[int, float] | str:
+    """Peak bytes by length, or why there are none."""
+    if not settings.memory:
+        return ""
+    try:
+        if settings.place.type == "cpu":
+            return in_fresh_process(measure_memory, case, settings)
+        return measure_memory(case, settings)
+    except (WorkFailed, torch.OutOfMemoryError) as error:
+        return f"memory: {' '.join(str(error).split())[:120]}"
+
+
+def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
+    """Peak bytes by length, beyond what was in use before, in this process."""
+    device = settings.place
+    make = _maker(case, settings)
+    make(WARM_UP)()
+    gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if gpu else memory.resident_bytes()
+    peaks = {}
+    for length in sorted(set(settings.lengths)):
+        hardware.reset_peak_memory(device)
+        make(length)()
+        peaks[length] = float(max(0, hardware.peak_memory_bytes(device) - before))
+    return peaks
+
+
+def _refused(case: Case, settings: Settings) -> None:
+    """Let a case that cannot run here say so before anything is written."""
+    try:
+        _maker(case, settings)(WARM_UP)()
+    except (ValueError, TypeError) as error:
+        line = " ".join(str(error).split())
+        raise LatteError(f"{case.name}, {case.mode}: {line}") from None
+
+
+def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
+    """From a length to a call that returns when its work is done."""
+    torch.manual_seed(0)
+    make = _op(case, settings) if case.kind == "op" else _model(case, settings)
+    if settings.place.type != "cuda":
+        return make
+
+    def synchronised(length: int) -> Call:
+        call = make(length)
+
+        def wait() -> None:
+            call()
+            torch.cuda.synchronize(settings.place)
+
+        return wait
+
+    return synchronised
+
+
+def _op(case: Case, settings: Settings) -> Callable[[int], Call]:
+    B, H, L, D = settings.batch, settings.heads, settings.latents, settings.head_dim
+    chosen: dict[str, Any] = {"backend": settings.backend}
+    window: dict[str, Any] = {"window": settings.window, **chosen}
+    latent, local, channels = (H, L), (H, D), (H * D,)
+    # name -> the op on tensors, and the inputs' shapes after (B, T)
+    table: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+        "latte": (lambda *x: ops.latte_attention(*x, **chosen)[0], [latent, latent, local]),
+        "macchiato": (
+            lambda *x: ops.macchiato_attention(*x, **window)[0],
+            [(H, L + 1), latent, local, local, local],
+        ),
+        "window": (lambda *x: ops.sliding_window_attention(*x, **window)[0], [local] * 3),
+        "linear": (
+            lambda *x: ops.linear_attention(*x, feature_map="elu", **chosen)[0],
+            [latent, latent, local],
+        ),
+        "rg-lru": (
+            lambda x, r, i: ops.rg_lru(x, r, i, theta, **chosen)[0],
+            [channels] * 3,
+        ),
+        "softmax": (_softmax, [local] * 3),
+    }
+    op, shapes = table[case.name]
+    like: dict[str, Any] = {"device": settings.place, "dtype": DTYPES[settings.dtype]}
+    theta = torch.randn(H * D, device=settings.place)
+
+    def make(length: int) -> Call:
+        inputs = [torch.randn(B, length, *shape, **like) for shape in shapes]
+        if case.mode == "forward":
+            return torch.no_grad()(lambda: op(*inputs))
+        leaves = [x.requires_grad_() for x in inputs]
+        with torch.no_grad():
+            dy = torch.randn_like(op(*inputs))
+        return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+
+    return make
+
+
+def _softmax(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _model(case: Case, settings: Settings) -> Callable[[int], Call]:
+    from transformers import AutoModelForCausalLM
+
+    longest = max((*settings.lengths, WARM_UP)) + 1
+    section = ModelSection(
+        preset=case.name,
+        size=settings.size,
+        overrides={"max_position_embeddings": longest},
+    )
+    config = model_config(Recipe(model=section), {})
+    model = AutoModelForCausalLM.from_config(config).to(settings.place, DTYPES[settings.dtype])
+    model.train(case.mode == "forward+backward")
+
+    def tokens(length: int) -> Tensor:
+        shape = (settings.batch, length)
+        return torch.randint(config.vocab_size, shape, device=settings.place)
+
+    def make(length: int) -> Call:
+        ids = tokens(length)
+        if case.mode == "forward":
+            return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False))
+        if case.mode == "forward+backward":
+
+            def step() -> None:
+                model.zero_grad(set_to_none=True)
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+            return step
+        state: list[Any] = [None]
+
+        def read(piece: Tensor) -> None:
+            output = model(input_ids=piece, past_key_values=state[0], use_cache=True)
+            state[0] = output.past_key_values
+
+        read_on = torch.no_grad()(read)
+        for piece in ids.split(PREFILL, dim=1):
+            read_on(piece)
+        last = tokens(1)
+        return lambda: read_on(last)
+
+    return make

@@ -1,0 +1,231 @@
+"""Load a trained checkpoint, or say in one line what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latte.errors import LatteError
+from latte.rivals.catalogue import make_known
+from latte.train.recipe import Recipe, recipe_from_dict
+from latte.train.run_folder import MANIFEST_FILE, checkpoint_problem, newest_checkpoint
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The folder with the weights: `path` itself, or the newest checkpoint of a run folder."""
+    folder = Path(path)
+    if not folder.exists():
+        raise LatteError(f"checkpoint {folder} does not exist; expected a folder")
+    if not folder.is_dir():
+        raise LatteError(f"checkpoint {folder} is a file; expected a folder")
+    if (folder / "config.json").exists():
+        return folder
+    newest, problems = newest_checkpoint(folder)
+    if newest is not None:
+        return newest
+    reason = problems[0] if problems else f"{folder / 'config.json'} is missing"
+    raise LatteError(f"{folder} is not a checkpoint: {reason}")
+
+
+def load_checkpoint(
+    path: str | Path, device: str | None = None, *, mixing: str | None = None
+) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer) of a folder written by training or save_pretrained.
+
+    Args:
+        mixing: of a converted model: `learned`, or one of the controls `window` (p(l=0) = 1),
+            `latents` (p(l=0) = 0) and `base` (the base's own attention). None: as its config says.
+
+    Raises:
+        LatteError: no such folder, no config or weights, a truncated or edited file, weights
+            that do not fit the config, no tokenizer; a mixing for a model that has none.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from latte import models  # noqa: F401  registers the Auto classes
+    from latte.train.conversion_model import LORA
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = find_checkpoint(path)
+    config = _load_config(folder)
+    if mixing is not None:
+        _set_mixing(config, mixing, folder)
+    _check_weights(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them below
+            local_files_only=True,
+        )
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
+        raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
+    model, found = loaded
+    if any(LORA in key for key in found["unexpected_keys"]):
+        raise LatteError(
+            f"checkpoint {folder} is of a run whose low-rank updates are not merged yet; expected"
+            " a finished one: run its training again to go on"
+        )
+    for what, keys in (
+        ("has weights of another shape than its config", found["mismatched_keys"]),
+        ("lacks weights", found["missing_keys"]),
+        ("has weights that its config does not know", found["unexpected_keys"]),
+    ):
+        if keys:
+            raise LatteError(
+                f"checkpoint {folder} {what}: {sorted(map(str, keys))[0]}"
+                + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+            )
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if where == "meta":
+        raise LatteError("device 'meta' cannot be used: it holds no values")
+    try:
+        model.to(where)
+    except (RuntimeError, AssertionError) as error:
+        raise LatteError(f"device {where!r} cannot be used: {_line(error)}") from None
+    return model.eval(), _load_tokenizer(folder)
+
+
+# Fields of a config by which weights of the same shapes compute something else. Whether both sides
+# are read is left to the classifier.
+DECISIVE = (
+    "mixer", "latent_input", "num_attention_heads", "norm", "norm_eps", "mlp", "position",
+    "rope_theta", "attn_logit_softcapping", "feature_map", "embedding_scale",
+)  # fmt: skip
+
+
+def load_encoder(model: Any, path: str | Path) -> list[str]:
+    """Give a classifier the encoder of a checkpoint of Latte, and its head if it fits.
+
+    The encoder's weights, those under `model.`, must all be there with the same shapes: a language
+    model of bytes, or the same classifier trained on shorter sequences.
+
+    Returns:
+        the names of the weights that are the model's own, those of a head that did not fit.
+
+    Raises:
+        LatteError: no checkpoint, a damaged one, a model of another kind, weights of other
+            shapes, or a field by which the same weights compute something else; the first one is
+            named.
+    """
+    from safetensors.torch import load_file
+
+    from latte.models.config import WINDOWED
+
+    folder = find_checkpoint(path)
+    config = _load_config(folder)
+    if config.model_type != model.config.model_type:
+        raise LatteError(
+            f"checkpoint {folder} holds a model of another kind: expected"
+            f" {model.config.model_type!r}, found {config.model_type!r}"
+        )
+    windowed = getattr(config, "mixer", None) in WINDOWED
+    for name in (*DECISIVE, "sliding_window") if windowed else DECISIVE:
+        there, here = getattr(config, name, None), getattr(model.config, name, None)
+        if there != here:
+            raise LatteError(
+                f"checkpoint {folder} does not fit: {name} is {there!r} there and {here!r} here"
+            )
+    _check_weights(folder)
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    own, fresh = model.state_dict(), []
+    for name, value in own.items():
+        there = tuple(found[name].shape) if name in found else None
+        if there == tuple(value.shape):
+            own[name] = found[name]
+        elif name.startswith(f"{model.base_model_prefix}."):
+            raise LatteError(
+                f"checkpoint {folder} does not fit: {name} is {there or 'missing'} there and"
+                f" {tuple(value.shape)} here"
+            )
+        else:
+            fresh.append(name)
+    for name in found:
+        if name not in own and name.startswith(f"{model.base_model_prefix}."):
+            raise LatteError(f"checkpoint {folder} does not fit: {name} is there and not here")
+    model.load_state_dict(own)
+    return fresh
+
+
+def training_recipe(path: str | Path) -> Recipe | None:
+    """The recipe that a checkpoint was trained by, if it is there."""
+    file = find_checkpoint(path) / "recipe.json"
+    if not file.exists():
+        return None
+    try:
+        return recipe_from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise LatteError(f"{file} is damaged: {_line(error)}") from None
+
+
+def _load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise LatteError(f"{folder / 'config.json'} names no model_type: it was edited")
+        make_known(values["model_type"])
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except LatteError:
+        raise
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        raise LatteError(
+            f"{folder / 'config.json'} is damaged or was edited: {_line(error)}"
+        ) from None
+
+
+def _set_mixing(config: Any, mixing: str, folder: Path) -> None:
+    from latte.conversion.config import MIXINGS
+
+    if mixing not in MIXINGS:
+        raise LatteError(f"mixing: expected one of {', '.join(MIXINGS)}, got {mixing!r}")
+    if not hasattr(config, "mixing"):
+        raise LatteError(
+            f"mixing: expected a converted model, whose config says how it mixes window and"
+            f" latents, got {config.model_type!r} in {folder}"
+        )
+    config.mixing = mixing
+
+
+def _check_weights(folder: Path) -> None:
+    """The safetensors files are there, whole, and (if a manifest is there) as they were written."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise LatteError(f"checkpoint {folder} has no weights; expected model.safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            raise LatteError(f"{file} is truncated or damaged: {_line(error)}") from None
+    if (folder / MANIFEST_FILE).exists():
+        problem = checkpoint_problem(folder, only="*.safetensors")
+        if problem is not None:
+            raise LatteError(f"checkpoint is damaged: {problem}")
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise LatteError(f"checkpoint {folder} has no tokenizer; expected tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+        raise LatteError(f"{folder / 'tokenizer.json'} is damaged: {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,105 @@
+"""`latte generate`: stream a continuation of a prompt, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from latte.errors import LatteError, check_seed
+from latte.rivals.catalogue import is_comparator
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int | None = None,
+    stream: bool = True,
+) -> str:
+    """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
+
+    The model sees the prompt as it saw documents in training, after the start token. Temperature
+    0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
+    text anew for every token, since each library keeps its states in a way of its own.
+    """
+    from latte.data.files import without_lone_surrogates
+    from latte.data.tokenizers import document_ends
+
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    if seed is not None:
+        torch.manual_seed(seed)
+    start, end = document_ends(tokenizer)
+    prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
+    ids = [start, *tokenizer.encode(prompt, add_special_tokens=False)]
+    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+        sampling["top_p"] = 1.0 if top_p is None else top_p
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=_ends(model, end),
+        pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        use_cache=not is_comparator(model.config.model_type),
+        streamer=_streamer(tokenizer) if stream else None,
+        **sampling,
+    )
+    # A space before a word belongs to it in some tokenisers, and is lost where text begins.
+    before = tokenizer.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode(output[0], skip_special_tokens=True)[len(before) :]
+
+
+def check_sampling(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+) -> None:
+    """Raise LatteError for what `generate` cannot sample with."""
+    if max_new_tokens < 1:
+        raise LatteError(f"max-new-tokens: expected at least 1, got {max_new_tokens}")
+    # Logits divided by much less are infinite in fp32.
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:
+        raise LatteError(
+            f"temperature: expected 0 (greedy) or a number from 1e-6 up, got {temperature}"
+        )
+    if top_k is not None and top_k < 1:
+        raise LatteError(f"top-k: expected at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
+    if seed is not None:
+        check_seed("seed", seed)
+
+
+def _ends(model: Any, end: int) -> list[int]:
+    """Every token that ends a text: the tokeniser's, and those that the model names."""
+    named = model.generation_config.eos_token_id
+    named = [] if named is None else named if isinstance(named, list) else [named]
+    return sorted({end, *named})
+
+
+def _streamer(tokenizer: Any) -> Any:
+    """Prints what follows the prompt, decoded together with it."""
+    from transformers import TextStreamer
+
+    class Continuation(TextStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if self.next_tokens_are_prompt:
+                self.next_tokens_are_prompt = False
+                self.token_cache = value[0].tolist()
+                text: Any = self.tokenizer.decode(self.token_cache, **self.decode_kwargs)
+                self.print_len = len(text)
+            else:
+                super().put(value)
+
+    return Continuation(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,0 +1,157 @@
+"""Negative log-likelihood of held-out documents at a context length, in constant memory.
+
+Protocol (`latte.data.evaluation.EvaluationText`). Every document is cut from its start into
+windows of n inputs that do not overlap (the last one may be shorter), each predicting the token
+after its last input. A window is scored alone: its state begins empty, so a prediction sees at
+most n tokens and never another document. Every token of the text and every document's end is
+scored exactly once whatever n is, so all lengths score the same tokens and only the context
+differs: the token at position i of its document sees ((i - 1) mod n) + 1 tokens before it,
+counting the start token at position 0. `join=True` makes one document of all of them, for
+contexts longer than the documents.
+
+A window is read in segments, the cache carrying the state from one to the next. For a model with
+a constant-size state, memory is then constant in n; softmax attention keeps all of its window.
+NLLs are summed in fp64 and divided by the number of tokens at the very end: perplexity is
+exp(sum / tokens), not a mean of batch means. Shape suffixes: R windows side by side, T tokens,
+V vocabulary, N = R * T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from latte.data.evaluation import EvaluationText, bits_per_byte, perplexity
+from latte.rivals.catalogue import is_comparator
+
+LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
+
+
+@dataclass(frozen=True)
+class Score:
+    """Summed NLL in nats of `tokens` tokens, which spell `text_bytes` bytes of UTF-8."""
+
+    nll: float
+    tokens: int
+    text_bytes: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.nll, self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return bits_per_byte(self.nll, self.text_bytes)
+
+
+def score(
+    model: nn.Module,
+    text: EvaluationText,
+    length: int,
+    *,
+    segment: int = 1024,
+    batch_tokens: int = 16384,
+    bf16: bool = False,
+    rank: int = 0,
+    processes: int = 1,
+    on_batch: Callable[[int], Any] | None = None,
+) -> Score:
+    """Score all windows of `length` tokens.
+
+    Args:
+        model: a causal language model of transformers; it is left in its mode.
+        length: window length n, in tokens.
+        segment: tokens read at a time; longer windows carry the cache from segment to segment.
+            Comparators, which name and keep their states in ways of their own, read all at once.
+        batch_tokens: inputs side by side in a batch (one window at least).
+        bf16: autocast to bfloat16; the NLL is computed in fp32 and summed in fp64.
+        rank, processes: with several processes each takes every `processes`-th batch, all make
+            the same number of forward passes (sharded models need that), and the sums are
+            reduced.
+        on_batch: called with the number of tokens scored after each batch.
+    """
+    device = next(model.parameters()).device
+    if is_comparator(getattr(getattr(model, "config", None), "model_type", "")):
+        segment = max(segment, length)
+    autocast: Any = torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
+    was_training = model.training
+    model.eval()
+    total = torch.zeros(3, dtype=torch.float64, device=device)  # NLL, tokens, bytes
+    source = text.batches(length, max(1, batch_tokens // length))
+    try:
+        with torch.no_grad(), autocast:
+            for batch, mine in _share(source, rank, processes):
+                scored = _score_batch(model, batch, segment, device)
+                if mine:
+                    total += scored
+                if on_batch is not None:
+                    on_batch(int((batch["targets"] != -100).sum()))
+    finally:
+        model.train(was_training)
+    if processes > 1:
+        torch.distributed.all_reduce(total)
+    nll, tokens, text_bytes = total.tolist()
+    return Score(nll, int(tokens), text_bytes)
+
+
+def _share(
+    source: Iterator[dict[str, torch.Tensor]], rank: int, processes: int
+) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    """This process's batches; the last round repeats one (not counted) where none is left."""
+    group: list[dict[str, torch.Tensor]] = []
+    for batch in source:
+        group.append(batch)
+        if len(group) == processes:
+            yield group[rank], True
+            group = []
+    if group:
+        yield (group[rank], True) if rank < len(group) else (group[0], False)
+
+
+def _score_batch(
+    model: nn.Module, batch: dict[str, torch.Tensor], segment: int, device: torch.device
+) -> torch.Tensor:
+    """[summed NLL, tokens, bytes] of one batch, fp64, on the device.
+
+    Padding is on the right of causal models and has no target: it needs no mask.
+    """
+    inputs_RT, targets_RT = batch["input_ids"].to(device), batch["targets"].to(device)
+    length = inputs_RT.shape[1]
+    nll = torch.zeros((), dtype=torch.float64, device=device)
+    cache = None
+    for start in range(0, length, segment):
+        end = min(start + segment, length)
+        output = model(
+            input_ids=inputs_RT[:, start:end],
+            past_key_values=cache,
+            use_cache=length > segment,
+        )
+        cache = output.past_key_values if length > segment else None
+        nll += _summed_nll(output.logits, targets_RT[:, start:end])
+    tokens = (targets_RT != -100).sum().double()
+    return torch.stack([nll, tokens, batch["target_bytes"].sum().to(device)])
+
+
+def _summed_nll(logits_RTV: torch.Tensor, targets_RT: torch.Tensor) -> torch.Tensor:
+    """Sum of -log p(target), the logarithms in fp32, chunk by chunk, the sum in fp64."""
+    logits_NV, targets_N = logits_RTV.flatten(0, 1), targets_RT.flatten()
+    rows = max(1, LOGIT_BYTES // (4 * logits_NV.shape[1]))
+    nll = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
+    for start in range(0, len(targets_N), rows):
+        part = slice(start, start + rows)
+        losses = F.cross_entropy(
+            logits_NV[part].float(), targets_N[part], ignore_index=-100, reduction="none"
+        )
+        nll += losses.double().sum()
+    return nll

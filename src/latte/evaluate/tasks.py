@@ -1,0 +1,370 @@
+"""`latte evaluate --tasks`: any task of lm-evaluation-harness, on a model that is already loaded.
+
+Tasks are named as the harness names them (`hellaswag`, `mmlu`), or are YAML files of its format:
+a task, or a group such as `recipes/lm_eval/table5.yaml`. Data comes from the hub, or from local
+files where the YAML says `dataset_path: json`; paths in a YAML are relative to the folder that
+the command runs in. Nothing here touches the network by itself.
+
+Two things are ours. A tokeniser that has a start token but does not put it before a text by
+itself (all that `latte train` makes) is told to, since that is how the model saw its documents;
+tokenisers whose start and end token are one (GPT-2's) stay as the harness uses them. And a model
+whose state is constant in size has no longest input: `max_length` decides how much of a prompt it
+sees.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import difflib
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from latte.errors import LatteError
+
+INSTALL = 'pip install "latte-attention[eval]"'
+PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One metric of one task, or of a group as the mean over its tasks (`kind`)."""
+
+    task: str
+    kind: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool | None
+    num_fewshot: int | None
+    samples: int
+    version: str
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """The rows, and what the harness says about the run (versions, settings), for the record."""
+
+    rows: list[TaskRow]
+    record: dict[str, Any]
+
+
+def load_tasks(specs: Sequence[str]) -> dict[str, Any]:
+    """The harness's tasks of these names and YAML files, with their data.
+
+    Raises:
+        LatteError: the harness is not installed; no such task; a file that is no task; data that
+            cannot be had.
+    """
+    _import_harness()
+    from lm_eval.tasks import TaskManager
+
+    if not specs:
+        raise LatteError("tasks: expected names or YAML files separated by commas, got none")
+    files = [_task_file(spec) for spec in specs]
+    # The index of all the harness's tasks takes seconds; a task in a file of its own needs none.
+    alone = all(file is not None and "group" not in content for file, content in files)
+    folders = sorted({file.parent for file, content in files if file and "group" in content})
+    manager = TaskManager(include_defaults=not alone, include_path=list(folders) or None)
+    for spec, (file, _) in zip(specs, files, strict=True):
+        if file is None and spec not in manager.task_index:
+            near = difflib.get_close_matches(spec, manager.all_tasks, n=1)
+            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            raise LatteError(f"the harness has no task {spec!r}{hint}")
+    # A group is found in the index by its name, a task by its path.
+    names = [
+        content.get("group", str(file)) if file else spec
+        for spec, (file, content) in zip(specs, files, strict=True)
+    ]
+    try:
+        return dict(manager.load(names))
+    # Data sets, YAML files and the functions they name fail in ways of their own.
+    except Exception as error:
+        raise LatteError(f"tasks {', '.join(specs)} cannot be loaded: {_line(error)}") from error
+
+
+def evaluate_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: dict[str, Any],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 1,
+    max_length: int | None = None,
+    bf16: bool = False,
+) -> TaskScores:
+    """Run tasks of :func:`load_tasks` on a causal language model.
+
+    Args:
+        limit: take the first so many documents of each task only.
+        num_fewshot: examples before each question; by default what each task says. A task that
+            says 0 keeps it.
+        batch_size: prompts side by side.
+        max_length: tokens of a prompt that the model sees, the last ones; by default what its
+            config says.
+        bf16: autocast to bfloat16.
+
+    Raises:
+        LatteError: an option is out of range, or a task that this model cannot take.
+    """
+    _import_harness()
+    from lm_eval import evaluator
+
+    for name, number, least in (
+        ("limit", limit, 1),
+        ("num-fewshot", num_fewshot, 0),
+        ("batch-size", batch_size, 1),
+        ("max-length", max_length, 2),
+    ):
+        if number is not None and number < least:
+            raise LatteError(f"{name}: expected at least {least}, got {number}")
+    start = time.perf_counter()
+    with _seeded():
+        _set_fewshot(tasks["tasks"], num_fewshot)
+        lm = _harness_model(model, tokenizer, batch_size, max_length, bf16)
+        try:
+            found: Any = evaluator.evaluate(
+                lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
+            )
+        except (ValueError, KeyError, AssertionError, TypeError) as error:
+            raise LatteError(f"the harness gave up: {_line(error)}") from error
+    assert found is not None  # there is one process
+    settings = {
+        "limit": limit,
+        "batch_size": batch_size,
+        "max_length": lm.max_length,
+        "start_token_added": lm.adds_start,
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+    return TaskScores(_rows(found), {**settings, **_record(found)})
+
+
+def write_tasks(folder: Path, scores: TaskScores, label: str) -> tuple[Path, Path]:
+    """tasks.csv, a line per metric, and tasks.json, the same with the settings; their paths."""
+    table, record = folder / "tasks.csv", folder / "tasks.json"
+    with open(table, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["model", *(field.name for field in fields(TaskRow))])
+        writer.writeheader()
+        writer.writerows({"model": label, **asdict(row)} for row in scores.rows)
+    content = {"model": label, **scores.record, "rows": [asdict(row) for row in scores.rows]}
+    record.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    return table, record
+
+
+def tasks_table(rows: Sequence[TaskRow]) -> str:
+    """The rows as aligned text."""
+    header = ("task", "shots", "samples", "metric", "value", "stderr")
+    lines = [header]
+    for row in rows:
+        metric = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
+        lines.append(
+            (
+                row.task + (" (group)" if row.kind == "group" else ""),
+                "-" if row.num_fewshot is None else str(row.num_fewshot),
+                str(row.samples),
+                metric,
+                f"{row.value:.4f}",
+                "-" if row.stderr is None else f"{row.stderr:.4f}",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    left = {0, 3}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+# --- the harness ------------------------------------------------------------------------------
+
+
+def _import_harness() -> None:
+    if not sys.stderr.isatty():  # bars belong on a terminal; read when `datasets` is imported
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    try:
+        import lm_eval.tasks  # noqa: F401
+        from lm_eval.models import huggingface  # noqa: F401
+    except ImportError as error:
+        raise LatteError(
+            f"evaluation tasks need lm-evaluation-harness ({_line(error)}): {INSTALL}"
+        ) from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+def _task_file(spec: str) -> tuple[Path | None, dict[str, Any]]:
+    """(path, content) of a YAML file; (None, {}) of a name of the harness's."""
+    path = Path(spec).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        if os.sep in spec:
+            raise LatteError(f"task {spec}: expected a name of the harness's or a .yaml file")
+        return None, {}
+    if not path.is_file():
+        raise LatteError(f"task file {path} does not exist")
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        content = load_yaml(path, resolve_func=False)
+    # YAML's and the file system's errors, and a file that includes what is not there
+    except Exception as error:
+        raise LatteError(f"task file {path} cannot be read: {_line(error)}") from error
+    if not ({"task", "group"} & set(content)):
+        raise LatteError(f"task file {path} names no 'task' and no 'group'")
+    return path.resolve(), content
+
+
+def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
+    """The harness's own rules: a task that says 0 keeps it, one that says nothing gets 0."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+
+    for task in tasks.values():
+        own = task.get_config("num_fewshot")
+        if num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif own is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+
+
+def _harness_model(
+    model: Any, tokenizer: Any, batch_size: int, max_length: int | None, bf16: bool
+) -> Any:
+    """The harness's view of a loaded model."""
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = copy.deepcopy(tokenizer)  # the harness sets its padding
+    adds_start = _needs_start(tokenizer)
+    if adds_start:
+        tokenizer.add_bos_token = True
+
+    class LoadedModel(HFLM):
+        """HFLM around a model, which has no name on the hub to look up."""
+
+        adds_start: bool
+        add_bos_token: bool | None
+
+        def get_model_info(self) -> dict[str, Any]:
+            return {"model_num_parameters": self._model.num_parameters()}
+
+        def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
+            # The harness puts the start token before each window itself; ours would be scored.
+            before = self.add_bos_token
+            self.add_bos_token = False if self.adds_start else before
+            try:
+                return super().loglikelihood_rolling(*args, **kwargs)
+            finally:
+                self.add_bos_token = before
+
+    lm = LoadedModel(
+        pretrained=model,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=batch_size,
+        max_length=max_length,
+        add_bos_token=True if adds_start else None,
+        mixed_precision_dtype="bfloat16" if bf16 else None,
+        softmax_dtype="float32",
+    )
+    lm.adds_start = adds_start
+    return lm
+
+
+def _needs_start(tokenizer: Any) -> bool:
+    """Whether there is a start token of its own that `encode` does not add."""
+    bos = tokenizer.bos_token_id
+    if bos is None or bos == tokenizer.eos_token_id:
+        return False
+    return tokenizer.encode("a")[:1] != [bos] and hasattr(tokenizer, "add_bos_token")
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """No gradients; the harness's default seeds inside, the old random state afterwards."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        torch.manual_seed(DEFAULT_OTHER_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+
+
+# --- its results -------------------------------------------------------------------------------
+
+
+def _rows(found: dict[str, Any]) -> list[TaskRow]:
+    groups = found.get("groups") or {}
+    better = found.get("higher_is_better") or {}
+    rows = []
+    for task, scores in found["results"].items():
+        for key, value in scores.items():
+            metric, comma, name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = scores.get(f"{metric}_stderr,{name}")
+            shots = found.get("n-shot", {}).get(task)
+            rows.append(
+                TaskRow(
+                    task=task,
+                    kind="group" if task in groups else "task",
+                    metric=metric,
+                    filter=name,
+                    value=float(value),
+                    stderr=float(stderr) if isinstance(stderr, int | float) else None,
+                    higher_is_better=(better.get(task) or {}).get(metric),
+                    num_fewshot=shots if isinstance(shots, int) else None,
+                    samples=_samples(found, task),
+                    version=str(found.get("versions", {}).get(task, "")),
+                )
+            )
+    return rows
+
+
+def _samples(found: dict[str, Any], task: str) -> int:
+    """Documents scored of a task, or of all tasks in a group."""
+    counts = found.get("n-samples", {})
+    if task in counts:
+        return int(counts[task]["effective"])
+    members = (found.get("group_subtasks") or {}).get(task, [])
+    return sum(_samples(found, member) for member in members)
+
+
+def _record(found: dict[str, Any]) -> dict[str, Any]:
+    """Versions, and of each task what decides its numbers."""
+    import importlib.metadata
+
+    keys = ("dataset_path", "dataset_name", "output_type", "num_fewshot")
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "tasks": {
+            name: {key: config.get(key) for key in keys}
+            for name, config in (found.get("configs") or {}).items()
+        },
+    }
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

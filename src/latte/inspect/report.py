@@ -1,0 +1,197 @@
+"""`latte inspect`: from a checkpoint and a text to CSV files, figures and the page."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latte.errors import LatteError
+from latte.inspect.collect import Inspection, collect, find_layers
+from latte.inspect.figures import collapse_figure, effective_figure, share_figure
+from latte.inspect.mixing import Mixing
+from latte.inspect.page import build_page
+from latte.inspect.statistics import Share, Summary, Usage, share_rows, summary_rows, usage_rows
+from latte.inspect.text import labels, tokenize
+
+# The page and the window's weights take O(T^2) memory, per head of every layer.
+MOST_SHOWN = 1024
+MOST_READ = 65536
+MOST_PAGE_BYTES = 64 << 20
+# Sources in weights.csv, for each state of a token: the largest.
+MOST_SOURCES = 16
+
+
+def inspect_model(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    shown: int = 256,
+    read: int = 4096,
+    layers: Sequence[int] | None = None,
+    at: Sequence[int] = (),
+    label: str = "",
+) -> Inspection:
+    """Run the model over the start token and the text's first tokens.
+
+    Args:
+        shown: tokens that the page shows, with all their weights: O(shown^2) memory.
+        read: tokens that means are taken over, at least ``shown``.
+        layers: their numbers, from 0; all of them if None.
+        at: positions of tokens whose weights go into weights.csv.
+
+    Raises:
+        LatteError: a model without layers of Latte, unknown layers or positions, too many or too
+            few tokens.
+    """
+    limits = (
+        ("tokens", shown, MOST_SHOWN, ", since p(s|t) takes T x T numbers per head"),
+        ("statistics-tokens", read, MOST_READ, ""),
+    )
+    for name, value, most, why in limits:
+        if not 2 <= value <= most:
+            raise LatteError(f"{name}: expected 2 to {most}{why}, got {value}")
+    found = find_layers(model, layers)
+    ids = tokenize(tokenizer, text, max(shown, read))
+    if len(ids) < 2:
+        raise LatteError("expected a text of at least one token, got none")
+    shown = min(shown, len(ids))
+    heads = getattr(model.config, "num_attention_heads", 1) * len(found)
+    if heads * shown**2 > MOST_PAGE_BYTES:
+        most = int((MOST_PAGE_BYTES / heads) ** 0.5)
+        raise LatteError(
+            f"tokens: expected at most {most} for the {heads} heads of {len(found)} layers, got "
+            f"{shown}; choose fewer tokens or fewer --layers"
+        )
+    for position in at:
+        if not 0 <= position < shown:
+            raise LatteError(
+                f"at: expected positions from 0 to {shown - 1}, the tokens shown, got {position}"
+            )
+    try:
+        mixings = collect(model, ids, found, shown)
+    except torch.OutOfMemoryError:
+        raise LatteError(f"tokens: {len(ids)} tokens do not fit into memory") from None
+    return Inspection(label, labels(tokenizer, ids), shown, mixings, tuple(sorted(set(at))))
+
+
+def write_report(inspection: Inspection, folder: Path) -> list[str]:
+    """Write everything into ``folder``; returns the names of the files."""
+    summaries = summary_rows(inspection)
+    page = build_page(inspection, summaries)
+    written = ["summary.csv", "index.html"]
+    _write_csv(folder / "summary.csv", Summary, summaries)
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    if inspection.has_latents:
+        written += _write_usage(inspection, folder, summaries)
+    if inspection.at:
+        _write_weights(folder / "weights.csv", inspection)
+        written.append("weights.csv")
+    return written
+
+
+def _write_usage(inspection: Inspection, folder: Path, summaries: list[Summary]) -> list[str]:
+    usage, shares = usage_rows(inspection), share_rows(inspection)
+    title = f"{inspection.label}, {len(inspection.tokens):,} tokens"
+    _write_csv(folder / "usage.csv", Usage, usage)
+    collapse_figure(folder / "collapse.png", usage, f"Use of the latents: {title}")
+    effective_figure(folder / "effective.png", summaries, f"Effective latents: {title}")
+    written = ["usage.csv", "collapse.png", "effective.png"]
+    if shares:
+        _write_csv(folder / "window_share.csv", Share, shares)
+        widths = {mixing.width for mixing in inspection.layers.values()}
+        latents = {row.latents for row in summaries if row.latents}
+        share_figure(
+            folder / "window_share.png",
+            shares,
+            widths.pop() if len(widths) == 1 else None,
+            1 / (min(latents) + 1),
+            f"The window's share p(l=0): {title}",
+        )
+        written += ["window_share.csv", "window_share.png"]
+    return written
+
+
+def _write_csv(path: Path, kind: Any, rows: Sequence[Any]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(kind)])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _cell(value) for name, value in asdict(row).items()})
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _write_weights(path: Path, inspection: Inspection) -> None:
+    """p(s|t), p(l|t) and p(s|l,t) of chosen tokens, the largest first; state "all" is p(s|t)."""
+    names = ["layer", "head", "position", "token", "state", "p_state", "source", "source_token"]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, "p_source"])
+        for layer, mixing in inspection.layers.items():
+            for head in range(mixing.heads):
+                for t in inspection.at:
+                    for state, p, weights in _rows_of(mixing, head, t, inspection.shown):
+                        start = [layer, head, t, inspection.tokens[t], state, _cell(p)]
+                        most = weights.topk(min(MOST_SOURCES, t + 1))
+                        for value, s in zip(*(x.tolist() for x in most), strict=True):
+                            if value > 0:
+                                writer.writerow([*start, s, inspection.tokens[s], _cell(value)])
+
+
+def _rows_of(
+    mixing: Mixing, head: int, t: int, shown: int
+) -> list[tuple[str | int, float, torch.Tensor]]:
+    """(state, p(state|t), p(s|state,t)) of one token, with the mixture first."""
+    rows: list[tuple[str | int, float, torch.Tensor]] = [
+        ("all", 1.0, mixing.source_weights(head, shown)[t])
+    ]
+    if mixing.states_THS is not None:
+        parts = list(mixing.latent_weights(head, shown)[:, t])
+        if mixing.window_HPP is not None:
+            parts.insert(0, mixing.window_HPP[head, t])
+        p_S = mixing.states_THS[t, head].tolist()
+        rows += list(zip(mixing.names, p_S, parts, strict=True))
+    return rows
+
+
+def outline(inspection: Inspection) -> str:
+    """A few lines of what the numbers say."""
+    rows = summary_rows(inspection)
+    lines = [
+        f"{inspection.label}: {len(inspection.layers)} layers of "
+        f"{len({row.head for row in rows})} heads, {len(inspection.tokens):,} tokens read, "
+        f"{inspection.shown} of them shown"
+    ]
+    if not inspection.has_latents:
+        return "\n".join([*lines, "there are no latents in this model: p(s|t) alone is shown"])
+    lines.append(
+        f"{'layer':>5}  {'p(l=0)':>6}  {'effective latents':>17}  {'per token':>9}  {'unused':>6}"
+    )
+    for layer in inspection.layers:
+        mine = [row for row in rows if row.layer == layer and row.latents]
+        if not mine:
+            continue
+        share = [row.window_share for row in mine if row.window_share is not None]
+        lines.append(
+            f"{layer:>5}  {f'{_mean(share):.3f}' if share else '-':>6}"
+            f"  {_mean([row.effective_latents for row in mine]):>10.1f} of {mine[0].latents:>3}"
+            f"  {_mean([row.effective_latents_per_token for row in mine]):>9.1f}"
+            f"  {sum(row.unused_among_latents or 0 for row in mine):>6}"
+        )
+    lines.append("means over heads; unused: below 1% of an equal share of the latents' mass")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    given = [value for value in values if value is not None and value == value]
+    return sum(given) / len(given) if given else float("nan")

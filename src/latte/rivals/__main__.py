@@ -1,0 +1,3 @@
+from latte.rivals.catalogue import main
+
+raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""Luna: attention through a short extra sequence, packed and unpacked (arXiv 2106.01540).
+
+Shape suffixes: B batch, T tokens, E hidden size, H heads, K width of a head, L memories.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from latte.layers.validation import check_divides, check_positive
+from latte.ops.precision import full_precision
+from latte.ops.validation import computation_dtype
+from latte.rivals.base import ComparatorMixer, masked
+
+
+@full_precision
+def causal_products(x_BTHK: Tensor, y_BTHK: Tensor, z_BTHD: Tensor, chunk: int = 64) -> Tensor:
+    """``f(X, Y, Z)_t = X_t sum_{s<=t} Y_s^T Z_s / t``, the paper's causal function, without 1/t.
+
+    In chunks: the sum over earlier chunks is one matrix per chunk, the rest a masked product.
+    Exactly causal.
+    """
+    T = x_BTHK.shape[1]
+    C = max(1, min(chunk, T))
+    short = -T % C
+    x, y, z = (
+        F.pad(u, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, C)).transpose(2, 3)
+        for u in (x_BTHK, y_BTHK, z_BTHD)
+    )  # (B, J, H, C, .)
+    sums = (y.mT @ z).cumsum(1)
+    before = F.pad(sums[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+    out = x @ before + (x @ y.mT).tril() @ z
+    return out.transpose(2, 3).flatten(1, 2)[:, :T]
+
+
+class Luna(ComparatorMixer):
+    """Linear unified nested attention with L memories, P (L, E), learnt in every layer.
+
+    Bidirectional, pack and unpack attention:
+
+        Y_P = softmax(P W_q (X W_k)^T / sqrt(K)) X W_v
+        Y   = softmax(X W_q' (Y_P W_k')^T / sqrt(K)) Y_P W_v'
+
+    Causal, with f of :func:`causal_products` over t = 1..T, and softplus in place of the softmax
+    that would look ahead (the paper names elu + 1 too):
+
+        A_pack   = softplus(P W_q (X W_k)^T / sqrt(K))
+        A_unpack = softmax(f(X W_q', X W_k', A_pack^T))
+        Y        = f(A_unpack, A_pack^T, X W_v)
+
+    each per head, then an output projection. In the paper P's pack goes on to the next layer as
+    its P, in bidirectional models; here every layer has its own.
+
+    Args:
+        num_memories: L.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, num_memories: int = 16, causal: bool = True
+    ) -> None:
+        super().__init__(hidden_size, causal)
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
+        check_divides("Luna", "num_heads", "hidden_size", **sizes)
+        check_positive("Luna", num_memories=num_memories)
+        self.num_heads = num_heads
+        self.memories = nn.Parameter(torch.empty(num_memories, hidden_size))
+        self.pack_q = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.pack_k = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.pack_v = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.unpack_q = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.unpack_k = nn.Linear(hidden_size, hidden_size, bias=False)
+        if not causal:
+            self.unpack_v = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {"memories": torch.randn_like(self.memories)}
+
+    def _heads(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(-1, (self.num_heads, -1))
+
+    def _mix(self, x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
+        q_LHK = self._heads(self.pack_q(self.memories))
+        x_BTE = masked(x_BTE, key_mask)
+        k_BTHK, v_BTHK, q_BTHK = (
+            self._heads(project(x_BTE)) for project in (self.pack_k, self.pack_v, self.unpack_q)
+        )
+        pack_BTHL = torch.einsum("lhk,bthk->bthl", q_LHK, k_BTHK) / math.sqrt(q_LHK.shape[-1])
+        if self.causal:
+            keys_BTHK = self._heads(self.unpack_k(x_BTE))
+            out = self._causal(pack_BTHL, q_BTHK, keys_BTHK, v_BTHK, key_mask)
+        else:
+            out = self._bidirectional(pack_BTHL, q_BTHK, v_BTHK, key_mask)
+        return self.o_proj(out.to(v_BTHK.dtype).flatten(2))
+
+    def _bidirectional(
+        self, pack_BTHL: Tensor, q_BTHK: Tensor, v_BTHK: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
+        if key_mask is not None:
+            hidden = ~key_mask[..., None, None]
+            # A row without any token: equal weights, on values that are zero.
+            hidden = hidden & key_mask.any(1)[:, None, None, None]
+            pack_BTHL = pack_BTHL.masked_fill(hidden, -torch.inf)
+        packed_BLE = torch.einsum("bthl,bthk->blhk", pack_BTHL.softmax(1), v_BTHK).flatten(2)
+        k_BLHK, v_BLHK = (self._heads(p(packed_BLE)) for p in (self.unpack_k, self.unpack_v))
+        logits = torch.einsum("bthk,blhk->bthl", q_BTHK, k_BLHK) / math.sqrt(q_BTHK.shape[-1])
+        return torch.einsum("bthl,blhk->bthk", logits.softmax(-1), v_BLHK)
+
+    def _causal(
+        self,
+        pack_BTHL: Tensor,
+        q_BTHK: Tensor,
+        k_BTHK: Tensor,
+        v_BTHK: Tensor,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        dtype = computation_dtype(pack_BTHL.dtype)
+        pack, q, k, v = (
+            x.to(dtype) for x in (F.softplus(pack_BTHL.to(dtype)), q_BTHK, k_BTHK, v_BTHK)
+        )
+        if key_mask is None:
+            count = torch.arange(1, pack.shape[1] + 1, device=pack.device)[None].to(dtype)
+        else:
+            pack = pack.masked_fill(~key_mask[..., None, None], 0.0)
+            count = key_mask.cumsum(1).clamp_min(1).to(dtype)  # padding does not count as time
+        count = count[..., None, None]
+        unpack = (causal_products(q, k, pack) / count).softmax(-1)
+        return causal_products(unpack, pack, v) / count
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_heads={self.num_heads}"

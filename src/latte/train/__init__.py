@@ -1,0 +1,1 @@
+"""Training by a recipe: one folder, start or resume, always to the same weights."""

@@ -1,0 +1,185 @@
+"""`latte convert BASE OUT --recipe RECIPE`: convert, train in two stages, compare with the base.
+
+    OUT/
+      conversion.json     the recipe: the folder's identity
+      transfer/           stage 1, a run folder: each layer learns its base's attention
+      next-token/         stage 2, a run folder: next-token training
+      config.json, model.safetensors, tokenizer.json ...   the result
+      evaluation.csv, evaluation.md, evaluation.png        base, controls and result by length
+
+Run again, it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from latte.conversion.pretrained import check_output, converted_config, load_tokenizer
+from latte.errors import LatteError
+from latte.train import recipe as recipes
+from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
+from latte.train.run_folder import first_difference, write_json
+from latte.train.typed import apply_override, build
+
+IDENTITY_FILE = "conversion.json"
+STAGES = ("transfer", "next-token")
+
+
+@dataclass
+class EvaluationSection:
+    """What the base, the controls and the result are compared on: held-out text."""
+
+    lengths: list[int] | None = None  # context lengths; None: 1, 2, 4 and 8 training blocks
+    max_tokens: int | None = 100_000  # held-out tokens scored; None: all
+    join: bool = False  # one long document of all, for contexts beyond the documents
+
+
+@dataclass
+class ConversionRecipe:
+    """A conversion, complete. `conversion.base` and the output folder are given to the command.
+
+    A stage that is null is left out.
+    """
+
+    conversion: ConversionSection = field(default_factory=ConversionSection)
+    data: DataSection = field(default_factory=DataSection)
+    transfer: TrainingSection | None = None
+    training: TrainingSection | None = None
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+
+    def stages(self, base: str, output: Path) -> dict[str, Recipe]:
+        """The training runs, in order: the second goes on from the first."""
+        found: dict[str, Recipe] = {}
+        start = base
+        for name, section in zip(STAGES, (self.transfer, self.training), strict=True):
+            if section is None:
+                continue
+            conversion = dataclasses.replace(copy.deepcopy(self.conversion), base=start)
+            if name == "transfer":
+                conversion.objective, conversion.trainable = "transfer", "latents"
+            folder = str(output / name)
+            found[name] = Recipe(
+                conversion=conversion,
+                data=copy.deepcopy(self.data),
+                training=copy.deepcopy(section),
+                output_dir=folder,
+            )
+            try:
+                recipes.check(found[name])
+            except LatteError as error:
+                own = "transfer" if name == "transfer" else "training"  # the section's name here
+                raise LatteError(str(error).replace("training", own)) from None
+            start = folder
+        return found
+
+
+def load_conversion_recipe(
+    path: str | Path, overrides: list[str] | tuple[str, ...] = ()
+) -> ConversionRecipe:
+    """Read a conversion's YAML recipe and apply dotted overrides. Raises LatteError."""
+    tree = recipes.read_with_bases(Path(path))
+    for assignment in overrides:
+        apply_override(tree, assignment)
+    found = build(ConversionRecipe, tree)
+    if found.conversion.base is not None:
+        raise LatteError("conversion.base: expected none in a conversion's recipe; BASE is given")
+    if found.transfer is None and found.training is None:
+        raise LatteError("a conversion's recipe needs a transfer or a training section, got none")
+    recipes.check_lengths("evaluation", found.evaluation.lengths)
+    tokens = found.evaluation.max_tokens
+    if tokens is not None and tokens < 1:
+        raise LatteError(f"evaluation.max_tokens: expected a number above 0, got {tokens}")
+    return found
+
+
+def convert_and_train(
+    base: str, output: str | Path, recipe: ConversionRecipe, *, quiet: bool = False
+) -> Path:
+    """Convert `base`, run the recipe's stages and the comparison; returns the output folder.
+
+    Raises:
+        LatteError: the base, the recipe or the text will not do, or `output` holds something else.
+    """
+    from latte.train.run import first_alone, join_processes, train
+
+    folder = Path(output)
+    stages = recipe.stages(base, folder)
+    converted_config(base, recipe.conversion.fields())
+    load_tokenizer(base)
+    values = {"base": base, "recipe": dataclasses.asdict(recipe)}
+    first_alone(lambda: _claim(folder, values))
+    for name, each in stages.items():
+        try:
+            result = train(each, label=name, quiet=quiet)
+        except ValueError:
+            if join_processes()[1]:
+                _give_back(folder)
+            raise
+        if not result.finished:
+            raise LatteError(
+                f"{name} was stopped at step {result.steps} by its max_minutes; run again with"
+                " more to go on"
+            )
+    _, first = join_processes()
+    if first:  # the others have nothing left to do
+        _export(Path(list(stages.values())[-1].output_dir), folder)
+        from latte.evaluate.conversion_report import report
+
+        report(base, folder, recipe, quiet=quiet)
+    return folder
+
+
+def _identity(values: dict[str, Any]) -> dict[str, Any]:
+    """What makes two conversions the same: everything but where and how often they report."""
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    recipe = found["recipe"]
+    del recipe["evaluation"], recipe["data"]["cache_dir"]
+    for name in ("transfer", "training"):
+        for key in recipes.REPORTING if recipe[name] is not None else ():
+            del recipe[name][key]
+    return found
+
+
+def _claim(folder: Path, values: dict[str, Any]) -> None:
+    """The folder is new, or holds this very conversion."""
+    file = folder / IDENTITY_FILE
+    if not folder.exists():
+        check_output(folder)
+        folder.mkdir(parents=True)
+        write_json(file, values)
+        return
+    if not file.is_file():
+        raise LatteError(f"output {folder} exists; expected the name of a new folder")
+    try:
+        stored = _identity(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        raise LatteError(f"{file} is damaged; choose another output folder") from None
+    difference = first_difference(stored, _identity(values))
+    if difference:
+        key, there, here = difference
+        raise LatteError(
+            f"output {folder} holds another conversion: {key} is {there!r} there and {here!r} here;"
+            " choose another output folder"
+        )
+
+
+def _give_back(folder: Path) -> None:
+    """A conversion that could not start leaves nothing; one that has begun keeps what it has."""
+    others = [path for path in folder.iterdir() if path.name != IDENTITY_FILE]
+    if all(path.is_dir() and not any(path.iterdir()) for path in others):
+        shutil.rmtree(folder)
+
+
+def _export(run: Path, folder: Path) -> None:
+    """The last stage's model, as the folder's own."""
+    for file in run.iterdir():
+        model = file.suffix == ".safetensors" or file.name in ("recipe.json", "manifest.json")
+        model = model or file.name.endswith(("config.json", ".index.json"))
+        if model or file.name.startswith(("tokenizer", "special_tokens", "chat_template")):
+            shutil.copy2(file, folder / file.name)

@@ -1,0 +1,318 @@
+"""Recipes: one YAML file per experiment and size, checked before anything slow starts.
+
+    latte train recipes/tiny/latte-r-swa++.yaml training.max_steps=200 output_dir=runs/mine
+
+A recipe has the sections `model`, `data`, `training` and an `output_dir`; `base: other.yaml`
+(relative to the file) starts from another recipe. Every key below can be overridden on the
+command line by its dotted name. This module never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from latte.errors import LatteError, check_seed
+from latte.train.typed import apply_override, build, merge, read_yaml
+
+# Of `training`: how often a run reports, and how long it may take. It stays the same run.
+REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
+
+
+@dataclass
+class ModelSection:
+    """Which model: `latte.models.preset_config(preset, size, **overrides)`.
+
+    `preset` may also name a model to compare with (`latte.rivals.catalogue`). With an
+    `architecture`, a plain model of Transformers instead, such as a base to convert: `preset` and
+    `size` are not used, and `overrides` are fields of its config.
+    """
+
+    preset: str = "latte-r-swa++"
+    size: str = "tiny"
+    architecture: str | None = None  # a model type of Transformers, such as llama
+    overrides: dict[str, Any] = field(default_factory=dict)  # any field of the model's config
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call the model."""
+        return self.architecture or self.preset
+
+    @property
+    def is_comparator(self) -> bool:
+        """Whether it is one of the models to compare with, by its name."""
+        from latte.rivals.catalogue import COMPARATORS
+
+        return self.architecture is None and self.preset in COMPARATORS
+
+
+@dataclass
+class DataSection:
+    """Which text, and how it becomes blocks of tokens."""
+
+    corpus: str | list[str] = "embedded"  # see latte.data.corpora.open_corpus
+    validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
+    field: str = "text"  # the JSON field or Parquet column that holds the text
+    hub_config: str | None = None  # a Hub dataset's configuration
+    hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
+    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
+    vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
+    block_length: int = 256  # tokens of a training example
+    respect_documents: bool = True  # a document sees nothing of another that shares its block
+    cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
+    max_validation_tokens: int | None = 200_000  # scored during training; None: all
+
+
+@dataclass
+class TrainingSection:
+    """AdamW with warmup and decay; lengths in optimiser steps unless a name says otherwise.
+
+    Give exactly one of `max_steps` and `max_tokens`. `max_minutes` is a budget of wall time on
+    top: the run saves and stops there, though its schedule is still that of the steps.
+    """
+
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    max_minutes: float | None = None
+    batch_size: int = 16  # blocks per process and micro-batch
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-3  # the peak, after warmup
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 100
+    min_learning_rate: float = 0.0  # what the decay ends at
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # on matrices; not on norms, biases and gates
+    max_grad_norm: float = 1.0
+    bf16: bool = False  # autocast; parameters and optimiser stay fp32
+    backend: Literal["torch", "triton"] | None = None  # of Latte's ops; None: the default
+    torch_compile: bool = False  # Latte's own models block by block, others whole
+    liger: bool = False  # RMSNorm and SwiGLU by Liger-Kernel
+    chunked_loss: bool = False  # the loss without all logits in memory
+    gradient_checkpointing: bool = False
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
+    seed: int = 0
+    log_steps: int = 10
+    save_steps: int = 500
+    eval_steps: int = 500
+    keep_checkpoints: int = 2
+
+
+@dataclass
+class ConversionSection:
+    """A pretrained decoder as the start: how it becomes Latte-Macchiato, and what is trained.
+
+    With a `base`, `model` is not used, and `data.tokenizer` is the base's. A base that has been
+    converted already is gone on with; its own window, latents and the like must be the ones here.
+    """
+
+    base: str | None = None  # a folder, or a name on the Hub
+    window: int = 128  # keys that the window sees, self included
+    num_latents: int = 128  # over all query heads
+    latent_input: Literal["none", "conv", "rglru"] = "rglru"
+    window_probability: float = 0.95  # what p(l=0) starts at
+    rglru_decay_range: list[float] = field(default_factory=lambda: [0.9, 0.999])  # initial decays
+    num_sinks: int = 0  # first tokens that stay visible to the window
+    delay_latents: bool = False  # feed latents only with tokens that have left the window
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
+    objective: Literal["next-token", "transfer"] = "next-token"
+    mass_weight: float = 1.0  # of KL(m || p(l=0)) in attention transfer
+    distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
+    trainable: Literal["latents", "lora", "all"] = "latents"  # with lora: the latents too
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj"])
+
+    def fields(self) -> dict[str, Any]:
+        """The values that are fields of a converted model's configuration, by their names there."""
+        return {
+            "local_window": self.window,
+            "num_latents": self.num_latents,
+            "latent_input": self.latent_input,
+            "window_probability": self.window_probability,
+            "rglru_decay_range": tuple(self.rglru_decay_range),
+            "num_sinks": self.num_sinks,
+            "delay_latents": self.delay_latents,
+        }
+
+
+@dataclass
+class ComparisonSection:
+    """What `latte compare` puts side by side; of no meaning to a single run."""
+
+    presets: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # none: one run each, by training.seed
+    baseline: str | None = None  # what differences are taken to; None: transformer++ or the first
+    lengths: list[int] | None = None  # context lengths of the evaluation, in tokens
+    max_tokens: int | None = None  # held-out tokens scored at the end; None: all
+
+
+@dataclass
+class Recipe:
+    """One training run, complete."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    conversion: ConversionSection = field(default_factory=ConversionSection)
+    data: DataSection = field(default_factory=DataSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    comparison: ComparisonSection = field(default_factory=ComparisonSection)
+    output_dir: str = "runs/latte"
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call the model."""
+        if self.conversion.base is not None:
+            return f"{Path(self.conversion.base).name}, converted"
+        return self.model.name
+
+    def tokens_per_step(self, processes: int = 1) -> int:
+        """Tokens read in one optimiser step over all processes."""
+        section = self.training
+        return (
+            section.batch_size * section.gradient_accumulation * processes * self.data.block_length
+        )
+
+    def steps(self, processes: int = 1) -> int:
+        """Optimiser steps of the whole run (tokens are rounded up to whole steps)."""
+        if self.training.max_steps is not None:
+            return self.training.max_steps
+        assert self.training.max_tokens is not None  # `check` saw to it
+        return -(-self.training.max_tokens // self.tokens_per_step(processes))
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run: everything but where and how often it reports."""
+        values = self.as_dict()
+        del values["output_dir"], values["comparison"]
+        del values["data"]["cache_dir"]
+        for key in REPORTING:
+            del values["training"][key]
+        return values
+
+
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a YAML recipe, apply dotted overrides, check everything.
+
+    Raises:
+        LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
+    """
+    tree = read_with_bases(Path(path))
+    _make_room_for_length(tree, overrides)
+    for assignment in overrides:
+        apply_override(tree, assignment)
+    return check(build(Recipe, tree))
+
+
+def _make_room_for_length(tree: dict[str, Any], overrides: list[str] | tuple[str, ...]) -> None:
+    """An override of the length in steps replaces the recipe's length in tokens, and vice versa."""
+    names = ("max_steps", "max_tokens")
+    given = {key.partition("=")[0] for key in overrides}
+    chosen = [name for name in names if f"training.{name}" in given]
+    section = tree.get("training")
+    if len(chosen) == 1 and isinstance(section, dict):
+        section.pop(names[1 - names.index(chosen[0])], None)
+
+
+def recipe_from_dict(values: dict[str, Any]) -> Recipe:
+    """The inverse of `Recipe.as_dict`, checked."""
+    return check(build(Recipe, values))
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as JSON (which YAML reads too)."""
+    return json.dumps(recipe.as_dict(), indent=2) + "\n"
+
+
+def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's tree, merged into those that it names as its bases."""
+    if path.resolve() in seen:
+        raise LatteError(f"recipe {path} is its own base: {' -> '.join(map(str, seen))}")
+    if path.is_dir():
+        raise LatteError(f"recipe {path} is a folder; expected a YAML file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise LatteError(f"recipe {path} does not exist; expected a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LatteError(f"recipe {path} cannot be read as text: {error}") from None
+    tree = read_yaml(text, f"recipe {path}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise LatteError(f"recipe {path}: base: expected a path (str), got {base!r}")
+    return merge(read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
+
+
+def check_lengths(section: str, lengths: list[int] | None) -> None:
+    """Raise LatteError for context lengths that nothing could be scored at."""
+    if min(lengths or [1]) < 1:
+        raise LatteError(f"{section}.lengths: expected numbers of at least 1, got {lengths}")
+
+
+def check(recipe: Recipe) -> Recipe:
+    """Values that have the right type but cannot be used together."""
+    training, data = recipe.training, recipe.data
+    if (training.max_steps is None) == (training.max_tokens is None):
+        raise LatteError(
+            "training: give exactly one of training.max_steps and training.max_tokens, got"
+            f" max_steps={training.max_steps} and max_tokens={training.max_tokens}"
+        )
+    positive = {
+        "training": ("max_steps", "max_tokens", "max_minutes", "batch_size", "learning_rate")
+        + ("gradient_accumulation", "epsilon", "log_steps", "save_steps", "eval_steps")
+        + ("keep_checkpoints",),
+        "data": ("block_length", "vocab_size", "max_validation_tokens"),
+        "comparison": ("max_tokens",),
+    }
+    for name, keys in positive.items():
+        section = getattr(recipe, name)
+        for key in keys:
+            value = getattr(section, key)
+            if value is not None and not value > 0:
+                raise LatteError(f"{name}.{key}: expected a number above 0, got {value}")
+    for key in ("warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
+        if getattr(training, key) < 0:
+            raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
+    check_seed("training.seed", training.seed)
+    check_lengths("comparison", recipe.comparison.lengths)
+    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
+        raise LatteError(
+            f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
+        )
+    if training.min_learning_rate > training.learning_rate:
+        raise LatteError(
+            f"training.min_learning_rate: expected at most training.learning_rate"
+            f" ({training.learning_rate}), got {training.min_learning_rate}"
+        )
+    conversion = recipe.conversion
+    for key in ("mass_weight", "distillation"):
+        value = getattr(conversion, key)
+        if value < 0 or (key == "distillation" and value > 1):
+            raise LatteError(
+                f"conversion.{key}: expected {'0 to 1' if key == 'distillation' else '0 or more'},"
+                f" got {value}"
+            )
+    if conversion.trainable == "lora" and (conversion.lora_rank < 1 or not conversion.lora_targets):
+        raise LatteError(
+            "conversion.trainable=lora: expected lora_rank of at least 1 and some lora_targets, got"
+            f" {conversion.lora_rank} and {conversion.lora_targets}"
+        )
+    if conversion.distillation and conversion.trainable == "all":
+        raise LatteError(
+            "conversion.distillation takes the base's own weights as its teacher; expected"
+            f" conversion.trainable=latents or lora, got {conversion.trainable}"
+        )
+    if conversion.objective == "transfer" and conversion.trainable != "latents":
+        raise LatteError(
+            "conversion.objective=transfer trains the latents alone; expected"
+            f" conversion.trainable=latents, got {conversion.trainable}"
+        )
+    if data.block_length < 2:
+        raise LatteError(f"data.block_length: expected at least 2, got {data.block_length}")
+    return recipe

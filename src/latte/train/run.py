@@ -1,0 +1,312 @@
+"""`latte train`: one recipe, one folder, start or resume, always to the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latte.errors import LatteError
+from latte.rivals.catalogue import check_name, comparator_config, find, language_model
+from latte.train.comparator_trainer import ComparatorTrainer
+from latte.train.metrics import Progress, read_metrics
+from latte.train.recipe import DataSection, Recipe
+from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
+from latte.train.speed import check_speed, chosen_backend
+from latte.train.text import Text, prepare_text
+from latte.train.trainer import LatteTrainer
+
+STOPPED_FILE = "stopped.json"  # what `max_minutes` left, until the run is finished
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. `finished` is False when `max_minutes` stopped it."""
+
+    folder: Path
+    finished: bool
+    steps: int
+    tokens: int
+    seconds: float
+    validation: dict[str, float]
+
+
+def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> Result:
+    """Run a recipe in its output folder, from its last complete checkpoint if it has one.
+
+    Under torchrun all processes call this; they hold the same data order and weights as any
+    uninterrupted run with as many processes.
+
+    Raises:
+        LatteError: anything wrong with the recipe, the text or the folder, or a loss that is not
+            finite.
+    """
+    check_model(recipe)
+    check_speed(recipe)
+    processes, first = join_processes()
+    owner = _agree(lambda: claim(recipe, processes), first, processes)
+    steps = recipe.steps(processes)
+    if owner.finished:
+        result = _stored_result(owner.folder)
+        if first and not quiet:
+            print(f"{owner.folder} is finished ({result.steps} steps); nothing to do", flush=True)
+        return result
+    try:
+        text = prepare_text(data_section(recipe), progress=first and not quiet)
+        blocks = text.blocks(
+            recipe.data,
+            steps * recipe.tokens_per_step(processes) // recipe.data.block_length,
+            recipe.training.seed,
+        )
+        model = build_model(recipe, text)
+    except ValueError:
+        _give_back(owner, first)
+        raise
+    progress = Progress(recipe, label, quiet or not first)
+    trainer = trainer_class(recipe)(
+        recipe,
+        model,
+        text.tokenizer,
+        blocks,
+        text.collator(recipe.data, pack=not recipe.model.is_comparator),
+        text.held_out(recipe.data.max_validation_tokens),
+        steps=steps,
+        bytes_per_token=text.bytes_per_token,
+        callbacks=[progress],
+    )
+    if first and not quiet:
+        _announce(recipe, model, owner, steps, processes)
+    # Dropout differs between processes; a resumed run restores these states afterwards.
+    torch.manual_seed(recipe.training.seed + 1_000_003 * trainer.args.process_index)
+    with chosen_backend(recipe):
+        trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
+    finished = trainer.state.global_step >= steps
+    return _finish(trainer, recipe, progress, finished)
+
+
+def join_processes() -> tuple[int, bool]:
+    """How many processes torchrun started, and whether this is the first; they can talk then."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    first = int(os.environ.get("RANK", "0")) == 0
+    _calm(first)
+    if processes > 1 and not torch.distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.distributed.init_process_group()
+    return processes, first
+
+
+def first_alone(action: Callable[[], None]) -> None:
+    """Let the first process act, while the others wait; its mistake is a mistake of all."""
+    processes, first = join_processes()
+
+    def act() -> Claim:
+        action()
+        return Claim(Path(), None, False)
+
+    _agree(act, first, processes)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise LatteError for a model that cannot be built, before any folder or text is touched."""
+    if recipe.conversion.base is None:
+        model_config(recipe, {})
+    else:
+        from latte.train.conversion_model import starting_config
+
+        starting_config(recipe.conversion)
+
+
+def trainer_class(recipe: Recipe) -> type[LatteTrainer]:
+    """The Trainer of a recipe's objective."""
+    if recipe.conversion.base is not None:
+        from latte.train.conversion_trainer import ConversionTrainer
+
+        return ConversionTrainer
+    return ComparatorTrainer if recipe.model.is_comparator else LatteTrainer
+
+
+def data_section(recipe: Recipe) -> DataSection:
+    """The recipe's data, in the base's tokens if there is a base."""
+    if recipe.conversion.base is None:
+        return recipe.data
+    return dataclasses.replace(recipe.data, tokenizer=recipe.conversion.base)
+
+
+def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
+    """The recipe's model config; `model.overrides` wins over `defaults`."""
+    section = recipe.model
+    values = {**defaults, **section.overrides}
+    try:
+        if section.architecture is not None:
+            return architecture_config(section.architecture, values)
+        check_name(section.preset)
+        if section.is_comparator:
+            find(section.preset, causal=True)
+            return comparator_config(section.preset, section.size, **values)
+        from latte.models import preset_config
+
+        return preset_config(section.preset, section.size, **values)
+    except (ValueError, TypeError) as error:
+        raise LatteError(f"model: {' '.join(str(error).split())}") from None
+
+
+def architecture_config(architecture: str, values: dict[str, Any]) -> Any:
+    """The config of a plain model of Transformers. Raises LatteError for unknown names."""
+    from dataclasses import fields
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LatteError(
+            f"architecture {architecture!r} is no causal language model of Transformers;"
+            " expected a model type such as llama, mistral or gemma2"
+        )
+    kind: Any = CONFIG_MAPPING[architecture]
+    known = {field.name for field in fields(kind)}
+    for name in values:
+        if name not in known:
+            raise LatteError(f"unknown field {name!r} of {kind.__name__}")
+    # An encoder such as BERT sees the next token, unless its config says what it is for.
+    for name in ("is_decoder", "causal"):
+        if name in known:
+            values = {name: True, **values}
+    return kind(**values)
+
+
+def build_model(recipe: Recipe, text: Text) -> Any:
+    """A freshly initialised model whose vocabulary fits the tokenizer, from the recipe's seed."""
+    from transformers import set_seed
+
+    from latte.data.tokenizers import document_ends, model_vocab_size
+
+    if recipe.conversion.base is not None:
+        from latte.train.conversion_model import starting_model
+
+        model = starting_model(recipe.conversion, recipe.training.seed)
+        text.train.check_vocabulary(model.config.vocab_size)
+        return model
+    bos, eos = document_ends(text.tokenizer)
+    defaults = {
+        "vocab_size": model_vocab_size(text.tokenizer),
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": text.tokenizer.pad_token_id,
+        "max_position_embeddings": recipe.data.block_length,
+    }
+    config = model_config(recipe, defaults)
+    text.train.check_vocabulary(config.vocab_size)
+    set_seed(recipe.training.seed)
+    return language_model(config)
+
+
+def _agree(action: Any, first: bool, processes: int) -> Claim:
+    """Run `action` on the first process and give its result, or its error, to all."""
+    answer: list[Any] = [None, None]
+    owner = None
+    if first:
+        try:
+            owner = action()
+            answer = [(owner.folder, owner.resume, owner.finished), None]
+        except LatteError as error:
+            answer = [None, error]
+    if processes > 1:
+        torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return owner if owner is not None else Claim(*answer[0])
+
+
+def _give_back(owner: Claim, first: bool) -> None:
+    """A run that could not start leaves its new folder as it found it: empty."""
+    if first and owner.resume is None and owner.lock is not None:
+        started = [p for p in owner.folder.iterdir() if p.name not in ("run.json", ".lock")]
+        if not started:
+            (owner.folder / "run.json").unlink()
+            (owner.folder / ".lock").unlink()
+            owner.lock.close()
+
+
+def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:
+    folder = Path(recipe.output_dir)
+    if finished:
+        trainer.save_model(str(folder))
+    if trainer.args.should_save:
+        if finished:
+            write_manifest(folder, sorted(folder.glob("*.safetensors")))
+        evaluations = read_metrics(folder, "eval")
+        last = evaluations[-1] if evaluations else {}
+        result = {
+            "finished": finished,
+            "steps": trainer.state.global_step,
+            "tokens": trainer.state.global_step * recipe.tokens_per_step(trainer.args.world_size),
+            "seconds": round(progress.seconds, 2),
+            "validation": {k: v for k, v in last.items() if k.startswith("eval_")},
+        }
+        if finished:
+            (folder / STOPPED_FILE).unlink(missing_ok=True)
+        write_json(folder / (FINISHED_FILE if finished else STOPPED_FILE), result)
+        if not progress.quiet:
+            _say_end(folder, finished, trainer.state.global_step, recipe)
+    if trainer.args.world_size > 1:
+        torch.distributed.barrier()
+    return _stored_result(folder)
+
+
+def _say_end(folder: Path, finished: bool, step: int, recipe: Recipe) -> None:
+    if finished:
+        print(f"finished: {folder} holds the model (try: latte generate {folder})", flush=True)
+    else:
+        print(
+            f"stopped at step {step} by training.max_minutes={recipe.training.max_minutes:g};"
+            " run again with more minutes to go on",
+            flush=True,
+        )
+
+
+def _stored_result(folder: Path) -> Result:
+    name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else STOPPED_FILE
+    stored = json.loads((folder / name).read_text(encoding="utf-8"))
+    return Result(folder=folder, **stored)
+
+
+def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: int) -> None:
+    for problem in owner.skipped:
+        print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    if recipe.conversion.base is not None:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        detail = f" ({recipe.conversion.objective}, {trained / 1e6:.2f}M trained)"
+    else:
+        detail = "" if recipe.model.architecture else f" ({recipe.model.size})"
+    print(
+        f"{recipe.name}{detail}, {parameters / 1e6:.2f}M parameters |"
+        f" {steps} steps of {recipe.tokens_per_step(processes):,} tokens on {processes}"
+        f" process{'es' if processes > 1 else ''} |"
+        f" {'resuming from ' + owner.resume.name if owner.resume else 'from the start'} |"
+        f" {owner.folder}",
+        flush=True,
+    )
+
+
+def _calm(first: bool) -> None:
+    """Libraries' chatter off the terminal: lines there are ours."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", message="OMP_NUM_THREADS", module="accelerate")
+    if not first:
+        warnings.filterwarnings("ignore")

@@ -1,0 +1,266 @@
+"""The folder of a training run: whose it is, which checkpoints are complete, what is final.
+
+    output_dir/
+      run.json            the recipe and the number of processes: the run's identity
+      metrics.jsonl       one line per log or evaluation step
+      tensorboard/        the same for TensorBoard
+      checkpoint-<step>/  everything needed to continue; appears by one rename, complete
+      config.json, model.safetensors, tokenizer.json   the result, once the run has finished
+      finished.json       written last
+
+A checkpoint is written in `.staging/`, given a manifest of its files' sizes, flushed to disk and
+renamed, so a killed process leaves either all of it or nothing. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import IO, Any, Protocol
+
+from latte.errors import LatteError
+
+RUN_FILE = "run.json"
+FINISHED_FILE = "finished.json"
+MANIFEST_FILE = "manifest.json"
+STAGING = ".staging"
+LOCK_FILE = ".lock"
+
+
+class Identified(Protocol):
+    """What a run is made from: a recipe, or one run of a recipe's grid."""
+
+    output_dir: str
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run, as plain JSON."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, as plain JSON."""
+
+
+class FolderInUse(LatteError):
+    """Another process is training in the folder."""
+
+
+@dataclass
+class Claim:
+    """A run folder that is ours. `resume` is the newest complete checkpoint, if there is one."""
+
+    folder: Path
+    resume: Path | None
+    finished: bool
+    lock: IO[str] | None = None
+    skipped: tuple[str, ...] = ()  # damaged checkpoints that were passed over
+
+
+def claim(recipe: Identified, processes: int = 1) -> Claim:
+    """Take `recipe.output_dir` for this run, or say in one line why not. Overwrites nothing.
+
+    Raises:
+        LatteError: the folder cannot be written, holds another run or something else, is in
+            use by another process, or all its checkpoints are damaged.
+    """
+    folder = writable_folder(Path(recipe.output_dir))
+    identity = {"recipe": recipe.identity(), "processes": processes}
+    run_file, lock = folder / RUN_FILE, None
+    if not run_file.exists():
+        strangers = [p.name for p in folder.iterdir() if not _own(p.name)]
+        # Unless another process has made it its own in this very moment.
+        if strangers and not run_file.exists():
+            raise LatteError(
+                f"output folder {folder} is not empty and holds no run of latte (it has"
+                f" {sorted(strangers)[0]!r}); choose another output_dir"
+            )
+        lock = _lock(folder)
+        if not run_file.exists():
+            write_json(run_file, {"identity": identity, "recipe": recipe.as_dict()})
+            return Claim(folder, None, False, lock)
+    _check_same_run(run_file, identity)
+    lock = lock or _lock(folder)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    if (folder / FINISHED_FILE).exists():
+        return Claim(folder, None, True, lock)
+    resume, skipped = newest_checkpoint(folder)
+    if resume is None and skipped:
+        raise LatteError(
+            f"no complete checkpoint in {folder}: {skipped[0]}; delete the damaged"
+            " checkpoint folders to start from step 0"
+        )
+    return Claim(folder, resume, False, lock, tuple(skipped))
+
+
+def _own(name: str) -> bool:
+    """Whether a file may stand in a folder that no run has claimed yet."""
+    return name in (LOCK_FILE, STAGING) or name.startswith(f"{RUN_FILE}.tmp-")
+
+
+def writable_folder(folder: Path) -> Path:
+    """Create a folder for results, or say in one line that it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LatteError(
+            f"output folder {folder} cannot be written: {error.strerror or error}"
+        ) from None
+    return folder
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Hold the folder until this process ends, however it ends."""
+    lock = open(folder / LOCK_FILE, "w")  # noqa: SIM115  held open on purpose
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise FolderInUse(f"another process is training in {folder}") from None
+    return lock
+
+
+def check_same_recipe(recipe: Identified) -> None:
+    """Raise LatteError if `recipe.output_dir` holds a run of another recipe.
+
+    By however many processes: a result may be read by one that was computed by many.
+    """
+    run_file = Path(recipe.output_dir) / RUN_FILE
+    if run_file.exists():
+        _check_same_run(run_file, {"recipe": recipe.identity()})
+
+
+def _check_same_run(run_file: Path, identity: dict[str, Any]) -> None:
+    """Raise LatteError if a run's file has other values than these."""
+    try:
+        stored = json.loads(run_file.read_text(encoding="utf-8"))["identity"]
+        stored = {key: stored[key] for key in identity}
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise LatteError(f"{run_file} is damaged ({error}); choose another output_dir") from None
+    difference = first_difference(stored, json.loads(json.dumps(identity)))
+    if difference:
+        key, there, here = difference
+        raise LatteError(
+            f"output folder {run_file.parent} holds another run: {key} is {there!r} there and"
+            f" {here!r} here; choose another output_dir"
+        )
+
+
+def first_difference(stored: Any, wanted: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """(dotted key, stored value, wanted value) of the first difference of two JSON trees."""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for name in [*stored, *(n for n in wanted if n not in stored)]:
+            dotted = f"{key}.{name}" if key else name
+            found = first_difference(stored.get(name), wanted.get(name), dotted)
+            if found:
+                return found
+        return None
+    return None if stored == wanted else (key.removeprefix("recipe."), stored, wanted)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint, and what is wrong with the newer ones passed over."""
+    skipped: list[str] = []
+    for path in reversed(checkpoints(folder)):
+        problem = checkpoint_problem(path)
+        if problem is None:
+            return path, skipped
+        skipped.append(problem)
+    return None, skipped
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Folders named checkpoint-<step>, by step."""
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def checkpoint_problem(folder: Path, only: str = "*") -> str | None:
+    """None if the manifest's files are there, with their sizes and checksums, else a sentence.
+
+    `only` restricts the check to names that match the pattern.
+    """
+    manifest = folder / MANIFEST_FILE
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        for name, (size, checksum) in files.items():
+            path = folder / name
+            if not PurePath(name).match(only):
+                continue
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != size:
+                return f"{path} has {path.stat().st_size} bytes, expected {size}"
+            if _checksum(path) != checksum:
+                return f"{path} was edited: its checksum does not match"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{manifest} is missing or damaged"
+    return None
+
+
+def write_manifest(folder: Path, files: list[Path]) -> None:
+    """Record sizes and checksums of `files`, and flush them and the record to disk."""
+    record = {}
+    for path in files:
+        record[str(path.relative_to(folder))] = [path.stat().st_size, _checksum(path)]
+        _flush(path)
+    write_json(folder / MANIFEST_FILE, {"files": record})
+    _flush(folder / MANIFEST_FILE)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def seal(staged: Path, final: Path) -> None:
+    """Write the manifest of a staged checkpoint, flush it to disk and move it into place."""
+    write_manifest(staged, sorted(path for path in staged.rglob("*") if path.is_file()))
+    for path in [staged, *(p for p in staged.rglob("*") if p.is_dir())]:
+        _flush(path)
+    if final.exists():  # the same step, reached again after a damaged checkpoint
+        shutil.rmtree(final)
+    os.replace(staged, final)
+    _flush(final.parent)
+
+
+def rotate(newest: Path, keep: int) -> None:
+    """Delete all but `keep` checkpoints, the newest and those before it.
+
+    Later ones are damaged: the run went on from an earlier one. They neither count nor go.
+    """
+    found = checkpoints(newest.parent)
+    for path in found[: found.index(newest) + 1][:-keep]:
+        shutil.rmtree(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write aside and rename: a reader sees the old file or the new one, other writers or not."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

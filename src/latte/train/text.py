@@ -1,0 +1,165 @@
+"""From a recipe's `data` section to a tokenizer, training blocks and held-out documents."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latte.data.blocks import BlockCollator, PackedBlocks
+from latte.data.corpora import Corpus, open_corpus, sample_text
+from latte.data.evaluation import EvaluationText
+from latte.data.files import FileSource, find_files
+from latte.data.tokenfile import TokenFile, tokenize_corpus
+from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from latte.errors import LatteError
+from latte.train.recipe import DataSection
+
+# A vocabulary is learnt from at most so much text, drawn evenly from the corpus.
+BPE_SAMPLE_BYTES = 20_000_000
+
+
+@dataclass(frozen=True)
+class Text:
+    """What training and evaluation read."""
+
+    corpus: Corpus
+    tokenizer: Any
+    train: TokenFile
+    validation: TokenFile
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the training text; bos and eos count as tokens of no bytes."""
+        return self.train.num_bytes / len(self.train)
+
+    def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
+        """The first `count` training blocks of the order that `seed` chooses."""
+        return PackedBlocks(
+            self.train,
+            section.block_length,
+            seed=seed,
+            respect_documents=section.respect_documents,
+            length=count,
+        )
+
+    def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
+        """The held-out documents, or about `max_tokens` of them, spread evenly."""
+        return EvaluationText(self.validation, join=join, max_tokens=max_tokens)
+
+    @staticmethod
+    def collator(section: DataSection, *, pack: bool = True) -> BlockCollator:
+        """One layout for every batch, wherever documents end: packed if they are kept apart.
+
+        Without `pack` each document has a row of its own instead, for models that cannot keep
+        packed ones apart; the tokens and what they may see are the same.
+        """
+        if not section.respect_documents:
+            return BlockCollator("rows")
+        return BlockCollator("packed" if pack else "padded")
+
+
+def prepare_text(section: DataSection, progress: bool = True) -> Text:
+    """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input."""
+    progress = progress and sys.stderr.isatty()  # bars belong on a terminal
+    cache = cache_folder(section.cache_dir)
+    corpus = open_section(section)
+    tokenizer = make_tokenizer(section, corpus, cache, progress)
+    return Text(
+        corpus,
+        tokenizer,
+        tokenize_corpus(corpus, tokenizer, "train", cache, progress=progress),
+        tokenize_corpus(corpus, tokenizer, "validation", cache, progress=progress),
+    )
+
+
+def open_section(section: DataSection) -> Corpus:
+    """The corpus of a recipe's `data` section."""
+    if not (isinstance(section.corpus, str) and section.corpus.startswith("hub:")):
+        for name in ("hub_config", "hub_validation_split"):
+            if getattr(section, name) is not None:
+                raise LatteError(
+                    f"data.{name}: only for a 'hub:NAME' corpus; expected data.{name}=null with"
+                    f" {section.corpus!r}"
+                )
+    return open_corpus(
+        section.corpus,
+        validation=section.validation,
+        field=section.field,
+        config=section.hub_config,
+        validation_split=section.hub_validation_split,
+    )
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """A recipe's `cache_dir`, else $LATTE_CACHE, else ~/.cache/latte."""
+    chosen = cache_dir or os.environ.get("LATTE_CACHE") or "~/.cache/latte"
+    return Path(chosen).expanduser()
+
+
+def make_tokenizer(section: DataSection, corpus: Corpus, cache: Path, progress: bool) -> Any:
+    """The section's tokenizer; a BPE is learnt from the training text once and kept."""
+    if section.tokenizer == "byte":
+        return byte_tokenizer()
+    if section.tokenizer != "bpe":
+        return load_tokenizer(section.tokenizer)
+    from filelock import FileLock
+
+    name = f"bpe-{section.vocab_size}-{corpus.fingerprint('train')[:20]}"
+    folder = cache / name
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f".{name}.lock"):
+            if not folder.is_dir():
+                sample = sample_text(corpus, BPE_SAMPLE_BYTES, progress=progress)
+                tokenizer = train_bpe(
+                    sample,
+                    section.vocab_size,
+                    total_bytes=sum(len(text.encode()) for text in sample),
+                    progress=progress,
+                )
+                staged = cache / f".{name}.tmp-{os.getpid()}"
+                tokenizer.save_pretrained(staged)
+                staged.rename(folder)
+    except OSError as error:
+        raise LatteError(
+            f"{cache}: the tokenizer cannot be written ({error.strerror or error})"
+        ) from None
+    return load_tokenizer(folder)
+
+
+def evaluation_text(
+    corpus: str | list[str],
+    tokenizer: Any,
+    *,
+    field: str = "text",
+    join: bool = False,
+    max_tokens: int | None = None,
+) -> EvaluationText:
+    """What `--corpus` names, to be scored: all of local files, the held-out part of others."""
+    if isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:")):
+        chosen = open_corpus(corpus, field=field)
+    else:
+        specs = [corpus] if isinstance(corpus, str) else corpus
+        paths = list(dict.fromkeys(path for spec in specs for path in find_files(spec)))
+        whole = FileSource(paths, field)
+        chosen = Corpus(whole.name, whole, whole)
+    return _tokenized(chosen, tokenizer, cache_folder(None), join, max_tokens)
+
+
+def held_out_text(
+    section: DataSection, tokenizer: Any, *, join: bool = False, max_tokens: int | None = None
+) -> EvaluationText:
+    """What a run with this `data` section held out: nothing that it was trained on."""
+    cache = cache_folder(section.cache_dir)
+    return _tokenized(open_section(section), tokenizer, cache, join, max_tokens)
+
+
+def _tokenized(
+    corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
+) -> EvaluationText:
+    bar = sys.stderr.isatty()
+    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=bar)
+    return EvaluationText(tokens, join=join, max_tokens=max_tokens)

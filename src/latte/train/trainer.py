@@ -1,0 +1,341 @@
+"""The Hugging Face Trainer, made exact: atomic checkpoints, data by index, honest losses.
+
+What is changed, and why:
+
+- Example i is a function of (seed, i), read in order, so that a resumed run sees the same data.
+- A checkpoint is staged and renamed; a killed process never leaves half of one.
+- The logged loss is the summed NLL of the log window over its token count; a loss or a gradient
+  norm that is not finite stops the run before it can reach the weights.
+- FSDP2 is applied here, by `fully_shard`, since Accelerate turns it into DDP on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import Trainer, TrainingArguments
+
+from latte.data.evaluation import EvaluationText
+from latte.errors import LatteError
+from latte.evaluate.scoring import score
+from latte.train import sharding
+from latte.train.recipe import Recipe, dump
+from latte.train.run_folder import STAGING, rotate, seal
+from latte.train.speed import of_own_blocks, quicken
+from latte.train.steps import decayed_names
+
+
+class Diverged(LatteError):
+    """The loss or a gradient is not finite. The same run diverges again at the same step."""
+
+
+class LatteTrainer(Trainer):
+    """Trains one model by one recipe. See the module docstring.
+
+    Args:
+        recipe: the checked recipe.
+        steps: optimiser steps of the whole run.
+        held_out: scored at `eval_steps` and at the end, at the training length.
+        bytes_per_token: of the training text, for bits per byte in the log.
+    """
+
+    # The Trainer types these as possibly None, which they are not once training has begun.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        train_dataset: Dataset,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        held_out: EvaluationText | None,
+        *,
+        steps: int,
+        bytes_per_token: float = 1.0,
+        callbacks: list[Any] | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.tokenizer = tokenizer
+        self.held_out = held_out
+        self.bytes_per_token = bytes_per_token
+        self._staging = False
+        self._sharded = False
+        self._use_cache = getattr(model.config, "use_cache", False)
+        quicken(model, recipe)
+        super().__init__(
+            model=model,
+            args=training_arguments(recipe, steps),
+            data_collator=collate,
+            train_dataset=train_dataset,
+            eval_dataset=train_dataset,  # `evaluate` below scores `held_out` instead
+            callbacks=callbacks,
+        )
+        from transformers.trainer_callback import PrinterCallback
+
+        self.remove_callback(PrinterCallback)
+        # [summed NLL, tokens] since the last log line, and whether anything was not finite
+        self._window = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self._not_finite = torch.zeros((), dtype=torch.bool, device=self.args.device)
+        if recipe.training.strategy == "fsdp2" and self.args.world_size > 1:
+            self._sharded = True
+            sharding.shard(self.model, self.args.device)
+            # The model places itself and reduces its gradients: Accelerate must not wrap it.
+            self.is_distributed_loading_by_transformers = True
+
+    # ---- data, optimiser, schedule
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(dataset)
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        return decayed_names(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            section = self.recipe.training
+
+            def factor(step: int) -> float:
+                return learning_rate_factor(
+                    step,
+                    num_training_steps,
+                    warmup=section.warmup_steps,
+                    schedule=section.schedule,
+                    floor=section.min_learning_rate / section.learning_rate,
+                )
+
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer if optimizer is None else optimizer, factor
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _prepare_for_training(self, *arguments: Any) -> Any:
+        prepared = super()._prepare_for_training(*arguments)
+        if self._sharded:
+            sharding.assert_sharded(prepared[0])
+            if isinstance(prepared[0], torch.nn.parallel.DistributedDataParallel):
+                raise RuntimeError("FSDP2 was asked for, but the Trainer wrapped the model in DDP")
+        return prepared
+
+    # ---- loss and gradient norm
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if num_items_in_batch is None:
+            raise RuntimeError("the loss must be normalised by num_items_in_batch")
+        # loss = (this process's summed NLL) / (tokens of the step, all processes) * processes
+        items = num_items_in_batch / self.args.world_size
+        share = items / self.current_gradient_accumulation_steps
+        # Tokens are counted in equal shares: they add up to the step's count over everything.
+        self._window += torch.stack([loss.double() * items, share.double()])
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Runs between the backward pass and the optimiser's step, on every step."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if isinstance(norm, torch.distributed.tensor.DTensor):
+            norm = norm.full_tensor()
+        self._not_finite |= ~torch.isfinite(torch.as_tensor(norm, device=self.args.device))
+        # Reading a flag waits for a GPU, so there only now and then; a CPU has nothing to wait for.
+        step = self.state.global_step + 1
+        looked_at = (step % k == 0 for k in (self.args.logging_steps, self.args.save_steps))
+        if self.args.device.type == "cpu" or any(looked_at) or step >= self.state.max_steps:
+            self._stop_if_not_finite(step)
+        return norm
+
+    def _stop_if_not_finite(self, step: int) -> None:
+        if not bool(self._not_finite):
+            return
+        section = self.recipe.training
+        raise Diverged(
+            f"training diverged: loss or gradient is not finite at step {step} (peak"
+            f" training.learning_rate {section.learning_rate:g}, bf16 {section.bf16}); nothing"
+            " was saved since the last checkpoint; try a lower learning rate"
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Replace the mean of step means by the window's summed NLL over its tokens."""
+        if "loss" in logs:
+            window = self._window.clone()
+            if self.args.world_size > 1:
+                dist.all_reduce(window)
+            total, tokens = window.tolist()
+            self._window.zero_()
+            logs["loss"] = total / tokens
+            logs.update(self.loss_parts(total / tokens))
+        super().log(logs, start_time)
+
+    def loss_parts(self, loss: float) -> dict[str, float]:
+        """What is logged beside the loss, nats per token."""
+        return {
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": loss / math.log(2) / self.bytes_per_token,
+        }
+
+    # ---- held-out text
+
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+        """Score the held-out documents at the training length (see `scoring`)."""
+        if self.held_out is None:
+            return {}
+        found = score(
+            self.model,
+            self.held_out,
+            self.recipe.data.block_length,
+            bf16=self.args.bf16,
+            rank=self.args.process_index,
+            processes=self.args.world_size,
+        )
+        metrics = {
+            f"{metric_key_prefix}_loss": found.loss,
+            f"{metric_key_prefix}_perplexity": found.perplexity,
+            f"{metric_key_prefix}_bits_per_byte": found.bits_per_byte,
+        }
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    # ---- checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, STAGING) if self._staging else folder
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The Trainer's checkpoint, written aside and renamed when every process has written."""
+        final = Path(self.recipe.output_dir)
+        name = f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(final / STAGING, ignore_errors=True)
+        self._barrier()
+        self._staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = False
+        self._barrier()
+        if self.args.should_save:
+            seal(final / STAGING / name, final / name)
+            (final / STAGING).rmdir()
+            rotate(final / name, self.recipe.training.keep_checkpoints)
+        self._barrier()
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Export for `from_pretrained`: weights in safetensors, config, tokeniser, recipe."""
+        folder = self.recipe.output_dir if output_dir is None else output_dir
+        state = sharding.full_state_dict(self.model) if self._sharded else None
+        if self.args.should_save:
+            self.export(folder, state)
+
+    def export(self, folder: str, state: dict[str, torch.Tensor] | None) -> None:
+        """Write a model folder; `state` are its weights where they are not the model's own."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if state is not None and model.config.tie_word_embeddings:
+            for name in model._tied_weights_keys:  # gathered twice, saved once
+                state.pop(name, None)
+        # The Trainer turns the cache off, for itself: a loaded model should have one.
+        training, model.config.use_cache = model.config.use_cache, self._use_cache
+        model.save_pretrained(folder, state_dict=state)
+        model.config.use_cache = training
+        self.tokenizer.save_pretrained(folder)
+        Path(folder, "recipe.json").write_text(dump(self.recipe), encoding="utf-8")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        sharding.save_shards(self.model, self._plain_optimizer(), Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._sharded:  # sharded weights come with the optimiser's, below
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._sharded or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        sharding.load_shards(self.model, self._plain_optimizer(), Path(checkpoint))
+        schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+
+def learning_rate_factor(
+    step: int, steps: int, *, warmup: int, schedule: str, floor: float = 0.0
+) -> float:
+    """Learning rate over its peak at a step: linear warmup, then decay to `floor` at the end."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if schedule == "constant":
+        return 1.0
+    left = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * left
+
+
+def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
+    """The recipe as Hugging Face TrainingArguments."""
+    section = recipe.training
+    return TrainingArguments(
+        output_dir=recipe.output_dir,
+        max_steps=steps,
+        per_device_train_batch_size=section.batch_size,
+        gradient_accumulation_steps=section.gradient_accumulation,
+        learning_rate=section.learning_rate,
+        optim="adamw_torch_fused",
+        adam_beta1=section.betas[0],
+        adam_beta2=section.betas[1],
+        adam_epsilon=section.epsilon,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        bf16=section.bf16,
+        torch_compile=section.torch_compile and not of_own_blocks(recipe),
+        gradient_checkpointing=section.gradient_checkpointing,
+        seed=section.seed,
+        logging_steps=section.log_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=section.save_steps,
+        eval_strategy="steps",
+        eval_steps=section.eval_steps,
+        ddp_find_unused_parameters=False,
+        average_tokens_across_devices=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,  # our own bar and line: see `metrics`
+        report_to="none",
+        log_level="error",
+        log_level_replica="error",
+        use_cpu=not torch.cuda.is_available(),
+    )

@@ -1,0 +1,197 @@
+"""Plain mappings (YAML, dotted overrides) into nested dataclasses, with one clear line per mistake.
+
+Only what recipes need: int, float, bool, str, `X | None`, `list[X]`, `dict[str, Any]`,
+`Literal[...]` and nested dataclasses. Nothing here imports torch, so that a recipe is checked
+before anything slow starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from latte.errors import LatteError
+
+D = TypeVar("D")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `3e-4` as text; in a recipe it is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(text: str, where: str) -> dict[str, Any]:
+    """Parse a YAML mapping. `where` names the source in the error."""
+    try:
+        content = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values alone
+    except yaml.YAMLError as error:
+        detail = " ".join(str(error).split())
+        raise LatteError(f"{where} is not valid YAML: {detail}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise LatteError(
+            f"{where}: expected a mapping of sections, got {type(content).__name__} {content!r}"
+        )
+    return content
+
+
+def apply_override(tree: dict[str, Any], assignment: str) -> None:
+    """Set `a.b.c=value` in a nested mapping, in place; the value is read as YAML."""
+    key, equals, value = assignment.partition("=")
+    if not equals or not key or any(not part for part in key.split(".")):
+        raise LatteError(
+            f"override {assignment!r}: expected key=value with a dotted key, such as"
+            " training.max_steps=200"
+        )
+    try:
+        parsed = yaml.load(value, Loader=_Loader) if value else ""
+    except yaml.YAMLError:
+        parsed = value
+    *sections, last = key.split(".")
+    node = tree
+    for depth, section in enumerate(sections):
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise LatteError(
+                f"override {assignment!r}: {'.'.join(sections[: depth + 1])} is a value"
+                f" ({child!r}), not a section"
+            )
+        node = child
+    node[last] = parsed
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings, `over` winning key by key."""
+    result = dict(base)
+    for key, value in over.items():
+        previous = result.get(key)
+        both = isinstance(previous, Mapping) and isinstance(value, Mapping)
+        result[key] = merge(previous, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def build(kind: type[D], values: Any, path: str = "") -> D:
+    """Build the dataclass `kind` from a mapping.
+
+    Raises LatteError naming the dotted key, what was expected and, for an unknown key, the
+    nearest valid one.
+    """
+    if not isinstance(values, Mapping):
+        raise LatteError(f"{path or 'recipe'}: expected a section, got {_show(values)}")
+    hints = get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            full = f"{path}.{key}" if path else str(key)
+            raise LatteError(f"unknown key {full!r}{_nearest(str(key), names, path, kind)}")
+    arguments = {
+        key: convert(hints[key], value, f"{path}.{key}" if path else key)
+        for key, value in values.items()
+    }
+    try:
+        return kind(**arguments)
+    except TypeError as error:  # a field without default is missing
+        missing = [
+            field.name
+            for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+            if field.name not in arguments
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        ]
+        if not missing:
+            raise
+        full = f"{path}.{missing[0]}" if path else missing[0]
+        raise LatteError(f"missing key {full!r}: expected {describe(hints[missing[0]])}") from error
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the annotated type `hint`, or a LatteError that names `path`."""
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, path)  # type: ignore[arg-type, type-var]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        for option in arguments:
+            if option is not type(None) and _fits(option, value):
+                return convert(option, value, path)
+    elif origin is Literal:
+        if value in arguments:
+            return value
+        close = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1)
+        nearest = f"; did you mean {close[0]!r}?" if close else ""
+        raise LatteError(f"{path}: expected {describe(hint)}, got {_show(value)}{nearest}")
+    elif origin is list:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [convert(arguments[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
+    elif origin is dict:
+        if isinstance(value, Mapping):
+            return dict(value)
+    elif _fits(hint, value):
+        return float(value) if hint is float else value
+    raise LatteError(f"{path}: expected {describe(hint)}, got {_show(value)}")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping)
+    origin = get_origin(hint)
+    if origin is list:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if origin is Literal:
+        return value in get_args(hint)
+    return hint is Any or isinstance(value, hint)
+
+
+def describe(hint: Any) -> str:
+    """A type annotation in words for an error line."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join("nothing (null)" if a is type(None) else describe(a) for a in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin is list:
+        return f"a list of {describe(arguments[0])}"
+    if origin is dict or dataclasses.is_dataclass(hint):
+        return "a section"
+    words = {int: "an integer (int)", float: "a number (float)", str: "text (str)"}
+    return {**words, bool: "true or false (bool)"}.get(hint, str(hint))
+
+
+def _show(value: Any) -> str:
+    return "nothing (null)" if value is None else f"{type(value).__name__} {value!r}"
+
+
+def _nearest(key: str, names: list[str], path: str, kind: type) -> str:
+    prefix = f"{path}." if path else ""
+    candidates = [prefix + name for name in names]
+    hints = get_type_hints(kind)
+    for name in names:  # also look one level down: `max_steps` means `training.max_steps`
+        if dataclasses.is_dataclass(hints[name]):
+            candidates += [f"{prefix}{name}.{f.name}" for f in dataclasses.fields(hints[name])]
+    by_name: dict[str, str] = {}
+    for candidate in candidates:
+        by_name.setdefault(candidate.rsplit(".", 1)[-1], candidate)
+    close = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.5)
+    if close:
+        return f"; the nearest valid key is {by_name[close[0]]!r}"
+    return f"; valid keys are {', '.join(prefix + name for name in names)}"

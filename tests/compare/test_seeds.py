@@ -1,0 +1,333 @@
+"""Comparisons by several seeds: intervals, resuming, failures, the report."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from latte.compare import seeds, seeds_report
+from latte.compare.intervals import Mean, mean_of, student_t
+from latte.compare.seeds import FAILED_FILE, MEASURED_FILE, Run, compare_seeds, list_runs
+from latte.compare.seeds_report import found_order, losses, paired, verdict
+from latte.errors import LatteError
+from latte.evaluate.lengths import Row
+from latte.machine.apart import WorkFailed, in_fresh_process
+from latte.machine.memory import peak_bytes, reset_peak
+from latte.train.metrics import read_metrics
+from latte.train.recipe import Recipe
+from latte.train.run_folder import FolderInUse, claim, write_json
+from latte.train.trainer import Diverged
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423), (120, 1.9799)],
+)
+def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+    assert student_t(0.95, freedom) == pytest.approx(quantile, abs=5e-5)
+
+
+def test_a_mean_carries_its_interval() -> None:
+    three = mean_of([1.0, 2.0, 3.0])
+    assert (three.value, three.count) == (2.0, 3)
+    assert three.half_width == pytest.approx(4.302653 / math.sqrt(3))
+    assert three.sign == 0 and mean_of([5.0, 5.1, 5.2]).sign == 1
+    assert mean_of([-5.0, -5.1, -5.2]).sign == -1
+    assert mean_of([7.0]) == Mean(7.0, None, 1) and mean_of([7.0]).sign == 0
+
+
+def test_work_apart_returns_fails_and_dies_alone(capfd: Any) -> None:
+    assert in_fresh_process(int, "3") == 3
+    with pytest.raises(WorkFailed, match="ValueError: invalid literal"):
+        in_fresh_process(int, "three")
+    with pytest.raises(WorkFailed, match="killed by SIGABRT"):
+        in_fresh_process(os.abort)
+    with pytest.raises(LatteError, match="expected presets") as found:
+        in_fresh_process(_refuse)
+    assert not isinstance(found.value, WorkFailed)
+
+
+def _refuse() -> None:
+    raise LatteError("expected presets, got none")
+
+
+def test_the_peak_of_memory_starts_anew() -> None:
+    big = bytearray(os.urandom(1)) * 200_000_000
+    high = peak_bytes()
+    del big
+    reset_peak()
+    assert high - peak_bytes() > 100_000_000
+
+
+# ---- the harness, with made-up measurements
+
+
+def fake(perplexities: dict[tuple[str, int], float | Exception], done: list[str]) -> Any:
+    """In the place of training: writes what was measured, or raises."""
+
+    def train_and_measure(run: Run, section: Any, quiet: bool) -> None:
+        done.append(run.label)
+        found = perplexities[run.preset, run.seed]
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(found, Exception):
+            raise found
+        rows = [
+            Row(length, 1000, 4000.0, math.log(found), found, 2.0, 1.0, 1000.0, 10**6)
+            for length in sorted(section.lengths)
+        ]
+        values = {
+            "wanted": {"lengths": sorted(section.lengths), "max_tokens": section.max_tokens},
+            "parameters": 10**6,
+            "steps": 10,
+            "tokens": 640,
+            "seconds": 1.0,
+            "tokens_per_second": 640.0 + run.seed,
+            "peak_memory_bytes": 10**9,
+            "hardware": {"device": "cpu", "threads": 1, "torch": "2", "date": "2026-01-01"},
+            "rows": [vars(row) for row in rows],
+        }
+        write_json(run.folder / MEASURED_FILE, values)
+        (run.folder / FAILED_FILE).unlink(missing_ok=True)
+
+    return train_and_measure
+
+
+@pytest.fixture
+def made_up(make_recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe for measurements that are made up; no figure, which takes longest here."""
+    monkeypatch.setattr(seeds_report, "seeds_figure", lambda *_: None)
+    recipe: Recipe = make_recipe(name="seeds")
+    recipe.comparison.presets = ["latte", "latte++", "latte-r-swa++", "transformer++"]
+    recipe.comparison.seeds = [0, 1, 2]
+    recipe.comparison.lengths = [32, 64]
+    return recipe
+
+
+VALUES = {
+    ("latte", 0): 130.0, ("latte", 1): 150.0, ("latte", 2): 140.0,
+    ("latte++", 0): 120.0, ("latte++", 1): 139.0, ("latte++", 2): 129.0,
+    ("latte-r-swa++", 0): 100.0, ("latte-r-swa++", 1): 121.0, ("latte-r-swa++", 2): 109.0,
+    ("transformer++", 0): 99.0, ("transformer++", 1): 119.0, ("transformer++", 2): 111.0,
+}  # fmt: skip
+
+
+def test_differences_are_paired_and_claims_are_judged(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(seeds, "train_and_measure", fake(dict(VALUES), done))
+    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    # seed by seed, so that an early end leaves whole rounds
+    assert done[:4] == [f"{p}, seed 0" for p in made_up.comparison.presets] and len(done) == 12
+    found = losses(outcomes, 32)
+    difference = paired(found, "latte", "latte++")
+    assert difference is not None and difference.value == pytest.approx(32 / 3)
+    # Seeds differ by 20, their differences by 1: unpaired intervals would include 0.
+    assert difference.half_width == pytest.approx(4.302653 * math.sqrt(1 / 3) / math.sqrt(3), 1e-5)
+    assert verdict(difference) == "holds"
+    last = paired(found, "transformer++", "latte-r-swa++")
+    assert last is not None and last.sign == 0 and verdict(last).startswith("undecided")
+    assert verdict(mean_of([-3.0, -3.1])) == "reversed"
+    assert verdict(mean_of([-3.0])) == "one seed, no interval; reversed"
+    assert found_order(found) == ["latte", "latte++", "latte-r-swa++", "transformer++"]
+    assert "| `latte` > `latte++` | +10.67 ± 1.43 | 3 | holds |" in text
+    assert "| `transformer++` >= `latte-r-swa++` | -0.33 ± 5.17 | 3 | undecided" in text
+    assert "| `latte`, `latte++` | +10.67 ± 1.43 | 3 | yes |" in text
+    assert "Perplexity minus that of `transformer++`" in text
+    folder = Path(made_up.output_dir)
+    assert (folder / "seeds.md").read_text() == text
+    with open(folder / "seeds.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24 and {row["device"] for row in rows} == {"cpu"}
+    # Again: nothing is due. By other lengths: all are, though they are trained.
+    compare_seeds(made_up, quiet=True, apart=False)
+    assert len(done) == 12
+    made_up.comparison.lengths = [16]
+    compare_seeds(made_up, quiet=True, report_only=True)
+    assert len(done) == 12
+
+
+def test_what_fails_is_reported_and_costs_the_rest_nothing(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    values["latte", 1] = Diverged("training diverged: loss is not finite at step 7")
+    values["latte++", 1] = WorkFailed("its process was killed by SIGKILL")
+    values["transformer++", 2] = FolderInUse("another process is training in it")
+    done: list[str] = []
+    monkeypatch.setattr(seeds, "train_and_measure", fake(values, done))
+    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert len(done) == 12 and sum(o.measured is not None for o in outcomes) == 9
+    assert "- `latte`, seed 1: diverged: training diverged: loss is not finite at step 7" in text
+    assert "- `latte++`, seed 1: failed: its process was killed by SIGKILL" in text
+    assert "- `transformer++`, seed 2: another process is at it" in text
+    found = losses([o for o in outcomes if o.measured is not None], 32)
+    difference = paired(found, "latte", "latte++")
+    assert difference is not None and difference.count == 2  # the seeds that both have
+    # Again: what diverged would diverge again; the others are worth another try.
+    values["latte++", 1] = 139.0
+    done.clear()
+    _, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert done == ["latte++, seed 1", "transformer++, seed 2"]
+    assert "`latte++`, seed 1" not in text and "`latte`, seed 1" in text
+    assert "latte, seed 1" in list_runs(made_up)
+
+
+def test_what_another_process_finished_is_not_done_again(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    mine, other = fake(dict(VALUES), done), fake(dict(VALUES), [])
+
+    def shared(run: Run, section: Any, quiet: bool) -> None:
+        mine(run, section, quiet)
+        for seed in (1, 2):  # meanwhile, elsewhere
+            twin = next(r for r in seeds.runs_of(made_up) if (r.preset, r.seed) == ("latte", seed))
+            other(twin, section, quiet)
+
+    monkeypatch.setattr(seeds, "train_and_measure", shared)
+    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert len(done) == 10 and all(o.measured is not None for o in outcomes)
+    assert "Without a result" not in text
+
+
+def test_a_table_without_its_baseline_is_left_out(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    for seed in (0, 1, 2):
+        values["transformer++", seed] = WorkFailed("it was killed")
+    monkeypatch.setattr(seeds, "train_and_measure", fake(values, []))
+    _, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert "Perplexity minus" not in text and "The order found" in text
+
+
+def test_comparators_that_cannot_run_here_say_so(
+    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made_up.comparison.presets = ["latte", "gla"]
+    made_up.model.overrides = {}
+    monkeypatch.setattr(seeds, "train_and_measure", fake(dict(VALUES), []))
+    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    assert [o.measured is not None for o in outcomes] == [True, False] * 3
+    assert "- `gla`, seeds 0, 1, 2: cannot run here, it needs" in text
+    made_up.comparison.presets = ["longformer"]
+    with pytest.raises(LatteError, match="reads both ways"):
+        list_runs(made_up)
+
+
+def test_a_mistake_is_not_a_failed_run(made_up: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    values["latte", 0] = LatteError("output folder holds another run")
+    monkeypatch.setattr(seeds, "train_and_measure", fake(values, []))
+    with pytest.raises(LatteError, match="holds another run"):
+        compare_seeds(made_up, quiet=True, apart=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": []}, "seeds: expected different ones, got none"),
+        ({"seeds": [1, 1]}, "seeds: expected different ones, got 1, 1"),
+        ({"seeds": [-1]}, "seeds: expected 0 to 4294967295, got -1"),
+        ({"presets": ["swa++", "swa++"]}, "presets: expected different ones"),
+        ({"presets": ["swa"]}, "unknown preset 'swa'"),
+        ({"baseline": "swa++"}, "baseline: expected one of latte, .*, got 'swa\\+\\+'"),
+        ({"lengths": [0]}, "lengths: expected numbers of at least 1"),
+    ],
+)
+def test_what_cannot_be_compared(made_up: Recipe, change: dict[str, Any], message: str) -> None:
+    for name, value in change.items():
+        setattr(made_up.comparison, name, value)
+    with pytest.raises(LatteError, match=message):
+        compare_seeds(made_up, quiet=True)
+    assert not Path(made_up.output_dir).exists()
+
+
+def test_a_damaged_file_says_so(made_up: Recipe) -> None:
+    folder = Path(made_up.output_dir) / "latte" / "seed-0"
+    folder.mkdir(parents=True)
+    (folder / MEASURED_FILE).write_text('{"wanted":')
+    with pytest.raises(LatteError, match="measured.json is damaged"):
+        list_runs(made_up)
+
+
+# ---- the harness at work
+
+
+def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("latte++", name="seeds", max_steps=3, eval_steps=3)
+    recipe.comparison.presets = ["latte-r-swa++", "transformer++"]  # overrides fit each
+    recipe.comparison.seeds = [0, 1]
+    recipe.comparison.max_tokens = 200
+    outcomes, text = compare_seeds(recipe, quiet=True, apart=False)
+    assert [o.problem for o in outcomes] == [""] * 4
+    folder = Path(recipe.output_dir)
+    first = [read_metrics(folder / "transformer++" / f"seed-{n}", "train") for n in (0, 1)]
+    assert first[0][0]["loss"] != first[1][0]["loss"]
+    assert "| `transformer++` >= `latte-r-swa++` |" in text
+    assert (folder / "seeds.png").read_bytes().startswith(b"\x89PNG")
+    measured = outcomes[0].measured
+    assert measured is not None and measured.tokens == 3 * 64 and measured.rows[0].length == 32
+    assert measured.peak_memory_bytes > 2**20 and measured.tokens_per_second > 0
+    # A run without its measurement is scored again, not trained again.
+    weights = folder / "transformer++" / "seed-1" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    (weights.parent / MEASURED_FILE).unlink()
+    assert "transformer++, seed 1: " + str(weights.parent) + " (trained, not sc" in list_runs(
+        recipe
+    )
+    again, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert all(o.measured is not None for o in again) and weights.stat().st_mtime_ns == before
+    assert again[3].measured.rows[0].loss == outcomes[3].measured.rows[0].loss  # type: ignore
+
+
+def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
+    recipe.comparison.presets, recipe.comparison.seeds = ["latte-r-swa++"], [3]
+    outcomes, text = compare_seeds(recipe, quiet=True)
+    assert outcomes[0].problem.startswith("diverged: training diverged") and "seed 3" in text
+    assert (outcomes[0].run.folder / FAILED_FILE).exists()
+    recipe.training.learning_rate = 1e-3  # as it advises: not the run that diverged
+    with pytest.raises(LatteError, match=r"holds another run: training.learning_rate is 1e\+30 t"):
+        compare_seeds(recipe, quiet=True)
+
+
+def test_results_of_another_recipe_are_not_taken_for_this_one(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
+    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
+    compare_seeds(recipe, quiet=True, apart=False)
+    recipe.training.max_steps = 3
+    for call in (list_runs, lambda r: compare_seeds(r, quiet=True, report_only=True)):
+        with pytest.raises(LatteError, match="holds another run: training.max_steps is 2 there"):
+            call(recipe)
+
+
+def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
+    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0, 1]
+    theirs = claim(seeds.runs_of(recipe)[0].recipe)
+    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert [o.measured is not None for o in outcomes] == [False, True]
+    assert theirs.lock is not None
+    theirs.lock.close()
+    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert all(o.measured is not None for o in outcomes)
+
+
+def test_a_run_stopped_by_its_minutes_goes_on(make_recipe: Any) -> None:
+    recipe: Recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
+    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
+    outcomes, text = compare_seeds(recipe, quiet=True, apart=False)
+    assert outcomes[0].problem == "stopped at step 1" and "`swa++`, seed 0: stopped at" in text
+    recipe.training.max_minutes = None
+    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
+    assert outcomes[0].measured is not None and outcomes[0].measured.steps == 3

@@ -1,0 +1,84 @@
+"""`latte benchmark` at tiny sizes: every case has a time, memory grows with the inputs."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from latte.cli import main
+from latte.errors import LatteError
+from latte.evaluate import benchmark as module
+from latte.evaluate.benchmark import COLUMNS, OPS, Case, Settings, benchmark, check
+from latte.machine.apart import in_fresh_process
+from latte.rivals.catalogue import COMPARATORS
+
+TINY: dict[str, Any] = {
+    "heads": 2, "latents": 4, "head_dim": 8, "window": 16, "lengths": (20, 40), "budget": 1e-3,
+}  # fmt: skip
+
+
+def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
+    models = ("latte-r-swa++", "griffin")
+    settings = Settings(ops=OPS, models=models, memory=False, **TINY)
+    rows = benchmark(settings, tmp_path)
+    assert len(rows) == 2 * (2 * len(OPS) + 2 * len(models) + 1)  # decode: the preset's alone
+    assert all(0 < row["min_ms"] <= row["median_ms"] <= row["p90_ms"] for row in rows)
+    assert capsys.readouterr().out.count(" tokens ") == len(rows)
+    with open(tmp_path / "benchmark.csv", newline="") as file:
+        stored = list(csv.DictReader(file))
+    assert len(stored) == len(rows) and tuple(stored[0]) == COLUMNS
+    assert {row["torch"] for row in stored} == {torch.__version__}
+    row = next(r for r in stored if r["mode"] == "decode" and r["tokens"] == "40")
+    assert float(row["tokens_per_second"]) == pytest.approx(1e3 / float(row["median_ms"]), rel=0.01)
+
+
+def test_memory_grows_with_the_inputs() -> None:
+    """q, k and v of 32,768 tokens in fp32 are 16 + 16 + 8 MB; half of that at half the length.
+
+    In a process that has run other tests it may all lie where they freed memory.
+    """
+    sizes = {"heads": 2, "latents": 64, "head_dim": 32, "lengths": (16384, 32768)}
+    settings = Settings(device="cpu", **sizes)
+    case = Case("op", "latte", "forward")
+    peaks = in_fresh_process(module.measure_memory, case, settings)
+    assert peaks[32768] - peaks[16384] > 10 * 2**20
+
+
+def test_memory_comes_from_a_process_of_its_own(tmp_path: Path) -> None:
+    settings = Settings(ops=("latte",), models=(), modes=("forward",), device="cpu", **TINY)
+    (first, _) = benchmark(settings, tmp_path, quiet=True)
+    assert first["peak_net_mb"] >= 0 and first["note"] == ""
+
+
+def test_what_runs_out_of_memory_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(length: int) -> Any:
+        if length > 20:
+            raise torch.OutOfMemoryError("no room")
+        return lambda: None
+
+    cases = {Case("op", "softmax", "forward"): make, Case("op", "latte", "forward"): lambda n: int}
+    found = module._times(cases, 40, 1e-3)
+    assert [isinstance(value, str) for value in found.values()] == [True, False]
+    assert next(iter(found.values())) == "out of memory"
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert COMPARATORS["gla"].missing()
+    with pytest.raises(LatteError, match="comparator 'gla' needs .*a GPU"):
+        check(Settings(models=("gla",), device="cpu"))
+    with pytest.raises(LatteError, match="models: expected some of .*, got 'longformer'"):
+        check(Settings(models=("longformer",), device="cpu"))
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    sizes = ["--heads", "2", "--latents", "4", "--head-dim", "8", "--budget", "0.001"]
+    choice = ["--ops", "window", "--models", "none", "--modes", "forward", "--lengths", "20"]
+    output = ["--device", "cpu", "--no-memory", "--output", str(tmp_path / "out")]
+    assert main(["benchmark", *sizes, *choice, *output]) == 0
+    out = capsys.readouterr().out
+    assert "window" in out and f"written: {tmp_path / 'out' / 'benchmark.csv'}" in out

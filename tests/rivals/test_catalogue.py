@@ -1,0 +1,494 @@
+"""The models of the paper's tables, by name, in the same harness as our own."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from latte.errors import LatteError
+from latte.models import count_parameters, preset_config
+from latte.rivals.catalogue import (
+    COMPARATORS,
+    Comparator,
+    classifier,
+    comparator_config,
+    count,
+    find,
+    main,
+)
+from latte.train.steps import adamw, decayed_names
+
+logging.set_verbosity_error()  # Mamba says that its kernels are not there
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "sliding_window": 8,
+    "max_position_embeddings": 64,
+}
+BY_FOURIER = ("mega", "h3")  # causal to rounding, since the transform mixes all times
+HERE = [name for name, comparator in COMPARATORS.items() if not comparator.missing()]
+CAUSAL = [name for name in HERE if COMPARATORS[name].causal]
+READS_BOTH_WAYS = [name for name in HERE if not COMPARATORS[name].causal]
+ON_A_GPU = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
+
+
+def build(name: str, kind: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
+    torch.manual_seed(0)
+    return kind.from_config(comparator_config(name, **{**SMALL, **overrides}))
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("size", ["tiny", "paper"])
+@pytest.mark.parametrize("name", HERE)
+def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
+    target = count_parameters(preset_config("transformer++", size))
+    found = count(comparator_config(name, size), COMPARATORS[name])
+    assert found == pytest.approx(target, rel=0.03)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_sizes_hold_for_transformer_and_comparator_alike(name: str) -> None:
+    config = comparator_config(name, **SMALL)
+    assert (config.vocab_size, config.hidden_size) == (300, 32)
+    if COMPARATORS[name].matched == "intermediate_size":
+        assert config.num_hidden_layers == 3
+    wider = comparator_config(name, **{**SMALL, "intermediate_size": 256})
+    target = count_parameters(preset_config("transformer++", **{**SMALL, "intermediate_size": 256}))
+    assert count(wider, COMPARATORS[name]) == pytest.approx(target, rel=0.2)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_future_cannot_change_the_past(name: str) -> None:
+    model = build(name).eval()
+    ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[:, 25:] = 7
+    with torch.no_grad():
+        if name in BY_FOURIER:
+            model.double()
+        one, two = logits(model, ids), logits(model, other)
+    if name in BY_FOURIER:
+        torch.testing.assert_close(one[:, :25], two[:, :25], atol=1e-12, rtol=1e-12)
+    else:
+        assert torch.equal(one[:, :25], two[:, :25])
+    assert not torch.equal(one[:, 25:], two[:, 25:])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_few_steps_lower_the_loss(name: str) -> None:
+    model = build(name).train()
+    ids = torch.randint(3, 20, (2, 16), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        found = logits(model, ids)[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_autocast_gives_finite_gradients(name: str) -> None:
+    model = build(name).train()
+    ids = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
+    exact = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = logits(model, ids).float()
+    assert (exact - rounded).abs().max() < 0.1 * exact.abs().max()
+    found = rounded[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten()).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mamba_ssm") is not None, reason="Mamba's own kernels are there"
+)
+def test_mambas_scan_is_the_librarys_loop(monkeypatch: Any) -> None:
+    """Outputs and all gradients, and it is the scan that runs."""
+    from transformers.models.mamba import modeling_mamba
+
+    model = build("mamba").train()
+    ids = torch.randint(3, 300, (2, 37), generator=torch.Generator().manual_seed(1))
+    scan = modeling_mamba.mamba_selective_scan
+    results = []
+    for function in (scan, scan.looping):
+        calls: list[int] = []
+
+        def counted(*arguments: Any, _run: Any = function, _calls: Any = calls, **rest: Any) -> Any:
+            _calls.append(1)
+            return _run(*arguments, **rest)
+
+        monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", counted)
+        model.zero_grad()
+        found = logits(model, ids)
+        found.square().mean().backward()
+        assert len(calls) == model.config.num_hidden_layers
+        results.append([found.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", READS_BOTH_WAYS)
+def test_a_few_steps_teach_a_classifier(name: str) -> None:
+    model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
+    ids = torch.randint(3, 300, (6, 16), generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(6) % 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
+    """The same tokens in the same steps, whichever way a model keeps documents apart."""
+    from latte.compare.compare import compare
+    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.evaluate.generate import generate
+    from latte.train.metrics import read_metrics
+
+    recipe = make_recipe("latte++", name="table", max_steps=2)
+    for field in ("num_latents", "sliding_window"):
+        recipe.model.overrides.pop(field, None)
+    names = ["swa++", "mamba", "griffin", "s5"]
+    entries = compare(recipe, names, lengths=[16, 1500], max_tokens=100, quiet=True)
+    assert [entry.preset for entry in entries] == names
+    assert all(math.isfinite(row.loss) for entry in entries for row in entry.rows)
+    assert len({entry.rows[0].tokens for entry in entries}) == 1
+    logged = [read_metrics(entry.run.folder, "train") for entry in entries]
+    assert len({tuple(row["tokens"] for row in rows) for rows in logged}) == 1
+    # Untrained models are near uniform over 260 bytes, if the loss is over the right tokens.
+    assert all(rows[0]["loss"] == pytest.approx(math.log(260), rel=0.15) for rows in logged)
+    assert "`griffin`" in Path(recipe.output_dir, "comparison.md").read_text()
+    for name in names[1:]:  # and they write
+        model, tokenizer = load_checkpoint(Path(recipe.output_dir, name))
+        generate(model, tokenizer, "of the", max_new_tokens=3, seed=0, stream=False)
+
+
+def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
+    """Packed or padded, a model that can do both computes the same loss."""
+    from latte.models import LatteForCausalLM
+    from latte.train.text import prepare_text
+
+    recipe = make_recipe()
+    text = prepare_text(recipe.data, progress=False)
+    blocks = [block for block in text.blocks(recipe.data, 4, 0)]
+    packed = text.collator(recipe.data)(blocks)
+    padded = text.collator(recipe.data, pack=False)(blocks)
+    assert set(padded) == {"input_ids", "labels"}
+    assert len(padded["labels"]) == len(packed["cu_seq_lens_q"]) - 1 > 4
+    torch.manual_seed(0)
+    config = preset_config("latte-r-swa++", **{**SMALL, "num_latents": 8})
+    model = LatteForCausalLM(config).double().eval()
+    with torch.no_grad():
+        one, two = (model(**batch, num_items_in_batch=1).loss for batch in (packed, padded))
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
+    ("name", "spared", "decayed"),
+    [
+        ("mega", "mixer.average.alpha_logit", "mixer.average.beta"),
+        ("h3", "mixer.log_real", "mixer.shift_c"),
+        ("s5", "mixer.log_step", "mixer.b"),
+    ],
+)
+def test_rates_of_forgetting_do_not_decay(name: str, spared: str, decayed: str) -> None:
+    from latte.train.comparator_trainer import ComparatorTrainer
+
+    trainer = object.__new__(ComparatorTrainer)
+    names = trainer.get_decay_parameter_names(build(name))
+    assert f"model.layers.0.{spared}" not in names
+    assert f"model.layers.0.{decayed}" in names
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_sice": 3}, "unknown field 'hidden_sice' of comparator 'griffin'"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"conv1d_width": "four"}, "comparator 'griffin': .*conv1d_width"),
+    ],
+)
+def test_bad_fields_are_one_line(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(LatteError, match=message) as error:
+        comparator_config("griffin", **overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_library_stumbles_over_is_one_line() -> None:
+    with pytest.raises(LatteError, match="'mamba': KeyError: 'nope'; got hidden_act='nope'$"):
+        comparator_config("mamba", hidden_act="nope")
+
+
+def test_directions_are_what_they_are() -> None:
+    longformer = comparator_config("longformer", is_causal=False, max_position_embeddings=400)
+    assert (longformer.vocab_size, longformer.pad_token_id) == (261, 260)  # 0 is a byte
+    assert longformer.max_position_embeddings == 260 + 1 + 400
+    with pytest.raises(LatteError, match="'longformer' reads both ways, and cannot do otherwise"):
+        comparator_config("longformer", is_causal=True)
+    with pytest.raises(LatteError, match="'mamba' is causal, and cannot do otherwise"):
+        comparator_config("mamba", is_causal=False)
+    with pytest.raises(ValueError, match="H3: expected causal=True"):
+        comparator_config("h3", is_causal=False)
+    with pytest.raises(LatteError, match="'griffin' has no classifier in transformers"):
+        comparator_config("griffin", num_labels=2)
+    with pytest.raises(LatteError, match="'longformer' classifies single texts, not pairs"):
+        classifier(comparator_config("longformer", **SMALL, num_labels=2), pairs=True)
+    both_ways = comparator_config("mega", is_causal=False, num_labels=7)
+    assert (both_ways.is_causal, both_ways.num_labels) == (False, 7)
+
+
+@pytest.mark.parametrize("task", ["listops", "retrieval"])
+def test_long_range_arena_takes_comparators(tmp_path: Path, task: str) -> None:
+    from replication.lra.recipe import load
+    from replication.lra.run import train_all
+
+    names = ["mega", "luna"] if task == "retrieval" else ["s5", "linformer", "h3", "longformer"]
+    if task == "listops":
+        data: dict[str, Any] = {"min_length": 3, "max_length": 12, "max_depth": 2}
+        data |= {"train_examples": 16, "validation_examples": 8, "test_examples": 8}
+    else:
+        lines = [f"{i % 2}\t{i}\t{i + 1}\tone {i}\ttwo {i}" for i in range(16)]
+        (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n")
+        data = {split: str(tmp_path / "pairs.tsv") for split in ("train", "validation", "test")}
+        data["max_length"] = 32
+    models: dict[str, Any] = {name: {"preset": name} for name in names}
+    if "h3" in models:
+        models["h3"]["is_causal"] = True
+    recipe = {
+        "task": task,
+        "data": data,
+        "models": models,
+        "shared": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "num_latents": 4,
+            "sliding_window": 5,
+        },
+        "training": {"max_steps": 2, "batch_size": 8, "eval_steps": 2, "warmup_steps": 1},
+        "output_dir": str(tmp_path / "runs"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    table = train_all(load(tmp_path / "recipe.yaml"), quiet=True)
+    assert all(name in table for name in names)
+    assert len(list((tmp_path / "runs").rglob("result.json"))) == len(names)
+
+
+def test_mqar_takes_comparators(tmp_path: Path) -> None:
+    from replication.mqar.recipe import load
+    from replication.mqar.run import sweep
+
+    recipe: dict[str, Any] = {
+        "models": {name: {"preset": name} for name in ("h3", "mamba", "griffin")},
+        "shared": {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "rglru_decay_range": [0.1, 0.999],  # Latte's own: passed over
+        },
+        "data": {"cells": [[8, 2]], "vocab_size": 32, "train_examples": 16, "test_examples": 8},
+        "widths": [16],
+        "mlp_ratio": 2.0,
+        "training": {"max_epochs": 1, "learning_rates": [1e-3], "batch_size": 8},
+        "output_dir": str(tmp_path / "runs"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    table = sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+    assert all(name in table for name in recipe["models"])
+    recipe["models"] = {"both-ways": {"preset": "linformer"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(LatteError, match="models.both-ways: .*'linformer' reads both ways"):
+        sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "spared"),
+    [
+        ("griffin", {"input_gate_bias", "recurrent_gate_bias"}),
+        ("mamba", {"A_log"}),
+        ("rwkv4", {"time_mix_key", "time_mix_value", "time_mix_receptance"}),
+        ("mega", {"alpha_logit", "delta_logit"}),
+        ("h3", {"log_real", "imaginary"}),
+        ("lightning", set()),
+    ],
+)
+def test_weight_decay_is_for_matrices_in_every_optimiser(name: str, spared: set[str]) -> None:
+    model = build(name)
+    decayed = set(decayed_names(model))
+    left = {n.split(".")[-1] for n, p in model.named_parameters() if p.ndim >= 2} - {
+        n.split(".")[-1] for n in decayed
+    }
+    assert left == spared
+    optimizer = adamw(model, lambda _: 1e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    names = {id(p): n for n, p in model.named_parameters()}
+    rates = {names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert {n for n, rate in rates.items() if rate} == decayed
+    assert set(rates) == set(names.values())
+
+
+def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
+    wanted = {**SMALL, "embedding_multiplier": 4.0}
+    assert comparator_config("mega", **wanted).embedding_scale == 4.0
+    for name in ("mamba", "griffin"):  # none, or always sqrt(width)
+        assert not hasattr(comparator_config(name, **wanted), "embedding_multiplier")
+
+
+def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:
+    from latte.train.run import train
+
+    recipe = make_recipe()
+    recipe.model.preset = "longformer"
+    with pytest.raises(LatteError, match="'longformer' reads both ways: .* no language model"):
+        train(recipe, quiet=True)
+    assert not Path(recipe.output_dir).exists()
+    recipe.model.preset = "grifin"
+    with pytest.raises(
+        LatteError, match="unknown preset 'grifin', .* compare with: griffin, mamba"
+    ):
+        train(recipe, quiet=True)
+    with pytest.raises(LatteError, match="unknown comparator 'grifin', expected one of griffin"):
+        find("grifin")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_missing_library_or_gpu_is_one_line(
+    name: str, monkeypatch: Any, make_recipe: Any
+) -> None:
+    from latte.train.run import train
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = make_recipe()
+    recipe.model.preset = name
+    with pytest.raises(LatteError) as error:
+        train(recipe, quiet=True)
+    assert str(error.value) == (
+        f"model: comparator {name!r} needs flash-linear-attention (pip install"
+        " 'latte-attention[baselines]'), Triton (pip install 'latte-attention[gpu]') and a GPU that"
+        " Triton compiles for"
+    )
+    assert not Path(recipe.output_dir).exists()
+
+
+class OldStyleConfig(PreTrainedConfig):
+    """A config as flash-linear-attention writes them: plain arguments, the rest swallowed."""
+
+    model_type = "gla"
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_k: float = 0.5,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 24,
+        num_heads: int = 4,
+        vocab_size: int = 32000,
+        fuse_cross_entropy: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size, self.expand_k, self.num_heads = hidden_size, expand_k, num_heads
+        self.intermediate_size, self.num_hidden_layers = intermediate_size, num_hidden_layers
+        self.vocab_size, self.fuse_cross_entropy = vocab_size, fuse_cross_entropy
+        super().__init__(**kwargs)
+
+
+class OldStyleModel(PreTrainedModel):
+    config_class = OldStyleConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embeddings = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        widths = [(config.hidden_size, config.intermediate_size)] * 3 * config.num_hidden_layers
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*width) for width in widths)
+        self.post_init()
+
+
+def test_a_library_that_registers_its_models_when_imported(monkeypatch: Any) -> None:
+    """The way to flash-linear-attention's models, with one of its shape in their place."""
+    monkeypatch.setattr(Comparator, "missing", lambda _: None)
+    configs, models = CONFIG_MAPPING._extra_content, MODEL_FOR_CAUSAL_LM_MAPPING._extra_content
+
+    real_import = importlib.import_module
+
+    def register(name: str, *rest: Any) -> Any:
+        if name != "fla":
+            return real_import(name, *rest)
+        AutoConfig.register("gla", OldStyleConfig, exist_ok=True)
+        AutoModelForCausalLM.register(OldStyleConfig, OldStyleModel, exist_ok=True)
+        return None
+
+    monkeypatch.setattr(importlib, "import_module", register)
+    try:
+        config = comparator_config("gla", **SMALL, expand_k=1.0)
+        assert (config.num_heads, config.expand_k, config.fuse_cross_entropy) == (4, 1.0, False)
+        target = count_parameters(preset_config("transformer++", **SMALL))
+        assert count(config, COMPARATORS["gla"]) == pytest.approx(target, rel=0.1)
+        with pytest.raises(LatteError, match="unknown field 'expand_q' of comparator 'gla'"):
+            comparator_config("gla", expand_q=1.0)
+    finally:
+        configs.pop("gla", None)
+        models.pop(OldStyleConfig, None)
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name: str) -> None:
+    """Causality, and a loss that falls, of the models whose kernels are written in Triton."""
+    if lacks := COMPARATORS[name].missing():
+        pytest.skip(f"needs {lacks}")
+    model = build(name, hidden_size=64).cuda().train()
+    ids = torch.randint(3, 20, (2, 128), device="cuda")
+    other = ids.clone()
+    other[:, 100:] = 7
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        torch.testing.assert_close(logits(model, ids)[:, :100], logits(model, other)[:, :100])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(10):
+        with torch.autocast("cuda", torch.bfloat16):
+            found = logits(model, ids)[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found.float(), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_table_prints_what_there_is(capsys: Any) -> None:
+    assert main(["tiny"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"`{name}`" in out for name in COMPARATORS)
+    assert main(["huge"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "expected one of the sizes tiny" in told.err

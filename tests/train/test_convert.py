@@ -1,0 +1,300 @@
+"""`latte convert --recipe`: two stages from a base that was just trained, resumed, compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from latte.errors import LatteError
+from latte.train.convert import convert_and_train, load_conversion_recipe
+from latte.train.recipe import ConversionSection, load_recipe
+from latte.train.sharding import SHARDS
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
+STAGE = ["max_tokens=null", "max_steps=3", "batch_size=2", "warmup_steps=1", "log_steps=1",
+         "save_steps=2", "eval_steps=3"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def base(words, tmp_path_factory) -> Path:
+    """A Llama of one page, trained for three steps on bytes."""
+    from latte.train.run import train
+
+    folder = tmp_path_factory.mktemp("base") / "base"
+    shape = (
+        "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,"
+        " num_key_value_heads: 2}"
+    )
+    settings = [f"data.{key}={value}" for key, value in words.items()]
+    settings += ["data.tokenizer=byte", "data.block_length=32", "data.max_validation_tokens=64"]
+    settings += [f"training.{value}" for value in STAGE]
+    settings += ["training.torch_compile=false", f"model.overrides={shape}"]
+    train(load_recipe(RECIPES / "base.yaml", [*settings, f"output_dir={folder}"]), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def small(words):
+    """small(*overrides) -> the small recipe, smaller."""
+
+    def load(*overrides):
+        settings = [f"data.{key}={value}" for key, value in words.items()]
+        settings += ["data.block_length=32", "data.max_validation_tokens=64"]
+        settings += ["conversion.window=8", "conversion.num_latents=8"]
+        settings += [f"{stage}.{value}" for stage in ("transfer", "training") for value in STAGE]
+        settings += ["evaluation.lengths=[32, 64]", "evaluation.max_tokens=100"]
+        return load_conversion_recipe(RECIPES / "small.yaml", [*settings, *overrides])
+
+    return load
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_two_stages_change_the_latents_alone(base, small, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    original, middle, final = weights(base), weights(out / "transfer"), weights(out)
+    for name, weight in original.items():
+        assert torch.equal(weight, final[name]), name
+    new = [name for name in final if ".latents." in name]
+    assert new and set(final) == set(original) | set(new)
+    assert all(not torch.equal(middle[name], final[name]) for name in new)
+    assert torch.equal(weights(out / "next-token")[new[0]], final[new[0]])
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == "macchiato_llama"
+
+    lines = (out / "evaluation.csv").read_text().splitlines()
+    assert len(lines) == 1 + 5 * 2
+    names = {line.rsplit(",", 9)[0].strip('"') for line in lines[1:]}
+    assert "base" in names and "base, window only" in names
+    assert (out / "evaluation.png").stat().st_size > 5000
+    table = (out / "evaluation.md").read_text()
+    assert table.startswith("| model | 32 | 64 |")
+    # With the base frozen and no sinks, p(l=0) = 1 is the base with a window.
+    rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
+    window, held = (
+        rows[k].split(" | ")[1:] for k in ("base, window only", "converted, p(l=0) = 1")
+    )
+    assert window == held
+
+
+def test_the_transfer_logs_its_errors(base, small, tmp_path):
+    recipe = small("training=null")
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    records = [json.loads(line) for line in (out / "transfer" / "metrics.jsonl").open()]
+    trained = [record for record in records if record["kind"] == "train"]
+    assert len(trained) == 3
+    for record in trained:
+        weighted = recipe.conversion.mass_weight * record["mass_divergence"]
+        parts = record["output_error"] + weighted
+        assert record["loss"] == pytest.approx(parts, rel=1e-4)
+        assert "perplexity" not in record
+    assert trained[-1]["loss"] < trained[0]["loss"]
+
+
+def test_the_optimiser_holds_nothing_of_the_base(base, small, tmp_path):
+    out = convert_and_train(str(base), tmp_path / "out", small("transfer=null"), quiet=True)
+    state = torch.load(out / "next-token" / "checkpoint-2" / "optimizer.pt", weights_only=True)[
+        "state"
+    ]
+    held = sum(value["exp_avg"].numel() for value in state.values())
+    assert held == sum(w.numel() for n, w in weights(out).items() if ".latents." in n)
+
+
+def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
+    pytest.importorskip("peft")
+    recipe = small("transfer=null", "conversion.trainable=lora", "conversion.lora_rank=2",
+                   "conversion.lora_targets=[q_proj, o_proj]", "training.learning_rate=0.01",
+                   "conversion.distillation=0.5")  # fmt: skip
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    original, final = weights(base), weights(out)
+    changed = {n for n, w in original.items() if not torch.equal(w, final[n])}
+    assert changed == {f"model.layers.{i}.self_attn.{p}.weight" for i in (0, 1)
+                       for p in ("q_proj", "o_proj")}  # fmt: skip
+    for name in changed:
+        update = final[name] - original[name]
+        assert torch.linalg.matrix_rank(update, rtol=1e-3) == 2
+    assert not any("lora" in name or "base_layer" in name for name in final)
+
+
+def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, small, tmp_path):
+    whole = convert_and_train(str(base), tmp_path / "whole", small(), quiet=True)
+    out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    # As a kill during the second stage leaves it: a checkpoint and no result.
+    for name in ("model.safetensors", "config.json", "finished.json"):
+        (out / "next-token" / name).unlink()
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / "next-token" / "checkpoint-3", ignore_errors=True)
+    (out / "evaluation.json").unlink()
+    again = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(again)[name]), name
+
+
+def test_a_conversion_stopped_by_its_minutes_goes_on_with_more(base, small, tmp_path):
+    stopped = small("transfer.max_minutes=1e-6")
+    with pytest.raises(LatteError, match="transfer was stopped at step 1 by its max_minutes"):
+        convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
+    more = small("transfer.max_minutes=60", "training.save_steps=1", "evaluation.lengths=[32]")
+    out = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
+    assert (out / "evaluation.csv").is_file()
+    with pytest.raises(LatteError, match="another conversion: transfer.learning_rate is"):
+        other = small("transfer.learning_rate=0.5")
+        convert_and_train(str(base), tmp_path / "out", other, quiet=True)
+
+
+def test_an_unfinished_run_with_low_rank_updates_says_so(base, small, tmp_path):
+    from latte.evaluate.checkpoint import load_checkpoint
+
+    pytest.importorskip("peft")
+    recipe = small("transfer=null", "conversion.trainable=lora", "conversion.lora_rank=2",
+                   "conversion.lora_targets=[q_proj]", "training.max_minutes=1e-6")  # fmt: skip
+    with pytest.raises(LatteError, match="stopped at step 1"):
+        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    with pytest.raises(LatteError, match="low-rank updates are not merged yet; expected a finis"):
+        load_checkpoint(tmp_path / "out" / "next-token")
+
+
+@pytest.mark.parametrize("trainable", ["latents", "lora", "all"])
+def test_what_is_trained_of_a_half_precision_base_is_fp32(base, tmp_path, trainable):
+    from transformers import AutoModelForCausalLM
+
+    from latte.train.conversion_model import starting_model
+
+    if trainable == "lora":
+        pytest.importorskip("peft")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "half"
+    )
+    section = ConversionSection(base=str(tmp_path / "half"), window=8, num_latents=8,
+                                trainable=trainable, lora_targets=["q_proj"])  # fmt: skip
+    model = starting_model(section, 0)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert trained == {torch.float32}
+    assert frozen == ({torch.bfloat16} if trainable != "all" else set())
+    ids = torch.arange(20)[None]
+    for bf16 in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        assert loss.isfinite()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
+def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
+    from latte.train.conversion_model import starting_config
+
+    recipe = small("training=null")
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    section = dataclasses.replace(recipe.conversion, base=str(out))
+    assert starting_config(section).local_window == 8
+    section.window = 16
+    with pytest.raises(LatteError, match="converted with local_window=8; expected that in the rec"):
+        starting_config(section)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("conversion.window=0", "local_window must be at least 1 key, got 0"),
+        ("conversion.num_latents=6", "multiple of num_attention_heads"),
+        ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
+        ("transfer.strategy=fsdp", "transfer.strategy: expected one of 'ddp', 'fsdp2'"),
+        ("conversion.base=elsewhere", "conversion.base: expected none"),
+        ("transfer.learning_rate=-1", "transfer.learning_rate: expected a number above 0"),
+        ("evaluation.lengths=[0]", "evaluation.lengths: expected numbers of at least 1"),
+        ("evaluation.max_tokens=0", "evaluation.max_tokens: expected a number above 0"),
+        ("conversion.lora=3", "unknown key 'conversion.lora'"),
+        ("data.corpus=nowhere.txt", "nowhere.txt"),
+        ("data.block_length=1000000", "too few for a single block"),
+    ],
+)
+def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
+    with pytest.raises(LatteError, match=message) as caught:
+        convert_and_train(str(base), tmp_path / "out", small(override), quiet=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_stage_at_all_is_a_mistake(small):
+    with pytest.raises(LatteError, match="needs a transfer or a training section"):
+        small("transfer=null", "training=null")
+
+
+def test_a_teacher_that_is_trained_itself_is_a_mistake(base, small, tmp_path):
+    recipe = small("transfer=null", "conversion.trainable=all", "conversion.distillation=0.5")
+    with pytest.raises(LatteError, match="expected conversion.trainable=latents or lora, got all"):
+        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(base, small, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(LatteError, match="out exists; expected the name of a new folder"):
+        convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_recipes_load():
+    for name in ("small.yaml", "gemma2-2b.yaml"):
+        recipe = load_conversion_recipe(RECIPES / name)
+        stages = recipe.stages("base", Path("out"))
+        assert list(stages) == ["transfer", "next-token"]
+        assert stages["next-token"].conversion.base == "out/transfer"
+        assert stages["transfer"].conversion.objective == "transfer"
+
+
+def pieces(stage: Path) -> set[int]:
+    """In how many pieces a sharded run's checkpoints hold the weights; none if it is not one."""
+    folder = stage / "checkpoint-2" / SHARDS
+    if not folder.exists():
+        return set()
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {len(e.chunks) for name, e in entries.items() if name.startswith("model.model.layers")}
+
+
+@pytest.mark.slow
+def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
+    """FSDP2 and DDP on two processes: both stages end at the same weights, the base frozen."""
+    found = {}
+    for strategy in ("ddp", "fsdp2"):
+        settings = [f"data.{key}={value}" for key, value in words.items()]
+        settings += ["data.block_length=32", "data.max_validation_tokens=64"]
+        settings += ["conversion.window=8", "conversion.num_latents=8"]
+        settings += ["evaluation.lengths=[32]", "evaluation.max_tokens=50"]
+        for stage in ("transfer", "training"):
+            settings += [f"{stage}.{value}" for value in (*STAGE, "bf16=false")]
+            settings += [f"{stage}.strategy={strategy}"]
+        settings += ["transfer.gradient_accumulation=2", "transfer.gradient_checkpointing=true"]
+        out = tmp_path / strategy
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", "latte.cli", "convert", str(base), str(out)]
+        command += [*settings, "--recipe", str(RECIPES / "small.yaml"), "--quiet"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+        found[strategy] = {stage: weights(out / stage) for stage in ("transfer", "next-token")}
+        assert (out / "evaluation.csv").is_file()
+        for stage in found[strategy]:  # on a CPU FSDP2 may be DDP without a word
+            assert pieces(out / stage) == ({2} if strategy == "fsdp2" else set())
+    original = weights(base)
+    for stage, trained in found["ddp"].items():
+        for name, weight in trained.items():
+            torch.testing.assert_close(found["fsdp2"][stage][name], weight, rtol=1e-4, atol=1e-6)
+            assert name not in original or torch.equal(original[name], weight)
+    first, second = found["ddp"].values()
+    new = [name for name in first if ".latents." in name]
+    assert new and not any(torch.equal(first[name], second[name]) for name in new)

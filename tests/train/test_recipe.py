@@ -1,0 +1,158 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from latte.errors import LatteError
+from latte.train.recipe import Recipe, load_recipe, recipe_from_dict
+from latte.train.typed import apply_override, build, read_yaml
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+# Recipes of `latte train`; those of other commands are read by those commands' tests.
+OTHERS = ("mqar/", "lra/", "lm_eval/", "conversion/small", "conversion/gemma2")
+SHIPPED = [
+    name
+    for name in sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml"))
+    if not name.startswith(OTHERS)
+]
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_are_whole(name: str) -> None:
+    from latte.train.run import model_config
+
+    recipe = load_recipe(RECIPES / name)
+    config = model_config(recipe, {})
+    assert recipe.steps() > 0 and config.hidden_size > 0
+    if not name.endswith("base.yaml") and "/" in name:
+        assert recipe.output_dir == f"runs/{name.removesuffix('.yaml')}"
+        if recipe.comparison.presets:  # the recipe of a comparison
+            from latte.compare.seeds import runs_of
+
+            assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
+        else:
+            assert recipe.model.preset == Path(name).name.removesuffix(".yaml")
+
+
+def test_openwebtext_has_every_preset_at_paper_size() -> None:
+    from latte.models import PRESETS
+
+    for preset in PRESETS:
+        recipe = load_recipe(RECIPES / "openwebtext" / f"{preset}.yaml")
+        assert recipe.model.size == "paper"
+        assert recipe.model.overrides["vocab_size"] == 50267
+
+
+def test_overrides_and_bases(tmp_path: Path) -> None:
+    write(tmp_path, "training: {max_steps: 5, batch_size: 3}\nmodel: {size: small}", "base.yaml")
+    path = write(tmp_path, "base: base.yaml\ntraining: {batch_size: 4}")
+    recipe = load_recipe(
+        path, ["training.learning_rate=3e-4", "model.preset=latte++", "data.corpus=[a.txt, b.txt]"]
+    )
+    assert recipe.training.max_steps == 5
+    assert recipe.training.batch_size == 4
+    assert recipe.model.size == "small"
+    assert recipe.model.preset == "latte++"
+    assert recipe.training.learning_rate == 3e-4
+    assert recipe.data.corpus == ["a.txt", "b.txt"]
+    assert recipe_from_dict(recipe.as_dict()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "steps", "tokens"),
+    [("training.max_steps=7", 7, None), ("training.max_tokens=9000", None, 9000)],
+)
+def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens) -> None:
+    """Every shipped recipe gives tokens; a newcomer overrides steps."""
+    training = load_recipe(RECIPES / "demo.yaml", [override]).training
+    assert (training.max_steps, training.max_tokens) == (steps, tokens)
+    with pytest.raises(LatteError, match="exactly one"):
+        load_recipe(RECIPES / "demo.yaml", ["training.max_steps=7", "training.max_tokens=9000"])
+
+
+def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
+    path = write(tmp_path, "training: {max_tokens: 10001, batch_size: 10}")
+    recipe = load_recipe(path, ["data.block_length=100"])
+    assert recipe.steps() == 11
+    assert recipe.steps(processes=2) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("", ["training.max_stps=3"], "'training.max_stps'.*'training.max_steps'"),
+        ("", ["max_steps=3"], "unknown key 'max_steps'.*'training.max_steps'"),
+        ("trainng: {}", [], "unknown key 'trainng'.*'training'"),
+        ("", ["training.qqqq=3"], "valid keys are .*training.max_tokens"),
+        ("", ["training.max_steps=many"], r"training.max_steps: expected an integer \(int\)"),
+        ("", ["training.max_steps=1.5"], "training.max_steps: expected an integer.*float 1.5"),
+        ("", ["training.max_steps=true"], "training.max_steps: expected an integer.*bool True"),
+        ("", ["training.bf16=1"], r"training.bf16: expected true or false \(bool\), got int 1"),
+        ("", ["training.learning_rate=abc"], "training.learning_rate: expected a number"),
+        ("", ["training.learning_rate=-1"], "training.learning_rate: expected a number above 0"),
+        ("", ["training.schedule=cosin"], "one of 'cosine', .*did you mean 'cosine'"),
+        ("", ["training.betas=[0.9]"], "training.betas: expected two numbers"),
+        ("", ["training.betas=[0.9, x]"], r"training.betas\[1\]: expected a number"),
+        ("", ["data.corpus=3"], "data.corpus: expected text .*a list of text"),
+        ("", ["model=3"], "model: expected a section, got int 3"),
+        ("", ["model.preset"], "expected key=value"),
+        ("", ["model.preset.x=3"], "model.preset is a value"),
+        ("model: {preset: a}", ["model.preset.x=3"], "model.preset is a value"),
+        (
+            "",
+            ["training.max_steps=9", "training.max_tokens=9"],
+            "exactly one of training.max_steps and training.max_to",
+        ),
+        ("- a", [], "expected a mapping"),
+        ("a: [", [], "not valid YAML"),
+        ("base: missing.yaml", [], "missing.yaml does not exist"),
+        ("base: recipe.yaml", [], "its own base"),
+        ("base: 3", [], "base: expected a path"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    tmp_path: Path, text: str, overrides: list[str], message: str
+) -> None:
+    if overrides == ["model.preset.x=3"] and not text:
+        text = "model: {preset: latte++}"
+    text = text or "training: {max_steps: 1}"
+    with pytest.raises(LatteError) as caught:
+        load_recipe(write(tmp_path, text), overrides)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(LatteError, match="does not exist"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(LatteError, match="is a folder"):
+        load_recipe(tmp_path)
+
+
+def test_yaml_reads_numbers_as_people_write_them() -> None:
+    values = read_yaml("a: 3e-4\nb: 1e6\nc: -2.5E+3\nd: 12", "here")
+    assert values == {"a": 3e-4, "b": 1e6, "c": -2500.0, "d": 12}
+
+
+def test_override_with_an_empty_value_is_empty_text() -> None:
+    tree: dict = {}
+    apply_override(tree, "output_dir=")
+    assert tree == {"output_dir": ""}
+
+
+def test_identity_leaves_out_what_does_not_change_weights() -> None:
+    base = {"training": {"max_steps": 1}}
+    one = build(Recipe, {**base, "output_dir": "a"})
+    two = build(Recipe, {"training": {"max_steps": 1, "log_steps": 7}, "output_dir": "b"})
+    other = build(Recipe, {"training": {"max_steps": 1, "seed": 1}})
+    assert one.identity() == two.identity() != other.identity()

@@ -1,0 +1,209 @@
+"""The Trainer's glue: losses, accumulation, divergence, schedules, resumes, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from latte.errors import LatteError
+from latte.machine import hardware
+from latte.train.metrics import duration, read_metrics
+from latte.train.run import train
+from latte.train.run_folder import checkpoints
+from latte.train.trainer import learning_rate_factor
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
+def test_a_run_reports_and_exports(make_recipe: Any, preset: str) -> None:
+    recipe = make_recipe(preset)
+    result = train(recipe, quiet=True)
+    assert result.finished and result.steps == 6 and result.tokens == 6 * 2 * 32
+    records = read_metrics(result.folder, "train")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    for record in records:
+        assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+        assert record["tokens_per_second"] > 0 and record["grad_norm"] > 0
+        assert record["peak_memory_bytes"] > 2**20 and 0 < record["mfu"] < 10
+    evaluations = read_metrics(result.folder, "eval")
+    assert [record["step"] for record in evaluations] == [3, 6]
+    assert result.validation["eval_loss"] == evaluations[-1]["eval_loss"]
+    assert any(result.folder.joinpath("tensorboard").iterdir())
+    assert [p.name for p in checkpoints(result.folder)] == ["checkpoint-4", "checkpoint-6"]
+    for folder in (result.folder, result.folder / "checkpoint-4"):  # off while training alone
+        assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_the_same(make_recipe: Any) -> None:
+    """`training.torch_compile`, packed documents included; the export has plain names."""
+    plain = train(make_recipe(name="plain"), quiet=True)
+    compiled = train(make_recipe(name="compiled", torch_compile=True), quiet=True)
+    assert compiled.steps == 6
+    assert_same(weights(compiled.folder), weights(plain.folder), atol=2e-3)
+
+
+def test_a_finished_run_is_left_alone(make_recipe: Any) -> None:
+    result = train(make_recipe(), quiet=True)
+    before = {p: p.stat().st_mtime_ns for p in result.folder.rglob("*") if p.name != ".lock"}
+    assert train(make_recipe(), quiet=True) == result
+    after = {p: p.stat().st_mtime_ns for p in result.folder.rglob("*") if p.name != ".lock"}
+    assert after == before
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any) -> None:
+    whole = train(make_recipe(name="whole"), quiet=True)
+    stopped = train(make_recipe(name="parts", max_minutes=1e-6), quiet=True)
+    assert not stopped.finished and stopped.steps == 1
+    resumed = train(make_recipe(name="parts"), quiet=True)
+    assert resumed.finished
+    assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(make_recipe: Any, capsys: Any) -> None:
+    whole = train(make_recipe(), quiet=True)
+    expected = weights(whole.folder)
+    for name in ("finished.json", "model.safetensors", "manifest.json"):
+        (whole.folder / name).unlink()
+    newest = whole.folder / "checkpoint-6" / "optimizer.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    resumed = train(make_recipe(), quiet=False)
+    assert "passing over a damaged checkpoint" in capsys.readouterr().err
+    assert_same(expected, weights(resumed.folder), atol=0)
+
+
+def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any) -> None:
+    """Documents end within blocks, so micro-batches count different tokens."""
+    settings = {"max_steps": 3, "warmup_steps": 0, "max_grad_norm": 0.0}
+    big = train(make_recipe(name="big", batch_size=4, **settings), quiet=True)
+    parts = train(
+        make_recipe(name="parts", batch_size=1, gradient_accumulation=4, **settings), quiet=True
+    )
+    ours, theirs = read_metrics(big.folder, "train"), read_metrics(parts.folder, "train")
+    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-5)
+    norms = [r["grad_norm"] for r in ours]
+    assert norms == pytest.approx([r["grad_norm"] for r in theirs], rel=1e-3)
+
+
+def test_micro_batches_do_differ_in_tokens(make_recipe: Any) -> None:
+    """What the test above relies on."""
+    from latte.train.text import prepare_text
+
+    recipe = make_recipe()
+    text = prepare_text(recipe.data, progress=False)
+    blocks = text.blocks(recipe.data, 12, recipe.training.seed)
+    counts = {int((blocks[i]["labels"] != -100).sum()) for i in range(12)}
+    assert len(counts) > 1
+
+
+def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe: Any) -> None:
+    """A log window of three steps weighs each step by its tokens."""
+    one = train(make_recipe(name="one", log_steps=1, max_steps=3), quiet=True)
+    three = train(make_recipe(name="three", log_steps=3, max_steps=3), quiet=True)
+    from latte.train.text import prepare_text
+
+    recipe = make_recipe()
+    text = prepare_text(recipe.data, progress=False)
+    blocks = text.blocks(recipe.data, 6, recipe.training.seed)
+    tokens = [
+        sum(int((blocks[2 * step + i]["labels"] != -100).sum()) for i in range(2))
+        for step in range(3)
+    ]
+    losses = [record["loss"] for record in read_metrics(one.folder, "train")]
+    expected = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
+    assert read_metrics(three.folder, "train")[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make_recipe: Any) -> None:
+    recipe = make_recipe(learning_rate=1e30, warmup_steps=0, max_grad_norm=0.0)
+    with pytest.raises(LatteError, match=r"diverged: .* not finite at step \d .*1e\+30"):
+        train(recipe, quiet=True)
+    for checkpoint in checkpoints(Path(recipe.output_dir)):  # nothing broken was saved
+        assert all(bool(w.isfinite().all()) for w in weights(checkpoint).values())
+
+
+def test_a_model_that_cannot_be_built_leaves_no_folder(make_recipe: Any) -> None:
+    recipe = make_recipe()
+    recipe.model.overrides["num_latents"] = 7
+    with pytest.raises(LatteError, match="num_latents must be a multiple"):
+        train(recipe, quiet=True)
+    assert not Path(recipe.output_dir).exists()
+
+
+def test_text_that_is_too_short_leaves_the_folder_free(make_recipe: Any) -> None:
+    recipe = make_recipe()
+    recipe.data.block_length = 10**6
+    with pytest.raises(LatteError, match="too few for a single block"):
+        train(recipe, quiet=True)
+    assert train(make_recipe(), quiet=True).finished  # the folder was given back
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_precision_and_checkpointing_train(
+    make_recipe: Any, bf16: bool, checkpointing: bool
+) -> None:
+    settings = {"bf16": bf16, "gradient_checkpointing": checkpointing, "max_steps": 4}
+    result = train(make_recipe(**settings), quiet=True)
+    losses = [record["loss"] for record in read_metrics(result.folder, "train")]
+    assert losses[-1] < losses[0]
+    assert all(w.dtype == torch.float32 for w in weights(result.folder).values())
+
+
+def test_learning_rate() -> None:
+    def at(step: int, schedule: str = "cosine", floor: float = 0.1) -> float:
+        return learning_rate_factor(step, 110, warmup=10, schedule=schedule, floor=floor)
+
+    assert at(0) == pytest.approx(1 / 11) and at(9) == pytest.approx(10 / 11)
+    assert at(10) == 1.0 and at(110) == pytest.approx(0.1) and at(500) == pytest.approx(0.1)
+    assert at(60) == pytest.approx(0.55) and at(60, "linear") == pytest.approx(0.55)
+    assert at(35, "linear") == pytest.approx(0.775)
+    assert at(100, "constant") == 1.0
+
+
+def test_only_matrices_decay(make_recipe: Any) -> None:
+    from latte.train.run import build_model
+    from latte.train.text import prepare_text
+    from latte.train.trainer import LatteTrainer
+
+    recipe = make_recipe()
+    text = prepare_text(recipe.data, progress=False)
+    model = build_model(recipe, text)
+    decayed = LatteTrainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    kept = {name for name, _ in model.named_parameters()} - set(decayed)
+    assert "model.embed_tokens.weight" in decayed
+    assert any("theta" in name for name in kept) and any("norm" in name for name in kept)
+
+
+def test_gpu_names_and_durations() -> None:
+    assert hardware.gpu_peak_flops("NVIDIA H200") == 989e12
+    assert hardware.gpu_peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert hardware.gpu_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert hardware.gpu_peak_flops("A card of the future") is None
+    assert [duration(s) for s in (9, 125, 3725)] == ["9s", "2m05s", "1h02m"]
+
+
+def test_flops_of_a_plain_transformer() -> None:
+    """6 per weight, and 2 * 2 * E * (keys seen) forward per layer, three times that in all."""
+    from latte.models import LatteForCausalLM, preset_config
+
+    config = preset_config("transformer++", "tiny")
+    model = LatteForCausalLM(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+    expected = 6 * matrices + 3 * config.num_hidden_layers * 4 * config.hidden_size * (257 / 2)
+    assert hardware.flops_per_token(model, 256) == pytest.approx(expected)
