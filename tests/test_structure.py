@@ -45,7 +45,6 @@ PENDING = {
     "train": {"rivals", "evaluate"},
     "evaluate": {"rivals", "cli", "compare"},
     "compare": {"rivals"},
-    "rivals": {"replication"},
     "cli": {"replication"},
 }
 PENDING_CIRCLES = {"latte.compare.seeds", "latte.train.convert", "latte.data.corpora"}

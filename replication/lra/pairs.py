@@ -3,13 +3,23 @@
 Source of the head: the two-tower model of Long Range Arena (Tay et al., arXiv 2011.04006).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from latte.models.backbone import LatteModel, LattePreTrainedModel
+from latte.errors import LatteError
+from latte.models.backbone import LattePreTrainedModel
 from latte.models.classification import mean_over_tokens
 from latte.models.config import LatteConfig
+
+
+def check_pairs(config: Any) -> None:
+    """Raise LatteError for a model that classifies single texts alone: another library's."""
+    if not isinstance(config, LatteConfig):
+        raise LatteError(f"model type {config.model_type!r} classifies single texts, not pairs")
 
 
 class LatteForPairClassification(LattePreTrainedModel):
@@ -20,12 +30,13 @@ class LatteForPairClassification(LattePreTrainedModel):
     """
 
     accepts_loss_kwargs = False  # the loss is a mean over the batch; Trainer scales it
-    backbone_class = LatteModel
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model = self.backbone_class(config)
+        # Latte's backbone, or that of a model in the same family.
+        self.model = MODEL_MAPPING[type(config)](config)
+        self._no_split_modules = self.model._no_split_modules
         width = config.intermediate_size
         self.head = nn.Sequential(
             nn.Linear(4 * config.hidden_size, width),

@@ -142,7 +142,7 @@ def runs(recipe: LRARecipe) -> list[LRARun]:
         LatteError: an unknown preset or field, or sizes that do not fit.
     """
     from latte.models.config import LATENT, WINDOWED
-    from latte.rivals.catalogue import check_pairs
+    from replication.lra.pairs import check_pairs
 
     data, found = recipe.data, []
     for seed, name in product(recipe.training.seeds, recipe.select or recipe.models):

@@ -157,11 +157,15 @@ def score(model: Any, examples: Examples, training: LRATraining, limit: int | No
 
 def fresh_model(run: LRARun) -> Any:
     """The run's classifier, its weights from the global random state."""
+    from transformers import AutoModelForSequenceClassification
+
     from latte.compare.grid import model_config
-    from latte.rivals.catalogue import classifier
+    from replication.lra.pairs import LatteForPairClassification
 
     config = model_config(run.model, run.preset, run.config)
-    return classifier(config, pairs=run.recipe.data.towers == 2)
+    if run.recipe.data.towers == 2:
+        return LatteForPairClassification(config)
+    return AutoModelForSequenceClassification.from_config(config)
 
 
 class Training:

@@ -26,13 +26,13 @@ from latte.models import count_parameters, preset_config
 from latte.rivals.catalogue import (
     COMPARATORS,
     Comparator,
-    classifier,
     comparator_config,
     count,
     find,
     main,
 )
 from latte.train.steps import adamw, decayed_names
+from replication.lra.pairs import check_pairs
 
 logging.set_verbosity_error()  # Mamba says that its kernels are not there
 
@@ -263,7 +263,7 @@ def test_directions_are_what_they_are() -> None:
     with pytest.raises(LatteError, match="'griffin' has no classifier in transformers"):
         comparator_config("griffin", num_labels=2)
     with pytest.raises(LatteError, match="'longformer' classifies single texts, not pairs"):
-        classifier(comparator_config("longformer", **SMALL, num_labels=2), pairs=True)
+        check_pairs(comparator_config("longformer", **SMALL, num_labels=2))
     both_ways = comparator_config("mega", is_causal=False, num_labels=7)
     assert (both_ways.is_causal, both_ways.num_labels) == (False, 7)
 

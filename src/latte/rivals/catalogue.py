@@ -360,33 +360,6 @@ def language_model(config: Any) -> Any:
     return LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
 
 
-def classifier(config: Any, *, pairs: bool = False) -> Any:
-    """A freshly initialised classifier of texts, or of pairs of them, of any config of the grids.
-
-    Raises:
-        LatteError: pairs, for a model of another library.
-    """
-    from transformers import AutoModelForSequenceClassification
-
-    if not pairs:
-        return AutoModelForSequenceClassification.from_config(config)
-    check_pairs(config)
-    from latte.models import LatteForPairClassification
-    from latte.rivals.modeling import ComparatorConfig, ComparatorForPairClassification
-
-    if isinstance(config, ComparatorConfig):
-        return ComparatorForPairClassification(config)
-    return LatteForPairClassification(config)
-
-
-def check_pairs(config: Any) -> None:
-    """Raise LatteError for a model that classifies single texts alone: another library's."""
-    from latte.models import LatteConfig
-
-    if not isinstance(config, LatteConfig):
-        raise LatteError(f"model type {config.model_type!r} classifies single texts, not pairs")
-
-
 def _fit(build: Callable[[int], Any], target: int, comparator: Comparator) -> Any:
     """The width in steps of 16, or the depth, at which the parameters come nearest `target`."""
     step = 1 if comparator.matched == _DEPTH else 16

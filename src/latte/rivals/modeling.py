@@ -16,7 +16,6 @@ from latte.models.causal_lm import LatteForCausalLM
 from latte.models.classification import LatteForSequenceClassification
 from latte.rivals import H3, S5, ComparatorMixer, Linformer, Luna, Mega
 from latte.rivals.config import ComparatorConfig
-from replication.lra.pairs import LatteForPairClassification
 
 
 def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
@@ -105,14 +104,6 @@ class ComparatorForCausalLM(LatteForCausalLM):
 
 class ComparatorForSequenceClassification(LatteForSequenceClassification):
     """A classifier over the mean of the real tokens' hidden states."""
-
-    config: ComparatorConfig
-    backbone_class = ComparatorModel
-    _no_split_modules = ["ComparatorBlock"]
-
-
-class ComparatorForPairClassification(LatteForPairClassification):
-    """A classifier of pairs of texts."""
 
     config: ComparatorConfig
     backbone_class = ComparatorModel
