@@ -141,7 +141,6 @@ def runs(recipe: LRARecipe) -> list[LRARun]:
     Raises:
         LatteError: an unknown preset or field, or sizes that do not fit.
     """
-    from latte.models.config import LATENT, WINDOWED
     from replication.lra.pairs import check_pairs
 
     data, found = recipe.data, []
@@ -150,9 +149,9 @@ def runs(recipe: LRARecipe) -> list[LRARun]:
         preset = own.pop("preset")
         shared = dict(recipe.shared)
         plain = model_config(name, preset, {"mixer": own["mixer"]} if "mixer" in own else {})
-        mixer = getattr(plain, "mixer", None)  # a library's model has none, and a window of its own
-        for key, mixers in (("num_latents", LATENT), ("sliding_window", WINDOWED)):
-            if mixer is not None and mixer not in mixers:
+        uses = getattr(plain, "mixer_uses", None)  # a library's model has none, and its own window
+        for key in ("num_latents", "sliding_window"):
+            if uses is not None and key not in uses:
                 shared.pop(key, None)
         config = {
             "vocab_size": data.vocab_size,

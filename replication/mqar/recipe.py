@@ -186,8 +186,6 @@ def runs(recipe: MQARRecipe) -> list[Run]:
     Raises:
         LatteError: an unknown preset or field, or sizes that do not fit.
     """
-    from latte.models.config import LATENT
-
     found = []
     for task, (train, tests) in tasks(recipe).items():
         for name, width in product(recipe.select or recipe.models, recipe.widths):
@@ -199,9 +197,9 @@ def runs(recipe: MQARRecipe) -> list[Run]:
             if recipe.init_scale is not None:
                 values.setdefault("initializer_range", recipe.init_scale / math.sqrt(width))
             values.setdefault("max_position_embeddings", max(c.length for c in (*train, *tests)))
-            mixer = getattr(model_config(name, preset, values, causal=True), "mixer", None)
+            uses = getattr(model_config(name, preset, values, causal=True), "mixer_uses", ())
             sweep: list[int | None] = [None]
-            if mixer in LATENT:
+            if "num_latents" in uses:
                 own = values.get("num_latents")
                 sweep = [own] if own is not None else list(recipe.latents)
             for latents in sweep:

@@ -116,8 +116,6 @@ def load_encoder(model: Any, path: str | Path) -> list[str]:
     """
     from safetensors.torch import load_file
 
-    from latte.models.config import WINDOWED
-
     folder = find_checkpoint(path)
     config = _load_config(folder)
     if config.model_type != model.config.model_type:
@@ -125,7 +123,7 @@ def load_encoder(model: Any, path: str | Path) -> list[str]:
             f"checkpoint {folder} holds a model of another kind: expected"
             f" {model.config.model_type!r}, found {config.model_type!r}"
         )
-    windowed = getattr(config, "mixer", None) in WINDOWED
+    windowed = "sliding_window" in getattr(config, "mixer_uses", ())
     for name in (*DECISIVE, "sliding_window") if windowed else DECISIVE:
         there, here = getattr(config, name, None), getattr(model.config, name, None)
         if there != here:

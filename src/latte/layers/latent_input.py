@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,15 @@ class LatentInput(nn.Module):
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
+
+
+def input_options(config: Any) -> dict[str, Any]:
+    """The arguments of :class:`LatentInput` that a model's configuration gives, but its kind."""
+    return {
+        "conv_kernel_size": config.conv_kernel_size,
+        "rglru_decay_range": config.rglru_decay_range,
+        "rms_norm_eps": config.norm_eps,
+    }
 
 
 class LatentLogits(nn.Module):

@@ -6,10 +6,11 @@ Shape suffixes: B batch, T tokens, E hidden size, H query heads, L latents per h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from latte.layers.latent_input import LatentLogits
+from latte.layers.latent_input import LatentLogits, input_options
 from latte.layers.mixer import Mixer, MixingLogits
 from latte.layers.positions import Rotary
 from latte.layers.recurrent import DECAY_RANGE
@@ -27,6 +28,7 @@ class LatteAttention(Mixer):
     """
 
     carries = ("latent",)
+    uses = ("num_latents", "latent_input")
 
     def __init__(
         self,
@@ -59,6 +61,11 @@ class LatteAttention(Mixer):
             rms_norm_eps=rms_norm_eps,
             causal=causal,
         )
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        latents = {"num_latents": config.num_latents, "latent_input": config.latent_input}
+        return super().options(config) | latents | input_options(config)
 
     def _mix(
         self,

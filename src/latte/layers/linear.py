@@ -5,6 +5,8 @@ Shape suffixes: B batch, T tokens, E hidden size, H heads, F features per head, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ class LinearAttention(Mixer):
     """
 
     carries = ("linear",)
+    uses = ("num_latents",)
 
     def __init__(
         self,
@@ -56,6 +59,11 @@ class LinearAttention(Mixer):
         self.feature_map = feature_map
         self.q_proj = nn.Linear(hidden_size, num_features, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_features, bias=False)
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        own = {"num_features": config.num_latents, "feature_map": config.feature_map}
+        return super().options(config) | own
 
     def _features(self, x_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k), (B, T, H, F), at least fp32: they are summed over the sequence."""

@@ -7,11 +7,12 @@ L latents per head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from latte.layers.latent_input import LatentLogits
-from latte.layers.mixer import Mixer, MixingLogits
+from latte.layers.latent_input import LatentLogits, input_options
+from latte.layers.mixer import Mixer, MixingLogits, local_options
 from latte.layers.positions import Rotary, RotaryEmbedding
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, TokenLog, real_tokens
@@ -36,6 +37,7 @@ class LatteMacchiato(Mixer):
     """
 
     carries = ("latent", "window")
+    uses = ("num_latents", "latent_input", "sliding_window", "rope_theta", "window_probability")
 
     def __init__(
         self,
@@ -80,6 +82,16 @@ class LatteMacchiato(Mixer):
             rms_norm_eps=rms_norm_eps,
             causal=causal,
         )
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        own = {
+            "num_latents": config.num_latents,
+            "latent_input": config.latent_input,
+            "window": config.sliding_window,
+            "window_probability": config.window_probability,
+        }
+        return super().options(config) | own | local_options(config) | input_options(config)
 
     def _local(
         self,

@@ -6,7 +6,7 @@ D value width.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -28,6 +28,14 @@ class MixingLogits(NamedTuple):
     k: Tensor | None = None
 
 
+def local_options(config: Any) -> dict[str, Any]:
+    """The arguments of local attention that a model's configuration gives, but its window."""
+    return {
+        "rope_theta": config.rope_theta if config.position == "rope" else None,
+        "softcap": config.attn_logit_softcapping,
+    }
+
+
 class Mixer(nn.Module):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
@@ -40,9 +48,15 @@ class Mixer(nn.Module):
 
     Attributes:
         carries: the parts of a :class:`MixerState` that the mixer cannot go on without.
+        grows: the state keeps every token, as that of full softmax attention.
+        uses: the fields of a model's configuration that the mixer reads, of those that not every
+            mixer does: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
+            ``window_probability``.
     """
 
     carries: ClassVar[tuple[str, ...]] = ()
+    grows: ClassVar[bool] = False
+    uses: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -74,6 +88,22 @@ class Mixer(nn.Module):
         self.rotary: RotaryEmbedding | None = None
         self.v_proj = nn.Linear(hidden_size, groups * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """The mixer of a model's configuration, ``latte.models.LatteConfig`` or one alike."""
+        return cls(**cls.options(config))
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        """The arguments of the class that a configuration gives: here those of every mixer."""
+        return {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "causal": config.is_causal,
+        }
 
     def forward(
         self,

@@ -6,11 +6,12 @@ Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value hea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from latte.layers.latent_input import LatentInput, LatentInputs
-from latte.layers.mixer import Mixer, MixingLogits
+from latte.layers.latent_input import LatentInput, LatentInputs, input_options
+from latte.layers.mixer import Mixer, MixingLogits, local_options
 from latte.layers.positions import Rotary, RotaryEmbedding
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, TokenLog, real_tokens
@@ -30,6 +31,7 @@ class SlidingWindowAttention(Mixer):
     """
 
     carries = ("window",)
+    uses: ClassVar[tuple[str, ...]] = ("latent_input", "sliding_window", "rope_theta")
 
     def __init__(
         self,
@@ -70,6 +72,11 @@ class SlidingWindowAttention(Mixer):
         )
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=False)
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        own = {"window": config.sliding_window, "input_mixing": config.latent_input}
+        return super().options(config) | own | local_options(config) | input_options(config)
 
     def _local(
         self,
@@ -154,6 +161,9 @@ class SlidingWindowAttention(Mixer):
 class SoftmaxAttention(SlidingWindowAttention):
     """Full softmax attention: every earlier token is seen, and the state keeps them all."""
 
+    grows = True
+    uses = ("rope_theta",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -175,3 +185,7 @@ class SoftmaxAttention(SlidingWindowAttention):
             softcap=softcap,
             causal=causal,
         )
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        return Mixer.options(config) | local_options(config)

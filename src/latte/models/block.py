@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from latte.layers import (
     GELUMLP,
-    LatteAttention,
-    LatteMacchiato,
     LayerNorm,
-    LinearAttention,
     Mixer,
     MixerState,
     RMSNorm,
     Rotary,
-    SlidingWindowAttention,
-    SoftmaxAttention,
     SwiGLU,
 )
 from latte.models.config import LatteConfig
+from latte.models.registry import find_mixer
 
 
 def make_norm(config: LatteConfig) -> nn.Module:
@@ -36,53 +30,7 @@ def make_mlp(config: LatteConfig) -> nn.Module:
 
 def make_mixer(config: LatteConfig) -> Mixer:
     """The token mixer of a configuration."""
-    heads: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "causal": config.is_causal,
-    }
-    local: dict[str, Any] = {
-        "rope_theta": config.rope_theta if config.position == "rope" else None,
-        "softcap": config.attn_logit_softcapping,
-    }
-    inputs: dict[str, Any] = {
-        "conv_kernel_size": config.conv_kernel_size,
-        "rglru_decay_range": config.rglru_decay_range,
-        "rms_norm_eps": config.norm_eps,
-    }
-    latents: dict[str, Any] = {
-        "num_latents": config.num_latents,
-        "latent_input": config.latent_input,
-    }
-    match config.mixer:
-        case "latte":
-            return LatteAttention(**heads, **latents, **inputs)
-        case "macchiato":
-            return LatteMacchiato(
-                **heads,
-                **latents,
-                **inputs,
-                **local,
-                window=config.sliding_window or 0,
-                window_probability=config.window_probability,
-            )
-        case "swa":
-            return SlidingWindowAttention(
-                **heads,
-                **inputs,
-                **local,
-                window=config.sliding_window,
-                input_mixing=config.latent_input,
-            )
-        case "softmax":
-            return SoftmaxAttention(**heads, **local)
-        case "linear":
-            return LinearAttention(
-                **heads, num_features=config.num_latents or 0, feature_map=config.feature_map
-            )
-    raise ValueError(f"unknown mixer {config.mixer!r}")
+    return find_mixer(config.mixer).from_config(config)
 
 
 class LatteBlock(GradientCheckpointingLayer):

@@ -12,9 +12,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from latte.errors import LatteError
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.validation import check_decay_range, check_probability
-
-WINDOWED = ("macchiato", "swa")  # mixers with local queries and keys over a window
-LATENT = ("latte", "macchiato", "linear")  # mixers whose heads have num_latents / heads states
+from latte.models.registry import find_mixer, mixer_names
 
 
 @strict
@@ -23,7 +21,8 @@ class LatteConfig(PreTrainedConfig):
 
     Args:
         mixer: what mixes tokens: ``latte`` (eq. 7-14), ``macchiato`` (eq. 15-17), ``swa``
-            (window only), ``softmax`` (full attention) or ``linear`` (undirected, eq. 4-5).
+            (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), or one
+            of your own (:mod:`latte.models.registry`).
         latent_input: where the latent logits come from: ``none`` (x), ``conv`` or ``rglru``
             (eq. 18-19). With ``swa`` the window's queries, keys and values come from there.
         num_latents: latent states (features of ``linear``) over all heads.
@@ -56,7 +55,7 @@ class LatteConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int = 3072
-    mixer: Literal["latte", "macchiato", "swa", "softmax", "linear"] = "macchiato"
+    mixer: str = "macchiato"
     latent_input: Literal["none", "conv", "rglru"] = "rglru"
     num_latents: int | None = 128
     sliding_window: int | None = 128
@@ -99,8 +98,14 @@ class LatteConfig(PreTrainedConfig):
             if close and not hasattr(PreTrainedConfig, name):
                 raise ValueError(f"unknown field {name!r}, did you mean {close[0]!r}?")
 
+    @property
+    def mixer_uses(self) -> tuple[str, ...]:
+        """The fields that the mixer reads, of those that not every mixer does."""
+        return find_mixer(self.mixer).uses
+
     def validate_sizes(self) -> None:
         """Part of ``@strict``: every size is positive and the divisions come out even."""
+        uses = self.mixer_uses
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -123,31 +128,34 @@ class LatteConfig(PreTrainedConfig):
         self._divides("num_key_value_heads", "num_attention_heads")
         if self.latent_input == "rglru":
             self._divides("num_attention_heads", "hidden_size")  # the gates' blocks
-        if self.mixer in LATENT:
-            if self.num_latents is None:
-                raise ValueError(f"num_latents must be given for mixer={self.mixer!r}, got None")
+        for name in ("num_latents", "sliding_window"):
+            if name in uses and getattr(self, name) is None:
+                raise ValueError(f"{name} must be given for mixer={self.mixer!r}, got None")
+        if "num_latents" in uses:
             self._divides("num_attention_heads", "num_latents")
 
     def validate_choices(self) -> None:
         """Part of ``@strict``: the choices fit together."""
-        if self.mixer in WINDOWED and self.sliding_window is None:
-            raise ValueError(f"sliding_window must be given for mixer={self.mixer!r}, got None")
-        if self.mixer in ("softmax", "linear") and self.latent_input != "none":
+        uses = self.mixer_uses
+        if "latent_input" not in uses and self.latent_input != "none":
             raise ValueError(
                 f"latent_input must be 'none' for mixer={self.mixer!r}, got {self.latent_input!r}"
             )
         if self.position == "rope":
-            if self.mixer not in (*WINDOWED, "softmax"):
+            if "rope_theta" not in uses:
+                able = [
+                    repr(name) for name in mixer_names() if "rope_theta" in find_mixer(name).uses
+                ]
                 raise ValueError(
                     f"position='rope' needs a mixer with local queries and keys, "
-                    f"'macchiato', 'swa' or 'softmax', got mixer={self.mixer!r}"
+                    f"{', '.join(able[:-1])} or {able[-1]}, got mixer={self.mixer!r}"
                 )
             if self.width_per_head % 2:
                 raise ValueError(
                     f"position='rope' needs heads of an even width, got {self.width_per_head}"
                 )
         if self.window_probability is not None:
-            if self.mixer != "macchiato":
+            if "window_probability" not in uses:
                 raise ValueError(
                     f"window_probability must be None for mixer={self.mixer!r}, got"
                     f" {self.window_probability}"
@@ -175,7 +183,7 @@ class LatteConfig(PreTrainedConfig):
 
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token: full softmax attention alone does."""
-        return self.mixer == "softmax"
+        return find_mixer(self.mixer).grows
 
     @property
     def embedding_scale(self) -> float:

@@ -6,7 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from latte.errors import LatteError
-from latte.models.config import LATENT, WINDOWED, LatteConfig
+from latte.models.config import LatteConfig
+from latte.models.registry import find_mixer, mixer_names, preset_names, registered_preset
 
 # "++" is RMSNorm and SwiGLU, the config's defaults. Plain mixers, which look at x alone, need
 # positions; the convolution and the RG-LRU make them unnecessary, and windows have rotary ones.
@@ -90,25 +91,25 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     """The configuration of a named model at a named size.
 
     Args:
-        name: one of ``PRESETS``, e.g. ``"latte-r-swa++"``.
+        name: one of ``PRESETS``, e.g. ``"latte-r-swa++"``, or a registered one.
         size: one of ``SIZES``.
         overrides: any field of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
 
     Raises:
         LatteError: an unknown name, size or field, or sizes that do not fit.
     """
-    if name not in _PRESETS:
-        raise LatteError(f"unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
+    preset = _PRESETS.get(name) or registered_preset(name)
+    if preset is None:
+        raise LatteError(f"unknown preset {name!r}, expected one of {', '.join(preset_names())}")
     if size not in _SIZES:
         raise LatteError(f"unknown size {size!r}, expected one of {', '.join(SIZES)}")
-    known = {field.name for field in fields(LatteConfig)} | {"num_labels"}
+    known = {field.name for field in fields(LatteConfig)} | {"num_labels"} | set(preset)
     for field in overrides:
         if field not in known:
             raise LatteError(f"unknown field {field!r} of LatteConfig")
-    values = {**_SIZES[size], **_PRESETS[name]}
-    mixer = overrides.get("mixer", values["mixer"])
-    if mixer not in LATENT:
-        values["num_latents"] = None
-    if mixer not in WINDOWED:
-        values["sliding_window"] = None
-    return LatteConfig(**(values | overrides))
+    sizes = dict(_SIZES[size])
+    mixer = overrides.get("mixer", preset["mixer"])
+    for field in ("num_latents", "sliding_window"):
+        if mixer in mixer_names() and field not in find_mixer(mixer).uses:
+            sizes[field] = None
+    return LatteConfig(**(sizes | preset | overrides))

@@ -36,6 +36,15 @@ class ComparatorConfig(LatteConfig):
     position: Literal["sinusoidal", "none"] = "none"  # type: ignore[assignment]
     use_cache: bool = False
 
+    @property
+    def mixer_uses(self) -> tuple[str, ...]:
+        """None of the fields that Latte's own mixers read."""
+        return ()
+
+    def state_grows(self, layer_idx: int) -> bool:
+        """There is no state at all."""
+        return False
+
     def validate_comparator(self) -> None:
         """Part of ``@strict``: the sizes of the mixers."""
         for name in ("state_size", "chunk_size"):

@@ -1,0 +1,197 @@
+"""What a name stands for: token mixers, and whole models, of the library's own and of others.
+
+    register_mixer("average", Average)              # LatteConfig(mixer="average")
+    register_preset("average++", mixer="average")   # preset_config("average++", "tiny")
+    register_model(ModelEntry("griffin", config=griffin_config))  # a model that is none of Latte's
+    register_provider("latte.rivals")               # a module that registers models when imported
+
+Nothing is imported before its name is asked for, so that this module is light.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latte.errors import LatteError
+
+# Classes, or where they are: "module:name".
+_mixers: dict[str, Any] = {
+    "latte": "latte.layers:LatteAttention",
+    "macchiato": "latte.layers:LatteMacchiato",
+    "swa": "latte.layers:SlidingWindowAttention",
+    "softmax": "latte.layers:SoftmaxAttention",
+    "linear": "latte.layers:LinearAttention",
+}
+_presets: dict[str, dict[str, Any]] = {}  # beyond those of the paper
+_models: dict[str, ModelEntry] = {}  # whole models of another kind
+_providers: list[str] = []
+
+
+# --- token mixers ----------------------------------------------------------------------------
+
+
+def register_mixer(name: str, mixer: type | str) -> None:
+    """``LatteConfig(mixer=name)`` is this class from now on; registering it again replaces it.
+
+    Args:
+        mixer: a :class:`latte.layers.Mixer`, or where it is, as ``"module:name"``.
+    """
+    _mixers[name] = mixer
+
+
+def mixer_names() -> tuple[str, ...]:
+    """The names that :func:`find_mixer` knows."""
+    return tuple(_mixers)
+
+
+def find_mixer(name: str) -> Any:
+    """The class of a mixer.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in _mixers:
+        raise ValueError(
+            f"Field 'mixer' expected one of {mixer_names()}, got {name!r} (a mixer of your own is "
+            "registered first: latte.models.registry.load_plugin, or 'plugins' in a recipe)"
+        )
+    mixer = _mixers[name]
+    if isinstance(mixer, str):
+        module, _, attribute = mixer.partition(":")
+        mixer = _mixers[name] = getattr(importlib.import_module(module), attribute)
+    return mixer
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+def build_model(config: Any, causal: bool = True) -> Any:
+    """A freshly initialised language model of a config, or a classifier if not ``causal``."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = auto.AutoModelForCausalLM if causal else auto.AutoModelForSequenceClassification
+    return kind.from_config(config)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model that a recipe can name.
+
+    Args:
+        name: as in ``model.preset`` of a recipe.
+        config: ``config(size, **overrides)``, its configuration at one of the named sizes.
+        build: ``build(config, causal)``, the model of a configuration, freshly initialised.
+        causal: it can be a language model; otherwise it reads both ways, and only classifies.
+        carries_state: text can be carried on in a :class:`latte.models.LatteCache`, and sequences
+            be packed into a row.
+        missing: what keeps the model from running here, with the way to get it, or None.
+    """
+
+    name: str
+    config: Callable[..., Any]
+    build: Callable[..., Any] = build_model
+    causal: bool = True
+    carries_state: bool = True
+    missing: Callable[[], str | None] = lambda: None
+
+
+def register_model(entry: ModelEntry) -> None:
+    """:func:`find_model` knows ``entry.name`` from now on."""
+    _models[entry.name] = entry
+
+
+def register_preset(name: str, **fields: Any) -> None:
+    """``preset_config(name, size)`` sets these fields of LatteConfig on top of the size's."""
+    _presets[name] = fields
+
+
+def register_provider(module: str) -> None:
+    """A module to import, once a name is asked for that is unknown: it registers models then."""
+    if module not in _providers:
+        _providers.append(module)
+
+
+def preset_names() -> tuple[str, ...]:
+    """The library's presets, and those registered beside them."""
+    from latte.models.presets import PRESETS
+
+    return (*PRESETS, *_presets)
+
+
+def registered_preset(name: str) -> dict[str, Any] | None:
+    """The fields of a preset that was registered, or None."""
+    return _presets.get(name)
+
+
+def find_model(name: str) -> ModelEntry:
+    """The model of a name: a preset, or what a provider or plugin has registered.
+
+    Raises:
+        LatteError: an unknown name.
+    """
+    if name in preset_names():
+        from latte.models.presets import preset_config
+
+        return ModelEntry(name, config=lambda size, **given: preset_config(name, size, **given))
+    if name not in _models:
+        _load_providers()
+    if name not in _models:
+        others = f", or of the models to compare with: {', '.join(_models)}" if _models else ""
+        raise LatteError(
+            f"unknown preset {name!r}, expected one of {', '.join(preset_names())}{others}"
+        )
+    return _models[name]
+
+
+def other_models() -> dict[str, ModelEntry]:
+    """All models that are no presets, by name; loads the providers."""
+    _load_providers()
+    return dict(_models)
+
+
+def _load_providers() -> None:
+    for module in _providers:
+        importlib.import_module(module)
+
+
+# --- code of a user ----------------------------------------------------------------------------
+
+
+def load_plugin(path_or_module: str | Path) -> Any:
+    """Import a user's module, by its name or as a ``.py`` file, for what it registers.
+
+    A file is imported once, whatever way its path is written.
+
+    Raises:
+        LatteError: there is no such file or module, or it fails.
+    """
+    text = str(path_or_module)
+    try:
+        if not text.endswith(".py"):
+            return importlib.import_module(text)
+        path = Path(text).expanduser().resolve()
+        if not path.is_file():
+            raise LatteError(f"plugin {text}: no such file")
+        name = f"latte_plugin_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    except LatteError:
+        raise
+    except Exception as error:  # a user's code may fail in any way
+        raise LatteError(f"plugin {text}: {type(error).__name__}: {error}") from error
