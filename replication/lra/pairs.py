@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from latte.errors import LatteError
-from latte.models.backbone import LattePreTrainedModel
+from latte.models import LatteConfig, LattePreTrainedModel
 from latte.models.classification import mean_over_tokens
-from latte.models.config import LatteConfig
 
 
 def check_pairs(config: Any) -> None:
@@ -25,8 +25,9 @@ def check_pairs(config: Any) -> None:
 class LatteForPairClassification(LattePreTrainedModel):
     """A classifier of pairs: both texts are encoded alike, each by the mean of its real tokens.
 
-    With the two means u and v, the logits are an MLP of ``[u, v, u * v, u - v]`` with two hidden
-    layers, of M and M / 2 (M is ``intermediate_size``).
+    The encoder is the model of the config, ours or a rival's of ours. With the two means u and v,
+    the logits are an MLP of ``[u, v, u * v, u - v]`` with two hidden layers, of M and M / 2 (M is
+    ``intermediate_size``).
     """
 
     accepts_loss_kwargs = False  # the loss is a mean over the batch; Trainer scales it
@@ -48,6 +49,13 @@ class LatteForPairClassification(LattePreTrainedModel):
             nn.Linear(max(1, width // 2), self.num_labels),
         )
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """As all models of Transformers; the config's own class is that of the folder's model."""
+        if config is None:
+            config = AutoConfig.from_pretrained(path)
+        return super().from_pretrained(path, *args, config=config, **kwargs)
 
     def forward(
         self,

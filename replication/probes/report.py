@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.evaluate.plots import COLOURS, MARKERS
-from replication.probes.run import DISTRACTORS, ProbeRow
+from replication.probes.scores import DISTRACTORS, ProbeRow
 
 SHOWN = {
     "retrieval": ("exact", "ranked_first", "beats_unsaid", "margin", "nll", "nll_unseen", "gain"),

@@ -118,7 +118,7 @@ def _run_probes(
     from latte.train.run_folder import writable_folder
     from replication.probes.questions import make_material
     from replication.probes.report import probes_figure, probes_table, write_probes
-    from replication.probes.run import plan, run_probes
+    from replication.probes.scores import plan, run_probes
 
     at_least_one(options, "segment", "batch_tokens", "max_tokens")
     material = make_material(tokenizer, _probe_text(options, tokenizer, recipe))

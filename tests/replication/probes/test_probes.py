@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from latte.errors import LatteError
 from latte.models import LatteForCausalLM, preset_config
 from replication.probes import questions as probes
 from replication.probes import report as probe_report
-from replication.probes import run as probing
+from replication.probes import scores as probing
+from replication.probes.run import main
 
 TEXT = "".join(chr(97 + (i * i + i // 7) % 26) if i % 6 else " " for i in range(3000))
 
@@ -254,3 +256,62 @@ def test_results_do_not_depend_on_batches(
         assert [row["metric"] for row in csv.DictReader(file)] == [row.metric for row in one]
     table = probe_report.probes_table(one)
     assert "retrieval (3 cases each)" in table and "repeated_4_greedy" in table
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(words: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model in a folder that says what text its run held out."""
+    folder = tmp_path_factory.mktemp("probed")
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    LatteForCausalLM(preset_config("swa++", "tiny", **sizes)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    recipe = {"model": {"preset": "swa++", "size": "tiny", "overrides": sizes}, "data": words}
+    (folder / "recipe.json").write_text(json.dumps(recipe | {"training": {"max_steps": 1}}))
+    return folder
+
+
+def test_the_command_writes_a_table_a_csv_and_a_plot(
+    checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = [str(checkpoint), "--probes", "copy,retrieval", "--cases", "2"]
+    arguments += ["--lengths", "256,230", "--depths", "0,1", "--segment", "100"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "retrieval (2 cases each)" in out and "token_match_unseen" in out
+    with open(tmp_path / "probes.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    cells = {(row["probe"], row["length"], row["depth"]) for row in rows}
+    depths = {("retrieval", n, d) for n in ("230", "256") for d in ("0.0", "1.0")}
+    assert cells == depths | {("copy", "230", ""), ("copy", "256", "")}
+    assert (tmp_path / "probes.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["probes.csv", "probes.png"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--probes", "needle"], "expected some of retrieval, copy, continuation, got 'needle'"),
+        (["--probes", "copy", "--lengths", "20"], "too few for the copy probe"),
+        (["--probes", "copy", "--lengths", "99999"], "give more with --corpus"),
+        (["--probes", "copy", "--cases", "0"], "--cases: expected at least 1, got 0"),
+        (["--probes", ","], "expected names separated by commas"),
+        (["--seed", "-1"], "--seed: expected 0 or more"),
+        (["--probes", "retrieval", "--depths", "2"], "numbers from 0 to 1"),
+        (["--probes", "copy", "--mixing", "window"], "expected a converted model"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(
+    checkpoint: Path, tmp_path: Path, capsys: Any, options: list[str], message: str
+) -> None:
+    try:
+        code = main([str(checkpoint), *options, "--output", str(tmp_path / "out")])
+    except SystemExit as stop:  # argparse
+        code = stop.code  # type: ignore[assignment]
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and message in error
+    assert not (tmp_path / "out").exists()

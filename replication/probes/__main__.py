@@ -1,0 +1,3 @@
+from replication.probes.run import main
+
+raise SystemExit(main())
