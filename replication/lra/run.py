@@ -95,7 +95,7 @@ def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = Fal
 
 def load_data(recipe: LRARecipe, quiet: bool = False) -> Any:
     """The recipe's task, read or generated."""
-    from latte.train.text import cache_folder
+    from latte.data.preparing import cache_folder
     from replication.lra.data import load_task
 
     cache = cache_folder(recipe.cache_dir)

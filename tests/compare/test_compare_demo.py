@@ -11,9 +11,9 @@ import pytest
 from latte.compare import demo as demo_module
 from latte.compare.compare import compare
 from latte.compare.demo import demo, main
+from latte.data.preparing import prepare_text
 from latte.errors import LatteError
 from latte.train.metrics import read_metrics
-from latte.train.text import prepare_text
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 

@@ -196,8 +196,8 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
 
 def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
     """Packed or padded, a model that can do both computes the same loss."""
+    from latte.data.preparing import prepare_text
     from latte.models import LatteForCausalLM
-    from latte.train.text import prepare_text
 
     recipe = make_recipe()
     text = prepare_text(recipe.data, progress=False)

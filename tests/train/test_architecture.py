@@ -60,7 +60,7 @@ def test_a_model_that_cannot_be_built_is_named_at_once(tmp_path, override, messa
 
 
 def test_documents_may_share_a_block_as_rows(tmp_path, words):
-    from latte.train.text import prepare_text
+    from latte.data.preparing import prepare_text
 
     recipe = load_recipe(RECIPE, [*SMALL, *[f"data.{key}={value}" for key, value in words.items()]])
     text = prepare_text(recipe.data, progress=False)

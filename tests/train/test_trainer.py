@@ -102,7 +102,7 @@ def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any)
 
 def test_micro_batches_do_differ_in_tokens(make_recipe: Any) -> None:
     """What the test above relies on."""
-    from latte.train.text import prepare_text
+    from latte.data.preparing import prepare_text
 
     recipe = make_recipe()
     text = prepare_text(recipe.data, progress=False)
@@ -115,7 +115,7 @@ def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe: Any) -> None:
     """A log window of three steps weighs each step by its tokens."""
     one = train(make_recipe(name="one", log_steps=1, max_steps=3), quiet=True)
     three = train(make_recipe(name="three", log_steps=3, max_steps=3), quiet=True)
-    from latte.train.text import prepare_text
+    from latte.data.preparing import prepare_text
 
     recipe = make_recipe()
     text = prepare_text(recipe.data, progress=False)
@@ -177,8 +177,8 @@ def test_learning_rate() -> None:
 
 
 def test_only_matrices_decay(make_recipe: Any) -> None:
+    from latte.data.preparing import prepare_text
     from latte.train.run import build_model
-    from latte.train.text import prepare_text
     from latte.train.trainer import LatteTrainer
 
     recipe = make_recipe()

@@ -32,10 +32,10 @@ def evaluate(options: Namespace) -> int:
     from latte.train.run_folder import writable_folder
 
     output = writable_folder(evaluation_folder(options, folder))
+    from latte.data.preparing import evaluation_text, held_out_text
     from latte.evaluate.checkpoint import load_checkpoint, training_recipe
     from latte.evaluate.lengths import evaluate_lengths, table, write_csv
     from latte.evaluate.plots import evaluation_figure
-    from latte.train.text import evaluation_text, held_out_text
 
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)

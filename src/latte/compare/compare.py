@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths, write_csv
@@ -23,7 +24,6 @@ from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
 from latte.train.run import Result, check_model, train
 from latte.train.run_folder import write_json
-from latte.train.text import Text, prepare_text
 
 EVALUATION_FILE = "lengths.json"
 

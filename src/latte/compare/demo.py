@@ -50,9 +50,9 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
     recipe = load_recipe(recipe_path, overrides)
     from latte.compare.compare import compare, markdown
     from latte.data.corpora import compression_baselines
+    from latte.data.preparing import prepare_text
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import generate
-    from latte.train.text import prepare_text
 
     text = prepare_text(recipe.data)
     scored = text.held_out(HELD_OUT_TOKENS)

@@ -31,6 +31,7 @@ import torch
 
 from latte.compare.compare import preset_recipe
 from latte.compare.grid import machine
+from latte.data.preparing import prepare_text
 from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths
@@ -47,7 +48,6 @@ from latte.train.run_folder import (
     writable_folder,
     write_json,
 )
-from latte.train.text import prepare_text
 from latte.train.trainer import Diverged
 
 MEASURED_FILE = "measured.json"

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latte.data.preparing import prepare_text
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths, write_csv
 from latte.evaluate.plots import conversion_figure
 from latte.train.conversion_model import mixing
 from latte.train.run_folder import write_json
-from latte.train.text import prepare_text
 
 if TYPE_CHECKING:
     from latte.train.convert import ConversionRecipe

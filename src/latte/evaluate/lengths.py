@@ -1,6 +1,6 @@
 """`latte evaluate`: perplexity and bits per byte at several context lengths.
 
-The protocol is that of `latte.evaluate.scoring`: windows of n tokens that do not overlap,
+The protocol is that of `latte.train.scoring`: windows of n tokens that do not overlap,
 within each held-out document, the state carried inside a window and empty at its start, every
 token of the text scored exactly once at every n. What is compared between lengths is therefore
 the same text, and only how far back a prediction may look differs.
@@ -16,8 +16,8 @@ from typing import Any
 
 from latte.data.evaluation import EvaluationText
 from latte.errors import LatteError
-from latte.evaluate.scoring import score
 from latte.machine import hardware
+from latte.train.scoring import score
 
 
 @dataclass(frozen=True)

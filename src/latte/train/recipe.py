@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from latte.data.preparing import DataSection
 from latte.errors import LatteError, check_seed
 from latte.train.typed import apply_override, build, merge, read_yaml
 
@@ -47,23 +48,6 @@ class ModelSection:
         from latte.rivals.catalogue import COMPARATORS
 
         return self.architecture is None and self.preset in COMPARATORS
-
-
-@dataclass
-class DataSection:
-    """Which text, and how it becomes blocks of tokens."""
-
-    corpus: str | list[str] = "embedded"  # see latte.data.corpora.open_corpus
-    validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
-    field: str = "text"  # the JSON field or Parquet column that holds the text
-    hub_config: str | None = None  # a Hub dataset's configuration
-    hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
-    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
-    vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
-    block_length: int = 256  # tokens of a training example
-    respect_documents: bool = True  # a document sees nothing of another that shares its block
-    cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
-    max_validation_tokens: int | None = 200_000  # scored during training; None: all
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.rivals.catalogue import check_name, comparator_config, find, language_model
 from latte.train.comparator_trainer import ComparatorTrainer
@@ -22,7 +23,6 @@ from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
 from latte.train.speed import check_speed, chosen_backend
-from latte.train.text import Text, prepare_text
 from latte.train.trainer import LatteTrainer
 
 STOPPED_FILE = "stopped.json"  # what `max_minutes` left, until the run is finished

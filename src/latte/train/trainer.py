@@ -26,10 +26,10 @@ from transformers import Trainer, TrainingArguments
 
 from latte.data.evaluation import EvaluationText
 from latte.errors import LatteError
-from latte.evaluate.scoring import score
 from latte.train import sharding
 from latte.train.recipe import Recipe, dump
 from latte.train.run_folder import STAGING, rotate, seal
+from latte.train.scoring import score
 from latte.train.speed import of_own_blocks, quicken
 from latte.train.steps import decayed_names
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from latte.data import byte_tokenizer
+from latte.data.preparing import held_out_text
 from latte.evaluate.lengths import evaluate_lengths, table, write_csv
-from latte.evaluate.scoring import _share, score
 from latte.train.recipe import DataSection
-from latte.train.text import held_out_text
+from latte.train.scoring import _share, score
 
 
 @pytest.fixture(params=["latte-r-swa++", "latte++", "transformer++"])
 def subject(request: Any, make_recipe: Any) -> tuple[Any, Any]:
     """(model with large weights, held-out text)."""
+    from latte.data.preparing import prepare_text
     from latte.train.run import build_model
-    from latte.train.text import prepare_text
 
     recipe = make_recipe(request.param)
     text = prepare_text(recipe.data, progress=False)

@@ -1,4 +1,7 @@
-"""From a recipe's `data` section to a tokenizer, training blocks and held-out documents."""
+"""From a recipe's `data` section to a tokenizer, training blocks and held-out documents.
+
+What needs torch imports it when it is called: a recipe is read without it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,37 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from latte.data.blocks import BlockCollator, PackedBlocks
 from latte.data.corpora import Corpus, open_corpus, sample_text
-from latte.data.evaluation import EvaluationText
 from latte.data.files import FileSource, find_files
 from latte.data.tokenfile import TokenFile, tokenize_corpus
 from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from latte.errors import LatteError
-from latte.train.recipe import DataSection
+
+if TYPE_CHECKING:
+    from latte.data.blocks import BlockCollator, PackedBlocks
+    from latte.data.evaluation import EvaluationText
 
 # A vocabulary is learnt from at most so much text, drawn evenly from the corpus.
 BPE_SAMPLE_BYTES = 20_000_000
+
+
+@dataclass
+class DataSection:
+    """Which text, and how it becomes blocks of tokens."""
+
+    corpus: str | list[str] = "embedded"  # see latte.data.corpora.open_corpus
+    validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
+    field: str = "text"  # the JSON field or Parquet column that holds the text
+    hub_config: str | None = None  # a Hub dataset's configuration
+    hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
+    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
+    vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
+    block_length: int = 256  # tokens of a training example
+    respect_documents: bool = True  # a document sees nothing of another that shares its block
+    cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
+    max_validation_tokens: int | None = 200_000  # scored during training; None: all
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,8 @@ class Text:
 
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
         """The first `count` training blocks of the order that `seed` chooses."""
+        from latte.data.blocks import PackedBlocks
+
         return PackedBlocks(
             self.train,
             section.block_length,
@@ -47,6 +70,8 @@ class Text:
 
     def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
+        from latte.data.evaluation import EvaluationText
+
         return EvaluationText(self.validation, join=join, max_tokens=max_tokens)
 
     @staticmethod
@@ -56,6 +81,8 @@ class Text:
         Without `pack` each document has a row of its own instead, for models that cannot keep
         packed ones apart; the tokens and what they may see are the same.
         """
+        from latte.data.blocks import BlockCollator
+
         if not section.respect_documents:
             return BlockCollator("rows")
         return BlockCollator("packed" if pack else "padded")
@@ -160,6 +187,8 @@ def held_out_text(
 def _tokenized(
     corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
 ) -> EvaluationText:
+    from latte.data.evaluation import EvaluationText
+
     bar = sys.stderr.isatty()
     tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=bar)
     return EvaluationText(tokens, join=join, max_tokens=max_tokens)
