@@ -19,8 +19,8 @@ from latte.conversion.config import MacchiatoFields
 from latte.conversion.delay import delayed, pending_state
 from latte.conversion.sinks import attention_with_sinks, sink_keys
 from latte.layers import MixerState
-from latte.layers.latent_input import LatentInputs, LatentLogits
-from latte.layers.state import TokenLog, advance_position, real_tokens
+from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
+from latte.layers.state import Piece, TokenLog, advance_position, real_tokens
 from latte.models.cache import LatteCache
 from latte.ops import latte_attention, macchiato_attention, sliding_window_attention
 
@@ -156,14 +156,9 @@ class MacchiatoAttention(nn.Module):
 
         latent_q, latent_k, inputs = self.logits(x_BTE, local, tokens, state, carry)
         out, after = self.combine(latent_q, latent_k, local, tokens, state, shared)
-        after = after._replace(rglru=inputs.rglru, conv=inputs.conv)
-        log = TokenLog(
-            real_tokens(x_BTE, tokens.key_mask),
-            latent_k,
-            local.v,
-            local.k,
-            inputs.rglru_log,
-            inputs.conv_log,
+        after = after._replace(rglru=inputs.after.rglru, conv=inputs.after.conv)
+        log = inputs.log._replace(
+            mask=real_tokens(x_BTE, tokens.key_mask), k=latent_k, v=local.v, local_k=local.k
         )
         return out, self._recorded(after, state, tokens, local, log)
 
@@ -173,7 +168,7 @@ class MacchiatoAttention(nn.Module):
         """Latent logits q (B, T, H, L+1) and k (B, T, H, L), and the states behind them."""
         wide = x_BTE.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
         latent_q, latent_k, inputs = self.latents(
-            wide, tokens.key_mask, tokens.cu_seqlens, state, carry
+            Piece(wide, tokens.key_mask, tokens.cu_seqlens, state, carry)
         )
         return latent_q.to(local.v.dtype), latent_k.to(local.v.dtype), inputs
 
@@ -304,9 +299,3 @@ class MacchiatoAttention(nn.Module):
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}"
         )
-
-
-def window_share(latent_q: Tensor) -> Tensor:
-    """p(0|t) (B, T, H), at least fp32, of query logits (B, T, H, L+1)."""
-    wide = latent_q.to(torch.promote_types(latent_q.dtype, torch.float32))
-    return torch.sigmoid(wide[..., 0] - torch.logsumexp(wide[..., 1:], -1))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from latte.layers.checks import check_decay_range, check_probability
 from latte.layers.latent_input import LATENT_INPUTS
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.validation import check_decay_range, check_probability
 
 Mixing = Literal["learned", "window", "latents", "base"]
 MIXINGS = ("learned", "window", "latents", "base")

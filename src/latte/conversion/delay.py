@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from latte.layers import MixerState
-from latte.layers.positions import token_positions
+from latte.layers.parts import token_positions
 from latte.layers.state import real_tokens
 from latte.ops.state import WindowState
 from latte.ops.window_state import final_window_state

@@ -32,7 +32,7 @@ from latte.conversion.configs import (
 )
 from latte.conversion.sinks import sink_positions
 from latte.layers import RMSNorm
-from latte.layers.positions import token_positions
+from latte.layers.parts import token_positions
 from latte.models.cache import LatteCache
 from latte.models.generation import StateGenerationMixin
 from latte.models.initialisation import initialise

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.layers.positions import token_positions
+from latte.layers.parts import token_positions
 from latte.layers.state import real_tokens
 from latte.ops.state import WindowState
 from latte.ops.window_state import final_window_state

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from latte.conversion.attention import MacchiatoAttention, Projections, Tokens
 from latte.conversion.carry import carry
 from latte.layers import MixerState
-from latte.layers.positions import token_positions
+from latte.layers.latent_input import window_odds
+from latte.layers.parts import token_positions
 
 CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
 
@@ -109,8 +110,7 @@ def relative_error(out_BTE: Tensor, target_BTE: Tensor, real_BT: Tensor) -> Tens
 
 def mass_divergence(latent_q: Tensor, mass_BTH: Tensor, real_BT: Tensor) -> Tensor:
     """KL of Bernoulli(m) from Bernoulli(p(l=0)), a mean over real tokens and heads."""
-    logits = _wide(latent_q)
-    odds = logits[..., 0] - torch.logsumexp(logits[..., 1:], -1)
+    odds = window_odds(latent_q)
     mass = mass_BTH.to(odds.dtype).clamp(0.0, 1.0)
     cross = F.binary_cross_entropy_with_logits(odds, mass, reduction="none")
     entropy = -(torch.xlogy(mass, mass) + torch.xlogy(1 - mass, 1 - mass))

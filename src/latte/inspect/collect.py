@@ -18,8 +18,9 @@ from latte.conversion.attention import MacchiatoAttention
 from latte.errors import LatteError
 from latte.inspect.converted import converted_mixing
 from latte.inspect.mixing import Mixing
-from latte.layers import LatteMacchiato, Mixer, SlidingWindowAttention
-from latte.layers.weights import softmax_weights
+from latte.layers import Mixer
+from latte.layers.latent_input import state_probabilities
+from latte.layers.mixer import softmax_weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ def mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mix
     latent_q, latent_k, q, k = layer.mixing_logits(x_BTE, **options)
     window = width = None
     if q is not None and k is not None:
-        assert isinstance(layer, LatteMacchiato | SlidingWindowAttention)
         width = layer.window
         window = softmax_weights(
             q[:, :shown].float(), k[:, :shown].float(), window=width, softcap=layer.softcap
@@ -74,7 +74,7 @@ def mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mix
         # Undirected linear attention has weights, but neither latents nor a softmax.
         window = layer.attention_weights(x_BTE[:, :shown], **options)
     return Mixing(
-        None if latent_q is None else latent_q[0].float().softmax(-1),
+        None if latent_q is None else state_probabilities(latent_q, window=q is not None)[0],
         None if latent_k is None else latent_k[0].float(),
         None if window is None else window[0].float(),
         width,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.inspect.mixing import Mixing
-from latte.layers import MixerState
+from latte.layers import MixerState, Piece
+from latte.layers.latent_input import state_probabilities
 from latte.ops import sliding_window_attention
 
 
@@ -46,12 +47,12 @@ def converted_mixing(layer: MacchiatoAttention, arguments: Mapping[str, Any], sh
     if layer.mixing == "window":
         return Mixing(window_HPP=near, width=layer.window)
     wide = x_BTE.to(layer.latents.k_proj.weight.dtype)
-    latent_q, latent_k, _ = layer.latents(wide)
+    latent_q, latent_k, _ = layer.latents(Piece(wide))
     latent_q, latent_k = (x[0].to(v.dtype).float() for x in (latent_q, latent_k))
     delay = layer.window if layer.delay_latents else 0
     if near is None:
-        return Mixing(latent_q[..., 1:].softmax(-1), latent_k, delay=delay)
-    states_THS = latent_q.softmax(-1)
+        return Mixing(state_probabilities(latent_q[..., 1:], window=False), latent_k, delay=delay)
+    states_THS = state_probabilities(latent_q, window=True)
     # While no token has reached the latents, all of the distribution is the window's.
     states_THS[:delay] = torch.eye(states_THS.shape[-1], device=states_THS.device)[0]
     return Mixing(states_THS, latent_k, near, layer.window, delay)

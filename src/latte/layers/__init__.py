@@ -1,17 +1,21 @@
 """Layers of Latte as ``torch.nn`` modules; Hugging Face is never imported here."""
 
-from latte.layers.convolution import CausalConv1d
+from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
 from latte.layers.latent_input import LatentInput, LatentLogits
-from latte.layers.latte import LatteAttention
-from latte.layers.linear import LinearAttention
-from latte.layers.macchiato import LatteMacchiato
-from latte.layers.mixer import Mixer, MixingLogits
-from latte.layers.mlp import GELUMLP, SwiGLU
-from latte.layers.norms import LayerNorm, RMSNorm
-from latte.layers.positions import Rotary, RotaryEmbedding, SinusoidalPositions
+from latte.layers.latte import LatteAttention, LatteMacchiato
+from latte.layers.mixer import Mixer, MixingLogits, Projected
+from latte.layers.parts import (
+    GELUMLP,
+    CausalConv1d,
+    LayerNorm,
+    RMSNorm,
+    Rotary,
+    RotaryEmbedding,
+    SinusoidalPositions,
+    SwiGLU,
+)
 from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
-from latte.layers.state import MixerState
-from latte.layers.window import SlidingWindowAttention, SoftmaxAttention
+from latte.layers.state import MixerState, Piece
 
 __all__ = [
     "GELUMLP",
@@ -27,6 +31,8 @@ __all__ = [
     "Mixer",
     "MixerState",
     "MixingLogits",
+    "Piece",
+    "Projected",
     "RMSNorm",
     "Rotary",
     "RotaryEmbedding",

@@ -13,23 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.convolution import CausalConv1d
-from latte.layers.norms import RMSNorm
+from latte.layers.checks import check_choice, check_divides, check_probability
+from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU
-from latte.layers.state import MixerState
-from latte.layers.validation import check_choice, check_divides, check_probability
+from latte.layers.state import MixerState, Piece, TokenLog
 
 LATENT_INPUTS = ("none", "conv", "rglru")
 
 
 class LatentInputs(NamedTuple):
-    """``z`` (B, T, E), the states to carry on, and what the undo log needs."""
+    """``z`` (B, T, E), the state's parts ``rglru`` and ``conv``, and what tokens added to them."""
 
     z: Tensor
-    rglru: Tensor | None = None
-    conv: Tensor | None = None
-    rglru_log: Tensor | None = None
-    conv_log: Tensor | None = None
+    after: MixerState = MixerState()
+    log: TokenLog = TokenLog()
 
 
 class LatentInput(nn.Module):
@@ -63,47 +60,34 @@ class LatentInput(nn.Module):
                 )
             self.norm = RMSNorm(hidden_size, eps=rms_norm_eps)
 
-    def forward(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        state: MixerState | None = None,
-        output_final_state: bool = False,
-    ) -> LatentInputs:
+    @staticmethod
+    def options(config: Any) -> dict[str, Any]:
+        """The arguments that a model's configuration gives, but the kind."""
+        return {
+            "conv_kernel_size": config.conv_kernel_size,
+            "rglru_decay_range": config.rglru_decay_range,
+            "rms_norm_eps": config.norm_eps,
+        }
+
+    def forward(self, piece: Piece) -> LatentInputs:
         if self.kind == "none":
-            return LatentInputs(x_BTE)
-        state = state or MixerState()
+            return LatentInputs(piece.x)
+        x, key_mask, cu_seqlens, state, carry, _ = piece
         if self.kind == "conv":
-            y, tail = self.conv(x_BTE, key_mask, cu_seqlens, state.conv, output_final_state)
-            return LatentInputs(y, conv=tail, conv_log=x_BTE if state.recording else None)
-        h, last = self.rglru(
-            x_BTE,
-            key_mask,
-            cu_seqlens,
-            state.rglru,
-            output_final_state,
-            full_precision=state.recording,
-        )
-        log = h if state.recording else None
+            y, tail = self.conv(x, key_mask, cu_seqlens, state.conv, carry)
+            return LatentInputs(y, MixerState(conv=tail), TokenLog(conv=x))
+        recording = state.recording
+        h, last = self.rglru(x, key_mask, cu_seqlens, state.rglru, carry, full_precision=recording)
+        log = TokenLog(rglru=h)
         if not self.causal:
-            h = h + self.backward_rglru(x_BTE, key_mask, cu_seqlens)[0]
-        return LatentInputs(self.norm(h.to(x_BTE.dtype)), rglru=last, rglru_log=log)
+            h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]
+        return LatentInputs(self.norm(h.to(x.dtype)), MixerState(rglru=last), log)
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
 
 
-def input_options(config: Any) -> dict[str, Any]:
-    """The arguments of :class:`LatentInput` that a model's configuration gives, but its kind."""
-    return {
-        "conv_kernel_size": config.conv_kernel_size,
-        "rglru_decay_range": config.rglru_decay_range,
-        "rms_norm_eps": config.norm_eps,
-    }
-
-
-class LatentLogits(nn.Module):
+class LatentLogits(Drawn):
     """The query and key logits over the latents of every head.
 
     Args:
@@ -152,30 +136,40 @@ class LatentLogits(nn.Module):
             self.window_bias = nn.Parameter(torch.empty(num_heads))
             self.reset_parameters()
 
-    def initial_window_bias(self) -> float:
-        """The logit b with e^b / (e^b + L) = ``window_probability``."""
-        assert self.window_probability is not None
+    def initial_values(self) -> dict[str, Tensor]:
+        """The window's bias b, with e^b / (e^b + L) = ``window_probability``."""
+        if self.window_probability is None:
+            return {}
         latents = self.k_proj.out_features // self.num_heads
-        return math.log(latents * self.window_probability / (1 - self.window_probability))
+        bias = math.log(latents * self.window_probability / (1 - self.window_probability))
+        return {"window_bias": torch.full_like(self.window_bias, bias)}
 
-    def reset_parameters(self) -> None:
-        """The window's bias; the projections have a method of their own."""
-        if self.window_probability is not None:
-            nn.init.constant_(self.window_bias, self.initial_window_bias())
-
-    def forward(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        state: MixerState | None = None,
-        output_final_state: bool = False,
-    ) -> tuple[Tensor, Tensor, LatentInputs]:
+    def forward(self, piece: Piece) -> tuple[Tensor, Tensor, LatentInputs]:
         """Logits q (B, T, H, L or L+1) and k (B, T, H, L), and the input's states."""
-        inputs = self.input(x_BTE, key_mask, cu_seqlens, state, output_final_state)
+        inputs = self.input(piece)
         heads = (self.num_heads, -1)
         q_BTHL = self.q_proj(inputs.z).unflatten(-1, heads)
         if self.window_probability is not None:
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
             q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
         return q_BTHL, self.k_proj(inputs.z).unflatten(-1, heads), inputs
+
+
+def window_odds(latent_q_BTHL: Tensor) -> Tensor:
+    """log p(0|t) / (1 - p(0|t)), (B, T, H), at least fp32, of query logits (B, T, H, L+1)."""
+    wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
+    return wide[..., 0] - torch.logsumexp(wide[..., 1:], -1)
+
+
+def window_share(latent_q_BTHL: Tensor) -> Tensor:
+    """p(0|t), the window's probability, (B, T, H), of query logits (B, T, H, L+1)."""
+    return torch.sigmoid(window_odds(latent_q_BTHL))
+
+
+def state_probabilities(latent_q_BTHL: Tensor, window: bool) -> Tensor:
+    """p(l|t), at least fp32, of query logits; the window's, if there is one, is column 0."""
+    wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
+    if not window:
+        return wide.softmax(-1)
+    share = window_share(wide)[..., None]
+    return torch.cat([share, (1 - share) * wide[..., 1:].softmax(-1)], -1)

@@ -1,6 +1,7 @@
-"""The Latte layer: causal or bidirectional latent attention (paper, eq. 6-14 and 18).
+"""Latte and Latte-Macchiato: latent attention, alone or with a sliding window inside.
 
-Shape suffixes: B batch, T tokens, E hidden size, H query heads, L latents per head.
+Paper, eq. 6-14 and 15-19. Shape suffixes: B batch, T tokens, E hidden size, H query heads, G
+key/value heads, K key width, L latents per head.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from latte.layers.latent_input import LatentLogits, input_options
-from latte.layers.mixer import Mixer, MixingLogits
-from latte.layers.positions import Rotary
+from latte.layers.checks import check_positive
+from latte.layers.latent_input import LatentInput, LatentLogits
+from latte.layers.mixer import Mixer, MixingLogits, Projected, local_options
+from latte.layers.parts import RotaryEmbedding
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.state import MixerState, TokenLog, real_tokens
-from latte.ops import attention_weights, latte_attention
+from latte.layers.state import MixerState, Piece
+from latte.ops import latte_attention, macchiato_attention
 
 
 class LatteAttention(Mixer):
@@ -65,55 +67,126 @@ class LatteAttention(Mixer):
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
         latents = {"num_latents": config.num_latents, "latent_input": config.latent_input}
-        return super().options(config) | latents | input_options(config)
+        return super().options(config) | latents | LatentInput.options(config)
 
-    def _mix(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: MixerState,
-        output_final_state: bool,
-        rotary: Rotary | None,
-    ) -> tuple[Tensor, MixerState, TokenLog | None]:
-        q, k, inputs = self.latents(x_BTE, key_mask, cu_seqlens, state, output_final_state)
-        v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
+    def _project(self, piece: Piece) -> Projected:
+        q, k, inputs = self.latents(piece)
+        v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
+        return Projected(v, MixingLogits(q, k), after=inputs.after, log=inputs.log)
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out, latent = latte_attention(
+            projected.logits.latent_q,
+            projected.logits.latent_k,
+            projected.v,
+            causal=self.causal,
+            initial_state=piece.state.latent,
+            **piece.sequences,
+        )
+        return out, MixerState(latent=latent)
+
+
+class LatteMacchiato(Mixer):
+    """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]``: one distribution over the past.
+
+    The window's q and k have their own projections, from x, rotated and scaled by 1/sqrt(K);
+    values and the output projection are shared by both branches; the latent logits come from
+    ``latent_input``.
+
+    Args:
+        num_latents: over all heads, the window's state not counted.
+        window: keys seen, self included; ``|s - t| <= window // 2`` if not causal.
+        window_probability: what p(l=0) starts at, by a bias per head on the window's query
+            logit; None adds no bias, and p(l=0) starts near 1 / (L + 1).
+        rope_theta: base of the rotary encoding; None leaves positions out.
+        softcap: local logits become ``softcap * tanh(logit / softcap)``.
+    """
+
+    window: int
+    carries = ("latent", "window")
+    uses = ("num_latents", "latent_input", "sliding_window", "rope_theta", "window_probability")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_latents: int,
+        *,
+        window: int = 128,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        latent_input: str = "none",
+        window_probability: float | None = None,
+        conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
+        rope_theta: float | None = 10000.0,
+        softcap: float | None = None,
+        rms_norm_eps: float = 1e-6,
+        causal: bool = True,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
+            causal=causal,
+        )
+        check_positive("LatteMacchiato", window=window)
+        self.window, self.softcap = window, softcap
+        if rope_theta is not None:
+            self.rotary = RotaryEmbedding(self.head_dim, rope_theta)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=False)
+        self.latents = LatentLogits(
+            hidden_size,
+            num_heads,
+            num_latents,
+            latent_input,
+            window_logit=True,
+            window_probability=window_probability,
+            conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
+            rms_norm_eps=rms_norm_eps,
+            causal=causal,
+        )
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        own = {
+            "num_latents": config.num_latents,
+            "latent_input": config.latent_input,
+            "window_probability": config.window_probability,
+            "window": config.sliding_window,
+        }
+        local = local_options(config)
+        return super().options(config) | own | local | LatentInput.options(config)
+
+    def _project(self, piece: Piece) -> Projected:
+        latent_q, latent_k, inputs = self.latents(piece)
+        q = self._heads(self.q_proj(piece.x), self.num_heads)
+        k = self._heads(self.k_proj(piece.x), self.num_key_value_heads)
+        q, k = self._rotate(q, k, piece)
+        v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
+        return Projected(
+            v, MixingLogits(latent_q, latent_k, q, k), after=inputs.after, log=inputs.log
+        )
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+        initial, state = None, piece.state
+        if state.latent is not None and state.window is not None:
+            initial = (state.latent, state.window)
+        latent_q, latent_k, q, k = projected.logits
+        out, carried = macchiato_attention(
+            latent_q,
+            latent_k,
             q,
             k,
-            v,
+            projected.v,
+            window=self.window,
+            softcap=self.softcap,
             causal=self.causal,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            initial_state=state.latent,
-            output_final_state=output_final_state,
+            initial_state=initial,
+            **piece.sequences,
         )
-        after = MixerState(latent=latent, rglru=inputs.rglru, conv=inputs.conv)
-        if not state.recording:
-            return out, after, None
-        mask = real_tokens(x_BTE, key_mask)
-        return out, after, TokenLog(mask, k, v, None, inputs.rglru_log, inputs.conv_log)
-
-    def mixing_logits(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        *,
-        rotary: Rotary | None = None,
-    ) -> MixingLogits:
-        """Latent logits q and k of these tokens, (B, T, H, L) each."""
-        latent_q, latent_k, _ = self.latents(x_BTE, key_mask, cu_seqlens)
-        return MixingLogits(latent_q, latent_k)
-
-    def attention_weights(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        *,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
-        """The probabilities p(s|t) of these tokens among themselves, (B, H, T, T)."""
-        q, k, _ = self.latents(x_BTE, key_mask, cu_seqlens)
-        return attention_weights(q, k, causal=self.causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
+        latent, window = (None, None) if carried is None else carried
+        return out, MixerState(latent=latent, window=window)

@@ -1,18 +1,20 @@
 """What every token mixer shares: heads, values, output, rotation, and carrying its state on.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K key width,
-D value width.
+L latents per head, F feature width, D value width.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
-from latte.layers.positions import Rotary, RotaryEmbedding, apply_rotary, token_positions
-from latte.layers.state import MixerState, TokenLog, advance_position
-from latte.layers.validation import check_carried, check_divides, check_input, check_positive
+from latte.layers.checks import check_divides, check_input, check_positive
+from latte.layers.parts import Drawn, Rotary, RotaryEmbedding, apply_rotary, token_positions
+from latte.layers.state import MixerState, Piece, TokenLog
+from latte.ops import attention_weights
 
 
 class MixingLogits(NamedTuple):
@@ -28,16 +30,28 @@ class MixingLogits(NamedTuple):
     k: Tensor | None = None
 
 
-def local_options(config: Any) -> dict[str, Any]:
-    """The arguments of local attention that a model's configuration gives, but its window."""
-    return {
-        "rope_theta": config.rope_theta if config.position == "rope" else None,
-        "softcap": config.attn_logit_softcapping,
-    }
+class Projected(NamedTuple):
+    """What a mixer makes of a piece's tokens one by one, before it mixes them.
+
+    Attributes:
+        v: values (B, T, G, D).
+        logits: what the weights of the tokens are made of, :class:`MixingLogits`.
+        features: phi(q) and phi(k), (B, T, H, F), of linear attention.
+        after: the parts of the next state that are known by now: ``rglru``, ``conv``, ``own``.
+        log: what each token added to those parts.
+    """
+
+    v: Tensor
+    logits: Any = MixingLogits()  # which of them there are is the mixer's to know
+    features: tuple[Tensor, Tensor] | None = None
+    after: MixerState = MixerState()
+    log: TokenLog = TokenLog()
 
 
-class Mixer(nn.Module):
+class Mixer(Drawn):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
+
+    A mixer defines :meth:`_project` and :meth:`_attend`, and what its class attributes say.
 
     Args:
         hidden_size: E.
@@ -52,6 +66,8 @@ class Mixer(nn.Module):
         uses: the fields of a model's configuration that the mixer reads, of those that not every
             mixer does: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
             ``window_probability``.
+        window: keys that local queries see, self included; None is all of the past.
+        softcap: local logits become ``softcap * tanh(logit / softcap)``.
     """
 
     carries: ClassVar[tuple[str, ...]] = ()
@@ -85,6 +101,8 @@ class Mixer(nn.Module):
         check_positive(name, hidden_size=hidden_size, head_dim=head_dim)
         self.hidden_size, self.num_heads, self.num_key_value_heads = hidden_size, num_heads, groups
         self.head_dim, self.causal = head_dim, causal
+        self.window: int | None = None
+        self.softcap: float | None = None
         self.rotary: RotaryEmbedding | None = None
         self.v_proj = nn.Linear(hidden_size, groups * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
@@ -104,6 +122,8 @@ class Mixer(nn.Module):
             "head_dim": config.head_dim,
             "causal": config.is_causal,
         }
+
+    # --- what is called -------------------------------------------------------------------------
 
     def forward(
         self,
@@ -130,31 +150,10 @@ class Mixer(nn.Module):
         Raises:
             ValueError: shapes, dtypes or devices do not fit.
         """
-        state = self._check(x_BTE, cu_seqlens, state, output_final_state)
-        out_BTHD, after, log = self._mix(
-            x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary
-        )
-        out = self.o_proj(out_BTHD.flatten(-2))
-        if not output_final_state:
-            return out, None
-        after = after._replace(
-            position=advance_position(state.position, key_mask, cu_seqlens, x_BTE)
-        )
-        if state.undo is not None and log is not None:
-            after = after._replace(undo=state.undo.append(log))
-        return out, after
-
-    def _mix(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: MixerState,
-        output_final_state: bool,
-        rotary: Rotary | None,
-    ) -> tuple[Tensor, MixerState, TokenLog | None]:
-        """Heads' outputs (B, T, H, D), the state but for its position, and the tokens' log."""
-        raise TypeError(f"{type(self).__name__} must define _mix: Mixer is only a base class")
+        piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
+        projected = self._project(piece)
+        out_BTHD, after = self._attend(projected, piece)
+        return self.o_proj(out_BTHD.flatten(-2)), self._end(projected, after, piece)
 
     def mixing_logits(
         self,
@@ -165,7 +164,7 @@ class Mixer(nn.Module):
         rotary: Rotary | None = None,
     ) -> MixingLogits:
         """The logits behind the weights of these tokens among themselves, for looking at."""
-        return MixingLogits()
+        return self._project(Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary)).logits
 
     def attention_weights(
         self,
@@ -175,50 +174,144 @@ class Mixer(nn.Module):
         *,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        """The weights of these tokens among themselves, (B, H, T, T): O(T^2) memory."""
-        raise TypeError(f"{type(self).__name__} must define attention_weights")
+        """The weights p(s|t) of these tokens among themselves, (B, H, T, T): O(T^2) memory."""
+        piece = Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary)
+        return self._weights(self._project(piece), piece)
 
-    def _check(
-        self, x_BTE: Tensor, cu_seqlens: Tensor | None, state: MixerState | None, carry: bool
-    ) -> MixerState:
+    # --- what a mixer defines -------------------------------------------------------------------
+
+    def _project(self, piece: Piece) -> Projected:
+        """Values and logits of the tokens."""
+        raise TypeError(f"{type(self).__name__} must define _project: Mixer is only a base class")
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+        """Heads' outputs (B, T, H, D), and the parts of the state that mixing changes."""
+        raise TypeError(f"{type(self).__name__} must define _attend: Mixer is only a base class")
+
+    def _weights(self, projected: Projected, piece: Piece) -> Tensor:
+        """The weights (B, H, T, T) of a piece without a past: here as the logits' kinds say."""
+        latent_q, latent_k, q, k = projected.logits
+        shared: dict[str, Any] = {
+            "causal": self.causal,
+            "key_mask": piece.key_mask,
+            "cu_seqlens": piece.cu_seqlens,
+        }
+        local: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
+        if latent_q is not None and latent_k is not None:
+            own: dict[str, Any] = {} if q is None else local
+            return attention_weights(latent_q, latent_k, q, k, **own, **shared)
+        if q is not None and k is not None:
+            return softmax_weights(q, k, **local, **shared)
+        raise ValueError(f"{type(self).__name__} has no attention weights to show")
+
+    # --- what they are built with ---------------------------------------------------------------
+
+    def _piece(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: MixerState | None,
+        output_final_state: bool,
+        rotary: Rotary | None,
+    ) -> Piece:
+        """The arguments of a call, checked."""
         name = type(self).__name__
         check_input(name, x_BTE, self.hidden_size)
         if state is not None and not isinstance(state, MixerState):
             raise ValueError(
                 f"{name}: state must be the MixerState that came out, got {type(state).__name__}"
             )
-        check_carried(name, self.causal, state is not None, carry)
-        held = {p for p in ("latent", "linear", "window") if getattr(state, p, None) is not None}
+        if not self.causal and (state is not None or output_final_state):
+            raise ValueError(f"{name}: a bidirectional layer has no state to carry on")
+        parts = ("latent", "linear", "window", "own")
+        held = {part for part in parts if getattr(state, part, None) is not None}
         lacking = [part for part in self.carries if part not in held]
         if held and lacking:
             raise ValueError(f"{name}: state must hold {lacking[0]!r}, got another mixer's")
         if state is not None and state.recording and cu_seqlens is not None:
             raise ValueError(f"{name}: packed sequences cannot be recorded for taking back")
-        return state or MixerState()
+        state = state or MixerState()
+        return Piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
+
+    def _end(self, projected: Projected, after: MixerState, piece: Piece) -> MixerState | None:
+        """The state after a piece, if it is wanted."""
+        if not piece.output_final_state:
+            return None
+        early, log = projected.after, projected.log
+        after = after._replace(rglru=early.rglru, conv=early.conv, own=early.own)
+        k = projected.logits.latent_k if projected.features is None else projected.features[1]
+        log = log._replace(k=k, v=projected.v, local_k=projected.logits.k)
+        return piece.end(after, log)
 
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
 
-    def _rotate(
-        self,
-        q_BTHK: Tensor,
-        k_BTGK: Tensor,
-        x_BTE: Tensor,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: MixerState,
-        rotary: Rotary | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _rotate(self, q_BTHK: Tensor, k_BTGK: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys, by the table given or by the tokens' own positions."""
         if self.rotary is None:
             return q_BTHK, k_BTGK
+        rotary = piece.rotary
         if rotary is None:
-            positions = token_positions(x_BTE, key_mask, cu_seqlens, state.position)
+            start = piece.state.position
+            positions = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, start)
             rotary = self.rotary(positions, q_BTHK.dtype)
         return apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
 
     def extra_repr(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
         return (
             f"num_heads={self.num_heads}, num_key_value_heads={self.num_key_value_heads}, "
-            f"head_dim={self.head_dim}, causal={self.causal}"
+            f"head_dim={self.head_dim}, causal={self.causal}{window}"
         )
+
+
+# --- weights as dense matrices (B, H, T, T); Latte's own are in latte.ops.attention_weights -----
+
+
+def visible_sources(
+    x_BT: Tensor,
+    window: int | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Who sees whom: (B or 1, 1, T, T) bool, query rows and source columns."""
+    token = torch.arange(x_BT.shape[1], device=x_BT.device)
+    distance = token[:, None] - token[None, :]
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        visible = visible & ((distance < window) if causal else (distance.abs() <= window // 2))
+    if cu_seqlens is not None:
+        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True)
+        visible = visible & (sequence[:, None] == sequence[None, :])
+    visible = visible[None, None]
+    return visible if key_mask is None else visible & key_mask[:, None, None, :]
+
+
+def softmax_weights(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention's weights; a row that sees nothing is zero."""
+    k_BTHK = k_BTGK.repeat_interleave(q_BTHK.shape[2] // k_BTGK.shape[2], 2)
+    logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / q_BTHK.shape[-1] ** 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = visible_sources(q_BTHK, window, causal, key_mask, cu_seqlens)
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    return weights.masked_fill(~visible, 0.0)
+
+
+def local_options(config: Any) -> dict[str, Any]:
+    """The arguments of local attention that a model's configuration gives, but its window."""
+    return {
+        "rope_theta": config.rope_theta if config.position == "rope" else None,
+        "softcap": config.attn_logit_softcapping,
+    }

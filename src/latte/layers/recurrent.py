@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from latte.layers.validation import check_decay_range, check_divides, check_input
+from latte.layers.checks import check_decay_range, check_divides, check_input
+from latte.layers.parts import Drawn
 from latte.ops import rg_lru
 
 DECAY_RANGE = (0.9, 0.999)  # Griffin's, of a_t where the recurrence gate is fully open, r = 1
 
 
-class BlockDiagonalLinear(nn.Module):
+class BlockDiagonalLinear(Drawn):
     """An affine map of N independent blocks of E/N channels."""
 
     def __init__(self, hidden_size: int, num_blocks: int) -> None:
@@ -34,9 +35,9 @@ class BlockDiagonalLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.weight.shape[-1]))
-        nn.init.zeros_(self.bias)
+    def initial_values(self) -> dict[str, Tensor]:
+        weight = torch.empty_like(self.weight).normal_(std=1.0 / math.sqrt(self.weight.shape[-1]))
+        return {"weight": weight, "bias": torch.zeros_like(self.bias)}
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         x_BTNP = x_BTE.unflatten(-1, self.weight.shape[:2])
@@ -46,7 +47,7 @@ class BlockDiagonalLinear(nn.Module):
         return f"hidden_size={self.bias.shape[0]}, num_blocks={self.weight.shape[0]}"
 
 
-class RGLRU(nn.Module):
+class RGLRU(Drawn):
     """Real-gated linear recurrent unit.
 
         r_t = sigmoid(R x_t),  i_t = sigmoid(I x_t)       block-diagonal affine maps
@@ -80,17 +81,13 @@ class RGLRU(nn.Module):
         self.theta = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.theta.copy_(self.initial_theta())
-
-    def initial_theta(self) -> Tensor:
+    def initial_values(self) -> dict[str, Tensor]:
         """A fresh draw of theta: softplus(theta) = -log(a) / 8 with a^2 uniform."""
         squares = torch.empty_like(self.theta, dtype=torch.float32)
         low, high = self.decay_range
         squares.uniform_(low**2, high**2)
         squares.clamp_max_(1 - 2**-24)  # the largest below 1 in fp32: a decay of 1 cannot learn
-        return torch.log(torch.expm1(-0.5 * torch.log(squares) / 8.0))
+        return {"theta": torch.log(torch.expm1(-0.5 * torch.log(squares) / 8.0))}
 
     def forward(
         self,

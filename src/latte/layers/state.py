@@ -1,4 +1,4 @@
-"""What a mixer carries from one piece of a sequence to the next, and how to take tokens back.
+"""A piece of a batch of sequences, what a mixer carries to the next, and how to take tokens back.
 
 Shape suffixes: B batch (or N packed sequences), S logged tokens, H query heads, G key/value
 heads, L latents per head, K key width, D value width, F feature width, E hidden size, W window.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
 from latte.ops.state import LinearState, WindowState
 from latte.ops.window_state import final_window_state
@@ -37,20 +38,38 @@ class TokenLog(NamedTuple):
     """What each recorded token added to the state; a field is None if the mixer has no such part.
 
     Attributes:
-        mask: (B, S) bool, True = a real token.
+        mask: (B, S) bool, True = a real token; None before the first.
         k: latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
         v: values (B, S, G, D).
         local_k: keys of the window, after the position encoding, (B, S, G, K).
         rglru: the RG-LRU's state after each token, (B, S, E).
         conv: the convolution's inputs, (B, S, E).
+        own: the state of a mixer of another kind after each token, (B, S, ...).
     """
 
-    mask: Tensor
+    mask: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
     local_k: Tensor | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    own: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """S, the number of tokens."""
+        return 0 if self.mask is None else self.mask.shape[1]
+
+    def append(self, tokens: TokenLog) -> TokenLog:
+        """Both logs' tokens, one after the other."""
+        if self.mask is None:
+            return tokens
+        pairs: Any = zip(self, tokens, strict=True)
+        return TokenLog(*(None if x is None else torch.cat([old, x], 1) for old, x in pairs))
+
+    def first(self, tokens: int) -> TokenLog:
+        """The log of the first ``tokens`` tokens alone."""
+        return map_tensors(lambda x: x[:, :tokens], self)
 
 
 class UndoLog(NamedTuple):
@@ -61,15 +80,10 @@ class UndoLog(NamedTuple):
     """
 
     base: Any
-    tokens: TokenLog | None = None
+    tokens: TokenLog = TokenLog()
 
     def append(self, tokens: TokenLog) -> UndoLog:
-        if self.tokens is None:
-            return self._replace(tokens=tokens)
-        old = self.tokens._asdict()
-        new = {name: x for name, x in tokens._asdict().items() if x is not None}
-        joined = {name: torch.cat([old[name], x], 1) for name, x in new.items()}
-        return self._replace(tokens=TokenLog(**joined))
+        return self._replace(tokens=self.tokens.append(tokens))
 
 
 class MixerState(NamedTuple):
@@ -85,6 +99,7 @@ class MixerState(NamedTuple):
         window: the last W-1 local keys and values (all of them for full softmax attention).
         rglru: (B, E) fp32, the RG-LRU's state.
         conv: (B, K-1, E), the convolution's last inputs.
+        own: (B, ...), the state of a mixer of another kind.
         pending: latent keys (B, W, H, L) and values of the last W tokens, where latents are fed
             only with tokens that have left the window.
         sinks: local keys and values of a sequence's first tokens, where those stay visible.
@@ -97,6 +112,7 @@ class MixerState(NamedTuple):
     window: WindowState | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    own: Tensor | None = None
     pending: WindowState | None = None
     sinks: WindowState | None = None
     undo: UndoLog | None = None
@@ -108,6 +124,55 @@ class MixerState(NamedTuple):
     def record(self) -> MixerState:
         """This state, with an empty undo log that starts here."""
         return self._replace(undo=UndoLog(base=self._replace(undo=None)))
+
+
+class Piece(NamedTuple):
+    """The next tokens of a batch of sequences: all that a mixer's methods are given.
+
+    Attributes:
+        x: (B, T, E).
+        key_mask: (B, T) bool, True = a real token.
+        cu_seqlens: (N+1,) int32, N sequences packed into one row (B = 1).
+        state: after the piece before.
+        output_final_state: whether the state after this piece is wanted.
+        rotary: the rotary table of these tokens, where a model shares one.
+    """
+
+    x: Tensor
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    state: MixerState = MixerState()
+    output_final_state: bool = False
+    rotary: Rotary | None = None
+
+    @property
+    def real(self) -> Tensor:
+        """The mask of real tokens, (B, T) bool."""
+        return real_tokens(self.x, self.key_mask)
+
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """The keywords by which every op is told of sequences."""
+        return {
+            "key_mask": self.key_mask,
+            "cu_seqlens": self.cu_seqlens,
+            "output_final_state": self.output_final_state,
+        }
+
+    def end(self, after: MixerState, log: TokenLog) -> MixerState | None:
+        """The whole state after these tokens, if it is wanted, from the parts that they changed.
+
+        Args:
+            after: the parts, without position and undo log.
+            log: what each token added, without the mask; kept where tokens are recorded.
+        """
+        if not self.output_final_state:
+            return None
+        state, undo = self.state, self.state.undo
+        if undo is not None:
+            undo = undo.append(log._replace(mask=self.real))
+        position = advance_position(state.position, self.key_mask, self.cu_seqlens, self.x)
+        return after._replace(position=position, undo=undo)
 
 
 def advance_position(
@@ -134,7 +199,7 @@ def rewind(state: MixerState, tokens: int) -> MixerState:
         ValueError: fewer tokens have been recorded than are to be removed.
     """
     undo = state.undo
-    recorded = 0 if undo is None or undo.tokens is None else undo.tokens.mask.shape[1]
+    recorded = 0 if undo is None else undo.tokens.length
     if undo is None or not 0 <= tokens <= recorded:
         raise ValueError(
             f"cannot take {tokens} tokens back: {recorded} have been recorded since recording "
@@ -142,10 +207,9 @@ def rewind(state: MixerState, tokens: int) -> MixerState:
         )
     if tokens == 0:
         return state.record()
-    if tokens == recorded or undo.tokens is None:
+    if tokens == recorded:
         return undo.base.record()
-    kept = map_tensors(lambda x: x[:, : recorded - tokens], undo.tokens)
-    return _replay(undo.base, kept, like=state).record()
+    return _replay(undo.base, undo.tokens.first(recorded - tokens), like=state).record()
 
 
 def drop_newest(state: MixerState, tokens: int) -> MixerState:
@@ -162,47 +226,39 @@ def drop_newest(state: MixerState, tokens: int) -> MixerState:
 
 def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
     """The state after ``base`` and the logged tokens; ``like`` tells which parts there are."""
-    position = log.mask.sum(1) if base.position is None else base.position + log.mask.sum(1)
-    window, rglru, conv = base.window, base.rglru, base.conv
+    mask = log.mask
+    assert mask is not None
+    position = mask.sum(1) if base.position is None else base.position + mask.sum(1)
+    latent, linear, window, conv = base.latent, base.linear, base.window, base.conv
     if like.window is not None and log.local_k is not None and log.v is not None:
         width = like.window.mask.shape[1] + 1
-        window = final_window_state(log.local_k, log.v, width, log.mask, None, base.window)
-    if log.rglru is not None:
-        rglru = _last_real(log.rglru, log.mask, base.rglru)
+        window = final_window_state(log.local_k, log.v, width, mask, None, base.window)
     if like.conv is not None and log.conv is not None:
         start = torch.zeros_like(like.conv) if base.conv is None else base.conv
-        inputs = torch.cat([start, log.conv * log.mask.unsqueeze(-1)], 1)
+        inputs = torch.cat([start, log.conv * mask.unsqueeze(-1)], 1)
         conv = inputs[:, inputs.shape[1] - start.shape[1] :]
-    latent, linear = base.latent, base.linear
     if log.k is not None and log.v is not None:
         # The queries do not matter for the state: any will do.
+        q, k, v = torch.zeros_like(log.k), log.k, log.v
+        options: dict[str, Any] = {"key_mask": mask, "output_final_state": True}
         if like.latent is not None:
-            _, latent = latte_attention(
-                torch.zeros_like(log.k),
-                log.k,
-                log.v,
-                key_mask=log.mask,
-                initial_state=base.latent,
-                output_final_state=True,
-            )
+            _, latent = latte_attention(q, k, v, initial_state=base.latent, **options)
         if like.linear is not None:
-            _, linear = linear_attention(
-                torch.zeros_like(log.k),
-                log.k,
-                log.v,
-                key_mask=log.mask,
-                initial_state=base.linear,
-                output_final_state=True,
-            )
-    return MixerState(position, latent, linear, window, rglru, conv)
+            _, linear = linear_attention(q, k, v.to(k.dtype), initial_state=base.linear, **options)
+    rglru, own = (
+        before if after is None else _last_real(after, mask, before)
+        for after, before in ((log.rglru, base.rglru), (log.own, base.own))
+    )
+    return MixerState(position, latent, linear, window, rglru, conv, own)
 
 
-def _last_real(h_BSE: Tensor, mask_BS: Tensor, base_BE: Tensor | None) -> Tensor:
-    """The newest real row of ``h``, or the base where there is none."""
-    h_BSE = h_BSE.float() if h_BSE.dtype in (torch.bfloat16, torch.float16) else h_BSE
+def _last_real(h_BS: Tensor, mask_BS: Tensor, base_B: Tensor | None) -> Tensor:
+    """The newest real entry of ``h`` (B, S, ...), or the base where there is none."""
+    h_BS = h_BS.float() if h_BS.dtype in (torch.bfloat16, torch.float16) else h_BS
     steps = torch.arange(1, mask_BS.shape[1] + 1, device=mask_BS.device)
     last_B = (mask_BS * steps).amax(1)
-    rows = torch.arange(h_BSE.shape[0], device=h_BSE.device)
-    newest = h_BSE[rows, (last_B - 1).clamp_min(0)]
-    start = torch.zeros_like(newest) if base_BE is None else base_BE
-    return torch.where((last_B > 0).unsqueeze(-1), newest, start)
+    rows = torch.arange(h_BS.shape[0], device=h_BS.device)
+    newest = h_BS[rows, (last_B - 1).clamp_min(0)]
+    start = torch.zeros_like(newest) if base_B is None else base_B
+    some = (last_B > 0).view(-1, *[1] * (newest.ndim - 1))
+    return torch.where(some, newest, start)

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from latte.layers import Rotary, RotaryEmbedding, SinusoidalPositions
-from latte.layers.positions import token_positions
+from latte.layers.parts import token_positions
 from latte.models.block import LatteBlock, make_norm
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig

@@ -10,8 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
+from latte.layers.checks import check_decay_range, check_probability
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.validation import check_decay_range, check_probability
 from latte.models.registry import find_mixer, mixer_names
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from latte.layers.validation import check_input, check_positive
+from latte.layers.checks import check_input, check_positive
 
 
 class ComparatorMixer(nn.Module):

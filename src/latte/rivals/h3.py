@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from latte.layers.validation import check_divides, check_positive
+from latte.layers.checks import check_divides, check_positive
 from latte.ops import causal_conv1d
 from latte.ops.validation import computation_dtype
 from latte.rivals.base import ComparatorMixer, masked

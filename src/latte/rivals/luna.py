@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.validation import check_divides, check_positive
+from latte.layers.checks import check_divides, check_positive
 from latte.ops.precision import full_precision
 from latte.ops.validation import computation_dtype
 from latte.rivals.base import ComparatorMixer, masked

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.positions import RotaryEmbedding, apply_rotary
-from latte.layers.validation import check_input, check_positive
+from latte.layers.checks import check_input, check_positive
+from latte.layers.parts import RotaryEmbedding, apply_rotary
 from latte.ops.precision import full_precision
 from latte.ops.validation import computation_dtype
 from latte.rivals.base import ComparatorMixer, masked

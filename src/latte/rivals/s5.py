@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.validation import check_divides
+from latte.layers.checks import check_divides
 from latte.ops.precision import full_precision
 from latte.ops.validation import computation_dtype
 from latte.rivals.base import ComparatorMixer, masked

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from latte.errors import LatteError
 from latte.layers import SwiGLU
-from latte.layers.norms import RMSNorm
+from latte.layers.parts import RMSNorm
 from latte.models.loss import check_chunked_loss
 
 

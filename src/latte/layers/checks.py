@@ -48,8 +48,3 @@ def check_input(layer: str, x: Tensor, hidden_size: int) -> None:
         raise ValueError(
             f"{layer}: x must have shape (B, T, hidden_size={hidden_size}), got {tuple(x.shape)}"
         )
-
-
-def check_carried(layer: str, causal: bool, has_state: bool, output_final_state: bool) -> None:
-    if not causal and (has_state or output_final_state):
-        raise ValueError(f"{layer}: a bidirectional layer has no state to carry on")

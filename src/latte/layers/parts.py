@@ -1,0 +1,203 @@
+"""Small parts of the layers: norms, feed-forward networks, the convolution, and positions.
+
+Shape suffixes: B batch, T tokens, E hidden size, H heads, K width per head or taps of the
+convolution, M inner width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from latte.layers.checks import check_input, check_positive
+from latte.ops import causal_conv1d
+
+# Under the names the library uses.
+RMSNorm = nn.RMSNorm
+LayerNorm = nn.LayerNorm
+
+
+class Drawn(nn.Module):
+    """A module that draws parameters of its own, for PyTorch and for Transformers alike."""
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """A fresh draw of the parameters that are no plain linear layer's, by name."""
+        return {}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the parameters of :meth:`initial_values` anew."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).copy_(value)
+
+
+class GELUMLP(nn.Module):
+    """``down(gelu(up(x)))``, with biases: the network of plain Latte (paper, section 5)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        check_positive("GELUMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_BTE)))
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, three matrices without biases (arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        check_positive("SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+
+
+class CausalConv1d(Drawn):
+    """``y_t = b + sum_i w_i x_{t-K+1+i}``, i = 0..K-1, per channel, no activation (eq. 18)."""
+
+    def __init__(self, hidden_size: int, kernel_size: int = 3) -> None:
+        super().__init__()
+        check_positive("CausalConv1d", hidden_size=hidden_size, kernel_size=kernel_size)
+        self.hidden_size = hidden_size
+        self.weight = nn.Parameter(torch.empty(hidden_size, kernel_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        bound = 1.0 / math.sqrt(self.weight.shape[1])
+        weight = torch.empty_like(self.weight).uniform_(-bound, bound)
+        return {"weight": weight, "bias": torch.zeros_like(self.bias)}
+
+    def forward(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output (B, T, E) and the last K-1 inputs (B, K-1, E), if asked for."""
+        check_input("CausalConv1d", x_BTE, self.hidden_size)
+        return causal_conv1d(
+            x_BTE,
+            self.weight.to(x_BTE.dtype),
+            self.bias.to(x_BTE.dtype),
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            initial_state=state,
+            output_final_state=output_final_state,
+        )
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, kernel_size={self.weight.shape[1]}"
+
+
+# Neither encoding of positions keeps a buffer: angles follow from the positions, in fp64 (where the
+# device has it), so that position 1,000,000 is as exact as position 1, and nothing is lost on the
+# meta device.
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of the rotary angles, (B or 1, T, 1, K/2) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def token_positions(
+    x_BTE: Tensor,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:
+    """Position of each token in its own sequence, (B or 1, T) int64.
+
+    Masked tokens do not count, so that a padded sequence has the positions of the bare one; a
+    packed sequence starts at 0; ``start`` (B,) continues an earlier piece.
+    """
+    T, device = x_BTE.shape[1], x_BTE.device
+    if cu_seqlens is not None:
+        token = torch.arange(T, device=device)
+        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
+        first = cu_seqlens.long()[sequence.clamp_min(0)]
+        if key_mask is None:
+            positions = (token - first)[None]
+        else:
+            counted = F.pad(key_mask[0].long().cumsum(0), (1, 0))
+            positions = (counted[1:] - 1 - counted[first]).clamp_min(0)[None]
+        return positions if start is None else positions + start[sequence][None]
+    if key_mask is None:
+        positions = torch.arange(T, device=device)[None]
+    else:
+        positions = key_mask.long().cumsum(1) - 1
+    if start is not None:
+        positions = positions + start[:, None]
+    return positions.clamp_min(0)
+
+
+def _angles(positions_BT: Tensor, width: int, theta: float) -> Tensor:
+    """``position * theta^(-2i/width)`` for i < width/2, (B, T, width/2)."""
+    wide = torch.float32 if positions_BT.device.type == "mps" else torch.float64
+    steps = torch.arange(0, width, 2, dtype=wide, device=positions_BT.device)
+    return positions_BT[..., None].to(wide) * theta ** (-steps / width)
+
+
+class RotaryEmbedding(nn.Module):
+    """The rotary table of given positions (arXiv 2104.09864), for heads of an even width."""
+
+    def __init__(self, head_dim: int, theta: float = 10000.0) -> None:
+        super().__init__()
+        check_positive("RotaryEmbedding", head_dim=head_dim)
+        if head_dim % 2:
+            raise ValueError(f"RotaryEmbedding: head_dim must be even, got {head_dim}")
+        if not theta > 0:
+            raise ValueError(f"RotaryEmbedding: theta must be positive, got {theta}")
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary:
+        """The table for heads of ``dtype``; half precisions are rotated in fp32."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        angles = _angles(positions_BT, self.head_dim, self.theta)[:, :, None]
+        return Rotary(angles.cos().to(wide), angles.sin().to(wide))
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, theta={self.theta}"
+
+
+def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate the pairs (i, i + K/2) of each head, the layout of Hugging Face and GPT-NeoX."""
+    first, second = x_BTHK.chunk(2, -1)
+    rotated = (
+        first * rotary.cos - second * rotary.sin,
+        second * rotary.cos + first * rotary.sin,
+    )
+    return torch.cat(rotated, -1).to(x_BTHK.dtype)
+
+
+class SinusoidalPositions(nn.Module):
+    """Fixed encodings (B, T, E) of given positions: sines in the first half, then cosines.
+
+    The frequencies of arXiv 1706.03762; an odd ``hidden_size`` drops the last cosine.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        check_positive("SinusoidalPositions", hidden_size=hidden_size)
+        self.hidden_size = hidden_size
+
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        angles = _angles(positions_BT, self.hidden_size + self.hidden_size % 2, 10000.0)
+        return torch.cat([angles.sin(), angles.cos()], -1)[..., : self.hidden_size].to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}"
