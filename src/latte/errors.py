@@ -14,6 +14,16 @@ class LatteError(ValueError):
     """
 
 
+def one_line(error: BaseException, *, first: bool = False) -> str:
+    """What an error says, or else its type, in one line of at most 300 characters.
+
+    first: take its first line alone, where what follows it is a traceback or advice.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = " ".join(" ".join(lines[:1] if first else lines).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
 LARGEST_SEED = 2**32 - 1  # that NumPy takes
 
 

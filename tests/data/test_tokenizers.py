@@ -5,8 +5,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from latte.data import load_tokenizer, model_vocab_size, open_corpus, sample_text, train_bpe
-from latte.data.encoding import Encoder, _pieces
 from latte.data.tokenizers import (
+    Encoder,
+    _pieces,
     document_ends,
     is_byte_tokenizer,
     token_byte_lengths,

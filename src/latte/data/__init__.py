@@ -16,9 +16,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from latte.data.blocks import BlockCollator, PackedBlocks
+    from latte.data.blocks import (
+        BlockCollator,
+        EvaluationText,
+        PackedBlocks,
+        bits_per_byte,
+        perplexity,
+    )
     from latte.data.corpora import Corpus, compression_baselines, open_corpus, sample_text
-    from latte.data.evaluation import EvaluationText, bits_per_byte, perplexity
     from latte.data.tokenfile import TokenFile, tokenize_corpus
     from latte.data.tokenizers import (
         byte_tokenizer,
@@ -28,9 +33,8 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
-    "blocks": ("BlockCollator", "PackedBlocks"),
+    "blocks": ("BlockCollator", "EvaluationText", "PackedBlocks", "bits_per_byte", "perplexity"),
     "corpora": ("Corpus", "compression_baselines", "open_corpus", "sample_text"),
-    "evaluation": ("EvaluationText", "bits_per_byte", "perplexity"),
     "tokenfile": ("TokenFile", "tokenize_corpus"),
     "tokenizers": ("byte_tokenizer", "load_tokenizer", "model_vocab_size", "train_bpe"),
 }

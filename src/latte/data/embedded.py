@@ -6,9 +6,7 @@ bytes depend on the Python version; a corpus fingerprint is a digest of the text
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import lzma
 import os
 import sysconfig
 from collections import Counter, defaultdict
@@ -159,32 +157,3 @@ class EmbeddedSource:
             if meter is not None:
                 meter(done)
             yield file.text
-
-
-def compression_baselines(held_out: bytes, train: bytes | None = None) -> dict[str, float]:
-    """Bits per byte that general compressors need for the held-out text.
-
-    What each number measures:
-
-    - ``gzip``: ``gzip -9`` of the held-out bytes in one piece, alone (a 32 KB window).
-    - ``xz``: ``xz -9e`` of the held-out bytes in one piece, alone.
-    - ``xz_after_train`` (if ``train`` is given): the bytes that ``xz -9e`` adds when the held-out
-      text follows the training text, within one 64 MiB window: what a compressor knows that has
-      seen what the model has seen. Training text before the last 64 MiB is out of its sight.
-
-    ``gzip`` and ``xz`` start from nothing, whereas a trained model has seen the training text:
-    the fair rival of a model is ``xz_after_train``. Headers and checksums are counted (they are
-    below 0.001 bits per byte from 100 KB on).
-    """
-    if not held_out:
-        raise LatteError("compression_baselines expected some held-out text, got none")
-    bits = 8 / len(held_out)
-    preset = 9 | lzma.PRESET_EXTREME
-    result = {
-        "gzip": len(gzip.compress(held_out, 9)) * bits,
-        "xz": len(lzma.compress(held_out, preset=preset)) * bits,
-    }
-    if train is not None:
-        both = len(lzma.compress(train + held_out, preset=preset))
-        result["xz_after_train"] = (both - len(lzma.compress(train, preset=preset))) * bits
-    return result

@@ -10,15 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from latte.data.files import Meter, file_digest, without_lone_surrogates
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 
 PREFIX = "hub:"
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def load_split(dataset: str, config: str | None, name: str, **arguments: Any) -> Any:
@@ -35,7 +29,7 @@ def load_split(dataset: str, config: str | None, name: str, **arguments: Any) ->
     # "this dataset cannot be had", whose reason is for the user to read.
     except Exception as error:
         raise LatteError(
-            f"{name}: cannot be loaded: {type(error).__name__}: {_one_line(error)}"
+            f"{name}: cannot be loaded: {type(error).__name__}: {one_line(error, first=True)}"
         ) from error
 
 

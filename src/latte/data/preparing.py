@@ -18,8 +18,7 @@ from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from latte.errors import LatteError
 
 if TYPE_CHECKING:
-    from latte.data.blocks import BlockCollator, PackedBlocks
-    from latte.data.evaluation import EvaluationText
+    from latte.data.blocks import BlockCollator, EvaluationText, PackedBlocks
 
 # A vocabulary is learnt from at most so much text, drawn evenly from the corpus.
 BPE_SAMPLE_BYTES = 20_000_000
@@ -70,7 +69,7 @@ class Text:
 
     def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
-        from latte.data.evaluation import EvaluationText
+        from latte.data.blocks import EvaluationText
 
         return EvaluationText(self.validation, join=join, max_tokens=max_tokens)
 
@@ -187,7 +186,7 @@ def held_out_text(
 def _tokenized(
     corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
 ) -> EvaluationText:
-    from latte.data.evaluation import EvaluationText
+    from latte.data.blocks import EvaluationText
 
     bar = sys.stderr.isatty()
     tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=bar)

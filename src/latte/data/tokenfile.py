@@ -30,9 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from latte.data.corpora import Corpus, Split
-from latte.data.encoding import Encoder
-from latte.data.progress import CorpusBar
+from latte.data.corpora import Corpus, CorpusBar, Split
+from latte.data.tokenizers import (
+    Encoder,
+    document_ends,
+    model_vocab_size,
+    token_byte_lengths,
+    tokenizer_fingerprint,
+)
 from latte.errors import LatteError
 
 if TYPE_CHECKING:
@@ -127,8 +132,6 @@ class TokenFile:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise LatteError if these tokens were made by another tokeniser."""
-        from latte.data.tokenizers import tokenizer_fingerprint
-
         if tokenizer_fingerprint(tokenizer) != self.index["tokenizer"]:
             raise LatteError(
                 f"{self.path}: vocabulary mismatch: made by another tokenizer (of "
@@ -175,8 +178,6 @@ def _write(
     made_of: dict[str, Any],
     progress: bool,
 ) -> None:
-    from latte.data.tokenizers import document_ends, model_vocab_size, token_byte_lengths
-
     bos, eos = document_ends(tokenizer)
     vocab_size = model_vocab_size(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -260,8 +261,6 @@ def tokenize_corpus(
             file that was truncated or edited, a tokeniser without eos.
     """
     from filelock import FileLock, Timeout
-
-    from latte.data.tokenizers import tokenizer_fingerprint
 
     made_of = {
         "corpus": corpus.fingerprint(split),

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from latte.data.evaluation import EvaluationText
+from latte.data.blocks import EvaluationText
 from latte.errors import LatteError
 from latte.machine import hardware
 from latte.train.scoring import score

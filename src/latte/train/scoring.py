@@ -1,6 +1,6 @@
 """Negative log-likelihood of held-out documents at a context length, in constant memory.
 
-Protocol (`latte.data.evaluation.EvaluationText`). Every document is cut from its start into
+Protocol (`latte.data.blocks.EvaluationText`). Every document is cut from its start into
 windows of n inputs that do not overlap (the last one may be shorter), each predicting the token
 after its last input. A window is scored alone: its state begins empty, so a prediction sees at
 most n tokens and never another document. Every token of the text and every document's end is
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from latte.data.evaluation import EvaluationText, bits_per_byte, perplexity
+from latte.data.blocks import EvaluationText, bits_per_byte, perplexity
 from latte.rivals.catalogue import is_comparator
 
 LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time

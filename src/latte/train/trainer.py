@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
-from latte.data.evaluation import EvaluationText
+from latte.data.blocks import EvaluationText
 from latte.errors import LatteError
 from latte.train import sharding
 from latte.train.recipe import Recipe, dump
