@@ -1,6 +1,6 @@
 """What the benchmarks share: their options, timing, and memory.
 
-Timing. All sides run in one process and take turns: ``latte.machine.timing``.
+Timing. All sides run in one process and take turns: ``latte.machine``.
 
 Memory. Peak resident memory is a property of a whole process and never falls, so each figure
 comes from a fresh process (:func:`in_fresh_process`) that does nothing else; it is net of what
@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
-from latte.machine.memory import peak_bytes, reset_peak, resident_bytes
-from latte.machine.timing import Times, interleave, quantile, seconds_of
+from latte.machine import Times, interleave, quantile, seconds_of
+from latte.machine import memory_bytes as resident_bytes
+from latte.machine import peak_memory_bytes as peak_bytes
+from latte.machine import reset_peak_memory as reset_peak
 
 __all__ = [  # what the scripts find here, though the package has it
     "Times", "interleave", "peak_bytes", "quantile", "reset_peak", "resident_bytes", "seconds_of",

@@ -5,7 +5,7 @@ as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, fused AdamW, dropout a
 Plain, and with the blocks compiled as a recipe's ``training.torch_compile`` does.
 
 The share of the peak (MFU) takes model FLOPs and data-sheet peaks from
-``latte.machine.hardware``. Peak memory is of one step, weights and optimiser included.
+``latte.machine``. Peak memory is of one step, weights and optimiser included.
 
     python benchmarks/gpu_training.py [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
 """
@@ -21,7 +21,7 @@ from gpu_common import Place, forget, measure, options, place, reason, say, stop
 from gpu_models import attention_by, make_model, parameters, tokens
 from records import Goal
 
-from latte.machine.hardware import flops_per_token, gpu_peak_flops
+from latte.machine import flops_per_token, gpu_peak_flops
 from latte.ops import use_backend
 from latte.train.quicker import compile_blocks
 

@@ -41,9 +41,8 @@ RESERVED = {
 # Imports against the direction that are still to go: room -> rooms; and circles.
 PENDING = {
     "models": {"rivals"},
-    "machine": {"layers", "models", "rivals"},
     "train": {"rivals", "evaluate"},
-    "evaluate": {"rivals", "cli", "compare"},
+    "evaluate": {"rivals", "cli"},
     "compare": {"rivals"},
     "cli": {"replication"},
 }

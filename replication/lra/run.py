@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Failures, command_line, exit_code, left_out, machine, progress_bar
+from latte.compare.grid import Failures, command_line, exit_code, left_out, progress_bar
 from latte.errors import LatteError
 from latte.train.metrics import duration
 from latte.train.run_folder import checkpoints, claim, writable_folder, write_json
@@ -180,6 +180,7 @@ def _do(run: LRARun, task: Any, quiet: bool) -> dict[str, Any]:
     """Train one run, from its newest checkpoint if it has one, and keep its result."""
     import torch
 
+    from latte.machine import describe
     from replication.lra.training import Log, Training
 
     owner = claim(run)
@@ -224,7 +225,7 @@ def _do(run: LRARun, task: Any, quiet: bool) -> dict[str, Any]:
             "run": run.identity(),
             "outcome": _plain(outcome),
             "balance": balance(task),
-            **machine(device),
+            **describe(device),
         }
         write_json(Path(run.output_dir) / RESULT_FILE, result)
         for folder in checkpoints(Path(run.output_dir)):

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Failures, command_line, exit_code, left_out, machine, progress_bar
+from latte.compare.grid import Failures, command_line, exit_code, left_out, progress_bar
 from latte.errors import LatteError
 from latte.train.run_folder import writable_folder
 from replication.mqar.recipe import Cell, MQARRecipe, Run, load, runs, tasks
@@ -111,6 +111,7 @@ def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet
     """Train one run and keep its result."""
     import torch
 
+    from latte.machine import describe
     from latte.train.run_folder import write_json
     from replication.mqar.training import make_table, train_run
 
@@ -139,7 +140,7 @@ def _do(run: Run, recipe: MQARRecipe, tables: dict[tuple[Cell, str], Any], quiet
     result = {
         "identity": run.identity(recipe),
         "outcome": asdict(outcome),
-        **machine(device),
+        **describe(device),
     }
     writable_folder(run.folder)
     write_json(run.folder / RESULT_FILE, result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from latte.compare.seeds import FAILED_FILE, MEASURED_FILE, Run, compare_seeds, 
 from latte.compare.seeds_report import found_order, losses, paired, verdict
 from latte.errors import LatteError
 from latte.evaluate.lengths import Row
-from latte.machine.apart import WorkFailed, in_fresh_process
-from latte.machine.memory import peak_bytes, reset_peak
+from latte.machine import WorkFailed
 from latte.train.metrics import read_metrics
 from latte.train.recipe import Recipe
 from latte.train.run_folder import FolderInUse, claim, write_json
@@ -39,29 +37,6 @@ def test_a_mean_carries_its_interval() -> None:
     assert three.sign == 0 and mean_of([5.0, 5.1, 5.2]).sign == 1
     assert mean_of([-5.0, -5.1, -5.2]).sign == -1
     assert mean_of([7.0]) == Mean(7.0, None, 1) and mean_of([7.0]).sign == 0
-
-
-def test_work_apart_returns_fails_and_dies_alone(capfd: Any) -> None:
-    assert in_fresh_process(int, "3") == 3
-    with pytest.raises(WorkFailed, match="ValueError: invalid literal"):
-        in_fresh_process(int, "three")
-    with pytest.raises(WorkFailed, match="killed by SIGABRT"):
-        in_fresh_process(os.abort)
-    with pytest.raises(LatteError, match="expected presets") as found:
-        in_fresh_process(_refuse)
-    assert not isinstance(found.value, WorkFailed)
-
-
-def _refuse() -> None:
-    raise LatteError("expected presets, got none")
-
-
-def test_the_peak_of_memory_starts_anew() -> None:
-    big = bytearray(os.urandom(1)) * 200_000_000
-    high = peak_bytes()
-    del big
-    reset_peak()
-    assert high - peak_bytes() > 100_000_000
 
 
 # ---- the harness, with made-up measurements

@@ -13,7 +13,7 @@ from latte.cli import main
 from latte.errors import LatteError
 from latte.evaluate import benchmark as module
 from latte.evaluate.benchmark import COLUMNS, OPS, Case, Settings, benchmark, check
-from latte.machine.apart import in_fresh_process
+from latte.machine import in_fresh_process
 from latte.rivals.catalogue import COMPARATORS
 
 TINY: dict[str, Any] = {

@@ -136,17 +136,3 @@ def progress_bar(quiet: bool, **arguments: Any) -> Any:
     return tqdm(
         unit="step", dynamic_ncols=True, leave=False, disable=True if quiet else None, **arguments
     )
-
-
-def machine(device: Any) -> dict[str, Any]:
-    """What a result was computed on, and when."""
-    import datetime
-
-    import torch
-
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }

@@ -30,12 +30,11 @@ from typing import Any
 import torch
 
 from latte.compare.compare import preset_recipe
-from latte.compare.grid import machine
 from latte.data.preparing import prepare_text
 from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths
-from latte.machine.apart import WorkFailed, in_fresh_process
+from latte.machine import WorkFailed, describe, in_fresh_process
 from latte.rivals.catalogue import COMPARATORS
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
@@ -282,7 +281,7 @@ def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None
             seconds=result.seconds,
             tokens_per_second=statistics.median(x["tokens_per_second"] for x in lines),
             peak_memory_bytes=max(x["peak_memory_bytes"] for x in lines),
-            hardware=machine(next(model.parameters()).device),
+            hardware=describe(next(model.parameters()).device),
             rows=rows,
         )
         write_json(run.folder / MEASURED_FILE, {"wanted": wanted, **asdict(measured)})

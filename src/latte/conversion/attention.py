@@ -294,6 +294,13 @@ class MacchiatoAttention(nn.Module):
             log = TokenLog(mask, v=local.v, local_k=local.k)
         return after._replace(undo=state.undo.append(log))
 
+    def mixing_flops(self, length: int) -> float:
+        """FLOPs per token, forward, at a length: of both branches, or of the base's attention."""
+        base = self.mixing == "base"
+        seen = min((self.base_window if base else self.window) or length, (length + 1) / 2)
+        latents = 0 if base else self.latents.k_proj.out_features
+        return 4.0 * self.head_dim * (latents + self.num_heads * seen)
+
     def extra_repr(self) -> str:
         return (
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "

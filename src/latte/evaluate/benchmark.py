@@ -1,6 +1,6 @@
 """`latte benchmark`: time and memory of the ops and of whole models, on the device at hand.
 
-Times are wall times of single calls, all names of one mode and length in turns (see `timing`).
+Times are wall times of single calls, all names of one mode and length in turns: `latte.machine`.
 Peak memory is net of what was in use before the inputs were made (for models: once the model was
 there); on a CPU each case has a process of its own, since resident memory is the process's. In it
 lengths ascend, so a length may find a little memory that a shorter one freed and that still counts
@@ -22,12 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte import ops
-from latte.compare.grid import machine
+from latte import machine, ops
 from latte.errors import LatteError
-from latte.machine import hardware, memory
-from latte.machine.apart import WorkFailed, in_fresh_process
-from latte.machine.timing import Times, interleave
+from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
 from latte.rivals.catalogue import COMPARATORS
 from latte.train.recipe import ModelSection, Recipe
@@ -131,7 +128,7 @@ def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[
     cases = check(settings)
     for case in cases:
         _refused(case, settings)
-    place = machine(settings.place)
+    place = machine.describe(settings.place)
     rows = []
     with open(writable_folder(output) / "benchmark.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
@@ -219,13 +216,12 @@ def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
     device = settings.place
     make = _maker(case, settings)
     make(WARM_UP)()
-    gpu = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if gpu else memory.resident_bytes()
+    before = machine.memory_bytes(device)
     peaks = {}
     for length in sorted(set(settings.lengths)):
-        hardware.reset_peak_memory(device)
+        machine.reset_peak_memory(device)
         make(length)()
-        peaks[length] = float(max(0, hardware.peak_memory_bytes(device) - before))
+        peaks[length] = float(max(0, machine.peak_memory_bytes(device) - before))
     return peaks
 
 

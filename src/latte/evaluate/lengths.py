@@ -16,7 +16,7 @@ from typing import Any
 
 from latte.data.blocks import EvaluationText
 from latte.errors import LatteError
-from latte.machine import hardware
+from latte.machine import peak_memory_bytes
 from latte.train.scoring import score
 
 
@@ -84,7 +84,7 @@ def evaluate_lengths(
                     found.bits_per_byte,
                     seconds,
                     found.tokens / seconds,
-                    hardware.peak_memory_bytes(device),
+                    peak_memory_bytes(device),
                 )
             )
     return rows

@@ -81,6 +81,9 @@ class SlidingWindowAttention(Mixer):
         local = local_options(config)
         return super().options(config) | own | local | LatentInput.options(config)
 
+    def mixing_flops(self, length: int) -> float:
+        return self._local_flops(length)
+
     def _project(self, piece: Piece) -> Projected:
         inputs = self.input(piece)
         q = self._heads(self.q_proj(inputs.z), self.num_heads)
@@ -183,6 +186,10 @@ class LinearAttention(Mixer):
     def options(cls, config: Any) -> dict[str, Any]:
         own = {"num_features": config.num_latents, "feature_map": config.feature_map}
         return super().options(config) | own
+
+    def mixing_flops(self, length: int) -> float:
+        """2 * 2 * F * D a head."""
+        return 4.0 * self.k_proj.out_features * self.head_dim
 
     def _project(self, piece: Piece) -> Projected:
         """Features of at least fp32, since they are summed over the sequence."""

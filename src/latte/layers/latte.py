@@ -69,6 +69,10 @@ class LatteAttention(Mixer):
         latents = {"num_latents": config.num_latents, "latent_input": config.latent_input}
         return super().options(config) | latents | LatentInput.options(config)
 
+    def mixing_flops(self, length: int) -> float:
+        """2 * 2 * L * D a head."""
+        return 4.0 * self.latents.k_proj.out_features * self.head_dim
+
     def _project(self, piece: Piece) -> Projected:
         q, k, inputs = self.latents(piece)
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
@@ -160,6 +164,11 @@ class LatteMacchiato(Mixer):
         }
         local = local_options(config)
         return super().options(config) | own | local | LatentInput.options(config)
+
+    def mixing_flops(self, length: int) -> float:
+        """2 * 2 * L * D a head, and the window's."""
+        latents = 4.0 * self.latents.k_proj.out_features * self.head_dim
+        return latents + self._local_flops(length)
 
     def _project(self, piece: Piece) -> Projected:
         latent_q, latent_k, inputs = self.latents(piece)

@@ -178,6 +178,10 @@ class Mixer(Drawn):
         piece = Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary)
         return self._weights(self._project(piece), piece)
 
+    def mixing_flops(self, length: int) -> float:
+        """FLOPs of mixing, forward, per token at a length, projections aside; 0 if unknown."""
+        return 0.0
+
     # --- what a mixer defines -------------------------------------------------------------------
 
     def _project(self, piece: Piece) -> Projected:
@@ -203,6 +207,11 @@ class Mixer(Drawn):
         if q is not None and k is not None:
             return softmax_weights(q, k, **local, **shared)
         raise ValueError(f"{type(self).__name__} has no attention weights to show")
+
+    def _local_flops(self, length: int) -> float:
+        """:meth:`mixing_flops` of local attention: 2 * 2 * K a head and key that is seen."""
+        seen = min(self.window or length, (length + 1) / 2)
+        return 4.0 * self.num_heads * self.head_dim * seen
 
     # --- what they are built with ---------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from latte.machine import hardware
+from latte import machine
 from latte.train.recipe import Recipe
 
 METRICS_FILE = "metrics.jsonl"
@@ -54,14 +54,14 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         processes = args.world_size
-        self._flops = hardware.flops_per_token(model, self.recipe.data.block_length)
-        self._peak, self._peak_source = hardware.peak_flops(
+        self._flops = machine.flops_per_token(model, self.recipe.data.block_length)
+        self._peak, self._peak_source = machine.peak_flops(
             args.device, self.recipe.training.bf16, processes
         )
         self._tokens_per_step = self.recipe.tokens_per_step(processes)
         self._device = args.device
         self._last_time, self._last_step = time.perf_counter(), state.global_step
-        hardware.reset_peak_memory(self._device)
+        machine.reset_peak_memory(self._device)
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
@@ -138,7 +138,7 @@ class Progress(TrainerCallback):
 
         Nor do they count as memory: the peak that is reported is that of training steps.
         """
-        hardware.reset_peak_memory(self._device)
+        machine.reset_peak_memory(self._device)
         if state.global_step > self._last_step:
             return  # a log line is due first; it cannot be told apart then
         self.seconds = self._elapsed()
@@ -159,7 +159,7 @@ class Progress(TrainerCallback):
             "seconds": round(self.seconds, 3),
             "tokens_per_second": rate,
             "eta_seconds": remaining * self._tokens_per_step / max(rate, 1e-9),
-            "peak_memory_bytes": hardware.peak_memory_bytes(self._device),
+            "peak_memory_bytes": machine.peak_memory_bytes(self._device),
         }
         if self._peak is not None:
             record["mfu"] = rate * self._flops / self._peak

@@ -1,0 +1,324 @@
+"""The machine: how long a call takes on it, what a process holds, what it could do, what it is.
+
+Time. Several sides run in one process and take turns (:func:`interleave`): a round is a burst of
+calls of each side after the other, and every side's calls are spread over all the rounds, so that a
+slow moment of the machine meets both. Calls before the first round warm up. Medians and percentiles
+are over single calls.
+
+Memory. On a CPU it is resident memory, a property of a whole process, libraries included: what is
+to be told apart runs in a process of its own (:func:`in_fresh_process`). On a GPU it is what
+PyTorch has allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from latte.errors import LatteError
+
+# ---- time
+
+
+class Times(NamedTuple):
+    """Statistics of single calls, in milliseconds."""
+
+    median: float
+    p10: float
+    p90: float
+    fastest: float
+    calls: int
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Times:
+        ms = sorted(1e3 * s for s in seconds)
+        p10, p90 = (quantile(ms, q) for q in (0.1, 0.9))
+        return Times(statistics.median(ms), p10, p90, ms[0], len(ms))
+
+    def row(self) -> dict[str, Any]:
+        values = zip(("median_ms", "p10_ms", "p90_ms", "min_ms"), self[:4], strict=True)
+        return {name: round(x, 4) for name, x in values} | {"calls": self.calls}
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Linear interpolation between the closest ranks."""
+    where = q * (len(ordered) - 1)
+    low = math.floor(where)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (where - low) * (ordered[high] - ordered[low])
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Wall time of one call, which must return only when its work is done."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def interleave(sides: Mapping[str, Callable[[], object]], budget: float) -> dict[str, Times]:
+    """Time several sides in turns; see the head of this module.
+
+    Args:
+        budget: seconds of timed calls per side. A side with calls longer than that still gets
+            one call in each of 3 rounds; there are 5 rounds if all sides are quicker.
+    """
+    expected: dict[str, float] = {}
+    for name, call in sides.items():
+        expected[name] = seconds_of(call)  # the first call allocates, and compiles
+        if expected[name] < budget:
+            expected[name] = min(seconds_of(call) for _ in range(2))
+    rounds = 5 if max(expected.values()) < budget else 3
+    bursts = {n: max(1, min(25, int(budget / rounds / s))) for n, s in expected.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, call in sides.items():
+                time.sleep(0.02)  # threads of the side before, spinning for work, go to sleep
+                seconds[name] += [seconds_of(call) for _ in range(bursts[name])]
+    finally:
+        gc.enable()
+    return {name: Times.of(s) for name, s in seconds.items()}
+
+
+# ---- memory
+
+CPU = torch.device("cpu")
+
+
+def memory_bytes(device: torch.device = CPU) -> int:
+    """Memory in use now; on a CPU whose system does not tell, the most used so far."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status_bytes("VmRSS") or peak_memory_bytes(device)
+
+
+def peak_memory_bytes(device: torch.device = CPU) -> int:
+    """Most memory used since the start or :func:`reset_peak_memory`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # VmHWM, where there is one: the maximum of `getrusage` is inherited from the process that
+    # started this one.
+    peak = _status_bytes("VmHWM")
+    if peak is None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return peak
+
+
+def reset_peak_memory(device: torch.device = CPU) -> None:
+    """Start the peak anew from what is in use now, where the system can (on a CPU: Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status_bytes(field: str) -> int | None:
+    """A field of /proc/self/status in bytes; None where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith(f"{field}:")), None)
+
+
+# ---- a process of its own
+
+
+class WorkFailed(LatteError):
+    """The work ended by something else than a LatteError; the message says by what."""
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, run in a new process; arguments and result are pickled.
+
+    What it leaves in memory is not measured with the next, and what kills it kills nothing else.
+
+    Raises:
+        LatteError: as the function raised it.
+        WorkFailed: another exception (its traceback goes to stderr), or the process was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        good, value = receiver.recv()
+    except EOFError:
+        process.join()
+        raise WorkFailed(_ending(process.exitcode)) from None
+    except BaseException:  # interrupted: the work must not go on alone
+        process.terminate()
+        raise
+    finally:
+        process.join()
+    if not good:
+        raise value
+    return value
+
+
+def _work(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = (True, function(*arguments))
+    except LatteError as error:
+        answer = (False, error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        traceback.print_exc()
+        text = " ".join(str(error).split())
+        answer = (False, WorkFailed(f"{type(error).__name__}: {text[:300]}"))
+    sender.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A killed parent takes the work with it: nobody is left to hear of its result."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"
+
+
+# ---- what it could do
+
+# Dense bf16 peak, FLOP/s, from the makers' data sheets; the longest matching name wins.
+GPU_PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def gpu_peak_flops(name: str) -> float | None:
+    """Dense bf16 peak of a GPU by its name, FLOP/s; None if it is not in the table."""
+    matches = [key for key in GPU_PEAK_FLOPS if all(word in name for word in key.split())]
+    return GPU_PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+@functools.cache
+def cpu_matmul_flops(bf16: bool) -> float:
+    """FLOP/s of the best of several 512x512x512 matrix products here and now (about 0.1 s)."""
+    size = 512
+    a = torch.randn(size, size, dtype=torch.bfloat16 if bf16 else torch.float32)
+    b = a.clone()
+    return 2 * size**3 / min(seconds_of(lambda: torch.mm(a, b)) for _ in range(8))
+
+
+def peak_flops(device: torch.device, bf16: bool, processes: int) -> tuple[float | None, str]:
+    """(FLOP/s of all processes together or None, where the figure comes from).
+
+    The measurement draws no random number that training would notice.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        single = gpu_peak_flops(name)
+        return (None if single is None else single * processes), f"{name}, dense bf16 data sheet"
+    with torch.random.fork_rng(devices=[]):
+        single = cpu_matmul_flops(bf16)
+    return single * processes, f"CPU, measured {'bf16' if bf16 else 'fp32'} matmul"
+
+
+def flops_per_token(model: nn.Module, length: int) -> float:
+    """Training FLOPs per token, 6 per weight used in a product plus three times the mixers' own.
+
+    Forward costs 2 per weight and token, backward twice that. What mixing the tokens costs
+    forward is for the modules to say, by a method `mixing_flops(length)`: a model of which none has
+    it is counted by its weights alone. Gradient checkpointing's second forward is not counted
+    (model FLOPs, not hardware FLOPs).
+    """
+    config: Any = model.config
+    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+    if not getattr(config, "tie_word_embeddings", False):
+        weights -= config.vocab_size * config.hidden_size  # the input embedding is a look-up
+    mixers: list[Any] = [m for m in model.modules() if hasattr(m, "mixing_flops")]
+    return 6.0 * weights + 3.0 * sum(mixer.mixing_flops(length) for mixer in mixers)
+
+
+# ---- what it is
+
+# What the names in a table stand for, where a package is called otherwise.
+PACKAGES = {"latte": "latte-attention", "fla": "flash-linear-attention"}
+
+
+def describe(
+    device: torch.device = CPU, fields: Sequence[str] = ("device", "threads", "torch", "date")
+) -> dict[str, Any]:
+    """What a result was computed on, and when.
+
+    Args:
+        fields: `device`, `cpu`, `cores`, `threads`, `cuda`, `python`, `date` (of UTC), or a
+            package, whose version it is; "" if it is not installed.
+    """
+    known: dict[str, Callable[[], Any]] = {
+        "device": lambda: torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu": cpu_name,
+        "cores": lambda: len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads,
+        "cuda": lambda: torch.version.cuda or "",
+        "torch": lambda: torch.__version__,
+        "python": platform.python_version,
+        "date": lambda: datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    return {name: known[name]() if name in known else version(name) for name in fields}
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's name, as the system gives it."""
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def version(package: str) -> str:
+    """The version of a package, installed or (ours) beside this file; "" if there is none."""
+    try:
+        return importlib.metadata.version(PACKAGES.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules["latte"], "__version__", "") if package == "latte" else ""

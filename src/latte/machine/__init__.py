@@ -1,1 +1,0 @@
-"""The machine: what it is, what a call costs on it, and work in a process of its own."""
