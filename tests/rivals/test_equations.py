@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from latte.rivals import H3, S5, Linformer, Luna, Mega
-from latte.rivals.mega import MultiDimensionalEMA
-from latte.rivals.s5 import constant_scan, hippo_normal
+from latte.rivals.low_rank import Linformer, Luna
+from latte.rivals.mega import Mega, MultiDimensionalEMA
+from latte.rivals.state_spaces import H3, S5, constant_scan, hippo_normal
 
 TOLERANCE = {"atol": 1e-11, "rtol": 1e-11}
 

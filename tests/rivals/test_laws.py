@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from latte.rivals import H3, S5, Linformer, Luna, Mega
 from latte.rivals.base import ComparatorMixer
+from latte.rivals.low_rank import Linformer, Luna
+from latte.rivals.mega import Mega
+from latte.rivals.state_spaces import H3, S5
 
 LAYERS = {
     "mega": lambda **o: Mega(16, num_averages=3, **o),

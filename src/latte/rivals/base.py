@@ -1,6 +1,6 @@
-"""What the comparators' token mixers share: their call, their checks, their own initial values.
+"""What the comparators' token mixers share: their call, checks, initial values, long convolutions.
 
-Shape suffixes: B batch, T tokens, E hidden size.
+Shape suffixes: B batch, T tokens, E hidden size (channels).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_positive
+from latte.ops.precision import full_precision
 
 
 class ComparatorMixer(nn.Module):
@@ -84,3 +85,17 @@ class ComparatorMixer(nn.Module):
 def masked(x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
     """``x`` with zeros at masked tokens, whatever stood there."""
     return x_BTE if key_mask is None else x_BTE.masked_fill(~key_mask[..., None], 0.0)
+
+
+@full_precision
+def long_convolution(u_BTE: Tensor, kernel_ET: Tensor) -> Tensor:
+    """``y_t = sum_{s<=t} kernel_{t-s} u_s`` per channel, in O(T log T), by the Fourier transform.
+
+    Computed in the dtype of the kernel, fp32 or fp64. The transform mixes all times, so that the
+    future is left out to rounding, not exactly.
+    """
+    T = u_BTE.shape[1]
+    n = 2 * T  # room for the tail, which would wrap around otherwise
+    spectrum = torch.fft.rfft(u_BTE.to(kernel_ET.dtype), n, dim=1)
+    spectrum = spectrum * torch.fft.rfft(kernel_ET.mT, n, dim=0)
+    return torch.fft.irfft(spectrum, n, dim=1)[:, :T]

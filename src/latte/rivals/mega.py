@@ -16,8 +16,7 @@ from latte.layers.checks import check_input, check_positive
 from latte.layers.parts import RotaryEmbedding, apply_rotary
 from latte.ops.precision import full_precision
 from latte.ops.validation import computation_dtype
-from latte.rivals.base import ComparatorMixer, masked
-from latte.rivals.convolution import long_convolution
+from latte.rivals.base import ComparatorMixer, long_convolution, masked
 
 
 class MultiDimensionalEMA(nn.Module):

@@ -14,8 +14,13 @@ from latte.models.backbone import LatteModel
 from latte.models.block import make_mlp, make_norm
 from latte.models.causal_lm import LatteForCausalLM
 from latte.models.classification import LatteForSequenceClassification
-from latte.rivals import H3, S5, ComparatorMixer, Linformer, Luna, Mega
+from latte.rivals.base import ComparatorMixer
 from latte.rivals.config import ComparatorConfig
+from latte.rivals.base import ComparatorMixer
+from latte.rivals.config import ComparatorConfig
+from latte.rivals.low_rank import Linformer, Luna
+from latte.rivals.mega import Mega
+from latte.rivals.state_spaces import H3, S5
 
 
 def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
