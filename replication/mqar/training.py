@@ -201,7 +201,7 @@ def _score(
 def _fresh_model(run: Run) -> Any:
     """The run's model from its seed; the global random state is left as it was."""
     from latte.compare.grid import model_config
-    from latte.rivals.catalogue import language_model
+    from latte.models.registry import language_model
 
     config = model_config(run.model, run.preset, run.config)
     with torch.random.fork_rng():

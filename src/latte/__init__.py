@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from latte._auto_registration import install as _install
 from latte.errors import LatteError
+from latte.models.registry import register_provider as _register_provider
 
 if TYPE_CHECKING:
     from latte import (
@@ -134,3 +135,4 @@ def __dir__() -> list[str]:
 
 
 _install()
+_register_provider("latte.rivals")

@@ -18,7 +18,8 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 AUTO_MODELS = "transformers.models.auto.modeling_auto"
 # Latte's models import these two; the second imports AUTO_MODELS while it is itself half loaded.
 NEEDED = ("transformers.modeling_utils", "transformers.modeling_layers")
-OWN = ("latte.models.", "latte.conversion.")  # half loaded, when they pull Transformers in
+# These are half loaded when they pull Transformers in.
+OWN = ("latte.models.", "latte.conversion.", "latte.rivals.")
 
 # Converted models derive from these, which may be what the user is importing.
 BASES = tuple(
@@ -45,8 +46,10 @@ def register_what_is_ready() -> None:
     if _ready(AUTO_CONFIG) and "config" not in _done:
         _done.add("config")
         from latte.models.auto import register_config
+        from latte.rivals.config import register_config as register_rivals
 
         register_config()
+        register_rivals()
     # The configurations of other models read AUTO_MODELS' tables while they load.
     if _ready(AUTO_CONFIG) and AUTO_MODELS not in _loading and "converted" not in _done:
         _done.add("converted")
@@ -56,8 +59,10 @@ def register_what_is_ready() -> None:
     if _ready(AUTO_MODELS) and not _loading & set(NEEDED) and "models" not in _done:
         _done.add("models")
         from latte.models.auto import register_models
+        from latte.rivals.modeling import register_models as register_rivals
 
         register_models()
+        register_rivals()
     if "models" in _done and not _loading & set(BASES) and "converted models" not in _done:
         _done.add("converted models")
         from latte.conversion.auto import register_models as register_converted

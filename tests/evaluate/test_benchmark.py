@@ -14,7 +14,7 @@ from latte.errors import LatteError
 from latte.evaluate import benchmark as module
 from latte.evaluate.benchmark import COLUMNS, OPS, Case, Settings, benchmark, check
 from latte.machine import in_fresh_process
-from latte.rivals.catalogue import COMPARATORS
+from latte.models.registry import find_model
 
 TINY: dict[str, Any] = {
     "heads": 2, "latents": 4, "head_dim": 8, "window": 16, "lengths": (20, 40), "budget": 1e-3,
@@ -68,7 +68,7 @@ def test_what_runs_out_of_memory_stands_aside(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert COMPARATORS["gla"].missing()
+    assert find_model("gla").missing()
     with pytest.raises(LatteError, match="comparator 'gla' needs .*a GPU"):
         check(Settings(models=("gla",), device="cpu"))
     with pytest.raises(LatteError, match="models: expected some of .*, got 'longformer'"):

@@ -87,16 +87,13 @@ class Failures:
 def model_config(
     name: str, preset: str, values: Mapping[str, Any], *, causal: bool | None = None
 ) -> Any:
-    """`preset_config(preset, "tiny", **values)`, or a comparator's; a mistake names the model."""
-    from latte.models import preset_config
-    from latte.rivals.catalogue import COMPARATORS, check_name, comparator_config, find
+    """The config of a model of the registry, "tiny" but for `values`; a mistake names the model."""
+    from latte.models.registry import find_model
 
     try:
-        check_name(preset)
-        if preset in COMPARATORS:
-            find(preset, causal=causal)
-            return comparator_config(preset, "tiny", **values)
-        return preset_config(preset, "tiny", **values)
+        entry = find_model(preset)
+        entry.check(causal=causal)
+        return entry.config("tiny", **values)
     except (ValueError, TypeError) as error:
         raise LatteError(f"models.{name}: {' '.join(str(error).split())}") from None
 

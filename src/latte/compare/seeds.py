@@ -35,7 +35,7 @@ from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths
 from latte.machine import WorkFailed, describe, in_fresh_process
-from latte.rivals.catalogue import COMPARATORS
+from latte.models.registry import other_models
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
 from latte.train.run import check_model, first_alone, train
@@ -131,7 +131,7 @@ def runs_of(recipe: Recipe) -> list[Run]:
 
 def _lacks(preset: str) -> str:
     """Why a comparator cannot run on this machine; empty if it can."""
-    comparator = COMPARATORS.get(preset)
+    comparator = other_models().get(preset)
     if comparator is None:
         return ""
     if not comparator.causal:

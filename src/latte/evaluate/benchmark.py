@@ -26,7 +26,7 @@ from latte import machine, ops
 from latte.errors import LatteError
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
-from latte.rivals.catalogue import COMPARATORS
+from latte.models.registry import find_model, other_models
 from latte.train.recipe import ModelSection, Recipe
 from latte.train.run import model_config
 from latte.train.run_folder import writable_folder
@@ -83,7 +83,7 @@ def check(settings: Settings) -> list[Case]:
     """The cases, or a LatteError for names, numbers or a device that cannot be used."""
     known = {
         "ops": OPS,
-        "models": (*PRESETS, *(n for n, each in COMPARATORS.items() if each.causal)),
+        "models": (*PRESETS, *(n for n, each in other_models().items() if each.causal)),
         "modes": MODES,
     }
     for field, names in known.items():
@@ -103,15 +103,13 @@ def check(settings: Settings) -> list[Case]:
         line = " ".join(str(error).split())
         raise LatteError(f"device {settings.device!r} cannot be used: {line[:200]}") from None
     for name in settings.models:
-        if name in COMPARATORS and (lacks := COMPARATORS[name].missing()):
-            raise LatteError(f"comparator {name!r} needs {lacks}")
+        find_model(name).check()
     cases = [Case("op", n, m) for m in settings.modes for n in settings.ops if m != "decode"]
     cases += [
         Case("model", name, mode)
         for mode in settings.modes
         for name in settings.models
-        # Of the comparators' libraries few carry a state from token to token.
-        if mode != "decode" or name in PRESETS
+        if mode != "decode" or find_model(name).carries_state
     ]
     if not cases or not settings.lengths:
         raise LatteError("nothing to measure: name ops or models, modes and lengths")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from latte.errors import LatteError
-from latte.rivals.catalogue import make_known
+from latte.models.registry import make_known
 from latte.train.recipe import Recipe, recipe_from_dict
 from latte.train.run_folder import MANIFEST_FILE, checkpoint_problem, newest_checkpoint
 

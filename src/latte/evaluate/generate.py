@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from latte.errors import LatteError, check_seed
-from latte.rivals.catalogue import is_comparator
+from latte.models.registry import carries_state
 
 
 def generate(
@@ -49,7 +49,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         eos_token_id=_ends(model, end),
         pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        use_cache=not is_comparator(model.config.model_type),
+        use_cache=carries_state(model),
         streamer=_streamer(tokenizer) if stream else None,
         **sampling,
     )

@@ -7,7 +7,13 @@ from typing import Any
 
 from latte.errors import LatteError
 from latte.models.config import LatteConfig
-from latte.models.registry import find_mixer, mixer_names, preset_names, registered_preset
+from latte.models.registry import (
+    find_mixer,
+    mixer_names,
+    preset_fields,
+    preset_names,
+    register_preset,
+)
 
 # "++" is RMSNorm and SwiGLU, the config's defaults. Plain mixers, which look at x alone, need
 # positions; the convolution and the RG-LRU make them unnecessary, and windows have rotary ones.
@@ -83,6 +89,9 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+for _name, _fields in _PRESETS.items():
+    register_preset(_name, **_fields)
+
 PRESETS = tuple(_PRESETS)
 SIZES = tuple(_SIZES)
 
@@ -98,7 +107,7 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     Raises:
         LatteError: an unknown name, size or field, or sizes that do not fit.
     """
-    preset = _PRESETS.get(name) or registered_preset(name)
+    preset = preset_fields(name)
     if preset is None:
         raise LatteError(f"unknown preset {name!r}, expected one of {', '.join(preset_names())}")
     if size not in _SIZES:

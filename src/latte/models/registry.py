@@ -2,7 +2,7 @@
 
     register_mixer("average", Average)              # LatteConfig(mixer="average")
     register_preset("average++", mixer="average")   # preset_config("average++", "tiny")
-    register_model(ModelEntry("griffin", config=griffin_config))  # a model that is none of Latte's
+    register_model(Griffin("griffin"))              # a ModelEntry: a model that is none of Latte's
     register_provider("latte.rivals")               # a module that registers models when imported
 
 Nothing is imported before its name is asked for, so that this module is light.
@@ -14,12 +14,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+
+PRESETS = "latte.models.presets"  # registers the library's own when it is imported
 
 # Classes, or where they are: "module:name".
 _mixers: dict[str, Any] = {
@@ -29,7 +30,7 @@ _mixers: dict[str, Any] = {
     "softmax": "latte.layers:SoftmaxAttention",
     "linear": "latte.layers:LinearAttention",
 }
-_presets: dict[str, dict[str, Any]] = {}  # beyond those of the paper
+_presets: dict[str, dict[str, Any]] = {}  # fields of LatteConfig
 _models: dict[str, ModelEntry] = {}  # whole models of another kind
 _providers: list[str] = []
 
@@ -72,34 +73,52 @@ def find_mixer(name: str) -> Any:
 # --- models ------------------------------------------------------------------------------------
 
 
-def build_model(config: Any, causal: bool = True) -> Any:
-    """A freshly initialised language model of a config, or a classifier if not ``causal``."""
-    from transformers.models.auto import modeling_auto as auto
-
-    kind = auto.AutoModelForCausalLM if causal else auto.AutoModelForSequenceClassification
-    return kind.from_config(config)
-
-
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model that a recipe can name.
+    """A model that a recipe can name; a class to derive from, which defines :meth:`config`.
 
     Args:
         name: as in ``model.preset`` of a recipe.
-        config: ``config(size, **overrides)``, its configuration at one of the named sizes.
-        build: ``build(config, causal)``, the model of a configuration, freshly initialised.
+        model_type: of its configurations.
         causal: it can be a language model; otherwise it reads both ways, and only classifies.
-        carries_state: text can be carried on in a :class:`latte.models.LatteCache`, and sequences
-            be packed into a row.
-        missing: what keeps the model from running here, with the way to get it, or None.
+        carries_state: text can be carried on in a cache, and sequences be packed into a row.
     """
 
     name: str
-    config: Callable[..., Any]
-    build: Callable[..., Any] = build_model
+    model_type: str = "latte"
     causal: bool = True
     carries_state: bool = True
-    missing: Callable[[], str | None] = lambda: None
+
+    def config(self, size: str, **overrides: Any) -> Any:
+        """Its configuration at one of the named sizes, with fields of LatteConfig or its own set.
+
+        Raises:
+            LatteError: an unknown size or field, or values that do not fit.
+        """
+        raise TypeError(f"{type(self).__name__} must define config: ModelEntry is only a base")
+
+    def missing(self) -> str | None:
+        """What keeps the model from running here, with the way to get it, or None."""
+        return None
+
+    def prepare(self) -> None:
+        """Let Transformers' Auto classes know its model type. Raises LatteError if they cannot."""
+
+    def check(self, *, causal: bool | None = None) -> None:
+        """Raise LatteError if it cannot run here, or is to be causal and is not."""
+        if causal and not self.causal:
+            raise LatteError(
+                f"comparator {self.name!r} reads both ways: it classifies, but is no language model"
+            )
+        if lacks := self.missing():
+            raise LatteError(f"comparator {self.name!r} needs {lacks}")
+
+
+class Preset(ModelEntry):
+    """A preset of Latte's own, by its name."""
+
+    def config(self, size: str, **overrides: Any) -> Any:
+        return importlib.import_module(PRESETS).preset_config(self.name, size, **overrides)
 
 
 def register_model(entry: ModelEntry) -> None:
@@ -120,13 +139,12 @@ def register_provider(module: str) -> None:
 
 def preset_names() -> tuple[str, ...]:
     """The library's presets, and those registered beside them."""
-    from latte.models.presets import PRESETS
+    importlib.import_module(PRESETS)
+    return tuple(_presets)
 
-    return (*PRESETS, *_presets)
 
-
-def registered_preset(name: str) -> dict[str, Any] | None:
-    """The fields of a preset that was registered, or None."""
+def preset_fields(name: str) -> dict[str, Any] | None:
+    """The fields of LatteConfig that make a preset, or None."""
     return _presets.get(name)
 
 
@@ -137,9 +155,7 @@ def find_model(name: str) -> ModelEntry:
         LatteError: an unknown name.
     """
     if name in preset_names():
-        from latte.models.presets import preset_config
-
-        return ModelEntry(name, config=lambda size, **given: preset_config(name, size, **given))
+        return Preset(name)
     if name not in _models:
         _load_providers()
     if name not in _models:
@@ -154,6 +170,37 @@ def other_models() -> dict[str, ModelEntry]:
     """All models that are no presets, by name; loads the providers."""
     _load_providers()
     return dict(_models)
+
+
+def entry_of_type(model_type: str) -> ModelEntry | None:
+    """A registered model with such configurations; None for Latte's own and those of nobody."""
+    return next((e for e in other_models().values() if e.model_type == model_type), None)
+
+
+def make_known(model_type: str) -> None:
+    """Let Transformers' Auto classes know a model type, before a configuration of it is read.
+
+    Raises:
+        LatteError: the library, or what it runs on, is missing.
+    """
+    if entry := entry_of_type(model_type):
+        entry.prepare()
+
+
+def carries_state(model: Any) -> bool:
+    """Whether a model can go on from what it has read; as its entry says, or taken to be so."""
+    entry = entry_of_type(getattr(getattr(model, "config", None), "model_type", ""))
+    return entry is None or entry.carries_state
+
+
+def language_model(config: Any) -> Any:
+    """A freshly initialised language model of any causal config, ours or a library's."""
+    from transformers import AutoModelForCausalLM
+
+    from latte.models import LatteConfig, LatteForCausalLM
+
+    plain = type(config) is LatteConfig
+    return LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
 
 
 def _load_providers() -> None:

@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from latte.models.auto import register_family
 from latte.models.backbone import LatteModel
 from latte.models.block import make_mlp, make_norm
 from latte.models.causal_lm import LatteForCausalLM
 from latte.models.classification import LatteForSequenceClassification
-from latte.rivals.base import ComparatorMixer
-from latte.rivals.config import ComparatorConfig
 from latte.rivals.base import ComparatorMixer
 from latte.rivals.config import ComparatorConfig
 from latte.rivals.low_rank import Linformer, Luna
@@ -115,4 +114,7 @@ class ComparatorForSequenceClassification(LatteForSequenceClassification):
     _no_split_modules = ["ComparatorBlock"]
 
 
-MODELS = (ComparatorModel, ComparatorForCausalLM, ComparatorForSequenceClassification)
+def register_models() -> None:
+    """Transformers' Auto classes know the models. Calling it again does no harm."""
+    models = ComparatorModel, ComparatorForCausalLM, ComparatorForSequenceClassification
+    register_family(ComparatorConfig, *models)

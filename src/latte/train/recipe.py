@@ -27,7 +27,7 @@ REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_check
 class ModelSection:
     """Which model: `latte.models.preset_config(preset, size, **overrides)`.
 
-    `preset` may also name a model to compare with (`latte.rivals.catalogue`). With an
+    `preset` may also name any other model of `latte.models.registry`. With an
     `architecture`, a plain model of Transformers instead, such as a base to convert: `preset` and
     `size` are not used, and `overrides` are fields of its config.
     """
@@ -44,10 +44,10 @@ class ModelSection:
 
     @property
     def is_comparator(self) -> bool:
-        """Whether it is one of the models to compare with, by its name."""
-        from latte.rivals.catalogue import COMPARATORS
+        """Whether its name is that of a model to compare with: registered, and no preset."""
+        from latte.models.registry import other_models
 
-        return self.architecture is None and self.preset in COMPARATORS
+        return self.architecture is None and self.preset in other_models()
 
 
 @dataclass

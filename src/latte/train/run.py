@@ -17,7 +17,7 @@ import torch
 
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
-from latte.rivals.catalogue import check_name, comparator_config, find, language_model
+from latte.models.registry import find_model, language_model
 from latte.train.comparator_trainer import ComparatorTrainer
 from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
@@ -149,13 +149,9 @@ def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
     try:
         if section.architecture is not None:
             return architecture_config(section.architecture, values)
-        check_name(section.preset)
-        if section.is_comparator:
-            find(section.preset, causal=True)
-            return comparator_config(section.preset, section.size, **values)
-        from latte.models import preset_config
-
-        return preset_config(section.preset, section.size, **values)
+        entry = find_model(section.preset)
+        entry.check(causal=True)
+        return entry.config(section.size, **values)
     except (ValueError, TypeError) as error:
         raise LatteError(f"model: {' '.join(str(error).split())}") from None
 

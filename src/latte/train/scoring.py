@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from latte.data.blocks import EvaluationText, bits_per_byte, perplexity
-from latte.rivals.catalogue import is_comparator
+from latte.models.registry import carries_state
 
 LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
 
@@ -82,7 +82,7 @@ def score(
         on_batch: called with the number of tokens scored after each batch.
     """
     device = next(model.parameters()).device
-    if is_comparator(getattr(getattr(model, "config", None), "model_type", "")):
+    if not carries_state(model):
         segment = max(segment, length)
     autocast: Any = torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
     was_training = model.training

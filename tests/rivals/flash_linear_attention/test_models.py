@@ -12,13 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from latte.errors import LatteError
 from latte.models import count_parameters, preset_config
-from latte.rivals.catalogue import (
-    COMPARATORS,
-    comparator_config,
-    count,
-    language_model,
-    make_known,
-)
+from latte.models.registry import find_model, language_model, make_known
+from latte.rivals.catalogue import COMPARATORS
 
 NAMES = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
 SMALL = {
@@ -33,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:According to Bo")
 
 def build(name: str) -> Any:
     torch.manual_seed(0)
-    return language_model(comparator_config(name, "tiny", **SMALL))
+    return language_model(find_model(name).config("tiny", **SMALL))
 
 
 def some_ids(length: int) -> torch.Tensor:
@@ -44,13 +39,13 @@ def some_ids(length: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
     target = count_parameters(preset_config("transformer++", size))
-    found = count(comparator_config(name, size), COMPARATORS[name])
+    found = COMPARATORS[name].count(find_model(name).config(size))
     assert found == pytest.approx(target, rel=0.03)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_reach_the_model(name: str) -> None:
-    config = comparator_config(name, "tiny", **SMALL, expand_v=1.5)
+    config = find_model(name).config("tiny", **SMALL, expand_v=1.5)
     model = language_model(config)
     shape = (config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_heads)
     assert shape == (60, 32, 1, 2)
@@ -137,7 +132,7 @@ def test_transformers_mambas_stay_its_own(name: str, kind: str, tmp_path: Path) 
 
     take_the_place = {"model_type": name, "config": getattr(fla.models, kind), "exist_ok": True}
     AutoConfig.register(**take_the_place)
-    model = language_model(comparator_config(name, "tiny", hidden_size=32))
+    model = language_model(find_model(name).config("tiny", hidden_size=32))
     assert type(model).__module__ == f"transformers.models.{name}.modeling_{name}"
     model.save_pretrained(tmp_path)
     AutoConfig.register(**take_the_place)
@@ -162,5 +157,5 @@ def test_transformers_mambas_stay_its_own(name: str, kind: str, tmp_path: Path) 
 )
 def test_bad_fields_are_one_line(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(LatteError, match=message) as error:
-        comparator_config("gla", "tiny", **fields)
+        find_model("gla").config("tiny", **fields)
     assert "\n" not in str(error.value)
