@@ -3,7 +3,7 @@
     register_mixer("average", Average)              # LatteConfig(mixer="average")
     register_preset("average++", mixer="average")   # preset_config("average++", "tiny")
     register_model(Griffin("griffin"))              # a ModelEntry: a model that is none of Latte's
-    register_provider("latte.rivals")               # a module that registers models when imported
+    register_provider("my_models")                  # a module that registers models when imported
 
 Nothing is imported before its name is asked for, so that this module is light.
 """
