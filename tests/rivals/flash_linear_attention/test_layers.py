@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.rivals.catalogue import comparator_config, language_model
+from latte.models.registry import find_model, language_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -105,8 +105,8 @@ def test_a_layer_is_its_papers_equations(
     equations: Callable[[Any, Tensor], Tensor], length: int
 ) -> None:
     torch.manual_seed(0)
-    layer = language_model(comparator_config(equations.__name__, "tiny", **SMALL)).model.layers[0]
-    layer = layer.attn
+    config = find_model(equations.__name__).config("tiny", **SMALL)
+    layer = language_model(config).model.layers[0].attn
     with torch.no_grad():
         for parameter in layer.parameters():  # those that start at 0 or 1 too
             parameter.add_(0.1 * torch.randn_like(parameter))
