@@ -17,17 +17,23 @@ import pytest
 import torch
 
 from latte.errors import LatteError
-from latte.inspect.collect import Inspection
-from latte.inspect.mixing import Mixing
+from latte.inspect.mixing import Inspection, Mixing
 from latte.inspect.page import build_page
-from latte.inspect.report import inspect_model, outline, write_report
+from latte.inspect.report import (
+    inspect_model,
+    labels,
+    outline,
+    page_size,
+    read_text,
+    tokenize,
+    write_report,
+)
 from latte.inspect.statistics import (
     position_edges,
     share_rows,
     summary_rows,
     usage_rows,
 )
-from latte.inspect.text import labels, read_text, tokenize
 from latte.models import PRESETS
 
 TEXT = "the latent mean of a token, and the <b>state</b> & sum\nof the window. " * 2
@@ -338,3 +344,9 @@ def test_the_page_is_whole_and_harmless(seen, byte):
     assert not re.search(r'(?:src|href)="(?!data:,")|https?://|@import|url\(', page)
     data = re.search(r'id="data">(.*?)</script>', page, re.S)[1]
     assert json.loads(data)["tokens"][0] == hostile
+
+
+def test_the_size_of_a_page_is_never_zero(tmp_path):
+    for size, said in ((10, "1 kB"), (83_600, "84 kB"), (1_260_000, "1.3 MB")):
+        (tmp_path / "index.html").write_bytes(b"x" * size)
+        assert page_size(tmp_path) == said

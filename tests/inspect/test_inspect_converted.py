@@ -14,7 +14,7 @@ from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.carry import _enter
 from latte.conversion.configs import CONFIGS
 from latte.conversion.modeling import FAMILIES
-from latte.inspect.collect import Inspection, collect, find_layers
+from latte.inspect.mixing import Inspection, collect, find_layers
 from latte.inspect.report import outline, write_report
 from latte.inspect.statistics import summary_rows
 from latte.layers import MixerState

@@ -13,8 +13,7 @@ import shutil
 import pytest
 import torch
 
-from latte.inspect.collect import Inspection
-from latte.inspect.mixing import Mixing
+from latte.inspect.mixing import Inspection, Mixing
 from latte.inspect.page import build_page
 from latte.inspect.report import inspect_model
 from latte.inspect.statistics import summary_rows

@@ -36,13 +36,11 @@ def add_options(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """latte inspect CHECKPOINT --text ..."""
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
-    from latte.inspect.text import read_text
+    from latte.inspect.report import inspect_model, outline, page_size, read_text, write_report
+    from latte.train.run_folder import writable_folder
 
     folder = find_checkpoint(options.checkpoint)
     text = read_text(options.text, options.file)
-    from latte.inspect.report import inspect_model, outline, write_report
-    from latte.train.run_folder import writable_folder
-
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device)
     inspection = inspect_model(
@@ -58,7 +56,6 @@ def run(options: Namespace) -> int:
     output = writable_folder(Path(options.output) if options.output else folder / "inspection")
     written = write_report(inspection, output)
     print(outline(inspection))
-    size = (output / "index.html").stat().st_size / 1e6
     print(f"written into {output}: {', '.join(written)}")
-    print(f"open {output / 'index.html'} ({size:.1f} MB) in a browser")
+    print(f"open {output / 'index.html'} ({page_size(output)}) in a browser")
     return 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.delay import delayed, pending_state
 from latte.conversion.sinks import attention_with_sinks, sink_keys
-from latte.layers import MixerState
+from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
 from latte.layers.state import Piece, TokenLog, advance_position, real_tokens
 from latte.models.cache import LatteCache
@@ -171,6 +171,48 @@ class MacchiatoAttention(nn.Module):
             Piece(wide, tokens.key_mask, tokens.cu_seqlens, state, carry)
         )
         return latent_q.to(local.v.dtype), latent_k.to(local.v.dtype), inputs
+
+    def mixing_logits(
+        self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], tokens: Tokens
+    ) -> MixingLogits:
+        """The logits behind the weights of these tokens among themselves, for looking at.
+
+        As of a :class:`latte.layers.Mixer`; None for what a control leaves out.
+        """
+        local = self.project(x_BTE, position_embeddings, tokens)
+        if self.mixing in ("base", "window"):
+            return MixingLogits(q=local.q, k=local.k)
+        latent_q, latent_k, _ = self.logits(x_BTE, local, tokens, MixerState(), False)
+        if self.mixing == "latents":
+            return MixingLogits(latent_q[..., 1:], latent_k)
+        return MixingLogits(latent_q, latent_k, local.q, local.k)
+
+    def window_weights(
+        self,
+        x_BTE: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        tokens: Tokens,
+        first: int,
+    ) -> Tensor:
+        """The window's weights of the first tokens among themselves, (B, H, first, first).
+
+        They are read off the branch itself, with the identity matrix as its values: so query and
+        key norms, grouped heads, soft caps and sinks are what they are in the model.
+        """
+        local = self.project(x_BTE, position_embeddings, tokens)
+        identity = torch.eye(first, dtype=local.v.dtype, device=local.v.device)
+        local = local._replace(
+            q=local.q[:, :first],
+            k=local.k[:, :first],
+            v=identity[None, :, None].expand(len(x_BTE), -1, local.v.shape[2], -1),
+            sink_q=None if local.sink_q is None else local.sink_q[:, :first],
+        )
+        shared = {"key_mask": None, "cu_seqlens": None, "output_final_state": False}
+        if self.mixing == "base":
+            weights, _ = self._softmax(self.base_window, local, MixerState(), shared)
+        else:
+            weights, _ = self.window_branch(local, Tokens(None, None), MixerState(), shared)
+        return weights.transpose(1, 2)
 
     def combine(
         self,

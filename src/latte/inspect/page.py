@@ -23,17 +23,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from latte.inspect.collect import Inspection
-from latte.inspect.mixing import Mixing
+from latte.inspect.mixing import Inspection, Mixing
 from latte.inspect.statistics import Summary
-
-PARTS = ("page.html", "page.css", "page.js")
 
 
 def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
     """The page as text."""
-    folder = resources.files(__package__)
-    template, style, script = ((folder / name).read_text(encoding="utf-8") for name in PARTS)
+    template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
     data = {
         "tokens": inspection.tokens[: inspection.shown],
         "read": len(inspection.tokens),
@@ -44,12 +40,7 @@ def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
     }
     # "<" never stands in the data, so that no text can close the script element.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    values = {
-        "title": html.escape(inspection.label),
-        "style": style,
-        "data": embedded,
-        "script": script,
-    }
+    values = {"title": html.escape(inspection.label), "data": embedded}
     # One pass over the template alone: nothing in a value is taken for a marker.
     return re.sub(r"\{\{(\w+)\}\}", lambda marker: values[marker[1]], template)
 

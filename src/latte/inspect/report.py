@@ -10,20 +10,65 @@ from typing import Any
 
 import torch
 
+from latte.data.files import read_documents, without_lone_surrogates
+from latte.data.tokenizers import byte_alphabet, document_ends
 from latte.errors import LatteError
-from latte.inspect.collect import Inspection, collect, find_layers
 from latte.inspect.figures import collapse_figure, effective_figure, share_figure
-from latte.inspect.mixing import Mixing
+from latte.inspect.mixing import Inspection, Mixing, collect, find_layers
 from latte.inspect.page import build_page
 from latte.inspect.statistics import Share, Summary, Usage, share_rows, summary_rows, usage_rows
-from latte.inspect.text import labels, tokenize
 
+# No tokeniser makes tokens of so many characters on average; longer texts are cut before.
+CHARACTERS_PER_TOKEN = 64
 # The page and the window's weights take O(T^2) memory, per head of every layer.
 MOST_SHOWN = 1024
 MOST_READ = 65536
 MOST_PAGE_BYTES = 64 << 20
 # Sources in weights.csv, for each state of a token: the largest.
 MOST_SOURCES = 16
+
+
+def read_text(text: str | None, file: str | None) -> str:
+    """The text given, or the first document of a file that is not blank.
+
+    Raises:
+        LatteError: neither or both are given, the file cannot be read, or there is no text.
+    """
+    if (text is None) == (file is None):
+        raise LatteError(f"expected --text or --file, got {'neither' if text is None else 'both'}")
+    if text is not None:
+        if not text.strip():
+            raise LatteError("--text: expected some text, got none")
+        return without_lone_surrogates(text)  # bytes of the command line that are no UTF-8
+    assert file is not None
+    for document in read_documents(Path(file).expanduser()):
+        if document.strip():
+            return document
+    raise LatteError(f"{file}: expected some text, found none")
+
+
+def tokenize(tokenizer: Any, text: str, limit: int) -> list[int]:
+    """The start token, as in training, and the text's first tokens: at most ``limit`` in all."""
+    start, _ = document_ends(tokenizer)
+    text = text[: CHARACTERS_PER_TOKEN * limit]
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return [start, *ids][:limit]
+
+
+def labels(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token says; a token that is part of a character is shown by its bytes."""
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    found = []
+    for number in ids:
+        label = tokenizer.decode([number], clean_up_tokenization_spaces=False)
+        if "\ufffd" in label:
+            piece = tokenizer.convert_ids_to_tokens(number)
+            if all(character in byte_of for character in piece):
+                label = "".join(f"<{byte_of[character]:02X}>" for character in piece)
+            else:
+                label = piece
+        found.append(label)
+    return found
 
 
 def inspect_model(
@@ -95,6 +140,12 @@ def write_report(inspection: Inspection, folder: Path) -> list[str]:
     return written
 
 
+def page_size(folder: Path) -> str:
+    """Of the page in ``folder``, for people: ``1.3 MB``, or ``84 kB`` below a megabyte."""
+    size = (folder / "index.html").stat().st_size
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(1, round(size / 1e3))} kB"
+
+
 def _write_usage(inspection: Inspection, folder: Path, summaries: list[Summary]) -> list[str]:
     usage, shares = usage_rows(inspection), share_rows(inspection)
     title = f"{inspection.label}, {len(inspection.tokens):,} tokens"
@@ -156,10 +207,8 @@ def _rows_of(
         ("all", 1.0, mixing.source_weights(head, shown)[t])
     ]
     if mixing.states_THS is not None:
-        parts = list(mixing.latent_weights(head, shown)[:, t])
-        if mixing.window_HPP is not None:
-            parts.insert(0, mixing.window_HPP[head, t])
         p_S = mixing.states_THS[t, head].tolist()
+        parts = mixing.state_weights(head, shown)[:, t]
         rows += list(zip(mixing.names, p_S, parts, strict=True))
     return rows
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latte.inspect.collect import Inspection
-from latte.inspect.mixing import Mixing
+from latte.inspect.mixing import Inspection, Mixing
 
 # A latent counts as unused if its mean probability is below this part of an equal share.
 UNUSED = 0.01
