@@ -23,7 +23,7 @@ from records import Goal
 
 from latte.machine import flops_per_token, gpu_peak_flops
 from latte.ops import use_backend
-from latte.train.quicker import compile_blocks
+from latte.train.speed import compile_blocks
 
 TOKENS = 32768
 OURS, RIVAL = "latte-r-swa++", "transformer++"

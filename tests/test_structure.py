@@ -40,11 +40,10 @@ RESERVED = {
 }
 # Imports against the direction that are still to go: room -> rooms; and circles.
 PENDING = {
-    "train": {"evaluate"},
     "evaluate": {"cli"},
     "cli": {"replication"},
 }
-PENDING_CIRCLES = {"latte.compare.seeds", "latte.train.convert"}
+PENDING_CIRCLES = {"latte.compare.seeds"}
 
 
 def module_of(path: Path) -> str:

@@ -222,9 +222,9 @@ def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
     ],
 )
 def test_rates_of_forgetting_do_not_decay(name: str, spared: str, decayed: str) -> None:
-    from latte.train.comparator_trainer import ComparatorTrainer
+    from latte.train.trainer import LatteTrainer
 
-    trainer = object.__new__(ComparatorTrainer)
+    trainer = object.__new__(LatteTrainer)
     names = trainer.get_decay_parameter_names(build(name))
     assert f"model.layers.0.{spared}" not in names
     assert f"model.layers.0.{decayed}" in names

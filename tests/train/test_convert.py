@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from latte.cli import main
 from latte.errors import LatteError
 from latte.train.convert import convert_and_train, load_conversion_recipe
 from latte.train.recipe import ConversionSection, load_recipe
+from latte.train.run_folder import FolderInUse, take
 from latte.train.sharding import SHARDS
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
@@ -42,29 +44,39 @@ def base(words, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def small(words):
+@pytest.fixture(scope="session")
+def settings(words) -> list[str]:
+    """Overrides that make the small recipe smaller."""
+    found = [f"data.{key}={value}" for key, value in words.items()]
+    found += ["data.block_length=32", "data.max_validation_tokens=64"]
+    found += ["conversion.window=8", "conversion.num_latents=8"]
+    found += [f"{stage}.{value}" for stage in ("transfer", "training") for value in STAGE]
+    return [*found, "evaluation.lengths=[32, 64]", "evaluation.max_tokens=100"]
+
+
+@pytest.fixture(scope="session")
+def small(settings):
     """small(*overrides) -> the small recipe, smaller."""
+    return lambda *given: load_conversion_recipe(RECIPES / "small.yaml", [*settings, *given])
 
-    def load(*overrides):
-        settings = [f"data.{key}={value}" for key, value in words.items()]
-        settings += ["data.block_length=32", "data.max_validation_tokens=64"]
-        settings += ["conversion.window=8", "conversion.num_latents=8"]
-        settings += [f"{stage}.{value}" for stage in ("transfer", "training") for value in STAGE]
-        settings += ["evaluation.lengths=[32, 64]", "evaluation.max_tokens=100"]
-        return load_conversion_recipe(RECIPES / "small.yaml", [*settings, *overrides])
 
-    return load
+@pytest.fixture(scope="session")
+def converted(base, settings, tmp_path_factory) -> Path:
+    """What `latte convert` makes of the base by that recipe."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    recipe = ["--recipe", str(RECIPES / "small.yaml"), *settings]
+    assert main(["convert", str(base), str(out), *recipe, "--quiet"]) == 0
+    return out
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_two_stages_change_the_latents_alone(base, small, tmp_path):
+def test_two_stages_change_the_latents_alone(base, converted):
     from transformers import AutoModelForCausalLM
 
-    out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    out = converted
     original, middle, final = weights(base), weights(out / "transfer"), weights(out)
     for name, weight in original.items():
         assert torch.equal(weight, final[name]), name
@@ -75,6 +87,9 @@ def test_two_stages_change_the_latents_alone(base, small, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.model_type == "macchiato_llama"
 
+
+def test_base_controls_and_result_are_compared(converted):
+    out = converted
     lines = (out / "evaluation.csv").read_text().splitlines()
     assert len(lines) == 1 + 5 * 2
     names = {line.rsplit(",", 9)[0].strip('"') for line in lines[1:]}
@@ -90,10 +105,9 @@ def test_two_stages_change_the_latents_alone(base, small, tmp_path):
     assert window == held
 
 
-def test_the_transfer_logs_its_errors(base, small, tmp_path):
-    recipe = small("training=null")
-    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
-    records = [json.loads(line) for line in (out / "transfer" / "metrics.jsonl").open()]
+def test_the_transfer_logs_its_errors(converted, small):
+    recipe = small()
+    records = [json.loads(line) for line in (converted / "transfer" / "metrics.jsonl").open()]
     trained = [record for record in records if record["kind"] == "train"]
     assert len(trained) == 3
     for record in trained:
@@ -104,13 +118,11 @@ def test_the_transfer_logs_its_errors(base, small, tmp_path):
     assert trained[-1]["loss"] < trained[0]["loss"]
 
 
-def test_the_optimiser_holds_nothing_of_the_base(base, small, tmp_path):
-    out = convert_and_train(str(base), tmp_path / "out", small("transfer=null"), quiet=True)
-    state = torch.load(out / "next-token" / "checkpoint-2" / "optimizer.pt", weights_only=True)[
-        "state"
-    ]
+def test_the_optimiser_holds_nothing_of_the_base(converted):
+    file = converted / "next-token" / "checkpoint-2" / "optimizer.pt"
+    state = torch.load(file, weights_only=True)["state"]
     held = sum(value["exp_avg"].numel() for value in state.values())
-    assert held == sum(w.numel() for n, w in weights(out).items() if ".latents." in n)
+    assert held == sum(w.numel() for n, w in weights(converted).items() if ".latents." in n)
 
 
 def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
@@ -129,17 +141,15 @@ def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
     assert not any("lora" in name or "base_layer" in name for name in final)
 
 
-def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, small, tmp_path):
-    whole = convert_and_train(str(base), tmp_path / "whole", small(), quiet=True)
+def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted, small, tmp_path):
     out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
     # As a kill during the second stage leaves it: a checkpoint and no result.
     for name in ("model.safetensors", "config.json", "finished.json"):
         (out / "next-token" / name).unlink()
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "next-token" / "checkpoint-3", ignore_errors=True)
-    (out / "evaluation.json").unlink()
     again = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
-    for name, weight in weights(whole).items():
+    for name, weight in weights(converted).items():
         assert torch.equal(weight, weights(again)[name]), name
 
 
@@ -149,7 +159,7 @@ def test_a_conversion_stopped_by_its_minutes_goes_on_with_more(base, small, tmp_
         convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
     more = small("transfer.max_minutes=60", "training.save_steps=1", "evaluation.lengths=[32]")
     out = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
-    assert (out / "evaluation.csv").is_file()
+    assert (out / "model.safetensors").is_file()
     with pytest.raises(LatteError, match="another conversion: transfer.learning_rate is"):
         other = small("transfer.learning_rate=0.5")
         convert_and_train(str(base), tmp_path / "out", other, quiet=True)
@@ -171,7 +181,7 @@ def test_an_unfinished_run_with_low_rank_updates_says_so(base, small, tmp_path):
 def test_what_is_trained_of_a_half_precision_base_is_fp32(base, tmp_path, trainable):
     from transformers import AutoModelForCausalLM
 
-    from latte.train.conversion_model import starting_model
+    from latte.train.converted import starting_model
 
     if trainable == "lora":
         pytest.importorskip("peft")
@@ -195,12 +205,10 @@ def test_what_is_trained_of_a_half_precision_base_is_fp32(base, tmp_path, traina
     assert all(g is not None and g.isfinite().all() for g in gradients)
 
 
-def test_a_converted_base_is_gone_on_with(base, small, tmp_path):
-    from latte.train.conversion_model import starting_config
+def test_a_converted_base_is_gone_on_with(converted, small):
+    from latte.train.converted import starting_config
 
-    recipe = small("training=null")
-    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
-    section = dataclasses.replace(recipe.conversion, base=str(out))
+    section = dataclasses.replace(small().conversion, base=str(converted))
     assert starting_config(section).local_window == 8
     section.window = 16
     with pytest.raises(LatteError, match="converted with local_window=8; expected that in the rec"):
@@ -228,6 +236,16 @@ def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
         convert_and_train(str(base), tmp_path / "out", small(override), quiet=True)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_under_way_is_left_to_its_process(base, small, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(LatteError, match="transfer was stopped at step 1"):
+        convert_and_train(str(base), out, small("transfer.max_minutes=1e-6"), quiet=True)
+    held, _ = take(out, "conversion.json", {}, lambda file: None)
+    with pytest.raises(FolderInUse, match="another process is training in"):
+        convert_and_train(str(base), out, small(), quiet=True)
+    held.lock.close()
 
 
 def test_no_stage_at_all_is_a_mistake(small):

@@ -1,5 +1,8 @@
-"""A recipe's choices of speed: checked before anything starts, applied to the model."""
+"""Choices of speed: checked before anything starts; they compute the same model, and read nothing
+of the GPU's values."""
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -7,10 +10,13 @@ import torch
 from torch import nn
 
 from latte.errors import LatteError
-from latte.ops import default_backend
+from latte.models import LatteForCausalLM, preset_config
+from latte.ops import default_backend, use_backend
+from latte.ops.triton_backend import launch
 from latte.train import speed
 from latte.train.recipe import recipe_from_dict
 from latte.train.run import train
+from latte.train.speed import compile_blocks, use_chunked_loss, use_liger
 
 
 def a_recipe(preset: str = "latte-r-swa++", **training: Any) -> Any:
@@ -53,8 +59,8 @@ def test_the_backend_holds_for_the_training_alone():
 
 def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
     called = []
-    monkeypatch.setattr("latte.train.quicker.compile_blocks", lambda model: called.append("blocks"))
-    monkeypatch.setattr("latte.train.quicker.use_liger", lambda model: called.append("liger"))
+    monkeypatch.setattr("latte.train.speed.compile_blocks", lambda model: called.append("blocks"))
+    monkeypatch.setattr("latte.train.speed.use_liger", lambda model: called.append("liger"))
     model = torch.nn.Linear(1, 1)
     speed.quicken(model, a_recipe())
     assert called == []
@@ -64,3 +70,178 @@ def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
     converted.conversion.base = "a base"
     speed.quicken(model, converted)
     assert called == ["liger", "blocks"]
+
+
+def make_model(preset="latte-r-swa++", **overrides):
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    small |= {"intermediate_size": 48, "num_latents": 8, "sliding_window": 8, "vocab_size": 40}
+    return LatteForCausalLM(preset_config(preset, "tiny", **(small | overrides))).train()
+
+
+def loss_and_gradients(model, **inputs):
+    ids = torch.arange(24).view(1, 24) % 40
+    model.zero_grad()
+    loss = model(ids, labels=ids, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_compiled_blocks_compute_the_same(monkeypatch):
+    model = make_model()
+    plain = loss_and_gradients(model)
+    names = set(model.state_dict())
+    compiled = []
+    original = nn.Module.compile
+
+    def through_eager(self):  # the tracing is what is tested, not the C++ compiler
+        compiled.append(type(self).__name__)
+        original(self, backend="aot_eager")
+
+    monkeypatch.setattr(nn.Module, "compile", through_eager)
+    torch._dynamo.reset()
+    assert compile_blocks(model) == 2 and compiled == ["LatteBlock"] * 2
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(loss_and_gradients(model), plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # one serves both blocks
+    assert set(model.state_dict()) == names
+
+
+chunks = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="this PyTorch has no loss in chunks"
+)
+
+
+def largest_saved(model, **inputs):
+    """Elements of the largest tensor that a training step keeps for its backward pass."""
+    sizes = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.numel()) or x, lambda x: x
+    )
+    with hooks:
+        model(inputs["ids"], labels=inputs["ids"])
+    return max(sizes)
+
+
+@chunks
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(5)])
+def test_the_loss_in_chunks_is_the_loss(items):
+    model = make_model("latte++", vocab_size=300)
+    bounds = torch.tensor([0, 10, 24], dtype=torch.int32)
+    options = {"num_items_in_batch": items, "cu_seq_lens_q": bounds}
+    plain = loss_and_gradients(model, **options)
+    ids = torch.arange(96).view(1, 96)
+    assert largest_saved(model, ids=ids) >= 95 * 300  # the logits
+    use_chunked_loss(model)
+    torch.testing.assert_close(loss_and_gradients(model, **options), plain)
+    assert model(ids, labels=ids).logits is None
+    assert largest_saved(model, ids=ids) < 95 * 300
+    assert model.eval()(ids, labels=ids).logits.shape == (1, 96, 300)
+    assert model.train()(ids).logits.shape == (1, 96, 300)
+
+
+@chunks
+def test_the_loss_in_chunks_under_autocast():
+    model = make_model("latte++", vocab_size=300)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = loss_and_gradients(model)
+        use_chunked_loss(model)
+        found = loss_and_gradients(model)
+    assert found[0].dtype == torch.float32
+    for x, y in zip(found, plain, strict=True):
+        assert x.dtype == y.dtype
+        assert (x - y).norm() <= 0.02 * y.norm()
+
+
+def test_no_loss_in_chunks_is_told(monkeypatch):
+    monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
+    with pytest.raises(LatteError, match="needs PyTorch 2.13 or newer, this is "):
+        use_chunked_loss(make_model("latte++"))
+
+
+@chunks
+def test_the_loss_in_chunks_is_for_own_models():
+    with pytest.raises(LatteError, match="serves Latte's own models, got Linear"):
+        use_chunked_loss(nn.Linear(1, 1))
+
+
+def test_liger_missing_is_one_line(monkeypatch):
+    for name in ("liger_kernel", "liger_kernel.ops", "liger_kernel.ops.rms_norm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(LatteError, match=r"needs liger-kernel.*latte-attention\[liger\]") as told:
+        use_liger(make_model())
+    assert "\n" not in str(told.value)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """Liger's signature on PyTorch."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset=0.0, casting_mode="llama", in_place=True, mode=None):
+        assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            y = nn.functional.rms_norm(x, x.shape[-1:], weight, ctx.eps)
+            return *torch.autograd.grad(y, (x, weight), dy), *[None] * 5
+
+
+class SiLUMulFunction:
+    @staticmethod
+    def apply(a, b):
+        return nn.functional.silu(a) * b
+
+
+def test_liger_takes_over_norms_and_gates(monkeypatch):
+    """The wiring, against functions of Liger's signatures: its kernels need a GPU."""
+    norm, gate = (types.ModuleType(f"liger_kernel.ops.{n}") for n in ("rms_norm", "swiglu"))
+    norm.LigerRMSNormFunction, gate.LigerSiLUMulFunction = RMSNormFunction, SiLUMulFunction
+    package = types.ModuleType("liger_kernel")
+    package.ops = types.ModuleType("liger_kernel.ops")
+    modules = {"liger_kernel": package, "liger_kernel.ops": package.ops}
+    modules |= {"liger_kernel.ops.rms_norm": norm, "liger_kernel.ops.swiglu": gate}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model = make_model()
+    plain, names = loss_and_gradients(model), set(model.state_dict())
+    # Per block two norms, the RG-LRU's own and a SwiGLU; and the final norm.
+    assert use_liger(model) == 2 * 4 + 1
+    torch.testing.assert_close(loss_and_gradients(model), plain)
+    assert set(model.state_dict()) == names
+    with pytest.raises(LatteError, match="neither an RMSNorm nor a SwiGLU"):
+        use_liger(make_model("latte"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "packed"),
+    [
+        ("latte-r-swa++", False),
+        ("latte-conv-swa++", False),
+        ("transformer++", False),
+        ("latte++", False),
+        ("latte++", True),
+        ("latte-conv-swa++", True),
+        ("latte-r-swa++", True),
+    ],
+)
+def test_a_training_step_on_a_gpu_reads_nothing_back(preset, packed, monkeypatch):
+    """Tensors on the meta device have no values: a synchronisation in our code raises here."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    # The kernels take any device under the interpreter; what runs here are their shapes alone.
+    monkeypatch.setattr(launch, "triton_mode", lambda: "interpreter")
+    config = make_model(preset).config
+    with torch.device("meta"):
+        model = LatteForCausalLM(config).train()
+        ids = torch.zeros(1, 24, dtype=torch.long)
+        bounds = torch.zeros(4, dtype=torch.int32) if packed else None
+        with use_backend("triton"):
+            loss = model(ids, labels=ids, cu_seq_lens_q=bounds).loss
+            loss.backward()
+        with pytest.raises(RuntimeError, match="meta"):
+            loss.item()
+    assert all(p.grad is not None for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 
 from latte.errors import LatteError
@@ -61,6 +62,11 @@ def run(options: Namespace) -> int:
 
     recipe = load_conversion_recipe(options.recipe, options.overrides)
     folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0  # the other processes have nothing left to do
+    from latte.evaluate.conversion_report import report
+
+    report(options.base, folder, recipe, quiet=options.quiet)
     print(f"written: {folder} holds the model; evaluation.csv, .md and .png compare it")
     return 0
 

@@ -47,7 +47,6 @@ def load_checkpoint(
     from transformers.utils import logging as transformers_logging
 
     from latte import models  # noqa: F401  registers the Auto classes
-    from latte.train.conversion_model import LORA
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -67,11 +66,14 @@ def load_checkpoint(
     except (ValueError, RuntimeError, OSError, KeyError) as error:
         raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
     model, found = loaded
-    if any(LORA in key for key in found["unexpected_keys"]):
-        raise LatteError(
-            f"checkpoint {folder} is of a run whose low-rank updates are not merged yet; expected"
-            " a finished one: run its training again to go on"
-        )
+    if found["unexpected_keys"]:
+        from latte.train.converted import LORA
+
+        if any(LORA in key for key in found["unexpected_keys"]):
+            raise LatteError(
+                f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
+                " expected a finished one: run its training again to go on"
+            )
     for what, keys in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
         ("lacks weights", found["missing_keys"]),

@@ -11,7 +11,7 @@ from latte.data.preparing import prepare_text
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths, write_csv
 from latte.evaluate.plots import conversion_figure
-from latte.train.conversion_model import mixing
+from latte.train.converted import mixing
 from latte.train.run_folder import write_json
 
 if TYPE_CHECKING:

@@ -1,13 +1,12 @@
-"""`latte convert BASE OUT --recipe RECIPE`: convert, train in two stages, compare with the base.
+"""`latte convert BASE OUT --recipe RECIPE`: convert and train in two stages.
 
     OUT/
       conversion.json     the recipe: the folder's identity
       transfer/           stage 1, a run folder: each layer learns its base's attention
       next-token/         stage 2, a run folder: next-token training
       config.json, model.safetensors, tokenizer.json ...   the result
-      evaluation.csv, evaluation.md, evaluation.png        base, controls and result by length
 
-Run again, it goes on where it stopped.
+Run again, it goes on where it stopped. `latte.evaluate.conversion_report` compares base and result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from latte.conversion.pretrained import check_output, converted_config, load_tok
 from latte.errors import LatteError
 from latte.train import recipe as recipes
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
-from latte.train.run_folder import first_difference, write_json
+from latte.train.run_folder import Claim, check_same, take
 from latte.train.typed import apply_override, build
 
 IDENTITY_FILE = "conversion.json"
@@ -101,37 +100,31 @@ def load_conversion_recipe(
 def convert_and_train(
     base: str, output: str | Path, recipe: ConversionRecipe, *, quiet: bool = False
 ) -> Path:
-    """Convert `base`, run the recipe's stages and the comparison; returns the output folder.
+    """Convert `base` and run the recipe's stages; returns the output folder, which has the result.
 
     Raises:
         LatteError: the base, the recipe or the text will not do, or `output` holds something else.
     """
-    from latte.train.run import first_alone, join_processes, train
+    from latte.train.run import first_alone, train
 
     folder = Path(output)
     stages = recipe.stages(base, folder)
     converted_config(base, recipe.conversion.fields())
     load_tokenizer(base)
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
-    first_alone(lambda: _claim(folder, values))
+    owner = first_alone(lambda: _claim(folder, values))
     for name, each in stages.items():
         try:
             result = train(each, label=name, quiet=quiet)
         except ValueError:
-            if join_processes()[1]:
-                _give_back(folder)
+            owner.give_back()
             raise
         if not result.finished:
             raise LatteError(
                 f"{name} was stopped at step {result.steps} by its max_minutes; run again with"
                 " more to go on"
             )
-    _, first = join_processes()
-    if first:  # the others have nothing left to do
-        _export(Path(list(stages.values())[-1].output_dir), folder)
-        from latte.evaluate.conversion_report import report
-
-        report(base, folder, recipe, quiet=quiet)
+    first_alone(lambda: _export(Path(list(stages.values())[-1].output_dir), folder))
     return folder
 
 
@@ -146,34 +139,15 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _claim(folder: Path, values: dict[str, Any]) -> None:
+def _claim(folder: Path, values: dict[str, Any]) -> Claim:
     """The folder is new, or holds this very conversion."""
-    file = folder / IDENTITY_FILE
-    if not folder.exists():
+    if not (folder / IDENTITY_FILE).is_file():
         check_output(folder)
-        folder.mkdir(parents=True)
-        write_json(file, values)
-        return
-    if not file.is_file():
-        raise LatteError(f"output {folder} exists; expected the name of a new folder")
-    try:
-        stored = _identity(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError):
-        raise LatteError(f"{file} is damaged; choose another output folder") from None
-    difference = first_difference(stored, _identity(values))
-    if difference:
-        key, there, here = difference
-        raise LatteError(
-            f"output {folder} holds another conversion: {key} is {there!r} there and {here!r} here;"
-            " choose another output folder"
-        )
 
+    def check(file: Path) -> None:
+        check_same(file, _identity(values), what="conversion", identity=_identity)
 
-def _give_back(folder: Path) -> None:
-    """A conversion that could not start leaves nothing; one that has begun keeps what it has."""
-    others = [path for path in folder.iterdir() if path.name != IDENTITY_FILE]
-    if all(path.is_dir() and not any(path.iterdir()) for path in others):
-        shutil.rmtree(folder)
+    return take(folder, IDENTITY_FILE, values, check)[0]
 
 
 def _export(run: Path, folder: Path) -> None:

@@ -11,20 +11,20 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.models.registry import find_model, language_model
-from latte.train.comparator_trainer import ComparatorTrainer
 from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
 from latte.train.speed import check_speed, chosen_backend
 from latte.train.trainer import LatteTrainer
 
+T = TypeVar("T")
 STOPPED_FILE = "stopped.json"  # what `max_minutes` left, until the run is finished
 
 
@@ -53,7 +53,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     check_model(recipe)
     check_speed(recipe)
     processes, first = join_processes()
-    owner = _agree(lambda: claim(recipe, processes), first, processes)
+    owner = first_alone(lambda: claim(recipe, processes))
     steps = recipe.steps(processes)
     if owner.finished:
         result = _stored_result(owner.folder)
@@ -69,7 +69,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         )
         model = build_model(recipe, text)
     except ValueError:
-        _give_back(owner, first)
+        owner.give_back()
         raise
     progress = Progress(recipe, label, quiet or not first)
     trainer = trainer_class(recipe)(
@@ -105,15 +105,22 @@ def join_processes() -> tuple[int, bool]:
     return processes, first
 
 
-def first_alone(action: Callable[[], None]) -> None:
-    """Let the first process act, while the others wait; its mistake is a mistake of all."""
+def first_alone(action: Callable[[], T]) -> T:
+    """Let the first process act while the others wait; its result, or mistake, is that of all."""
     processes, first = join_processes()
-
-    def act() -> Claim:
-        action()
-        return Claim(Path(), None, False)
-
-    _agree(act, first, processes)
+    answer: list[Any] = [None, None]
+    if first:
+        try:
+            answer[0] = action()
+        except LatteError as error:
+            answer[1] = error
+    result, error = answer
+    if processes > 1:
+        torch.distributed.broadcast_object_list(answer, src=0)
+        result, error = (result, error) if first else answer
+    if error is not None:
+        raise error
+    return result
 
 
 def check_model(recipe: Recipe) -> None:
@@ -121,18 +128,18 @@ def check_model(recipe: Recipe) -> None:
     if recipe.conversion.base is None:
         model_config(recipe, {})
     else:
-        from latte.train.conversion_model import starting_config
+        from latte.train.converted import starting_config
 
         starting_config(recipe.conversion)
 
 
 def trainer_class(recipe: Recipe) -> type[LatteTrainer]:
     """The Trainer of a recipe's objective."""
-    if recipe.conversion.base is not None:
-        from latte.train.conversion_trainer import ConversionTrainer
+    if recipe.conversion.base is None:
+        return LatteTrainer
+    from latte.train.converted import ConversionTrainer
 
-        return ConversionTrainer
-    return ComparatorTrainer if recipe.model.is_comparator else LatteTrainer
+    return ConversionTrainer
 
 
 def data_section(recipe: Recipe) -> DataSection:
@@ -187,7 +194,7 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     from latte.data.tokenizers import document_ends, model_vocab_size
 
     if recipe.conversion.base is not None:
-        from latte.train.conversion_model import starting_model
+        from latte.train.converted import starting_model
 
         model = starting_model(recipe.conversion, recipe.training.seed)
         text.train.check_vocabulary(model.config.vocab_size)
@@ -204,33 +211,6 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     text.train.check_vocabulary(config.vocab_size)
     set_seed(recipe.training.seed)
     return language_model(config)
-
-
-def _agree(action: Any, first: bool, processes: int) -> Claim:
-    """Run `action` on the first process and give its result, or its error, to all."""
-    answer: list[Any] = [None, None]
-    owner = None
-    if first:
-        try:
-            owner = action()
-            answer = [(owner.folder, owner.resume, owner.finished), None]
-        except LatteError as error:
-            answer = [None, error]
-    if processes > 1:
-        torch.distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return owner if owner is not None else Claim(*answer[0])
-
-
-def _give_back(owner: Claim, first: bool) -> None:
-    """A run that could not start leaves its new folder as it found it: empty."""
-    if first and owner.resume is None and owner.lock is not None:
-        started = [p for p in owner.folder.iterdir() if p.name not in ("run.json", ".lock")]
-        if not started:
-            (owner.folder / "run.json").unlink()
-            (owner.folder / ".lock").unlink()
-            owner.lock.close()
 
 
 def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:

@@ -20,6 +20,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
@@ -51,13 +52,35 @@ class FolderInUse(LatteError):
 
 @dataclass
 class Claim:
-    """A run folder that is ours. `resume` is the newest complete checkpoint, if there is one."""
+    """A folder that is ours while `lock` is held.
+
+    `resume` is a run's newest complete checkpoint, if there is one.
+    """
 
     folder: Path
-    resume: Path | None
-    finished: bool
+    resume: Path | None = None
+    finished: bool = False
     lock: IO[str] | None = None
     skipped: tuple[str, ...] = ()  # damaged checkpoints that were passed over
+    file: str = RUN_FILE  # says whose folder it is
+    made: bool = False  # the folder was not there before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": None}  # a lock belongs to one process
+
+    def give_back(self) -> None:
+        """Leave a new folder as it was found: what could not start leaves nothing.
+
+        What has begun keeps what it has, and only the process that holds the lock acts.
+        """
+        if self.lock is None or self.resume is not None:
+            return
+        if {path.name for path in self.folder.iterdir()} <= {self.file, LOCK_FILE}:
+            (self.folder / self.file).unlink()
+            (self.folder / LOCK_FILE).unlink()
+            if self.made:
+                self.folder.rmdir()
+            self.lock.close()
 
 
 def claim(recipe: Identified, processes: int = 1) -> Claim:
@@ -67,38 +90,63 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
         LatteError: the folder cannot be written, holds another run or something else, is in
             use by another process, or all its checkpoints are damaged.
     """
-    folder = writable_folder(Path(recipe.output_dir))
     identity = {"recipe": recipe.identity(), "processes": processes}
-    run_file, lock = folder / RUN_FILE, None
-    if not run_file.exists():
-        strangers = [p.name for p in folder.iterdir() if not _own(p.name)]
+    owner, new = take(
+        Path(recipe.output_dir),
+        RUN_FILE,
+        {"identity": identity, "recipe": recipe.as_dict()},
+        lambda file: check_same(file, identity),
+    )
+    if new:
+        return owner
+    folder = owner.folder
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    owner.finished = (folder / FINISHED_FILE).exists()
+    if not owner.finished:
+        owner.resume, skipped = newest_checkpoint(folder)
+        owner.skipped = tuple(skipped)
+        if owner.resume is None and skipped:
+            raise LatteError(
+                f"no complete checkpoint in {folder}: {skipped[0]}; delete the damaged"
+                " checkpoint folders to start from step 0"
+            )
+    return owner
+
+
+def take(
+    folder: Path, name: str, content: Any, check: Callable[[Path], None]
+) -> tuple[Claim, bool]:
+    """Hold a folder whose file `name` says whose it is; whether it is new, and the file written.
+
+    Args:
+        content: what a new folder's file says.
+        check: called with a file that was there; raises if it is another's.
+
+    Raises:
+        LatteError: the folder cannot be written, holds something else, or is in use.
+    """
+    made = not folder.exists()
+    writable_folder(folder)
+    file, lock = folder / name, None
+    if not file.exists():
+        strangers = [p.name for p in folder.iterdir() if not _own(p.name, name)]
         # Unless another process has made it its own in this very moment.
-        if strangers and not run_file.exists():
+        if strangers and not file.exists():
             raise LatteError(
                 f"output folder {folder} is not empty and holds no run of latte (it has"
                 f" {sorted(strangers)[0]!r}); choose another output_dir"
             )
         lock = _lock(folder)
-        if not run_file.exists():
-            write_json(run_file, {"identity": identity, "recipe": recipe.as_dict()})
-            return Claim(folder, None, False, lock)
-    _check_same_run(run_file, identity)
-    lock = lock or _lock(folder)
-    shutil.rmtree(folder / STAGING, ignore_errors=True)
-    if (folder / FINISHED_FILE).exists():
-        return Claim(folder, None, True, lock)
-    resume, skipped = newest_checkpoint(folder)
-    if resume is None and skipped:
-        raise LatteError(
-            f"no complete checkpoint in {folder}: {skipped[0]}; delete the damaged"
-            " checkpoint folders to start from step 0"
-        )
-    return Claim(folder, resume, False, lock, tuple(skipped))
+        if not file.exists():
+            write_json(file, content)
+            return Claim(folder, lock=lock, file=name, made=made), True
+    check(file)
+    return Claim(folder, lock=lock or _lock(folder), file=name), False
 
 
-def _own(name: str) -> bool:
-    """Whether a file may stand in a folder that no run has claimed yet."""
-    return name in (LOCK_FILE, STAGING) or name.startswith(f"{RUN_FILE}.tmp-")
+def _own(file: str, name: str) -> bool:
+    """Whether a file may stand in a folder that nobody has claimed yet by writing `name`."""
+    return file in (LOCK_FILE, STAGING) or file.startswith(f"{name}.tmp-")
 
 
 def writable_folder(folder: Path) -> Path:
@@ -132,21 +180,32 @@ def check_same_recipe(recipe: Identified) -> None:
     """
     run_file = Path(recipe.output_dir) / RUN_FILE
     if run_file.exists():
-        _check_same_run(run_file, {"recipe": recipe.identity()})
+        check_same(run_file, {"recipe": recipe.identity()})
 
 
-def _check_same_run(run_file: Path, identity: dict[str, Any]) -> None:
-    """Raise LatteError if a run's file has other values than these."""
+def check_same(
+    file: Path,
+    wanted: dict[str, Any],
+    *,
+    what: str = "run",
+    identity: Callable[[Any], dict[str, Any]] = lambda content: content["identity"],
+) -> None:
+    """Raise LatteError if a folder's file names another identity than `wanted`, by its first key.
+
+    Args:
+        what: the folder is to hold.
+        identity: of the file's content.
+    """
     try:
-        stored = json.loads(run_file.read_text(encoding="utf-8"))["identity"]
-        stored = {key: stored[key] for key in identity}
+        found = identity(json.loads(file.read_text(encoding="utf-8")))
+        stored = {key: found[key] for key in wanted}
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise LatteError(f"{run_file} is damaged ({error}); choose another output_dir") from None
-    difference = first_difference(stored, json.loads(json.dumps(identity)))
+        raise LatteError(f"{file} is damaged ({error}); choose another output_dir") from None
+    difference = first_difference(stored, json.loads(json.dumps(wanted)))
     if difference:
         key, there, here = difference
         raise LatteError(
-            f"output folder {run_file.parent} holds another run: {key} is {there!r} there and"
+            f"output folder {file.parent} holds another {what}: {key} is {there!r} there and"
             f" {here!r} here; choose another output_dir"
         )
 

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_callback import PrinterCallback
 
 from latte.data.blocks import EvaluationText
 from latte.errors import LatteError
@@ -74,6 +76,12 @@ class LatteTrainer(Trainer):
         self._sharded = False
         self._use_cache = getattr(model.config, "use_cache", False)
         quicken(model, recipe)
+        # Libraries differ in whether their loss is a mean over the batch or over all micro-batches,
+        # and some take `num_items_in_batch` without using it: of a model to compare with that does
+        # not say that it divides by it, only the logits are asked for.
+        logits_alone = recipe.model.is_comparator and not getattr(
+            model, "accepts_loss_kwargs", False
+        )
         super().__init__(
             model=model,
             args=training_arguments(recipe, steps),
@@ -81,8 +89,10 @@ class LatteTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=train_dataset,  # `evaluate` below scores `held_out` instead
             callbacks=callbacks,
+            compute_loss_func=next_token_loss if logits_alone else None,
         )
-        from transformers.trainer_callback import PrinterCallback
+        if logits_alone:
+            self.model_accepts_loss_kwargs = False
 
         self.remove_callback(PrinterCallback)
         # [summed NLL, tokens] since the last log line, and whether anything was not finite
@@ -289,6 +299,14 @@ class LatteTrainer(Trainer):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
+
+
+def next_token_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Summed NLL of the next tokens over their number in the whole step, as of our own models."""
+    vocab_size = outputs.logits.shape[-1]
+    return ForCausalLMLoss(outputs.logits, labels, vocab_size, num_items_in_batch)
 
 
 def learning_rate_factor(

@@ -1,4 +1,8 @@
-"""The model that a conversion trains: the base converted, frozen but for what is to be trained."""
+"""Training a converted model: what is trained of it, attention transfer, distillation.
+
+The model is the base converted, frozen but for what `conversion.trainable` names. It is its own
+teacher, mixing as its base does: no second copy of the weights.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
-from latte.conversion.pretrained import (
-    converted_config,
-    is_converted,
-    load_base,
-)
+from latte.conversion.modeling import NEW_WEIGHTS
+from latte.conversion.pretrained import converted_config, is_converted, load_base
+from latte.conversion.transfer import Teacher
 from latte.errors import LatteError
+from latte.train import sharding
 from latte.train.recipe import ConversionSection
+from latte.train.trainer import LatteTrainer
 
 LORA = ".lora_"  # in the name of every parameter that peft adds
+KL_ROWS = 2**24  # elements of the two distributions compared at a time
 
 
 def starting_config(section: ConversionSection) -> Any:
@@ -51,22 +58,15 @@ def starting_model(section: ConversionSection, seed: int) -> Any:
     config = starting_config(section)
     assert section.base is not None
     model = load_base(section.base, config, seed=seed, dtype=section.dtype)
-    if section.trainable != "all":
-        keep_trainable(model, section.trainable)
+    if section.trainable != "all":  # no gradient and no optimiser state for the base's weights
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(NEW_WEIGHTS in name)
     if section.trainable == "lora":
         add_lora(model, section, seed)
     for parameter in model.parameters():
         if parameter.requires_grad:  # small steps are lost in half precision
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return model.train()
-
-
-def keep_trainable(model: Any, trainable: str) -> None:
-    """Freeze all but the new weights: no gradient and no optimiser state for the base's."""
-    from latte.conversion.modeling import NEW_WEIGHTS
-
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(NEW_WEIGHTS in name)
 
 
 def add_lora(model: Any, section: ConversionSection, seed: int) -> None:
@@ -140,3 +140,80 @@ def mixing(model: Any, value: str) -> Iterator[None]:
             layer.mixing = old
         for adapter in adapters:
             adapter._disable_adapters = False
+
+
+class ConversionTrainer(LatteTrainer):
+    """The Trainer, with the objectives of `conversion.objective`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = self.recipe.conversion
+        # Sums since the last log line: output error, mass divergence, passes.
+        self._errors = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if self.section.objective == "transfer":
+            return self._transfer_loss(model, inputs, num_items_in_batch)
+        if self.section.distillation:
+            return self._distilled_loss(model, inputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        """This batch's part of the step's tokens, times the processes that will be averaged."""
+        own = (inputs["labels"] != -100).sum()
+        return own / num_items_in_batch * self.args.world_size
+
+    def _transfer_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
+        teacher = Teacher()
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        model(**given, teacher=teacher, use_cache=False, logits_to_keep=1)
+        output, mass = teacher.errors()
+        self._errors += torch.stack([output.detach(), mass.detach(), torch.ones_like(mass)])
+        return (output + self.section.mass_weight * mass) * self._share(inputs, items)
+
+    def _distilled_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
+        """(1 - d) NLL + d KL(base || model), both summed over tokens that are predicted."""
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        with torch.no_grad(), mixing(self.accelerator.unwrap_model(model), "base"):
+            base = model(**given, use_cache=False).logits
+        logits = model(**given, use_cache=False).logits
+        targets = inputs["labels"][:, 1:].flatten()
+        wanted = targets != -100
+        own, teacher = (x[:, :-1].flatten(0, 1)[wanted] for x in (logits, base))
+        nll = F.cross_entropy(own.float(), targets[wanted], reduction="sum")
+        kl = nll.new_zeros(())
+        rows = max(1, KL_ROWS // own.shape[-1])
+        for start in range(0, len(own), rows):
+            p = F.log_softmax(teacher[start : start + rows].float(), -1)
+            q = F.log_softmax(own[start : start + rows].float(), -1)
+            kl = kl + F.kl_div(q, p, reduction="sum", log_target=True)
+        d = self.section.distillation
+        return ((1 - d) * nll + d * kl) / items * self.args.world_size
+
+    def loss_parts(self, loss: float) -> dict[str, float]:
+        """The parts of the transfer's loss; a likelihood only where the loss is one."""
+        if self.section.objective == "next-token":
+            return {} if self.section.distillation else super().loss_parts(loss)
+        errors = self._errors.clone()
+        if self.args.world_size > 1:
+            dist.all_reduce(errors)
+        output, mass, passes = errors.tolist()
+        self._errors.zero_()
+        return {"output_error": output / passes, "mass_divergence": mass / passes}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Checkpoints keep low-rank updates apart, to go on with; the result has them merged in."""
+        if self.section.trainable != "lora" or _internal_call or output_dir is None:
+            return super().save_model(output_dir, _internal_call)
+        if self._sharded:
+            state = sharding.full_state_dict(self.model)
+        else:
+            state = self.accelerator.unwrap_model(self.model).state_dict()
+        if self.args.should_save:
+            self.export(output_dir, merged_lora(state, self.section))
