@@ -8,14 +8,24 @@ from typing import Any
 
 import torch
 
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 from latte.models.registry import make_known
 from latte.train.recipe import Recipe, recipe_from_dict
-from latte.train.run_folder import MANIFEST_FILE, checkpoint_problem, newest_checkpoint
+from latte.train.run_folder import (
+    FINISHED_FILE,
+    MANIFEST_FILE,
+    checkpoint_problem,
+    newest_checkpoint,
+)
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The folder with the weights: `path` itself, or the newest checkpoint of a run folder."""
+    """The folder with the weights: `path` itself, or the newest checkpoint of an unfinished run.
+
+    Raises:
+        LatteError: no checkpoint, a finished run whose own files are not there, or a run whose
+            newest checkpoint is damaged. No other weights are taken in their place.
+    """
     folder = Path(path)
     if not folder.exists():
         raise LatteError(f"checkpoint {folder} does not exist; expected a folder")
@@ -23,10 +33,14 @@ def find_checkpoint(path: str | Path) -> Path:
         raise LatteError(f"checkpoint {folder} is a file; expected a folder")
     if (folder / "config.json").exists():
         return folder
-    newest, problems = newest_checkpoint(folder)
-    if newest is not None:
-        return newest
-    reason = problems[0] if problems else f"{folder / 'config.json'} is missing"
+    reason = f"{folder / 'config.json'} is missing"
+    if not (folder / FINISHED_FILE).exists():
+        newest, problems = newest_checkpoint(folder)
+        if newest is not None and not problems:
+            return newest
+        if newest is not None:
+            raise LatteError(f"{problems[0]}; to use an earlier checkpoint, name it: {newest}")
+        reason = problems[0] if problems else reason
     raise LatteError(f"{folder} is not a checkpoint: {reason}")
 
 
@@ -64,7 +78,7 @@ def load_checkpoint(
             local_files_only=True,
         )
     except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise LatteError(f"checkpoint {folder} cannot be loaded: {_line(error)}") from None
+        raise LatteError(f"checkpoint {folder} cannot be loaded: {one_line(error)}") from None
     model, found = loaded
     if found["unexpected_keys"]:
         from latte.train.converted import LORA
@@ -90,7 +104,7 @@ def load_checkpoint(
     try:
         model.to(where)
     except (RuntimeError, AssertionError) as error:
-        raise LatteError(f"device {where!r} cannot be used: {_line(error)}") from None
+        raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
     return model.eval(), _load_tokenizer(folder)
 
 
@@ -163,7 +177,7 @@ def training_recipe(path: str | Path) -> Recipe | None:
     try:
         return recipe_from_dict(json.loads(file.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise LatteError(f"{file} is damaged: {_line(error)}") from None
+        raise LatteError(f"{file} is damaged: {one_line(error)}") from None
 
 
 def _load_config(folder: Path) -> Any:
@@ -179,7 +193,7 @@ def _load_config(folder: Path) -> Any:
         raise
     except (ValueError, TypeError, OSError, KeyError) as error:
         raise LatteError(
-            f"{folder / 'config.json'} is damaged or was edited: {_line(error)}"
+            f"{folder / 'config.json'} is damaged or was edited: {one_line(error)}"
         ) from None
 
 
@@ -208,7 +222,7 @@ def _check_weights(folder: Path) -> None:
             with safe_open(file, framework="pt") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError) as error:
-            raise LatteError(f"{file} is truncated or damaged: {_line(error)}") from None
+            raise LatteError(f"{file} is truncated or damaged: {one_line(error)}") from None
     if (folder / MANIFEST_FILE).exists():
         problem = checkpoint_problem(folder, only="*.safetensors")
         if problem is not None:
@@ -223,9 +237,6 @@ def _load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
-        raise LatteError(f"{folder / 'tokenizer.json'} is damaged: {_line(error)}") from None
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+        file = folder / "tokenizer.json"
+        what = "damaged" if file.exists() else "missing"
+        raise LatteError(f"{file} is {what}: {one_line(error)}") from None

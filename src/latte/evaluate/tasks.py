@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 
 INSTALL = 'pip install "latte-attention[eval]"'
 PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
@@ -93,7 +93,7 @@ def load_tasks(specs: Sequence[str]) -> dict[str, Any]:
         return dict(manager.load(names))
     # Data sets, YAML files and the functions they name fail in ways of their own.
     except Exception as error:
-        raise LatteError(f"tasks {', '.join(specs)} cannot be loaded: {_line(error)}") from error
+        raise LatteError(f"tasks {', '.join(specs)} cannot be loaded: {one_line(error)}") from error
 
 
 def evaluate_tasks(
@@ -141,7 +141,7 @@ def evaluate_tasks(
                 lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
             )
         except (ValueError, KeyError, AssertionError, TypeError) as error:
-            raise LatteError(f"the harness gave up: {_line(error)}") from error
+            raise LatteError(f"the harness gave up: {one_line(error)}") from error
     assert found is not None  # there is one process
     settings = {
         "limit": limit,
@@ -203,7 +203,7 @@ def _import_harness() -> None:
         from lm_eval.models import huggingface  # noqa: F401
     except ImportError as error:
         raise LatteError(
-            f"evaluation tasks need lm-evaluation-harness ({_line(error)}): {INSTALL}"
+            f"evaluation tasks need lm-evaluation-harness ({one_line(error)}): {INSTALL}"
         ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
@@ -223,7 +223,7 @@ def _task_file(spec: str) -> tuple[Path | None, dict[str, Any]]:
         content = load_yaml(path, resolve_func=False)
     # YAML's and the file system's errors, and a file that includes what is not there
     except Exception as error:
-        raise LatteError(f"task file {path} cannot be read: {_line(error)}") from error
+        raise LatteError(f"task file {path} cannot be read: {one_line(error)}") from error
     if not ({"task", "group"} & set(content)):
         raise LatteError(f"task file {path} names no 'task' and no 'group'")
     return path.resolve(), content
@@ -363,8 +363,3 @@ def _record(found: dict[str, Any]) -> dict[str, Any]:
             for name, config in (found.get("configs") or {}).items()
         },
     }
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
