@@ -7,17 +7,16 @@ starts from another recipe, and every key can be overridden by its dotted name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from latte.compare.grid import check_models, model_config
-from latte.errors import LatteError, check_seed
+from latte.errors import LatteError
 from latte.train.recipe import read_with_bases
 from latte.train.typed import apply_override, build
+from replication.grids import check_models, check_numbers, check_optimiser, model_config
 
 
 @dataclass
@@ -81,6 +80,10 @@ class LRARun:
     @property
     def label(self) -> str:
         return f"{self.recipe.task} {self.model} seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir)
 
     def as_dict(self) -> dict[str, Any]:
         """The run as plain JSON."""
@@ -176,26 +179,12 @@ def _check_values(recipe: LRARecipe) -> None:
             "training: give exactly one of training.max_steps and training.max_epochs, got"
             f" max_steps={training.max_steps} and max_epochs={training.max_epochs}"
         )
-    positive = (
+    above_zero = (
         "max_steps", "max_epochs", "max_minutes", "batch_size", "bucket_batches", "learning_rate",
         "eval_steps", "max_eval_examples", "log_steps",
     )  # fmt: skip
-    for key in positive:
-        value = getattr(training, key)
-        if value is not None and not 0 < value < math.inf:
-            raise LatteError(f"training.{key}: expected a number above 0, got {value}")
-    for key in ("warmup_steps", "weight_decay", "max_grad_norm"):
-        if getattr(training, key) < 0:
-            raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
-    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
-        raise LatteError(
-            f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
-        )
+    check_numbers({f"training.{key}": getattr(training, key) for key in above_zero})
+    check_optimiser(training)
     if recipe.workers < 1:
         raise LatteError(f"workers: expected at least 1, got {recipe.workers}")
-    seeds = training.seeds
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise LatteError(f"training.seeds: expected different numbers, at least one, got {seeds}")
-    for seed in seeds:
-        check_seed("training.seeds", seed)
     check_models(recipe.models, recipe.select)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from latte.compare.grid import csv_text, table
 from latte.evaluate.plots import canvas, line_style, note_on_line, save
 from latte.train.metrics import duration
 from latte.train.run_folder import write_text
+from replication.grids import accuracies
 
 COLUMNS = (
     "task", "model", "preset", "seed", "parameters", "test_accuracy", "test_correct",
@@ -21,26 +21,23 @@ COLUMNS = (
 
 
 def write_report(folder: Path, results: Sequence[Mapping[str, Any]]) -> str:
-    """Write the files into `folder`; returns the Markdown table. `results`: see `lra.RESULT_FILE`.
+    """Write the files into `folder`; returns the Markdown table. `results`: see `LRASweep.do`.
 
     The files are written anew from all results there are.
     """
-    write_text(folder / "accuracy.csv", _csv(results))
-    table = markdown(results)
-    write_text(folder / "accuracy.md", table)
+    write_text(folder / "accuracy.csv", csv_text(COLUMNS, _rows(results)))
+    text = markdown(results)
+    write_text(folder / "accuracy.md", text)
     if results:
         curves_figure(folder / "curves.png", results)
-    return table
+    return text
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """A row per model, the mean over its seeds; and what the most frequent class alone gives."""
     if not results:
         return "No run has a result yet.\n"
-    lines = [
-        ["model", "parameters", "test accuracy", "validation accuracy", "training"],
-        ["---", "---:", "---:", "---:", "---:"],
-    ]
+    lines = [["model", "parameters", "test accuracy", "validation accuracy", "training"]]
     by_model: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         by_model.setdefault(result["model"], []).append(result)
@@ -50,28 +47,21 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
             [
                 f"`{model}`",
                 f"{outcomes[0]['parameters'] / 1e6:.2f}M",
-                _accuracies([outcome["test"]["accuracy"] for outcome in outcomes]),
-                _accuracies([outcome["validation"]["accuracy"] for outcome in outcomes]),
+                accuracies([outcome["test"]["accuracy"] for outcome in outcomes]),
+                accuracies([outcome["validation"]["accuracy"] for outcome in outcomes]),
                 duration(mean(outcome["seconds"] for outcome in outcomes)),
             ]
         )
     rates = results[0]["balance"]
     shown = [f"{rates[split]['majority_rate']:.4f}" for split in ("test", "validation")]
     lines.append(["most frequent class", "", *shown, ""])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
     first = results[0]
     examples = ", ".join(f"{sum(b['counts']):,} {split}" for split, b in rates.items())
     note = f"\nTask {first['task']}: {examples} examples. {len(results)} runs"
     cut = [r for r in results if r["outcome"]["stopped"] != "steps"]
     if cut:
         note += f", {len(cut)} of them ended early (`stopped` in accuracy.csv)"
-    return table + note + f"; {first['device']}, {first['threads']} threads.\n"
-
-
-def _accuracies(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+    return table(lines) + note + f"; {first['device']}, {first['threads']} threads.\n"
 
 
 def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
@@ -98,25 +88,19 @@ def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     save(figure, path)
 
 
-def _csv(results: Sequence[Mapping[str, Any]]) -> str:
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    writer.writeheader()
+def _rows(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for result in results:
         outcome = result["outcome"]
-        writer.writerow(
-            {
-                **{k: result[k] for k in ("task", "model", "seed")},
-                "preset": result["run"]["preset"],
-                **{k: outcome[k] for k in ("parameters", "best_step", "steps", "stopped")},
-                "seconds": outcome["seconds"],
-                "epochs": round(outcome["epochs"], 3),
-                "test_accuracy": round(outcome["test"]["accuracy"], 6),
-                "test_correct": outcome["test"]["correct"],
-                "test_examples": outcome["test"]["examples"],
-                "validation_accuracy": round(outcome["validation"]["accuracy"], 6),
-                "majority_rate": round(result["balance"]["test"]["majority_rate"], 6),
-                **{k: result[k] for k in ("device", "threads", "torch", "date")},
-            }
-        )
-    return buffer.getvalue()
+        keys = ("parameters", "best_step", "steps", "stopped", "seconds")
+        yield {
+            **{k: result[k] for k in ("task", "model", "seed")},
+            "preset": result["run"]["preset"],
+            **{k: outcome[k] for k in keys},
+            "epochs": round(outcome["epochs"], 3),
+            "test_accuracy": round(outcome["test"]["accuracy"], 6),
+            "test_correct": outcome["test"]["correct"],
+            "test_examples": outcome["test"]["examples"],
+            "validation_accuracy": round(outcome["validation"]["accuracy"], 6),
+            "majority_rate": round(result["balance"]["test"]["majority_rate"], 6),
+            **{k: result[k] for k in ("device", "threads", "torch", "date")},
+        }

@@ -15,7 +15,6 @@ After every run `accuracy.csv`, `accuracy.md` and `curves.png` are written anew 
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -23,74 +22,125 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Failures, command_line, exit_code, left_out, progress_bar
-from latte.errors import LatteError
+from latte.compare.grid import Outcome, table
+from latte.machine import describe
 from latte.train.metrics import duration
-from latte.train.run_folder import checkpoints, claim, writable_folder, write_json
+from latte.train.run_folder import checkpoints, claim, write_json
+from replication.grids import RESULT_FILE, Sweep, command, progress_bar
 from replication.lra.recipe import LRARecipe, LRARun, load, runs
-
-RESULT_FILE = "result.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    parser = command_line("lra", __doc__)
-    parser.add_argument("--balance", action="store_true", help="show the splits, train nothing")
-    options = parser.parse_intermixed_args(arguments)
 
-    def work() -> None:
-        recipe = load(options.recipe, options.overrides)
-        if options.dry_run:
-            _list(recipe)
-        elif options.balance:
-            print(balance_table(recipe, load_data(recipe, options.quiet)), end="")
-        else:
-            print(train_all(recipe, quiet=options.quiet, report_only=options.report), end="")
-            print(f"written: accuracy.csv, accuracy.md and curves.png in {recipe.output_dir}")
+    def balance(recipe: LRARecipe, quiet: bool) -> str:
+        return balance_table(load_data(recipe, quiet))
 
-    return exit_code("lra", work, "run again, it goes on from the last checkpoint")
+    shows = {"balance": ("show the splits, train nothing", balance)}
+    return command("lra", __doc__, load, LRASweep, arguments, shows=shows)
 
 
-def train_all(recipe: LRARecipe, *, quiet: bool = False, report_only: bool = False) -> str:
-    """Do all runs that have no result yet, write the report, return its table.
+class LRASweep(Sweep):
+    """Models and seeds on one task."""
 
-    With `report_only` the report is about the results that are there already. It is about all
-    models of the recipe, also those that `select` leaves out.
+    files = "accuracy.csv, accuracy.md and curves.png"
+    goes_on = "from the last checkpoint"
+    identity_key = "run"
+    runs_of = staticmethod(runs)
+    task: Any = None
 
-    Raises:
-        LatteError: sizes that do not fit, missing data, a folder that cannot be written, or one
-            that holds another run. At the end, if runs failed by themselves, such as for want of
-            memory.
-    """
-    grid = runs(recipe)
-    results = {run.label: found for run in grid if (found := stored_result(run)) is not None}
-    if recipe.initial is not None and not report_only:
-        _check_initial([run for run in grid if run.label not in results])
-    folder = writable_folder(Path(recipe.output_dir))
-    from replication.lra.report import write_report
+    def place(self, run: LRARun) -> tuple[int, ...]:
+        return run.seed, list(self.recipe.models).index(run.model)
 
-    others = {run.label: found for run, found in left_out(recipe, runs, stored_result)}
-    models = list(recipe.models)
+    def sweep(self, *, report_only: bool = False) -> tuple[list[Outcome], str]:
+        if self.recipe.initial is not None and not report_only:
+            self._check_initial()
+        return super().sweep(report_only=report_only)
 
-    def report() -> str:
-        found = [*results.values(), *others.values()]
-        found.sort(key=lambda result: (result["seed"], models.index(result["model"])))
-        return write_report(folder, found)
+    def _check_initial(self) -> None:
+        """Raise LatteError for a checkpoint that no run can begin with, and write nothing."""
+        import torch
 
-    failures, task = Failures(), None
-    for number, run in enumerate([] if report_only else grid, 1):
-        if run.label in results:
-            continue
-        if task is None:
-            task = load_data(recipe, quiet)
-            _say(balance_table(recipe, task).rstrip(), quiet)
-        _say(f"[{number}/{len(grid)}] {run.label}", quiet)
-        with failures.kept(run.label):
-            results[run.label] = _do(run, task, quiet)
-        report()
-    text = report()
-    failures.check(folder)
-    return text
+        from latte.evaluate.checkpoint import load_encoder
+        from replication.lra.training import fresh_model
+
+        with torch.random.fork_rng():
+            for outcome in self.outcomes():
+                if outcome.due and not checkpoints(outcome.run.folder):
+                    load_encoder(fresh_model(outcome.run), self.recipe.initial)
+
+    def prepare(self) -> None:
+        self.task = load_data(self.recipe, self.quiet)
+        self.say(balance_table(self.task).rstrip())
+
+    def do(self, run: LRARun) -> None:
+        import torch
+
+        from replication.lra.training import Training
+
+        owner = claim(run)
+        for problem in owner.skipped:
+            print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            with torch.random.fork_rng():
+                training = Training(run, self.task, device, owner.resume)
+                start = f"resuming from {owner.resume.name}" if owner.resume else "from the start"
+                self.say(
+                    f"  {training.parameters():,} parameters, {training.steps:,} steps, {start}"
+                )
+                outcome = self._finish(training)
+                _export(training.model, run.folder)
+            result = {
+                "task": run.recipe.task,
+                "model": run.model,
+                "seed": run.seed,
+                "run": run.identity(),
+                "outcome": _plain(outcome),
+                "balance": balance(self.task),
+                **describe(device),
+            }
+            write_json(run.folder / RESULT_FILE, result)
+            for folder in checkpoints(run.folder):
+                shutil.rmtree(folder)
+        finally:
+            if owner.lock is not None:
+                owner.lock.close()
+        self.say(
+            f"  {outcome.stopped}: test accuracy {outcome.test.accuracy:.4f} with the state of step"
+            f" {outcome.best_step} (validation {outcome.validation.accuracy:.4f})"
+        )
+
+    def _finish(self, training: Any) -> Any:
+        """Train to the end, with lines and a bar."""
+        with progress_bar(self.quiet, total=training.steps, initial=training.progress.step) as bar:
+
+            def logged(log: Any) -> None:
+                bar.write(
+                    f"  step {log.step}/{log.steps} | epoch {log.epoch:.2f} | loss {log.loss:.4f}"
+                    f" | lr {log.learning_rate:.2e} | {log.tokens_per_second:,.0f} tok/s"
+                    f" | eta {duration(log.eta_seconds)}",
+                    file=sys.stdout,
+                )
+
+            def evaluated(point: dict[str, float]) -> None:
+                bar.write(
+                    f"  step {point['step']} | train loss {point['train_loss']:.4f} accuracy"
+                    f" {point['train_accuracy']:.4f} | validation loss"
+                    f" {point['validation_loss']:.4f} accuracy {point['validation_accuracy']:.4f}"
+                    f" | {duration(point['seconds'])}",
+                    file=sys.stdout,
+                )
+                sys.stdout.flush()
+
+            if self.quiet:
+                return training.finish(on_step=bar.update)
+            return training.finish(logged, evaluated, bar.update)
+
+    def report(self, found: Sequence[tuple[LRARun, dict[str, Any]]]) -> str:
+        from replication.lra.report import write_report
+
+        return write_report(Path(self.recipe.output_dir), [result for _, result in found])
 
 
 def load_data(recipe: LRARecipe, quiet: bool = False) -> Any:
@@ -118,11 +168,9 @@ def balance(task: Any) -> dict[str, Any]:
     return found
 
 
-def balance_table(recipe: LRARecipe, task: Any) -> str:
+def balance_table(task: Any) -> str:
     """The splits of a task as a Markdown table."""
-    classes = task.options.classes
-    lines = [["split", "examples", "mean length", "most frequent", *classes]]
-    lines.append(["---"] + ["---:"] * (3 + len(classes)))
+    lines = [["split", "examples", "mean length", "most frequent", *task.options.classes]]
     for name, split in balance(task).items():
         total = sum(split["counts"])
         lines.append(
@@ -134,114 +182,10 @@ def balance_table(recipe: LRARecipe, task: Any) -> str:
                 *(f"{count / total:.3f}" for count in split["counts"]),
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return table(lines)
 
 
-def stored_result(run: LRARun) -> dict[str, Any] | None:
-    """The result in a run's folder, None if there is none.
-
-    Raises:
-        LatteError: it is damaged, or of a run with other settings.
-    """
-    from latte.train.run_folder import first_difference
-
-    file = Path(run.output_dir) / RESULT_FILE
-    if not file.exists():
-        return None
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        identity, _, _ = stored["run"], stored["outcome"]["test"], stored["balance"]["test"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise LatteError(f"{file} is damaged ({error}); delete it to do the run again") from None
-    difference = first_difference(identity, json.loads(json.dumps(run.identity())))
-    if difference:
-        key, there, here = difference
-        raise LatteError(
-            f"{run.output_dir} holds another run: {key} is {there!r} there and {here!r} here;"
-            " choose another output_dir"
-        )
-    return stored
-
-
-def _check_initial(pending: Sequence[LRARun]) -> None:
-    """Raise LatteError for a checkpoint that a run cannot begin with; nothing is written yet."""
-    import torch
-
-    from latte.evaluate.checkpoint import load_encoder
-    from replication.lra.training import fresh_model
-
-    with torch.random.fork_rng():
-        for run in pending:
-            if run.recipe.initial is not None and not checkpoints(Path(run.output_dir)):
-                load_encoder(fresh_model(run), run.recipe.initial)
-
-
-def _do(run: LRARun, task: Any, quiet: bool) -> dict[str, Any]:
-    """Train one run, from its newest checkpoint if it has one, and keep its result."""
-    import torch
-
-    from latte.machine import describe
-    from replication.lra.training import Log, Training
-
-    owner = claim(run)
-    for problem in owner.skipped:
-        print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        with torch.random.fork_rng():
-            training = Training(run, task, device, owner.resume)
-            parameters = sum(p.numel() for p in training.model.parameters())
-            start = f"resuming from {owner.resume.name}" if owner.resume else "from the start"
-            _say(f"  {parameters:,} parameters, {training.steps:,} steps, {start}", quiet)
-            bar = progress_bar(quiet, total=training.steps, initial=training.progress.step)
-
-            def logged(log: Log) -> None:
-                bar.write(
-                    f"  step {log.step}/{log.steps} | epoch {log.epoch:.2f} | loss {log.loss:.4f}"
-                    f" | lr {log.learning_rate:.2e} | {log.tokens_per_second:,.0f} tok/s"
-                    f" | eta {duration(log.eta_seconds)}",
-                    file=sys.stdout,
-                )
-
-            def evaluated(point: dict[str, float]) -> None:
-                bar.write(
-                    f"  step {point['step']} | train loss {point['train_loss']:.4f} accuracy"
-                    f" {point['train_accuracy']:.4f} | validation loss"
-                    f" {point['validation_loss']:.4f} accuracy {point['validation_accuracy']:.4f}"
-                    f" | {duration(point['seconds'])}",
-                    file=sys.stdout,
-                )
-                sys.stdout.flush()
-
-            with bar:
-                outcome = training.finish(
-                    None if quiet else logged, None if quiet else evaluated, bar.update
-                )
-            _export(training.model, run.output_dir)
-        result = {
-            "task": run.recipe.task,
-            "model": run.model,
-            "seed": run.seed,
-            "run": run.identity(),
-            "outcome": _plain(outcome),
-            "balance": balance(task),
-            **describe(device),
-        }
-        write_json(Path(run.output_dir) / RESULT_FILE, result)
-        for folder in checkpoints(Path(run.output_dir)):
-            shutil.rmtree(folder)
-    finally:
-        if owner.lock is not None:
-            owner.lock.close()
-    _say(
-        f"  {outcome.stopped}: test accuracy {outcome.test.accuracy:.4f} with the state of step"
-        f" {outcome.best_step} (validation {outcome.validation.accuracy:.4f})",
-        quiet,
-    )
-    return result
-
-
-def _export(model: Any, folder: str) -> None:
+def _export(model: Any, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -253,16 +197,3 @@ def _plain(outcome: Any) -> dict[str, Any]:
     for split in ("validation", "test"):
         values[split]["accuracy"] = getattr(outcome, split).accuracy
     return values
-
-
-def _list(recipe: LRARecipe) -> None:
-    grid = runs(recipe)
-    for run in grid:
-        done = " (done)" if stored_result(run) is not None else ""
-        print(f"{run.label}: {run.output_dir}{done}")
-    print(f"{len(grid)} runs")
-
-
-def _say(line: str, quiet: bool) -> None:
-    if not quiet:
-        print(line, flush=True)

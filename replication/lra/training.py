@@ -1,22 +1,9 @@
-"""One Long Range Arena run: train a classifier, keep its best state, score the test split once.
-
-The loop is its own, not `LatteTrainer`, whose losses, blocks and held-out text are those of a
-language model; schedule, step, run folder and checkpoints are shared with it.
-
-A checkpoint has everything that decides what comes next (weights, optimiser, schedule, random
-state, curve, and the best weights so far), and a batch is a function of (seed, step): a run that
-was killed goes on to the same result.
-"""
+"""One Long Range Arena run: train a classifier, keep its best state, score the test split once."""
 
 from __future__ import annotations
 
-import csv
-import io
-import math
-import shutil
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from latte.compare.grid import csv_text
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import load_encoder
-from latte.train.run_folder import STAGING, rotate, seal, write_text
-from latte.train.steps import adamw, autocast, take_step
-from latte.train.trainer import learning_rate_factor
+from latte.train.run_folder import write_text
+from replication.grids import model_config
+from replication.loop import Log, Loop, autocast
 from replication.lra.data import Examples, Task
+from replication.lra.pairs import LatteForPairClassification
 from replication.lra.recipe import LRARun, LRATraining
 
-STATE_FILE = "state.pt"
 CURVE_FILE = "curve.csv"
 CURVE_COLUMNS = (
     "step", "epoch", "seconds", "train_loss", "train_accuracy", "validation_loss",
@@ -52,30 +40,6 @@ class Score:
     @property
     def accuracy(self) -> float:
         return self.correct / self.examples
-
-
-@dataclass
-class Progress:
-    """Where a run is: all that a checkpoint keeps beside weights, optimiser and random state."""
-
-    step: int = 0
-    seconds: float = 0.0
-    curve: list[dict[str, float]] = field(default_factory=list)
-    best_step: int = 0
-    best_accuracy: float = -1.0
-
-
-@dataclass(frozen=True)
-class Log:
-    """What a log line is about."""
-
-    step: int
-    steps: int
-    epoch: float
-    loss: float
-    learning_rate: float
-    tokens_per_second: float
-    eta_seconds: float
 
 
 @dataclass(frozen=True)
@@ -159,52 +123,35 @@ def fresh_model(run: LRARun) -> Any:
     """The run's classifier, its weights from the global random state."""
     from transformers import AutoModelForSequenceClassification
 
-    from latte.compare.grid import model_config
-    from replication.lra.pairs import LatteForPairClassification
-
     config = model_config(run.model, run.preset, run.config)
     if run.recipe.data.towers == 2:
         return LatteForPairClassification(config)
     return AutoModelForSequenceClassification.from_config(config)
 
 
-class Training:
+class Training(Loop):
     """A run in its folder, at the newest checkpoint or at its beginning. See `Training.finish`."""
 
     def __init__(
         self, run: LRARun, task: Task, device: torch.device, resume: Path | None = None
     ) -> None:
-        self.run, self.task, self.device = run, task, device
-        self.section = run.recipe.training
-        self.per_epoch, self.steps = steps_of(self.section, len(task.train))
+        self.run, self.task = run, task
+        section = run.recipe.training
         torch.manual_seed(run.seed)
-        self.model = fresh_model(run)
+        model = fresh_model(run)
         if run.recipe.initial is not None and resume is None:
-            load_encoder(self.model, run.recipe.initial)
-        self.model.to(device)
-        rate = self.section.learning_rate
-        self.optimizer = adamw(
-            self.model,
-            lambda _: rate,
-            weight_decay=self.section.weight_decay,
-            betas=self.section.betas,
+            load_encoder(model, run.recipe.initial)
+        per_epoch, steps = steps_of(section, len(task.train))
+        super().__init__(
+            model.to(device),
+            section,
+            lambda _: section.learning_rate,
+            steps=(steps, per_epoch),
+            device=device,
+            schedule=section.schedule,
+            log_steps=section.log_steps,
+            resume=resume,
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda step: learning_rate_factor(
-                step,
-                self.steps,
-                warmup=self.section.warmup_steps,
-                schedule=self.section.schedule,
-            ),
-        )
-        self.progress = Progress()
-        self.best: dict[str, Tensor] = {}
-        if resume is not None:
-            self._load(resume / STATE_FILE)
-        self._began = time.perf_counter()
-
-    # ---- the loop
 
     def finish(
         self,
@@ -212,189 +159,69 @@ class Training:
         on_evaluation: Callable[[dict[str, float]], Any] | None = None,
         on_step: Callable[[], Any] | None = None,
     ) -> Outcome:
-        """Train to the end, then score the best state: on all of validation, once on test."""
-        section, progress = self.section, self.progress
-        limit = math.inf if section.max_minutes is None else 60 * section.max_minutes
-        stopped, pace = "steps", _Pace()
-        # Summed loss, right answers and examples since the last evaluation and the last log line.
-        window = torch.zeros(3, dtype=torch.float64, device=self.device)
-        line = torch.zeros(3, dtype=torch.float64, device=self.device)
-        self.model.train()
-        stream = batches(self.task.train, section, self.run.seed, progress.step)
-        while progress.step < self.steps:
-            batch = self.task.train.batch(next(stream))
-            pace.count(batch)
-            inputs, labels = to_device(batch, self.device)
-            with autocast(self.device, section.bf16):
-                logits = self.model(**inputs).logits.float()
-                loss = F.cross_entropy(logits, labels)
-            rate = self.optimizer.param_groups[0]["lr"]
-            if not take_step(
-                self.model, loss, self.optimizer, self.scheduler, section.max_grad_norm
-            ):
-                stopped = "diverged"
-                break
-            progress.step += 1
-            right = (logits.detach().argmax(-1) == labels).sum()
-            done = torch.stack([loss.detach() * len(labels), right, right.new_tensor(len(labels))])
-            window += done
-            line += done
-            if on_step is not None:
-                on_step()
-            if progress.step % section.log_steps == 0:
-                speed, eta = pace.read(self.steps - progress.step)
-                total, _, count = line.tolist()
-                line.zero_()
-                if on_log is not None:
-                    epoch = progress.step / self.per_epoch
-                    on_log(Log(progress.step, self.steps, epoch, total / count, rate, speed, eta))
-            late = self.seconds() > limit
-            if progress.step % section.eval_steps == 0 or progress.step == self.steps or late:
-                pace.pause()
-                point = self._evaluate(window.tolist())
-                window.zero_()
-                if on_evaluation is not None:
-                    on_evaluation(point)
-                pace.go_on()
-                if late and progress.step < self.steps:
-                    stopped = "minutes"
-                    break
-        if not progress.curve:
-            self._require_a_step()
-            self._evaluate(window.tolist())
-        return self._outcome(stopped)
+        """Train to the end, then score the best state: on all of validation, once on test.
 
-    def seconds(self) -> float:
-        """Wall time of the run so far, over all resumes."""
-        return self.progress.seconds + time.perf_counter() - self._began
-
-    def _evaluate(self, window: list[float]) -> dict[str, float]:
-        """Add a point to the curve, keep the best state, write curve.csv and a checkpoint.
-
-        `window`: summed loss, right answers and examples of the steps before it.
+        Raises:
+            LatteError: the very first step is not finite.
         """
-        progress = self.progress
-        loss, right, count = window
-        found = score(
-            self.model, self.task.validation, self.section, self.section.max_eval_examples
+        stopped = self.train(on_log, on_evaluation, on_step)
+        progress, section = self.progress, self.section
+        if progress.step == 0:
+            raise LatteError(
+                f"{self.run.label}: loss or gradient is not finite at step 1 (peak"
+                f" training.learning_rate {section.learning_rate:g}, bf16 {section.bf16}); try a"
+                " lower learning rate"
+            )
+        if not progress.curve:
+            self.add_point()
+        seconds = round(self.seconds(), 2)
+        self.model.load_state_dict(self.best)
+        return Outcome(
+            parameters=self.parameters(),
+            steps=progress.step,
+            epochs=progress.step / self.per_epoch,
+            seconds=seconds,
+            stopped=stopped,
+            best_step=progress.best_step,
+            validation=score(self.model, self.task.validation, section),
+            test=score(self.model, self.task.test, section),
+            curve=progress.curve,
         )
-        point = {
-            "step": progress.step,
-            "epoch": progress.step / self.per_epoch,
-            "seconds": round(self.seconds(), 2),
+
+    # ---- what the loop asks
+
+    def batches(self, start: int) -> Iterator[dict[str, Tensor]]:
+        stream = batches(self.task.train, self.section, self.run.seed, start)
+        return (self.task.train.batch(rows) for rows in stream)
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        mask = batch.get("attention_mask")
+        return batch["input_ids"].numel() if mask is None else int(mask.sum())
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        inputs, labels = to_device(batch, self.device)
+        logits = self.model(**inputs).logits.float()
+        loss = F.cross_entropy(logits, labels)
+        right = (logits.detach().argmax(-1) == labels).sum()
+        sums = [loss.detach() * len(labels), right, right.new_tensor(len(labels))]
+        return loss, torch.stack(sums)
+
+    def is_due(self, step: int) -> bool:
+        return step % self.section.eval_steps == 0 or step == self.steps
+
+    def evaluate(self, sums: list[float]) -> dict[str, float]:
+        loss, right, count = sums
+        limit = self.section.max_eval_examples
+        found = score(self.model, self.task.validation, self.section, limit)
+        return {
             "train_loss": loss / count,
             "train_accuracy": right / count,
             "validation_loss": found.loss,
             "validation_accuracy": found.accuracy,
         }
-        progress.curve.append(point)
-        if found.accuracy > progress.best_accuracy:
-            progress.best_step, progress.best_accuracy = progress.step, found.accuracy
-            self.best = {
-                name: value.detach().cpu().clone()
-                for name, value in self.model.state_dict().items()
-            }
-        write_text(Path(self.run.output_dir) / CURVE_FILE, curve_csv(progress.curve))
-        self._save()
-        return point
 
-    def _require_a_step(self) -> None:
-        if self.progress.step == 0:
-            raise LatteError(
-                f"{self.run.label}: loss or gradient is not finite at step 1 (peak"
-                f" training.learning_rate {self.section.learning_rate:g}, bf16"
-                f" {self.section.bf16}); try a lower learning rate"
-            )
-
-    def _outcome(self, stopped: str) -> Outcome:
-        self.model.load_state_dict(self.best)
-        return Outcome(
-            parameters=sum(p.numel() for p in self.model.parameters()),
-            steps=self.progress.step,
-            epochs=self.progress.step / self.per_epoch,
-            seconds=round(self.seconds(), 2),
-            stopped=stopped,
-            best_step=self.progress.best_step,
-            validation=score(self.model, self.task.validation, self.section),
-            test=score(self.model, self.task.test, self.section),
-            curve=self.progress.curve,
-        )
-
-    # ---- checkpoints
-
-    def _save(self) -> None:
-        folder = Path(self.run.output_dir)
-        name = f"checkpoint-{self.progress.step}"
-        shutil.rmtree(folder / STAGING, ignore_errors=True)
-        staged = folder / STAGING / name
-        staged.mkdir(parents=True)
-        state = {
-            "progress": vars(self.progress) | {"seconds": self.seconds()},
-            "model": self.model.state_dict(),
-            "best": self.best,
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        }
-        torch.save(state, staged / STATE_FILE)
-        seal(staged, folder / name)
-        (folder / STAGING).rmdir()
-        rotate(folder / name, 2)
-
-    def _load(self, file: Path) -> None:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            self.progress = Progress(**state["progress"])
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.best = state["best"]
-            torch.set_rng_state(state["random"])
-            if state["random_cuda"] and torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(state["random_cuda"])
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            line = " ".join(str(error).split())[:200]
-            raise LatteError(
-                f"{file} is no checkpoint of this run ({line}); delete its folder to go on from"
-                " an earlier one"
-            ) from None
-
-
-class _Pace:
-    """Real tokens per second and the time that is left; evaluations do not count."""
-
-    def __init__(self) -> None:
-        self._tokens, self._steps, self._seconds = 0, 0, 0.0
-        self._since = time.perf_counter()
-
-    def count(self, batch: dict[str, Tensor]) -> None:
-        """One step of a batch that is still on the host."""
-        mask = batch.get("attention_mask")
-        self._tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
-        self._steps += 1
-
-    def read(self, left: int) -> tuple[float, float]:
-        """(tokens per second, seconds for the `left` steps) by what came since the last reading."""
-        self.pause()
-        seconds = max(1e-9, self._seconds)
-        found = self._tokens / seconds, left * seconds / max(1, self._steps)
-        self._tokens, self._steps, self._seconds = 0, 0, 0.0
-        self.go_on()
-        return found
-
-    def pause(self) -> None:
-        self._seconds += time.perf_counter() - self._since
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter()
-
-
-def curve_csv(curve: list[dict[str, float]]) -> str:
-    """The evaluations of a run, a row each."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, CURVE_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for point in curve:
-        writer.writerow({key: round(value, 6) for key, value in point.items()})
-    return buffer.getvalue()
+    def keep(self) -> None:
+        self.keep_best(self.progress.curve[-1]["validation_accuracy"])
+        rows = [{k: round(v, 6) for k, v in point.items()} for point in self.progress.curve]
+        write_text(self.run.folder / CURVE_FILE, csv_text(CURVE_COLUMNS, rows))
+        self.save(self.run.folder)

@@ -15,10 +15,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import check_models, model_config
 from latte.errors import LatteError, check_seed
 from latte.train.recipe import read_with_bases
 from latte.train.typed import apply_override, build
+from replication.grids import (
+    check_different,
+    check_models,
+    check_numbers,
+    check_optimiser,
+    model_config,
+)
 
 
 @dataclass
@@ -110,6 +116,7 @@ class Run:
     learning_rate: float
     seed: int
     folder: Path
+    recipe: MQARRecipe
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -124,9 +131,9 @@ class Run:
             f" seed {self.seed}"
         )
 
-    def identity(self, recipe: MQARRecipe) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What decides the outcome, as plain JSON."""
-        training = asdict(recipe.training)
+        recipe, training = self.recipe, asdict(self.recipe.training)
         for key in ("learning_rates", "seeds", "skip_solved"):
             del training[key]
         data = {k: getattr(recipe.data, k) for k in ("vocab_size", "power_a", "seed")}
@@ -211,7 +218,7 @@ def runs(recipe: MQARRecipe) -> list[Run]:
                     found.append(
                         Run(
                             task, train, tests, name, preset, config,
-                            width, latents, rate, seed, folder,
+                            width, latents, rate, seed, folder, recipe,
                         )
                     )  # fmt: skip
     return found
@@ -241,40 +248,24 @@ def _cells(
 
 def _check_values(recipe: MQARRecipe) -> None:
     training, data = recipe.training, recipe.data
-    above_zero: dict[str, Any] = {
-        f"training.{key}": getattr(training, key)
-        for key in ("max_epochs", "batch_size", "batch_tokens", "evaluations_per_epoch")
-        + ("quick_examples", "max_minutes", "embedding_rate")
-    }
-    above_zero |= {
-        f"data.{key}": getattr(data, key) for key in ("train_examples", "test_examples", "power_a")
-    }
-    above_zero |= {"mlp_ratio": recipe.mlp_ratio, "init_scale": recipe.init_scale}
-    for key, value in above_zero.items():
-        if value is not None and not 0 < value < math.inf:
-            raise LatteError(f"{key}: expected a number above 0, got {value}")
-    for key in ("warmup_steps", "weight_decay", "max_grad_norm"):
-        if getattr(training, key) < 0:
-            raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
+    above_zero = ("max_epochs", "batch_size", "batch_tokens", "evaluations_per_epoch",
+                  "quick_examples", "max_minutes", "embedding_rate")  # fmt: skip
+    check_numbers({f"training.{key}": getattr(training, key) for key in above_zero})
+    above_zero = ("train_examples", "test_examples", "power_a")
+    check_numbers({f"data.{key}": getattr(data, key) for key in above_zero})
+    check_numbers({"mlp_ratio": recipe.mlp_ratio, "init_scale": recipe.init_scale})
+    check_optimiser(training)
     if not 0 < training.stop_at <= 1:
         raise LatteError(
             f"training.stop_at: expected above 0 and at most 1, got {training.stop_at}"
         )
-    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
-        raise LatteError(
-            f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
-        )
     check_seed("data.seed", data.seed)
-    for seed in training.seeds:
-        check_seed("training.seeds", seed)
-    lists: dict[str, Any] = {
-        "widths": recipe.widths,
-        "latents": recipe.latents,
-        "training.learning_rates": training.learning_rates,
-    }
-    for key, values in {**lists, "training.seeds": training.seeds}.items():
-        if not values or len(set(values)) != len(values):
-            raise LatteError(f"{key}: expected different numbers, at least one, got {values}")
-        if key in lists and not 0 < min(values) <= max(values) < math.inf:
+    for key, values in (
+        ("widths", recipe.widths),
+        ("latents", recipe.latents),
+        ("training.learning_rates", training.learning_rates),
+    ):
+        check_different(key, values)
+        if not 0 < min(values) <= max(values) < math.inf:
             raise LatteError(f"{key}: expected numbers above 0, got {values}")
     check_models(recipe.models, recipe.select)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from latte.compare.grid import csv_text, table
 from latte.evaluate.plots import canvas, line_style, save
 from latte.train.metrics import duration
 from latte.train.run_folder import write_text
+from replication.grids import accuracies
 from replication.mqar.recipe import Run
 
 Key = tuple[Any, ...]  # task, model, width, latents
@@ -25,14 +26,14 @@ COLUMNS = (
 
 def write_report(folder: Path, results: Mapping[Run, dict[str, Any]]) -> str:
     """Write the files into `folder`; returns the Markdown table."""
-    write_text(folder / "accuracy.csv", _csv(results))
-    table = markdown(results)
-    write_text(folder / "accuracy.md", table)
+    write_text(folder / "accuracy.csv", csv_text(COLUMNS, _rows(results)))
+    text = markdown(results)
+    write_text(folder / "accuracy.md", text)
     if results:
         accuracy_figure(folder / "accuracy.png", results)
         if len({run.latents for run in results} - {None}) > 1:
             latents_figure(folder / "latents.png", results)
-    return table
+    return text
 
 
 def best(results: Mapping[Run, dict[str, Any]]) -> dict[Key, dict[CellKey, tuple[float, list]]]:
@@ -61,25 +62,16 @@ def markdown(results: Mapping[Run, dict[str, Any]]) -> str:
         return "No run has a result yet.\n"
     chosen = _merged(best(results))
     cells = sorted({cell for entry in chosen.values() for cell in entry})
-    head = ["model", "width", "latents", *(f"{length:,} / {pairs}" for length, pairs in cells)]
-    lines = [head, ["---", "---:", "---:"] + ["---:"] * len(cells)]
+    lines = [["model", "width", "latents", *(f"{length:,} / {pairs}" for length, pairs in cells)]]
     for (model, width, latents), entry in chosen.items():
-        texts = [_accuracy(entry[cell]) if cell in entry else "" for cell in cells]
+        texts = [accuracies(entry[cell][1]) if cell in entry else "" for cell in cells]
         lines.append([f"`{model}`", str(width), str(latents or "-"), *texts])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
     cut = sum(result["outcome"]["stopped"] == "minutes" for result in results.values())
     seconds = sum(result["outcome"]["seconds"] for result in results.values())
     note = f"\nColumns: length / pairs. {len(results)} runs, {duration(seconds)} of training"
     if cut:
         note += f"; {cut} of them cut by their minutes (`stopped` in accuracy.csv)"
-    return table + note + ".\n"
-
-
-def _accuracy(entry: tuple[float, list[float]]) -> str:
-    values = entry[1]
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+    return table(lines) + note + ".\n"
 
 
 def _merged(chosen: Mapping[Key, dict[CellKey, Any]]) -> dict[Key, dict[CellKey, Any]]:
@@ -162,29 +154,18 @@ def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
     save(figure, path)
 
 
-def _csv(results: Mapping[Run, dict[str, Any]]) -> str:
-    import io
-
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    writer.writeheader()
+def _rows(results: Mapping[Run, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for run, result in results.items():
         outcome = result["outcome"]
         for cell in outcome["cells"]:
-            row = {
-                "task": run.task,
-                "model": run.model,
-                "preset": run.preset,
+            yield {
+                **{k: getattr(run, k) for k in ("task", "model", "preset", "width", "seed")},
                 "window": run.config.get("sliding_window", ""),
-                "width": run.width,
                 "latents": "" if run.latents is None else run.latents,
                 "learning_rate": run.learning_rate,
-                "seed": run.seed,
                 **{k: outcome[k] for k in ("parameters", "stopped", "steps", "seconds")},
                 "epochs": round(outcome["epochs"], 3),
                 **{k: result[k] for k in ("device", "threads", "torch", "date")},
                 **{k: cell[k] for k in ("length", "pairs", "correct", "queries")},
                 "accuracy": round(cell["accuracy"], 6),
             }
-            writer.writerow(row)
-    return buffer.getvalue()

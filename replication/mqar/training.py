@@ -1,10 +1,7 @@
 """One MQAR run: train a small model until it answers, and count its answers.
 
-The loop is its own, not `LatteTrainer`: only the queries are asked, so the vocabulary's logits are
-needed at N of T positions, which no `labels=` of a causal model allows for and which saves most of
-the time at width 64; a run is minutes long, has no text, tokenizer or perplexity, ends when it
-succeeds, and a grid has hundreds of them, for which checkpoints and TensorBoard are mere overhead.
-What could be shared is: the schedule, the models and the figures.
+Only the queries are asked, so the vocabulary's logits are needed at N of T positions. A run is
+minutes long and ends when it succeeds, and a grid has hundreds of them: there are no checkpoints.
 
 B: examples of a batch, T: tokens, N: queries of an example, E: hidden size, V: vocabulary.
 """
@@ -12,7 +9,6 @@ B: examples of a batch, T: tokens, N: queries of an example, E: hidden size, V: 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from latte.train.steps import adamw, autocast, take_step
-from latte.train.trainer import learning_rate_factor
+from replication.grids import model_config
+from replication.loop import Loop, autocast
 from replication.mqar.data import MQAR, MQARTable
 from replication.mqar.recipe import Cell, MQARData, MQARRecipe, Run
 
@@ -79,146 +75,118 @@ def count_correct(
     return int(correct), table.answers_MN.numel()
 
 
+class Training(Loop):
+    """A run from scratch; tables by the cells' names. `step` counts the batches of all epochs."""
+
+    end = "epochs"
+
+    def __init__(self, run: Run, train: Tables, test: Tables, device: torch.device) -> None:
+        self.run, self.train_tables, self.test_tables = run, train, test
+        section = run.recipe.training
+        self.sizes = {cell.name: _batch_size(cell, run.recipe) for cell in (*run.train, *run.tests)}
+        per_epoch = sum(-(-len(train[c.name]) // self.sizes[c.name]) for c in run.train)
+        self.due = {
+            epoch * per_epoch + math.ceil(per_epoch * part / section.evaluations_per_epoch)
+            for epoch in range(section.max_epochs)
+            for part in range(1, section.evaluations_per_epoch + 1)
+        }
+        self.cells: list[dict[str, Any]] = []  # as last scored
+        self.complete = False  # on all test examples
+        model = _fresh_model(run).to(device)
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        embeddings = {id(end.weight) for end in ends}
+
+        def rate(parameter: torch.nn.Parameter) -> float:
+            share = section.embedding_rate if id(parameter) in embeddings else 1.0
+            return run.learning_rate * share
+
+        steps = per_epoch * section.max_epochs, per_epoch
+        super().__init__(model, section, rate, steps=steps, device=device)
+
+    def batches(self, start: int) -> Iterator[tuple[str, Tensor]]:
+        return _batches(self.run, self.train_tables, self.sizes, self.section.max_epochs)
+
+    def loss(self, batch: tuple[str, Tensor]) -> tuple[Tensor, Tensor]:
+        name, rows = batch
+        tokens, queries, answers = _batch(self.train_tables[name], rows, self.device)
+        logits = query_logits(self.model, tokens, queries)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten())
+        return loss, torch.stack([loss.detach(), torch.ones_like(loss)])
+
+    def is_due(self, step: int) -> bool:
+        return step in self.due
+
+    def evaluate(self, sums: list[float]) -> dict[str, float]:
+        self.score()
+        loss, batches = sums
+        accuracies = {f"{c['length']}x{c['pairs']}": c["accuracy"] for c in self.cells}
+        return {"loss": loss / batches, **accuracies}
+
+    def is_solved(self) -> bool:
+        return self.complete and self._worst() >= self.section.stop_at
+
+    def score(self, everything: bool = False) -> None:
+        """Accuracies by cell.
+
+        On the way only `quick_examples` are scored, unless they pass: then the rest has to
+        confirm it.
+        """
+        quick = None if everything else self.section.quick_examples
+        self.cells = [self._score(cell, quick) for cell in self.run.tests]
+        examples = [len(self.test_tables[cell.name]) for cell in self.run.tests]
+        self.complete = quick is None or max(examples) <= quick
+        if not everything and quick is not None and self._worst() >= self.section.stop_at:
+            self.score(everything=True)
+
+    def _worst(self) -> float:
+        return min(float(cell["accuracy"]) for cell in self.cells)
+
+    def _score(self, cell: Cell, limit: int | None) -> dict[str, Any]:
+        table, size = self.test_tables[cell.name], self.sizes[cell.name]
+        if limit is not None:
+            table = MQARTable(*(t[:limit] for t in vars(table).values()))
+        correct, queries = count_correct(self.model, table, size, bf16=self.section.bf16)
+        return {
+            "length": cell.length,
+            "pairs": cell.pairs,
+            "correct": correct,
+            "queries": queries,
+            "accuracy": correct / queries,
+        }
+
+
 def train_run(
     run: Run,
-    recipe: MQARRecipe,
-    train_tables: Tables,
-    test_tables: Tables,
+    train: Tables,
+    test: Tables,
     device: torch.device,
     on_evaluation: Callable[[dict[str, float]], Any] | None = None,
     on_step: Callable[[], Any] | None = None,
 ) -> Outcome:
-    """Train one model from scratch by the recipe; tables by the cells' names.
-
-    A step whose loss or gradient is not finite ends the run, before it can reach the weights.
-    """
-    section = recipe.training
-    model = _fresh_model(run).to(device)
-    sizes = {cell.name: _batch_size(cell, recipe) for cell in (*run.train, *run.tests)}
-    per_epoch = sum(-(-len(train_tables[c.name]) // sizes[c.name]) for c in run.train)
-    steps = per_epoch * section.max_epochs
-    optimizer = _optimizer(model, run, recipe)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: learning_rate_factor(
-            step, steps, warmup=section.warmup_steps, schedule="cosine"
-        ),
+    """Train one model from scratch, and score it; the global random state is left as it was."""
+    with torch.random.fork_rng():
+        training = Training(run, train, test, device)
+        stopped = training.train(on_evaluation=on_evaluation, on_step=on_step)
+        seconds = training.seconds()
+        if stopped != "accuracy":
+            training.score(everything=True)
+    return Outcome(
+        parameters=training.parameters(),
+        cells=training.cells,
+        stopped=stopped,
+        epochs=training.progress.step / training.per_epoch,
+        steps=training.progress.step,
+        seconds=round(seconds, 2),
+        curve=training.progress.curve,
     )
-    due = {
-        epoch * per_epoch + math.ceil(per_epoch * part / section.evaluations_per_epoch)
-        for epoch in range(section.max_epochs)
-        for part in range(1, section.evaluations_per_epoch + 1)
-    }
-    began, curve, stopped, step = time.perf_counter(), [], "epochs", 0
-    scored: list[dict[str, Any]] | None = None
-    summed, counted = torch.zeros((), dtype=torch.float64, device=device), 0
-    model.train()
-    for name, rows in _batches(run, train_tables, sizes, section.max_epochs):
-        tokens, queries, answers = _batch(train_tables[name], rows, device)
-        with autocast(device, section.bf16):
-            logits = query_logits(model, tokens, queries)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten())
-        if not take_step(model, loss, optimizer, scheduler, section.max_grad_norm):
-            stopped = "diverged"
-            break
-        step += 1
-        summed += loss.detach().double()
-        counted += 1
-        if on_step is not None:
-            on_step()
-        late = section.max_minutes is not None and (
-            time.perf_counter() - began > 60 * section.max_minutes
-        )
-        if step in due or late:
-            scored, complete = _score(model, run, recipe, test_tables, sizes)
-            worst = min(cell["accuracy"] for cell in scored)
-            point = {
-                "step": step,
-                "epoch": step / per_epoch,
-                "seconds": round(time.perf_counter() - began, 2),
-                "loss": float(summed) / counted,
-                **{f"{c['length']}x{c['pairs']}": c["accuracy"] for c in scored},
-            }
-            curve.append(point)
-            summed.zero_()
-            counted = 0
-            if on_evaluation is not None:
-                on_evaluation(point)
-            if complete and worst >= section.stop_at:
-                stopped = "accuracy"
-                break
-            if late:
-                stopped = "minutes"
-                break
-    seconds = time.perf_counter() - began
-    if stopped != "accuracy":
-        scored, _ = _score(model, run, recipe, test_tables, sizes, everything=True)
-    assert scored is not None
-    parameters = sum(p.numel() for p in model.parameters())
-    return Outcome(parameters, scored, stopped, step / per_epoch, step, round(seconds, 2), curve)
-
-
-def _score(
-    model: Any,
-    run: Run,
-    recipe: MQARRecipe,
-    tables: Tables,
-    sizes: dict[str, int],
-    everything: bool = False,
-) -> tuple[list[dict[str, Any]], bool]:
-    """Accuracies by cell, and whether all test examples were scored.
-
-    On the way only `quick_examples` are, unless they pass: then the rest has to confirm it.
-    """
-    section = recipe.training
-    quick = section.quick_examples
-
-    def over(limit: int | None) -> list[dict[str, Any]]:
-        cells = []
-        for cell in run.tests:
-            table = tables[cell.name]
-            if limit is not None:
-                table = MQARTable(*(t[:limit] for t in vars(table).values()))
-            correct, queries = count_correct(model, table, sizes[cell.name], bf16=section.bf16)
-            cells.append(
-                {
-                    "length": cell.length,
-                    "pairs": cell.pairs,
-                    "correct": correct,
-                    "queries": queries,
-                    "accuracy": correct / queries,
-                }
-            )
-        return cells
-
-    if not everything and quick is not None:
-        found = over(quick)
-        if min(cell["accuracy"] for cell in found) < section.stop_at:
-            return found, all(len(tables[cell.name]) <= quick for cell in run.tests)
-    return over(None), True
 
 
 def _fresh_model(run: Run) -> Any:
-    """The run's model from its seed; the global random state is left as it was."""
-    from latte.compare.grid import model_config
+    """The run's model from its seed."""
     from latte.models.registry import language_model
 
-    config = model_config(run.model, run.preset, run.config)
-    with torch.random.fork_rng():
-        torch.manual_seed(run.seed)
-        return language_model(config)
-
-
-def _optimizer(model: Any, run: Run, recipe: MQARRecipe) -> torch.optim.Optimizer:
-    section = recipe.training
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    embeddings = {id(end.weight) for end in ends}
-
-    def rate(parameter: torch.nn.Parameter) -> float:
-        share = section.embedding_rate if id(parameter) in embeddings else 1.0
-        return run.learning_rate * share
-
-    return adamw(model, rate, weight_decay=section.weight_decay, betas=section.betas)
+    torch.manual_seed(run.seed)
+    return language_model(model_config(run.model, run.preset, run.config))
 
 
 def _batch_size(cell: Cell, recipe: MQARRecipe) -> int:

@@ -98,7 +98,7 @@ def ask(options: argparse.Namespace) -> None:
 
 def _text(options: argparse.Namespace, tokenizer: Any, recipe: Any) -> Any:
     """Ids of what --corpus says, else of what the run held out, else of the embedded corpus."""
-    from latte.train.text import evaluation_text, held_out_text
+    from latte.data.preparing import evaluation_text, held_out_text
 
     given = {"max_tokens": options.max_tokens, "join": True}
     if options.corpus or recipe is None:

@@ -26,7 +26,8 @@ from latte.models import count_parameters, preset_config
 from latte.models.registry import find_model
 from latte.rivals.__main__ import main
 from latte.rivals.catalogue import COMPARATORS, Comparator
-from latte.train.steps import adamw, decayed_names
+from latte.train.steps import decayed_names
+from replication.loop import adamw
 from replication.lra.pairs import check_pairs
 
 logging.set_verbosity_error()  # Mamba says that its kernels are not there
@@ -170,7 +171,7 @@ def test_a_few_steps_teach_a_classifier(name: str) -> None:
 
 def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
     """The same tokens in the same steps, whichever way a model keeps documents apart."""
-    from latte.compare.compare import compare
+    from latte.compare.compare import Comparison
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import generate
     from latte.train.metrics import read_metrics
@@ -179,11 +180,14 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
     for field in ("num_latents", "sliding_window"):
         recipe.model.overrides.pop(field, None)
     names = ["swa++", "mamba", "griffin", "s5"]
-    entries = compare(recipe, names, lengths=[16, 1500], max_tokens=100, quiet=True)
-    assert [entry.preset for entry in entries] == names
-    assert all(math.isfinite(row.loss) for entry in entries for row in entry.rows)
-    assert len({entry.rows[0].tokens for entry in entries}) == 1
-    logged = [read_metrics(entry.run.folder, "train") for entry in entries]
+    section = recipe.comparison
+    section.presets, section.lengths, section.max_tokens = names, [16, 1500], 100
+    outcomes, _ = Comparison(recipe, quiet=True).sweep()
+    assert [outcome.run.preset for outcome in outcomes] == names
+    found = [outcome.result.rows for outcome in outcomes]
+    assert all(math.isfinite(row.loss) for rows in found for row in rows)
+    assert len({rows[0].tokens for rows in found}) == 1
+    logged = [read_metrics(outcome.run.folder, "train") for outcome in outcomes]
     assert len({tuple(row["tokens"] for row in rows) for rows in logged}) == 1
     # Untrained models are near uniform over 260 bytes, if the loss is over the right tokens.
     assert all(rows[0]["loss"] == pytest.approx(math.log(260), rel=0.15) for rows in logged)
@@ -270,7 +274,7 @@ def test_directions_are_what_they_are() -> None:
 @pytest.mark.parametrize("task", ["listops", "retrieval"])
 def test_long_range_arena_takes_comparators(tmp_path: Path, task: str) -> None:
     from replication.lra.recipe import load
-    from replication.lra.run import train_all
+    from replication.lra.run import LRASweep
 
     names = ["mega", "luna"] if task == "retrieval" else ["s5", "linformer", "h3", "longformer"]
     if task == "listops":
@@ -300,14 +304,14 @@ def test_long_range_arena_takes_comparators(tmp_path: Path, task: str) -> None:
         "output_dir": str(tmp_path / "runs"),
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    table = train_all(load(tmp_path / "recipe.yaml"), quiet=True)
+    _, table = LRASweep(load(tmp_path / "recipe.yaml"), quiet=True).sweep()
     assert all(name in table for name in names)
     assert len(list((tmp_path / "runs").rglob("result.json"))) == len(names)
 
 
 def test_mqar_takes_comparators(tmp_path: Path) -> None:
     from replication.mqar.recipe import load
-    from replication.mqar.run import sweep
+    from replication.mqar.run import MQARSweep
 
     recipe: dict[str, Any] = {
         "models": {name: {"preset": name} for name in ("h3", "mamba", "griffin")},
@@ -323,12 +327,12 @@ def test_mqar_takes_comparators(tmp_path: Path) -> None:
         "output_dir": str(tmp_path / "runs"),
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    table = sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+    _, table = MQARSweep(load(tmp_path / "recipe.yaml"), quiet=True).sweep()
     assert all(name in table for name in recipe["models"])
     recipe["models"] = {"both-ways": {"preset": "linformer"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(LatteError, match="models.both-ways: .*'linformer' reads both ways"):
-        sweep(load(tmp_path / "recipe.yaml"), quiet=True)
+        MQARSweep(load(tmp_path / "recipe.yaml"))
 
 
 @pytest.mark.parametrize(

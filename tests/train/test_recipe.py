@@ -37,7 +37,7 @@ def test_shipped_recipes_are_whole(name: str) -> None:
     if not name.endswith("base.yaml") and "/" in name:
         assert recipe.output_dir == f"runs/{name.removesuffix('.yaml')}"
         if recipe.comparison.presets:  # the recipe of a comparison
-            from latte.compare.seeds import runs_of
+            from latte.compare.compare import runs_of
 
             assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
         else:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from latte.errors import LatteError
-
-if TYPE_CHECKING:
-    from latte.train.recipe import Recipe
 
 
 def train(options: Namespace) -> int:
@@ -109,30 +105,20 @@ def compare(options: Namespace) -> int:
         section.baseline = None  # the recipe's is not among the chosen ones
     if not section.presets:
         raise LatteError("compare: name the presets, with --presets or comparison.presets")
-    if section.seeds:
-        return _compare_seeds(options, recipe)
-    for name in ("baseline", "report", "dry_run"):
-        if getattr(options, name):
-            raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
-    from latte.compare.compare import compare as run
-    from latte.compare.compare import markdown
+    if not section.seeds:
+        for name in ("baseline", "report", "dry_run"):
+            if getattr(options, name):
+                raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
+    from latte.compare.compare import Comparison
 
-    entries = run(recipe, section.presets, lengths=section.lengths, max_tokens=section.max_tokens)
-    print(markdown(entries), end="")
-    print(f"written: comparison.csv, .md and .png in {recipe.output_dir}")
-    return 0
-
-
-def _compare_seeds(options: Namespace, recipe: Recipe) -> int:
-    from latte.compare.seeds import compare_seeds, list_runs
-
+    grid = Comparison(recipe)
     if options.dry_run:
-        print(list_runs(recipe), end="")
+        print(grid.listing(), end="")
         return 0
-    _, text = compare_seeds(recipe, report_only=options.report)
-    if text:
-        print(text, end="")
-        print(f"written: seeds.csv, .md and .png in {recipe.output_dir}")
+    _, text = grid.sweep(report_only=options.report)
+    if text:  # under torchrun one process speaks
+        name = "seeds" if section.seeds else "comparison"
+        print(f"{text}written: {name}.csv, .md and .png in {recipe.output_dir}")
     return 0
 
 

@@ -1,87 +1,174 @@
-"""Train several presets by one recipe, on the same tokens, and put them side by side.
+"""Presets by one recipe, put side by side: by its own seed, or by several to tell chance.
 
-Every preset has its own run folder under the recipe's `output_dir`, an ordinary run that resumes
-by itself; what is finished is not done again. All read the same blocks in the same order, take
-the same number of steps and share every hyperparameter, and the number of tokens is fixed before
-the first step.
+    output_dir/
+      PRESET/[seed-N/]   an ordinary run by the recipe, with training.seed = N
+        measured.json    what it was worth: parameters, losses, speed, memory, hardware
+        failed.json      why there is no result, if its last attempt failed
+      comparison.csv, .md, .png; by several seeds seeds.csv, .md, .png
+
+All runs read the same blocks in the same order, take the same number of steps and share every
+hyperparameter; the number of tokens is fixed before the first step. A seed chooses the
+initialisation and the order of the data, the same order for every preset, so that differences
+between presets are paired by seed. Runs go seed by seed: after the first round every preset has a
+result, and each further round narrows the intervals.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Sequence
+import gc
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from latte.data.preparing import Text, prepare_text
-from latte.errors import LatteError
+from latte.compare.grid import Grid, Outcome, damaged, read_json, unfinished
+from latte.data.preparing import prepare_text
+from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.lengths import Row, evaluate_lengths, write_csv
-from latte.evaluate.plots import comparison_figure
-from latte.train.metrics import duration, read_metrics
-from latte.train.recipe import Recipe
-from latte.train.run import Result, check_model, train
-from latte.train.run_folder import write_json
+from latte.evaluate.lengths import Row, evaluate_lengths
+from latte.machine import describe
+from latte.models.registry import other_models
+from latte.train.metrics import read_metrics
+from latte.train.recipe import ComparisonSection, Recipe
+from latte.train.run import check_model, first_alone, train
+from latte.train.run_folder import FINISHED_FILE, check_same_recipe, write_json
 
-EVALUATION_FILE = "lengths.json"
+MEASURED_FILE = "measured.json"
+EARLIER_FILE = "lengths.json"  # as comparisons by one seed used to call it, with less in it
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One preset's outcome."""
+class Run:
+    """One preset by one seed; None: the recipe's own."""
 
     preset: str
+    seed: int | None
+    recipe: Recipe
+    lacks: str = ""  # what the model needs and this machine has not
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.output_dir)
+
+    @property
+    def label(self) -> str:
+        return self.preset if self.seed is None else f"{self.preset}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a finished run was worth. Losses and perplexities are in `rows`, by context length."""
+
     parameters: int
-    run: Result
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float  # median over the log lines, evaluations and saves left out
+    peak_memory_bytes: int  # of training steps; on a CPU the process with its libraries
+    hardware: dict[str, Any]
     rows: list[Row]
 
 
-def compare(
-    recipe: Recipe,
-    presets: Sequence[str],
-    *,
-    lengths: Sequence[int] | None = None,
-    max_tokens: int | None = None,
-    references: dict[str, float] | None = None,
-    title: str = "",
-    quiet: bool = False,
-) -> list[Entry]:
-    """Train and evaluate each preset; write comparison.csv, .md and .png in `output_dir`.
+class Comparison(Grid):
+    """The runs of `recipe.comparison`; :meth:`sweep` does them and reports.
+
+    By several seeds a run that fails is reported and costs the others nothing. By one seed all
+    presets have to get through, in this process, and what `train` raises is raised.
 
     Args:
-        recipe: shared by all; its `model.preset` is replaced.
-        presets: names of `latte.models.PRESETS`.
-        lengths: context lengths of the evaluation, in tokens; 1, 4 and 16 blocks by default.
-        max_tokens: held-out tokens scored at the end; all by default.
-        references: bits per byte of something else, drawn as lines.
-        title: of the figure.
+        recipe: shared by all; its `model.preset`, and its seed if there are `seeds`, are replaced.
         quiet: no bars and no lines.
+        title: of the figure.
+        references: bits per byte of something else, drawn as lines (by one seed).
+        apart: of several seeds, each run in a process of its own. Under torchrun runs share the
+            processes.
 
     Raises:
-        LatteError: as for `train`, and for no or repeated presets.
+        LatteError: no or repeated presets or seeds, an unknown baseline, or a model that cannot be
+            built.
     """
-    if not presets or len(set(presets)) != len(presets):
-        raise LatteError(f"presets: expected different names, got {', '.join(presets) or 'none'}")
-    recipes = {preset: preset_recipe(recipe, preset) for preset in presets}
-    for each in recipes.values():  # a mistake in the last one shows before the first one trains
-        check_model(each)
-    text = prepare_text(recipe.data, progress=not quiet)
-    block = recipe.data.block_length
-    chosen = sorted(set(lengths)) if lengths else [block, 4 * block, 16 * block]
-    entries = []
-    for preset, each in recipes.items():
-        run = train(each, label=preset, quiet=quiet)
-        if not run.finished:
-            raise LatteError(
-                f"{preset} was stopped at step {run.steps} by training.max_minutes before its"
-                " tokens were used up; a comparison needs equal tokens: run again with more"
-            )
-        rows, parameters = _evaluated(run.folder, text, chosen, max_tokens, preset, quiet)
-        entries.append(Entry(preset, parameters, run, rows))
-    write_report(Path(recipe.output_dir), entries, recipe, references, title)
-    return entries
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        quiet: bool = False,
+        title: str = "",
+        references: Mapping[str, float] | None = None,
+        apart: bool = True,
+    ) -> None:
+        super().__init__(recipe, runs_of(recipe), quiet=quiet)
+        self.title, self.references = title, references
+        self.keeps_going = bool(recipe.comparison.seeds)
+        self.apart = self.keeps_going and apart and int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+    def look(self, run: Run) -> Outcome:
+        check_same_recipe(run.recipe)
+        measured = stored_measurement(run, self.recipe.comparison)
+        if measured is not None:
+            if all(math.isfinite(row.loss) for row in measured.rows):
+                return Outcome(run, measured)
+            return Outcome(run, None, "diverged: the held-out loss is not finite")
+        if run.lacks:
+            return Outcome(run, None, f"cannot run here, it needs {run.lacks}")
+        if (run.folder / FINISHED_FILE).exists():
+            return Outcome(run, None, "trained, not scored yet at these lengths")
+        return Outcome(run, None, unfinished(run))
+
+    def prepare(self) -> None:
+        prepare_text(self.recipe.data, progress=self.first and not self.quiet)
+
+    def do(self, run: Run) -> None:
+        train_and_measure(run, self.recipe.comparison, self.quiet)
+
+    def write(self, outcomes: Sequence[Outcome]) -> str:
+        from latte.compare import report
+
+        folder = Path(self.recipe.output_dir)
+        if self.recipe.comparison.seeds:
+            return report.write_seeds(folder, outcomes, self.recipe, self.title)
+        return report.write_comparison(folder, outcomes, self.recipe, self.title, self.references)
+
+    def listing(self) -> str:
+        steps = self.recipe.steps()
+        tokens = steps * self.recipe.tokens_per_step()
+        return f"{super().listing()} of {steps:,} steps, {tokens:,} tokens each\n"
+
+
+def runs_of(recipe: Recipe) -> list[Run]:
+    """All runs of `recipe.comparison`, seed by seed. Raises as :class:`Comparison` does."""
+    section = recipe.comparison
+    for name, values in (("presets", section.presets), ("seeds", section.seeds)):
+        if len(set(values)) != len(values) or not section.presets:
+            kind, given = "ones" if section.seeds else "names", ", ".join(map(str, values))
+            raise LatteError(f"{name}: expected different {kind}, got {given or 'none'}")
+    for seed in section.seeds:
+        check_seed("seeds", seed)
+    if section.baseline is not None and section.baseline not in section.presets:
+        raise LatteError(
+            f"baseline: expected one of {', '.join(section.presets)}, got {section.baseline!r}"
+        )
+    if any(length < 1 for length in section.lengths or []):
+        raise LatteError(f"lengths: expected numbers of at least 1, got {section.lengths}")
+    by_preset = {preset: preset_recipe(recipe, preset) for preset in section.presets}
+    lacks = {preset: _lacks(preset) if section.seeds else "" for preset in section.presets}
+    for preset, each in by_preset.items():  # the last one's mistake shows before the first trains
+        if not lacks[preset]:
+            check_model(each)
+    if not section.seeds:
+        return [Run(preset, None, each) for preset, each in by_preset.items()]
+    runs = []
+    for seed in section.seeds:
+        for preset, each in by_preset.items():
+            seeded = copy.deepcopy(each)
+            seeded.training.seed = seed
+            seeded.output_dir = str(Path(each.output_dir) / f"seed-{seed}")
+            runs.append(Run(preset, seed, seeded, lacks[preset]))
+    return runs
 
 
 def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
@@ -111,72 +198,84 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
     return each
 
 
-def _evaluated(
-    folder: Path,
-    text: Text,
-    lengths: list[int],
-    max_tokens: int | None,
-    label: str,
-    quiet: bool,
-) -> tuple[list[Row], int]:
-    """(rows, number of parameters) of a finished run: from its folder if done before."""
-    wanted = {"lengths": lengths, "max_tokens": max_tokens}
-    file = folder / EVALUATION_FILE
-    if file.exists():
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["wanted"] == wanted:
-            return [Row(**row) for row in stored["rows"]], stored["parameters"]
-    model, _ = load_checkpoint(folder)
-    rows = evaluate_lengths(
-        model, text.held_out(max_tokens), lengths, progress=not quiet, label=label
-    )
-    parameters = sum(p.numel() for p in model.parameters())
-    stored = {"wanted": wanted, "parameters": parameters, "rows": [asdict(row) for row in rows]}
-    write_json(file, stored)
-    return rows, parameters
+def _lacks(preset: str) -> str:
+    """Why a comparator cannot run on this machine; empty if it can."""
+    comparator = other_models().get(preset)
+    if comparator is None:
+        return ""
+    if not comparator.causal:
+        raise LatteError(f"{preset!r} reads both ways: it has no perplexity to compare")
+    return comparator.missing() or ""
 
 
-def write_report(
-    folder: Path,
-    entries: list[Entry],
-    recipe: Recipe,
-    references: dict[str, float] | None,
-    title: str,
-) -> None:
-    """comparison.csv (a row per preset and length), comparison.md and comparison.png."""
-    rows = [(entry.preset, row) for entry in entries for row in entry.rows]
-    write_csv(
-        folder / "comparison.csv",
-        [row for _, row in rows],
-        [{"preset": preset} for preset, _ in rows],
-    )
-    (folder / "comparison.md").write_text(markdown(entries), encoding="utf-8")
-    comparison_figure(
-        folder / "comparison.png",
-        {entry.preset: read_metrics(entry.run.folder, "eval") for entry in entries},
-        {entry.preset: entry.rows for entry in entries},
-        train_length=recipe.data.block_length,
-        references=references,
-        title=title,
-    )
+def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
+    block = run.recipe.data.block_length
+    usual = [block, 4 * block, 16 * block] if run.seed is None else [block]
+    return {"lengths": sorted(set(section.lengths or usual)), "max_tokens": section.max_tokens}
 
 
-def markdown(entries: list[Entry]) -> str:
-    """A table: parameters, tokens, time and, by context length, perplexity and bits per byte."""
-    lengths = [row.length for row in entries[0].rows]
-    head = ["model", "parameters", "tokens", "training time", "tokens/s"]
-    head += [f"ppl at {length:,}" for length in lengths]
-    head += [f"bits/byte at {length:,}" for length in lengths]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    for entry in entries:
-        cells: list[Any] = [
-            f"`{entry.preset}`",
-            f"{entry.parameters / 1e6:.2f}M",
-            f"{entry.run.tokens:,}",
-            duration(entry.run.seconds),
-            f"{entry.run.tokens / max(entry.run.seconds, 1e-9):,.0f}",
-        ]
-        cells += [f"{row.perplexity:.4g}" for row in entry.rows]
-        cells += [f"{row.bits_per_byte:.4f}" for row in entry.rows]
-        lines.append(cells)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
+    """What is in a run's folder, if it is about the wanted lengths and tokens.
+
+    Raises:
+        LatteError: a damaged file.
+    """
+    file = run.folder / MEASURED_FILE
+    if not file.exists():
+        file = run.folder / EARLIER_FILE
+    if not file.exists():
+        return None
+    stored = read_json(file, "wanted")
+    if stored.pop("wanted") != _wanted(run, section):
+        return None
+    try:
+        if file.name == EARLIER_FILE:
+            stored |= _training(run.folder) | {"hardware": {}}
+        return Measured(**{**stored, "rows": [Row(**row) for row in stored["rows"]]})
+    except (KeyError, TypeError) as error:
+        raise damaged(file, error) from None
+
+
+def _training(folder: Path) -> dict[str, Any]:
+    """What a finished run says about its training."""
+    result, lines = read_json(folder / FINISHED_FILE), read_metrics(folder, "train")
+    return {
+        **{key: result[key] for key in ("steps", "tokens", "seconds")},
+        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
+        "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
+    }
+
+
+def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None:
+    """One run from start or checkpoint to its measured.json. Raises as `train` does."""
+    result = train(run.recipe, label=run.label, quiet=quiet)
+    if not result.finished and run.seed is None:
+        raise LatteError(
+            f"{run.preset} was stopped at step {result.steps} by training.max_minutes before its"
+            " tokens were used up; a comparison needs equal tokens: run again with more"
+        )
+    if not result.finished:
+        return  # it goes on when run again
+
+    def measure() -> None:
+        wanted = _wanted(run, section)
+        text = prepare_text(run.recipe.data, progress=False)
+        gc.collect()
+        model, _ = load_checkpoint(run.folder)
+        rows = evaluate_lengths(
+            model,
+            text.held_out(wanted["max_tokens"]),
+            wanted["lengths"],
+            bf16=run.recipe.training.bf16 and run.seed is not None,
+            progress=not quiet,
+            label=run.label,
+        )
+        measured = Measured(
+            parameters=sum(p.numel() for p in model.parameters()),
+            hardware=describe(next(model.parameters()).device),
+            rows=rows,
+            **_training(run.folder),
+        )
+        write_json(run.folder / MEASURED_FILE, {"wanted": wanted, **asdict(measured)})
+
+    first_alone(measure)

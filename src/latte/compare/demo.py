@@ -44,11 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def demo(recipe_path: str, overrides: list[str]) -> None:
     """Train, compare, sample and report. All results go to the recipe's `output_dir`."""
-    from latte.train.recipe import load_recipe
+    from latte.train.recipe import ComparisonSection, load_recipe
 
     began = time.perf_counter()
     recipe = load_recipe(recipe_path, overrides)
-    from latte.compare.compare import compare, markdown
+    from latte.compare.compare import Comparison
     from latte.data.corpora import compression_baselines
     from latte.data.preparing import prepare_text
     from latte.evaluate.checkpoint import load_checkpoint
@@ -57,17 +57,14 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
     text = prepare_text(recipe.data)
     scored = text.held_out(HELD_OUT_TOKENS)
     references = compression_baselines(scored_bytes(scored, text.tokenizer))
-    entries = compare(
-        recipe,
-        PRESETS,
-        max_tokens=HELD_OUT_TOKENS,
-        references=references,
-        title="Python's library sources,"
-        f" {recipe.tokens_per_step() * recipe.steps():,} training tokens each",
-    )
+    recipe.comparison = ComparisonSection(list(PRESETS), max_tokens=HELD_OUT_TOKENS)
+    tokens = recipe.tokens_per_step() * recipe.steps()
+    title = f"Python's library sources, {tokens:,} training tokens each"
+    outcomes, table = Comparison(recipe, references=references, title=title).sweep()
+    latte = outcomes[0].run.folder
     folder = Path(recipe.output_dir)
     print(f"\nA continuation by {PRESETS[0]} of {PROMPT!r}:\n")
-    model, tokenizer = load_checkpoint(entries[0].run.folder)
+    model, tokenizer = load_checkpoint(latte)
     print(PROMPT, end="", flush=True)
     sample = generate(
         model, tokenizer, PROMPT, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=0
@@ -77,11 +74,11 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
         "",
         "Held-out text, bits per byte (lower is better) by context length:",
         "",
-        markdown(entries).rstrip(),
+        table.rstrip(),
         "",
         "On the same files: " + ", ".join(f"{k} {v:.3f}" for k, v in references.items()) + ".",
         f"Figure: {folder / 'comparison.png'}. Sample: {folder / 'sample.txt'}.",
-        f"Try: latte generate '{entries[0].run.folder}' --prompt 'import '",
+        f"Try: latte generate '{latte}' --prompt 'import '",
         f"All of it took {time.perf_counter() - began:.0f} s.",
     ]
     print("\n".join(lines), flush=True)

@@ -1,116 +1,217 @@
-"""What recipes with a grid of models share: the models' section, the command, the machine."""
+"""A grid of runs: which are done, what is in the way of the others, a report after each.
+
+A comparison of presets, by one seed or several, and every sweep of `replication` is a grid. Each
+run has a folder of its own. One that has a result there is not done again, so that an interrupted
+grid goes on where it stopped; one that another process is at is left to it, so that two processes
+may share the work; one that fails by itself, as for want of memory, is reported and costs the
+others nothing.
+"""
 
 from __future__ import annotations
 
-import argparse
-import re
+import csv
+import io
+import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from latte.errors import LatteError, OneLineParser
+from latte.errors import LatteError
+from latte.train.run_folder import FolderInUse, checkpoints, writable_folder, write_json
+
+FAILED_FILE = "failed.json"  # why a run's folder has no result, if its last attempt failed
 
 
-def check_models(models: Mapping[str, Any], select: Sequence[str] | None) -> None:
-    """Raise LatteError unless `models` are named sections with a preset, and `select` names some.
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run stands: its `result`, or the `problem` in the way of one."""
 
-    `models`: name -> {preset: ..., any field of LatteConfig: ...}; the names become folders.
+    run: Any
+    result: Any = None
+    problem: str = ""
+
+    @property
+    def due(self) -> bool:
+        """Not what has a result, what would diverge again at the same step, or cannot run here."""
+        return self.result is None and not self.problem.startswith(("diverged", "cannot run here"))
+
+    @property
+    def failed(self) -> bool:
+        return self.problem.startswith(("diverged", "failed"))
+
+
+class Grid:
+    """The runs of a recipe. A kind of grid says what a folder holds, how a run is done and what is
+    reported; this class does the rest.
+
+    Args:
+        recipe: with the `output_dir` that holds the runs' folders and the report.
+        runs: in the order to do them, each with a `label` of its own and a `folder`.
+        quiet: no bars and no lines.
     """
-    if not models:
-        raise LatteError("models: expected at least one model, got none")
-    for name, values in models.items():
-        if not re.fullmatch(r"\w[\w+.-]*", str(name)):
-            raise LatteError(
-                f"models: expected names of letters, digits and + . _ - (they name folders),"
-                f" got {name!r}"
-            )
-        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
-            raise LatteError(
-                f"models.{name}: expected a section with a preset, such as"
-                f" {{preset: latte-r-swa++, sliding_window: 32}}, got {values!r}"
-            )
-    for name in select if select is not None else models:
-        if name not in models:
-            raise LatteError(
-                f"select: no model is called {name!r}; expected some of {', '.join(models)}"
-            )
-    if select is not None and not select:
-        raise LatteError("select: expected at least one model, got none")
+
+    apart = False  # each run in a process of its own
+    keeps_going = True  # after a run that failed; else its error is raised
+
+    def __init__(self, recipe: Any, runs: Sequence[Any], *, quiet: bool = False) -> None:
+        self.recipe, self.runs, self.quiet = recipe, runs, quiet
+        self.first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process speaks
+        self.problems: dict[str, str] = {}  # of the runs that this call has tried, by label
+
+    # ---- what a kind of grid says
+
+    def look(self, run: Any) -> Outcome:
+        """What a run's folder says.
+
+        Raises:
+            LatteError: a damaged file, or the run of another recipe.
+        """
+        raise NotImplementedError
+
+    def do(self, run: Any) -> None:
+        """Train and score a run, from its start or its newest checkpoint, into its folder."""
+        raise NotImplementedError
+
+    def write(self, outcomes: Sequence[Outcome]) -> str:
+        """Write the report's files; returns its table."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """What all runs need, before the first one that is due."""
+
+    def is_spared(self, run: Any, outcomes: Sequence[Outcome]) -> bool:
+        """Whether a run that is due need not be done, by what others found."""
+        return False
+
+    # ---- the engine
+
+    def outcomes(self) -> list[Outcome]:
+        """Where all runs stand, by their folders and by what this call has met."""
+        return [self._outcome(run) for run in self.runs]
+
+    def _outcome(self, run: Any) -> Outcome:
+        found = self.look(run)
+        if found.result is not None or not found.due:
+            return found
+        problem, file = self.problems.get(run.label, ""), run.folder / FAILED_FILE
+        if not problem and file.exists():
+            problem = read_json(file)["problem"]
+        return Outcome(run, None, problem) if problem else found
+
+    def sweep(self, *, report_only: bool = False) -> tuple[list[Outcome], str]:
+        """Do the runs that have no result yet; write the report after each. Returns its text too.
+
+        Raises:
+            LatteError: results of another recipe, a folder that cannot be written, or what
+                `prepare` and `do` raise for a mistake that no run could do without.
+        """
+        due = [outcome.run for outcome in self.outcomes() if outcome.due]
+        writable_folder(Path(self.recipe.output_dir))
+        if report_only:
+            due = []
+        if due:
+            self.prepare()
+        began = time.perf_counter()
+        for number, run in enumerate(due):
+            found = self.outcomes()
+            if not self._outcome(run).due or self.is_spared(run, found):
+                continue  # another process has done it in the meantime, or it is not worth it
+            self._say_progress(run, found, number, len(due), time.perf_counter() - began)
+            self.problems[run.label] = self._attempt(run)
+            if self.first:
+                self.write(self.outcomes())
+        found = self.outcomes()
+        for outcome in found:
+            if outcome.result is None and not (self.keeps_going or report_only):
+                raise LatteError(f"{outcome.run.label}: {outcome.problem}")
+        return found, self.write(found) if self.first else ""
+
+    def _attempt(self, run: Any) -> str:
+        """Do a run; returns what went wrong, if something of its own did, and keeps it."""
+        import torch
+
+        from latte.machine import WorkFailed, in_fresh_process
+        from latte.train.trainer import Diverged
+
+        # Of several processes all run out of memory; what else fails may fail in one of them.
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        plain = torch.OutOfMemoryError if several else RuntimeError
+        try:
+            if self.apart:
+                in_fresh_process(self.do, run)
+            else:
+                self.do(run)
+        except (FolderInUse, Diverged, WorkFailed, plain) as error:
+            if not self.keeps_going:
+                raise
+            if isinstance(error, FolderInUse):
+                return "another process is at it"
+            kind = "diverged" if isinstance(error, Diverged) else "failed"
+            text = " ".join(str(error).split())[:300]
+            if self.first:
+                print(f"  {kind}: {run.label}: {text}", file=sys.stderr, flush=True)
+            if run.folder.is_dir():
+                write_json(run.folder / FAILED_FILE, {"problem": f"{kind}: {text}"})
+            return f"{kind}: {text}"
+        (run.folder / FAILED_FILE).unlink(missing_ok=True)
+        return ""
+
+    def _say_progress(
+        self, run: Any, found: Sequence[Outcome], number: int, due: int, spent: float
+    ) -> None:
+        from latte.train.metrics import duration
+
+        done = sum(outcome.result is not None for outcome in found)
+        failed = sum(outcome.failed for outcome in found)
+        left = duration(spent / number * (due - number)) if number else "unknown"
+        self.say(
+            f"[{done + failed + 1}/{len(found)}] {run.label} | {done} finished, {failed} failed,"
+            f" about {left} left"
+        )
+
+    def say(self, line: str) -> None:
+        if self.first and not self.quiet:
+            print(line, flush=True)
+
+    def listing(self) -> str:
+        """For a dry run: each run, its folder and where it stands."""
+        lines = [
+            f"{outcome.run.label}: {outcome.run.folder}"
+            f" ({'finished' if outcome.result is not None else outcome.problem})"
+            for outcome in self.outcomes()
+        ]
+        return "\n".join([*lines, f"{len(lines)} run{'s' if len(lines) != 1 else ''}"])
 
 
-def left_out(recipe: Any, runs: Callable[[Any], list[Any]], stored: Callable[[Any], Any]) -> Any:
-    """(run, result) of the models that `select` leaves out, as far as they are done.
+def unfinished(run: Any) -> str:
+    """How far a run without a result has come, by its checkpoints."""
+    saved = checkpoints(run.folder)
+    if saved:
+        return f"stopped at step {saved[-1].name.removeprefix('checkpoint-')}"
+    return "not run yet"
 
-    A report is about all models of a recipe, whichever were trained by this call. What does not
-    fit the recipe, or cannot be built here, is passed over.
+
+def read_json(file: Path, *needed: str) -> dict[str, Any]:
+    """A result's file, which has the `needed` keys.
+
+    Raises:
+        LatteError: it is damaged.
     """
-    for name in recipe.models:
-        if recipe.select is None or name in recipe.select:
-            continue
-        try:
-            found = runs(replace(recipe, select=[name]))
-        except LatteError:
-            continue
-        for run in found:
-            with suppress(LatteError):
-                if (result := stored(run)) is not None:
-                    yield run, result
-
-
-class Failures:
-    """Runs of a grid that failed by themselves, as for want of memory, while the rest go on."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    @contextmanager
-    def kept(self, label: str) -> Iterator[None]:
-        """Within it a failure is said and kept, and raises nothing."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.lines.append(f"{label}: {' '.join(str(error).split())[:300]}")
-            print(f"  failed: {self.lines[-1]}", file=sys.stderr, flush=True)
-
-    def check(self, folder: Any) -> None:
-        """Raise LatteError, at the end, if there were any."""
-        if self.lines:
-            count = len(self.lines)
-            raise LatteError(
-                f"{count} run{'s' if count > 1 else ''} failed and would be tried again; the"
-                f" others are reported in {folder}. The first: {self.lines[0]}"
-            )
-
-
-def model_config(
-    name: str, preset: str, values: Mapping[str, Any], *, causal: bool | None = None
-) -> Any:
-    """The config of a model of the registry, "tiny" but for `values`; a mistake names the model."""
-    from latte.models.registry import find_model
-
     try:
-        entry = find_model(preset)
-        entry.check(causal=causal)
-        return entry.config("tiny", **values)
-    except (ValueError, TypeError) as error:
-        raise LatteError(f"models.{name}: {' '.join(str(error).split())}") from None
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        for key in needed:
+            stored[key]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise damaged(file, error) from None
+    return dict(stored)
 
 
-def command_line(program: str, description: str | None) -> argparse.ArgumentParser:
-    """The options that every runner of such recipes has."""
-    parser = OneLineParser(
-        prog=f"python -m replication.{program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help=f"a YAML recipe, see recipes/{program}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs and do none")
-    parser.add_argument("--report", action="store_true", help="report what is done, train nothing")
-    parser.add_argument("--quiet", action="store_true", help="no bars and no lines")
-    return parser
+def damaged(file: Path, error: Exception) -> LatteError:
+    return LatteError(f"{file} is damaged ({error}); delete it to do that again")
 
 
 def exit_code(program: str, work: Callable[[], None], how_to_go_on: str) -> int:
@@ -126,10 +227,16 @@ def exit_code(program: str, work: Callable[[], None], how_to_go_on: str) -> int:
     return 0
 
 
-def progress_bar(quiet: bool, **arguments: Any) -> Any:
-    """A tqdm bar in steps; none where stderr is not a terminal."""
-    from tqdm import tqdm
+def table(lines: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Markdown: the head, then the lines, the first `texts` columns to the left."""
+    rule = ["---"] * texts + ["---:"] * (len(lines[0]) - texts)
+    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
 
-    return tqdm(
-        unit="step", dynamic_ncols=True, leave=False, disable=True if quiet else None, **arguments
-    )
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A head and the rows; what a row lacks is left empty."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()

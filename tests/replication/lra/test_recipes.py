@@ -62,7 +62,7 @@ def test_documented_commands_could_be_typed() -> None:
     commands = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", text, re.M)]
     assert len(commands) >= 4
     for words in commands:
-        assert words[:3] == ["python", "-m", "replication.lra.run"]
+        assert words[:3] == ["python", "-m", "replication.lra"]
         assert runs(load(ROOT / words[3], [word for word in words[4:] if word[0] != "-"]))
 
 

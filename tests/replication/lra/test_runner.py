@@ -16,13 +16,19 @@ import yaml
 
 from latte.errors import LatteError
 from latte.train.run_folder import checkpoints, seal
+from replication import loop
 from replication.lra import training as lra_training
 from replication.lra.data import Examples, Task
 from replication.lra.recipe import LRATraining, load, runs
-from replication.lra.run import RESULT_FILE, load_data, main, train_all
+from replication.lra.run import RESULT_FILE, LRASweep, load_data, main
 from replication.lra.training import Score, Training, batches, score
 
 ROOT = Path(__file__).parents[3]
+
+
+def train_all(recipe: Any) -> str:
+    """Do what is due; the report."""
+    return LRASweep(recipe, quiet=True).sweep()[1]
 
 
 def made(lengths: list[int]) -> Examples:
@@ -165,7 +171,7 @@ def test_a_run_repeats_exactly_and_leaves_the_random_state(
 ) -> None:
     state = torch.get_rng_state()
     for name in ("one", "two"):
-        train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / name}"]), quiet=True)
+        train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / name}"]))
     assert torch.equal(state, torch.get_rng_state())
     one, two = (outcome_of(tmp_path / name / "both" / "seed0") for name in ("one", "two"))
     assert one == two
@@ -177,8 +183,8 @@ def test_a_run_repeats_exactly_and_leaves_the_random_state(
 def test_a_killed_run_goes_on_to_the_same_result(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, killed_at: int
 ) -> None:
-    train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / 'whole'}"]), quiet=True)
-    plain, calls = lra_training.take_step, []
+    train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / 'whole'}"]))
+    plain, calls = loop.take_step, []
 
     def killed(*arguments: Any) -> bool:
         calls.append(1)
@@ -186,7 +192,7 @@ def test_a_killed_run_goes_on_to_the_same_result(
             raise KeyboardInterrupt
         return plain(*arguments)
 
-    monkeypatch.setattr(lra_training, "take_step", killed)
+    monkeypatch.setattr(loop, "take_step", killed)
     few = [str(recipe_file), "select=[both]"]
     assert main([*few, "--quiet"]) == 130
     assert "goes on from the last checkpoint" in capsys.readouterr().err
@@ -219,7 +225,7 @@ def test_the_best_state_is_kept_and_test_is_scored_once(
     task = load_data(recipe, quiet=True)
     monkeypatch.setattr("replication.lra.run.load_data", lambda *_: task)
     monkeypatch.setattr(lra_training, "score", watched)
-    train_all(recipe, quiet=True)
+    train_all(recipe)
     assert sum(examples is task.test for examples in scored) == 1 and scored[-1] is task.test
     folder = tmp_path / "out" / "window" / "seed0"
     assert outcome_of(folder)["best_step"] == 4
@@ -230,7 +236,7 @@ def test_the_best_state_is_kept_and_test_is_scored_once(
 
 
 def test_a_budget_of_minutes_ends_a_run_with_a_score(recipe_file: Path, tmp_path: Path) -> None:
-    train_all(load(recipe_file, ["select=[both]", "training.max_minutes=1e-9"]), quiet=True)
+    train_all(load(recipe_file, ["select=[both]", "training.max_minutes=1e-9"]))
     outcome = outcome_of(tmp_path / "out" / "both" / "seed0")
     assert outcome["stopped"] == "minutes" and outcome["steps"] == 1
     assert outcome["test"]["examples"] == 16
@@ -239,17 +245,17 @@ def test_a_budget_of_minutes_ends_a_run_with_a_score(recipe_file: Path, tmp_path
 def test_a_step_that_is_not_finite_never_reaches_the_weights(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = lra_training.take_step, []
+    plain, calls = loop.take_step, []
 
     def broken(model: Any, loss: torch.Tensor, *rest: Any) -> bool:
         calls.append(1)
         return plain(model, loss * float("nan") if len(calls) == bad else loss, *rest)
 
-    monkeypatch.setattr(lra_training, "take_step", broken)
+    monkeypatch.setattr(loop, "take_step", broken)
     for bad, steps in ((2, 1), (4, 3)):
         calls.clear()
         out = tmp_path / f"at{bad}"
-        train_all(load(recipe_file, ["select=[window]", f"output_dir={out}"]), quiet=True)
+        train_all(load(recipe_file, ["select=[window]", f"output_dir={out}"]))
         outcome = outcome_of(out / "window" / "seed0")
         assert outcome["stopped"] == "diverged" and outcome["steps"] == steps
         assert np.isfinite(outcome["test"]["loss"])
@@ -261,7 +267,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
 
 def test_bf16_and_several_seeds(recipe_file: Path, tmp_path: Path) -> None:
     overrides = ["select=[both]", "training.bf16=true", "training.seeds=[0,1]"]
-    table = train_all(load(recipe_file, overrides), quiet=True)
+    table = train_all(load(recipe_file, overrides))
     assert " to " in table and "2 runs" in table
     one, two = (outcome_of(tmp_path / "out" / "both" / f"seed{i}") for i in (0, 1))
     assert one["curve"] != two["curve"]
@@ -281,7 +287,7 @@ def test_something_is_learned(recipe_file: Path) -> None:
 
 
 def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:
-    train_all(load(recipe_file, ["select=[both]"]), quiet=True)
+    train_all(load(recipe_file, ["select=[both]"]))
     folder = tmp_path / "out" / "both" / "seed0"
     begin = ["select=[both]", f"initial={folder}", f"output_dir={tmp_path / 'next'}"]
     recipe = load(recipe_file, [*begin, "data.max_length=14"])
@@ -309,7 +315,7 @@ def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, ca
     )
     assert "is missing there" in refused("shared.num_hidden_layers=2")
     deeper = ["select=[window]", "shared.num_hidden_layers=2", f"output_dir={tmp_path / 'deep'}"]
-    train_all(load(recipe_file, deeper), quiet=True)
+    train_all(load(recipe_file, deeper))
     deep = f"initial={tmp_path / 'deep/window/seed0'}"
     assert "is there and not here" in refused("select=[window]", deep)
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
@@ -367,7 +373,7 @@ def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
     overrides = ["select=[both]", "training.max_steps=80", "training.learning_rate=0.01",
                  "training.eval_steps=20", "shared.initializer_range=0.2",
                  "shared.hidden_dropout=0"]  # fmt: skip
-    train_all(load(recipe_file, overrides), quiet=True)
+    train_all(load(recipe_file, overrides))
     outcome = outcome_of(tmp_path / "out" / "both" / "seed0")
     assert outcome["test"]["accuracy"] >= 0.9, outcome["curve"]
     config = json.loads((tmp_path / "out/both/seed0/config.json").read_text())
@@ -380,7 +386,7 @@ def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
 def test_a_report_is_about_all_models_and_a_failed_run_costs_the_others_nothing(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    train_all(load(recipe_file, ["select=[window]"]), quiet=True)
+    train_all(load(recipe_file, ["select=[window]"]))
 
     def short_of_memory(run: Any, *_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -392,7 +398,7 @@ def test_a_report_is_about_all_models_and_a_failed_run_costs_the_others_nothing(
     assert "lra: error: 1 run failed" in error and error.count("CUDA out of memory") == 2
     assert "`window`" in (tmp_path / "out" / "accuracy.md").read_text()
     monkeypatch.setattr(lra_training, "Training", plain)
-    train_all(load(recipe_file, ["select=[both]"]), quiet=True)
+    train_all(load(recipe_file, ["select=[both]"]))
     with open(tmp_path / "out" / "accuracy.csv", newline="") as file:
         assert [row["model"] for row in csv.DictReader(file)] == ["both", "window"]
 
@@ -404,15 +410,15 @@ def test_a_folder_with_another_run_or_another_kind_of_checkpoint(
     recipe_file: Path, tmp_path: Path
 ) -> None:
     few = ["select=[window]"]
-    train_all(load(recipe_file, few), quiet=True)
+    train_all(load(recipe_file, few))
     folder = tmp_path / "out" / "window" / "seed0"
     before = (folder / RESULT_FILE).read_text()
     with pytest.raises(LatteError, match="another run: training.batch_size is 8 there and 4 here"):
-        train_all(load(recipe_file, [*few, "training.batch_size=4"]), quiet=True)
+        train_all(load(recipe_file, [*few, "training.batch_size=4"]))
     assert (folder / RESULT_FILE).read_text() == before
     (folder / RESULT_FILE).write_text(before[:50])
     with pytest.raises(LatteError, match="is damaged .* delete it"):
-        train_all(load(recipe_file, few), quiet=True)
+        train_all(load(recipe_file, few))
     # A checkpoint of a language model where this run's should be.
     (folder / RESULT_FILE).unlink()
     staged = folder / "staged"
@@ -420,10 +426,10 @@ def test_a_folder_with_another_run_or_another_kind_of_checkpoint(
     torch.save({"model": {"lm_head.weight": torch.zeros(2)}}, staged / "state.pt")
     seal(staged, folder / "checkpoint-4")
     with pytest.raises(LatteError, match="checkpoint-4/state.pt is no checkpoint of this run"):
-        train_all(load(recipe_file, few), quiet=True)
+        train_all(load(recipe_file, few))
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"years of work")
     with pytest.raises(LatteError, match="not empty and holds no run of latte"):
-        train_all(load(recipe_file, few), quiet=True)
+        train_all(load(recipe_file, few))
     assert (folder / "model.safetensors").read_bytes() == b"years of work"

@@ -19,7 +19,7 @@ from replication.mqar import training as mqar_training
 from replication.mqar.data import MQAR, MQARTable, shifted_labels
 from replication.mqar.recipe import Cell, load, runs
 from replication.mqar.report import best, markdown
-from replication.mqar.run import RESULT_FILE, main, sweep
+from replication.mqar.run import RESULT_FILE, MQARSweep, main
 from replication.mqar.training import count_correct, query_logits, train_run
 
 ROOT = Path(__file__).parents[3]
@@ -40,6 +40,11 @@ TINY: dict[str, Any] = {
     "mlp_ratio": 1.0,
     "training": {"max_epochs": 2, "learning_rates": [1e-3, 1e-2], "batch_size": 8},
 }
+
+
+def sweep(recipe: Any) -> str:
+    """Do what is due; the report."""
+    return MQARSweep(recipe, quiet=True).sweep()[1]
 
 
 @pytest.fixture
@@ -113,9 +118,7 @@ def test_runs_repeat_exactly_and_leave_the_random_state(recipe_file: Path) -> No
     recipe = load(recipe_file)
     run = runs(recipe)[0]
     state = torch.get_rng_state()
-    outcomes = [
-        train_run(run, recipe, *tables_of(run, recipe), torch.device("cpu")) for _ in range(2)
-    ]
+    outcomes = [train_run(run, *tables_of(run, recipe), torch.device("cpu")) for _ in range(2)]
     assert torch.equal(state, torch.get_rng_state())
     curves = [[{**p, "seconds": 0} for p in outcome.curve] for outcome in outcomes]
     assert curves[0] == curves[1] and outcomes[0].cells == outcomes[1].cells
@@ -135,10 +138,10 @@ def test_success_ends_a_run_only_when_all_examples_confirm_it(
         return int(lucky[len(table)] * 20), 20
 
     monkeypatch.setattr(mqar_training, "count_correct", counted)
-    outcome = train_run(run, recipe, *tables_of(run, recipe), torch.device("cpu"))
+    outcome = train_run(run, *tables_of(run, recipe), torch.device("cpu"))
     assert outcome.stopped == "epochs" and outcome.epochs == 5
     lucky[10] = 1.0
-    outcome = train_run(run, recipe, *tables_of(run, recipe), torch.device("cpu"))
+    outcome = train_run(run, *tables_of(run, recipe), torch.device("cpu"))
     assert outcome.stopped == "accuracy" and outcome.epochs == 1
     assert outcome.cells[0]["accuracy"] == 1.0
 
@@ -146,7 +149,7 @@ def test_success_ends_a_run_only_when_all_examples_confirm_it(
 def test_a_budget_of_minutes_ends_a_run_with_a_complete_score(recipe_file: Path) -> None:
     recipe = load(recipe_file, ["training.max_minutes=1e-9", "training.quick_examples=4"])
     run = runs(recipe)[0]
-    outcome = train_run(run, recipe, *tables_of(run, recipe), torch.device("cpu"))
+    outcome = train_run(run, *tables_of(run, recipe), torch.device("cpu"))
     assert outcome.stopped == "minutes" and outcome.steps == 1
     assert outcome.cells[0]["queries"] == 20
 
@@ -154,8 +157,8 @@ def test_a_budget_of_minutes_ends_a_run_with_a_complete_score(recipe_file: Path)
 def test_embeddings_may_have_a_learning_rate_of_their_own(recipe_file: Path) -> None:
     recipe = load(recipe_file, ["training.embedding_rate=0.5", "shared.tie_word_embeddings=false"])
     run = runs(recipe)[0]
-    fresh = mqar_training._fresh_model(run)
-    optimizer = mqar_training._optimizer(fresh, run, recipe)
+    training = mqar_training.Training(run, *tables_of(run, recipe), torch.device("cpu"))
+    fresh, optimizer = training.model, training.optimizer
     names = {id(p): name for name, p in fresh.named_parameters()}
     groups = {
         names[id(p)]: (group["lr"], group["weight_decay"])
@@ -180,7 +183,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
         return plain(*arguments) * (float("nan") if len(calls) == 2 else 1.0)
 
     monkeypatch.setattr(mqar_training, "query_logits", broken)
-    outcome = train_run(run, recipe, *tables_of(run, recipe), torch.device("cpu"))
+    outcome = train_run(run, *tables_of(run, recipe), torch.device("cpu"))
     assert outcome.stopped == "diverged" and outcome.steps == 1
     assert outcome.cells[0]["queries"] == 20
 
@@ -219,7 +222,7 @@ def test_a_grid_reports_and_resumes_run_by_run(
     monkeypatch.setattr(
         mqar_training, "train_run", lambda run, *rest: done.append(run.label) or plain(run, *rest)
     )
-    sweep(load(recipe_file), quiet=True)
+    sweep(load(recipe_file))
     assert done == ["8x2 window E16 lr 0.01 seed 0"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert json.loads(lost.read_text())["outcome"]["cells"] == before["outcome"]["cells"]
@@ -249,7 +252,7 @@ def test_solved_cells_need_no_more_learning_rates(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mqar_training, "count_correct", lambda *_, **__: (20, 20))
-    sweep(load(recipe_file, ["select=[both]", "training.skip_solved=true"]), quiet=True)
+    sweep(load(recipe_file, ["select=[both]", "training.skip_solved=true"]))
     folders = sorted(path.parent.name for path in (tmp_path / "out").rglob(RESULT_FILE))
     assert folders == ["lr0.001-seed0"] * 2
 
@@ -262,7 +265,7 @@ def test_a_mixture_and_a_sweep_over_latents(recipe_file: Path, tmp_path: Path) -
         "latents=[2,4]",
         "training.learning_rates=[1e-3]",
     ]
-    table = sweep(load(recipe_file, overrides), quiet=True)
+    table = sweep(load(recipe_file, overrides))
     assert "| 8 / 2 | 16 / 2 | 16 / 4 |" in table
     assert len(list((tmp_path / "out").rglob(RESULT_FILE))) == 3  # window has no latents
     assert (tmp_path / "out" / "latents.png").read_bytes().startswith(b"\x89PNG")
@@ -329,7 +332,7 @@ def test_a_tiny_cell_is_learned(tmp_path: Path) -> None:
             }
         )
     )
-    sweep(load(path), quiet=True)
+    sweep(load(path))
     (file,) = (tmp_path / "out").rglob(RESULT_FILE)
     outcome = json.loads(file.read_text())["outcome"]
     assert outcome["cells"][0]["accuracy"] > 0.9, outcome["curve"]
@@ -364,10 +367,10 @@ def test_recipes_have_runs_and_every_control(name: str) -> None:
 def test_documented_commands_could_be_typed() -> None:
     text = (ROOT / "docs" / "mqar.md").read_text(encoding="utf-8")
     commands = re.findall(r"^\$ (.*)$", text, re.M)
-    found = [shlex.split(line) for line in commands if "replication.mqar.run" in line]
+    found = [shlex.split(line) for line in commands if "replication.mqar" in line]
     assert len(found) >= 3
     for words in found:
-        assert words[:3] == ["python", "-m", "replication.mqar.run"]
+        assert words[:3] == ["python", "-m", "replication.mqar"]
         arguments = [word for word in words[4:] if not word.startswith("--")]
         assert runs(load(ROOT / words[3], arguments))
 
@@ -441,15 +444,15 @@ def test_a_folder_with_other_or_damaged_results_is_left_alone(
     recipe_file: Path, tmp_path: Path
 ) -> None:
     few = ["select=[window]", "data.cells=[[8,2]]", "training.learning_rates=[1e-3]"]
-    sweep(load(recipe_file, few), quiet=True)
+    sweep(load(recipe_file, few))
     (file,) = (tmp_path / "out").rglob(RESULT_FILE)
     before = file.read_text()
     with pytest.raises(LatteError, match="another run: training.max_epochs is 2 there and 3 here"):
-        sweep(load(recipe_file, [*few, "training.max_epochs=3"]), quiet=True)
+        sweep(load(recipe_file, [*few, "training.max_epochs=3"]))
     assert file.read_text() == before
     file.write_text(before[:50])
     with pytest.raises(LatteError, match="is damaged .* delete it"):
-        sweep(load(recipe_file, few), quiet=True)
+        sweep(load(recipe_file, few))
     assert file.read_text() == before[:50]
 
 
@@ -458,7 +461,7 @@ def test_a_report_of_what_is_done_trains_nothing(
 ) -> None:
     assert main([str(recipe_file), "--report"]) == 0
     assert "No run has a result yet." in capsys.readouterr().out
-    sweep(load(recipe_file, ["select=[window]", "data.cells=[[8,2]]"]), quiet=True)
+    sweep(load(recipe_file, ["select=[window]", "data.cells=[[8,2]]"]))
     assert main([str(recipe_file), "--report"]) == 0
     assert "2 runs" in capsys.readouterr().out
     assert len(list((tmp_path / "out").rglob(RESULT_FILE))) == 2
@@ -469,12 +472,12 @@ def test_a_report_is_about_all_models_whichever_this_call_trained(
 ) -> None:
     one = ["data.cells=[[8,2]]", "training.learning_rates=[1e-3]"]
     for name in ("window", "both"):
-        sweep(load(recipe_file, [*one, f"select=[{name}]"]), quiet=True)
+        sweep(load(recipe_file, [*one, f"select=[{name}]"]))
         with open(tmp_path / "out" / "accuracy.csv", newline="") as file:
             found = [row["model"] for row in csv.DictReader(file)]
         assert found == (["window"] if name == "window" else ["both", "window"])
     other = [*one, "select=[both]", "models.window.sliding_window=3"]  # passed over: not these
-    assert "`window`" not in sweep(load(recipe_file, other), quiet=True)
+    assert "`window`" not in sweep(load(recipe_file, other))
 
 
 def test_a_run_that_fails_costs_the_others_nothing(

@@ -1,28 +1,34 @@
-"""What several seeds say: seeds.csv (a row per run and context length), seeds.md, seeds.png.
+"""What a comparison says, as CSV, Markdown and a figure.
 
-Means and paired differences carry 95% intervals by Student's t over the seeds; intervals are not
+By one seed: comparison.csv (a row per preset and context length), .md, .png. By several: seeds.csv
+(a row per run and context length), .md, .png, with means and paired differences that carry 95%
+intervals by Student's t over the seeds,
+
+    mean +- t(n - 1) s / sqrt(n),   s^2 = sum (x - mean)^2 / (n - 1)
+
+with t the two-sided quantile of Student's distribution. A paired difference is the same formula on
+the differences: what both sides share (here the seed's data order) cancels. Intervals are not
 widened for the number of comparisons. Claims are looked at where the models were trained: at the
 block's length if it was scored, else at the shortest.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from latte.compare.intervals import Mean, mean_of
-from latte.compare.seeds import Outcome
-from latte.evaluate.lengths import Row
-from latte.evaluate.plots import canvas, draw_curves, line_style, save
-from latte.train.metrics import read_metrics
+from latte.compare.grid import Outcome, csv_text, table
+from latte.evaluate.lengths import Row, write_csv
+from latte.evaluate.plots import canvas, comparison_figure, draw_curves, line_style, save
+from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
 from latte.train.run_folder import write_text
 
+CONFIDENCE = 0.95
 # Perplexities claimed: the left one above the right one (for the last pair: or equal).
 CLAIMS = (
     ("latte", "latte++"),
@@ -36,19 +42,73 @@ CLAIMS = (
 Losses = dict[str, dict[int, Row]]  # by preset and seed, at one context length
 
 
-def write_report(folder: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> str:
-    """Write the files; returns the Markdown."""
+# ---- by one seed
+
+
+def write_comparison(
+    folder: Path,
+    outcomes: Sequence[Outcome],
+    recipe: Recipe,
+    title: str,
+    references: Mapping[str, float] | None,
+) -> str:
+    """Write the files of a comparison by one seed; returns the Markdown."""
+    finished = [outcome for outcome in outcomes if outcome.result is not None]
+    if not finished:
+        return ""
+    by_preset = {outcome.run.preset: outcome.result.rows for outcome in finished}
+    rows = [(preset, row) for preset, found in by_preset.items() for row in found]
+    labels: list[dict[str, Any]] = [{"preset": preset} for preset, _ in rows]
+    write_csv(folder / "comparison.csv", [row for _, row in rows], labels)
+    text = _comparison(finished)
+    write_text(folder / "comparison.md", text)
+    comparison_figure(
+        folder / "comparison.png",
+        {outcome.run.preset: read_metrics(outcome.run.folder, "eval") for outcome in finished},
+        by_preset,
+        train_length=recipe.data.block_length,
+        references=references,
+        title=title,
+    )
+    return text
+
+
+def _comparison(finished: Sequence[Outcome]) -> str:
+    """A table: parameters, tokens, time and, by context length, perplexity and bits per byte."""
+    lengths = _lengths(finished)
+    head = ["model", "parameters", "tokens", "training time", "tokens/s"]
+    head += [f"ppl at {length:,}" for length in lengths]
+    lines = [head + [f"bits/byte at {length:,}" for length in lengths]]
+    for outcome in finished:
+        found = outcome.result
+        cells = [
+            f"`{outcome.run.preset}`",
+            f"{found.parameters / 1e6:.2f}M",
+            f"{found.tokens:,}",
+            duration(found.seconds),
+            f"{found.tokens / max(found.seconds, 1e-9):,.0f}",
+        ]
+        cells += [f"{row.perplexity:.4g}" for row in found.rows]
+        lines.append(cells + [f"{row.bits_per_byte:.4f}" for row in found.rows])
+    return table(lines)
+
+
+# ---- by several seeds
+
+
+def write_seeds(folder: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> str:
+    """Write the files of a comparison by several seeds; returns the Markdown."""
     text = markdown(outcomes, recipe)
     write_text(folder / "seeds.csv", _csv(outcomes))
     write_text(folder / "seeds.md", text)
-    if any(outcome.measured for outcome in outcomes):
+    if any(outcome.result for outcome in outcomes):
         seeds_figure(folder / "seeds.png", outcomes, recipe, title)
     return text
 
 
 def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
     """The tables: means, paired differences, the order claimed and found, what is missing."""
-    finished = [outcome for outcome in outcomes if outcome.measured is not None]
+    finished = [outcome for outcome in outcomes if outcome.result is not None]
     parts = []
     if finished:
         lengths = _lengths(finished)
@@ -58,7 +118,7 @@ def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
         parts += _orders(losses(finished, _judged(lengths, recipe)), _judged(lengths, recipe))
     missing: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
-        if outcome.measured is None:
+        if outcome.result is None:
             key = (outcome.run.preset, outcome.problem)
             missing.setdefault(key, []).append(str(outcome.run.seed))
     if missing:
@@ -74,8 +134,8 @@ def losses(finished: Iterable[Outcome], length: int) -> Losses:
     """Rows of one context length by preset and seed."""
     found: Losses = {}
     for outcome in finished:
-        assert outcome.measured is not None
-        for row in outcome.measured.rows:
+        assert outcome.result is not None
+        for row in outcome.result.rows:
             if row.length == length:
                 found.setdefault(outcome.run.preset, {})[outcome.run.seed] = row
     return found
@@ -114,7 +174,7 @@ def _means(finished: Sequence[Outcome], lengths: Sequence[int]) -> str:
     head = ["model", "parameters", "seeds", *(f"perplexity at {x:,}" for x in lengths)]
     lines = [[*head, "tokens/s", "peak memory, MB"]]
     for preset in _presets(finished):
-        group = [o.measured for o in finished if o.run.preset == preset and o.measured is not None]
+        group = [o.result for o in finished if o.run.preset == preset and o.result is not None]
         line = [f"`{preset}`", f"{group[0].parameters / 1e6:.2f}M", str(len(group))]
         for length in lengths:
             values = [row.perplexity for m in group for row in m.rows if row.length == length]
@@ -122,7 +182,7 @@ def _means(finished: Sequence[Outcome], lengths: Sequence[int]) -> str:
         line.append(_value(mean_of([m.tokens_per_second for m in group]), ",.0f"))
         line.append(_value(mean_of([m.peak_memory_bytes / 1e6 for m in group]), ",.0f"))
         lines.append(line)
-    return _table(lines)
+    return table(lines)
 
 
 def _differences(finished: Sequence[Outcome], lengths: Sequence[int], baseline: str) -> list[str]:
@@ -145,7 +205,7 @@ def _differences(finished: Sequence[Outcome], lengths: Sequence[int], baseline: 
             lines.append([*line, str(count)])
     if len(lines) == 1:
         return []
-    return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", _table(lines)]
+    return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", table(lines)]
 
 
 def _orders(found: Losses, length: int) -> list[str]:
@@ -166,15 +226,15 @@ def _orders(found: Losses, length: int) -> list[str]:
     parts = []
     if len(claimed) > 1:
         parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n"]
-        parts += [_table(claimed)]
+        parts += [table(claimed)]
     if len(pairs) > 1:
         parts += ["The order found: " + " > ".join(f"`{name}`" for name in order) + "\n"]
-        parts += [_table(pairs)]
+        parts += [table(pairs)]
     return parts
 
 
 def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
-    measured = [outcome.measured for outcome in finished if outcome.measured is not None]
+    measured = [outcome.result for outcome in finished if outcome.result is not None]
     tokens = sorted({m.tokens for m in measured})
     scored = sorted({row.tokens for m in measured for row in m.rows})
     places = sorted({(m.hardware["device"], m.hardware["threads"], m.hardware["torch"])
@@ -191,7 +251,7 @@ def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
 
 def seeds_figure(path: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> None:
     """Learning curves averaged over seeds, beside each preset's perplexities and interval."""
-    finished = [outcome for outcome in outcomes if outcome.measured is not None]
+    finished = [outcome for outcome in outcomes if outcome.result is not None]
     presets = _presets(finished)
     length = _judged(_lengths(finished), recipe)
     found = losses(finished, length)
@@ -229,7 +289,7 @@ def _presets(finished: Iterable[Outcome]) -> list[str]:
 
 
 def _lengths(finished: Iterable[Outcome]) -> list[int]:
-    return sorted({row.length for o in finished if o.measured for row in o.measured.rows})
+    return sorted({row.length for o in finished if o.result for row in o.result.rows})
 
 
 def _judged(lengths: Sequence[int], recipe: Recipe) -> int:
@@ -248,36 +308,76 @@ def _value(entry: Mean, form: str = ".2f") -> str:
     return text if entry.half_width is None else f"{text} ± {entry.half_width:{form.lstrip('+')}}"
 
 
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
-    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
-
-
 def _csv(outcomes: Sequence[Outcome]) -> str:
     """A row per run and context length, and one for a run without a result."""
-    buffer = io.StringIO()
     run = ["preset", "seed", "problem", "parameters", "steps", "trained_tokens",
            "training_seconds", "training_tokens_per_second",
            "training_peak_memory_bytes"]  # fmt: skip
     place = ["device", "threads", "torch", "date"]
-    columns = [*run, *(field.name for field in fields(Row)), *place]
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n", restval="")
-    writer.writeheader()
+    rows: list[dict[str, Any]] = []
     for outcome in outcomes:
-        head: dict[str, Any] = {"preset": outcome.run.preset, "seed": outcome.run.seed}
-        measured = outcome.measured
-        if measured is None:
-            writer.writerow({**head, "problem": outcome.problem})
+        head = {"preset": outcome.run.preset, "seed": outcome.run.seed}
+        found = outcome.result
+        if found is None:
+            rows.append({**head, "problem": outcome.problem})
             continue
-        head |= {
-            "parameters": measured.parameters,
-            "steps": measured.steps,
-            "trained_tokens": measured.tokens,
-            "training_seconds": measured.seconds,
-            "training_tokens_per_second": measured.tokens_per_second,
-            "training_peak_memory_bytes": measured.peak_memory_bytes,
-            **measured.hardware,
-        }
-        for row in measured.rows:
-            writer.writerow({**head, **asdict(row)})
-    return buffer.getvalue()
+        head |= {"parameters": found.parameters, "steps": found.steps}
+        head |= {"trained_tokens": found.tokens, **found.hardware}
+        for key in ("seconds", "tokens_per_second", "peak_memory_bytes"):
+            head[f"training_{key}"] = getattr(found, key)
+        rows += [{**head, **asdict(row)} for row in found.rows]
+    return csv_text([*run, *(field.name for field in fields(Row)), *place], rows)
+
+
+# ---- means and intervals
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over `count` measurements and half the width of its interval (None for one)."""
+
+    value: float
+    half_width: float | None
+    count: int
+
+    @property
+    def sign(self) -> int:
+        """+1 or -1 if the interval lies on one side of zero, else 0."""
+        if self.half_width is None or abs(self.value) <= self.half_width:
+            return 0
+        return 1 if self.value > 0 else -1
+
+
+def mean_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
+    """The mean of at least one value, with its interval from two on."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return Mean(mean, None, count)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return Mean(mean, student_t(confidence, count - 1) * math.sqrt(variance / count), count)
+
+
+def student_t(confidence: float, freedom: int) -> float:
+    """t with P(|X| <= t) = confidence, X of Student's distribution, by bisection."""
+    low, high = 0.0, 1.0
+    while _within(high, freedom) < confidence:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """P(|X| <= t) for whole degrees of freedom: a finite sum in theta = atan(t / sqrt(freedom))
+    (Abramowitz and Stegun 26.7.3-4).
+    """
+    theta = math.atan(t / math.sqrt(freedom))
+    sine, squared = math.sin(theta), math.cos(theta) ** 2
+    odd = freedom % 2 == 1
+    term, total = (math.cos(theta), 0.0) if odd else (1.0, 0.0)
+    for k in range(1 if odd else 0, freedom - 1, 2):
+        total += term
+        term *= squared * (k + 1) / (k + 2)
+    return (2 / math.pi) * (theta + sine * total) if odd else sine * total

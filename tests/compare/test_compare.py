@@ -1,18 +1,20 @@
-"""Comparisons by several seeds: intervals, resuming, failures, the report."""
+"""Comparisons, by one seed and by several: intervals, resuming, failures, the report."""
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from latte.compare import seeds, seeds_report
-from latte.compare.intervals import Mean, mean_of, student_t
-from latte.compare.seeds import FAILED_FILE, MEASURED_FILE, Run, compare_seeds, list_runs
-from latte.compare.seeds_report import found_order, losses, paired, verdict
+from latte.compare import compare as module
+from latte.compare import report
+from latte.compare.compare import EARLIER_FILE, MEASURED_FILE, Comparison, Run
+from latte.compare.grid import FAILED_FILE
+from latte.compare.report import Mean, found_order, losses, mean_of, paired, student_t, verdict
 from latte.errors import LatteError
 from latte.evaluate.lengths import Row
 from latte.machine import WorkFailed
@@ -20,6 +22,16 @@ from latte.train.metrics import read_metrics
 from latte.train.recipe import Recipe
 from latte.train.run_folder import FolderInUse, claim, write_json
 from latte.train.trainer import Diverged
+
+
+def compare(recipe: Recipe, report_only: bool = False, **options: Any) -> tuple[Any, str]:
+    """Do what is due, in this process; where the runs stand, and the report."""
+    grid = Comparison(recipe, **{"quiet": True, "apart": False, **options})
+    return grid.sweep(report_only=report_only)
+
+
+def list_runs(recipe: Recipe) -> str:
+    return Comparison(recipe).listing()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,7 @@ def fake(perplexities: dict[tuple[str, int], float | Exception], done: list[str]
 @pytest.fixture
 def made_up(make_recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A recipe for measurements that are made up; no figure, which takes longest here."""
-    monkeypatch.setattr(seeds_report, "seeds_figure", lambda *_: None)
+    monkeypatch.setattr(report, "seeds_figure", lambda *_: None)
     recipe: Recipe = make_recipe(name="seeds")
     recipe.comparison.presets = ["latte", "latte++", "latte-r-swa++", "transformer++"]
     recipe.comparison.seeds = [0, 1, 2]
@@ -95,8 +107,8 @@ def test_differences_are_paired_and_claims_are_judged(
     made_up: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(seeds, "train_and_measure", fake(dict(VALUES), done))
-    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
+    monkeypatch.setattr(module, "train_and_measure", fake(dict(VALUES), done))
+    outcomes, text = compare(made_up)
     # seed by seed, so that an early end leaves whole rounds
     assert done[:4] == [f"{p}, seed 0" for p in made_up.comparison.presets] and len(done) == 12
     found = losses(outcomes, 32)
@@ -120,10 +132,10 @@ def test_differences_are_paired_and_claims_are_judged(
         rows = list(csv.DictReader(file))
     assert len(rows) == 24 and {row["device"] for row in rows} == {"cpu"}
     # Again: nothing is due. By other lengths: all are, though they are trained.
-    compare_seeds(made_up, quiet=True, apart=False)
+    compare(made_up)
     assert len(done) == 12
     made_up.comparison.lengths = [16]
-    compare_seeds(made_up, quiet=True, report_only=True)
+    compare(made_up, report_only=True)
     assert len(done) == 12
 
 
@@ -135,19 +147,19 @@ def test_what_fails_is_reported_and_costs_the_rest_nothing(
     values["latte++", 1] = WorkFailed("its process was killed by SIGKILL")
     values["transformer++", 2] = FolderInUse("another process is training in it")
     done: list[str] = []
-    monkeypatch.setattr(seeds, "train_and_measure", fake(values, done))
-    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
-    assert len(done) == 12 and sum(o.measured is not None for o in outcomes) == 9
+    monkeypatch.setattr(module, "train_and_measure", fake(values, done))
+    outcomes, text = compare(made_up)
+    assert len(done) == 12 and sum(o.result is not None for o in outcomes) == 9
     assert "- `latte`, seed 1: diverged: training diverged: loss is not finite at step 7" in text
     assert "- `latte++`, seed 1: failed: its process was killed by SIGKILL" in text
     assert "- `transformer++`, seed 2: another process is at it" in text
-    found = losses([o for o in outcomes if o.measured is not None], 32)
+    found = losses([o for o in outcomes if o.result is not None], 32)
     difference = paired(found, "latte", "latte++")
     assert difference is not None and difference.count == 2  # the seeds that both have
     # Again: what diverged would diverge again; the others are worth another try.
     values["latte++", 1] = 139.0
     done.clear()
-    _, text = compare_seeds(made_up, quiet=True, apart=False)
+    _, text = compare(made_up)
     assert done == ["latte++, seed 1", "transformer++, seed 2"]
     assert "`latte++`, seed 1" not in text and "`latte`, seed 1" in text
     assert "latte, seed 1" in list_runs(made_up)
@@ -162,12 +174,12 @@ def test_what_another_process_finished_is_not_done_again(
     def shared(run: Run, section: Any, quiet: bool) -> None:
         mine(run, section, quiet)
         for seed in (1, 2):  # meanwhile, elsewhere
-            twin = next(r for r in seeds.runs_of(made_up) if (r.preset, r.seed) == ("latte", seed))
+            twin = next(r for r in module.runs_of(made_up) if (r.preset, r.seed) == ("latte", seed))
             other(twin, section, quiet)
 
-    monkeypatch.setattr(seeds, "train_and_measure", shared)
-    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
-    assert len(done) == 10 and all(o.measured is not None for o in outcomes)
+    monkeypatch.setattr(module, "train_and_measure", shared)
+    outcomes, text = compare(made_up)
+    assert len(done) == 10 and all(o.result is not None for o in outcomes)
     assert "Without a result" not in text
 
 
@@ -177,8 +189,8 @@ def test_a_table_without_its_baseline_is_left_out(
     values: dict[tuple[str, int], float | Exception] = dict(VALUES)
     for seed in (0, 1, 2):
         values["transformer++", seed] = WorkFailed("it was killed")
-    monkeypatch.setattr(seeds, "train_and_measure", fake(values, []))
-    _, text = compare_seeds(made_up, quiet=True, apart=False)
+    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
+    _, text = compare(made_up)
     assert "Perplexity minus" not in text and "The order found" in text
 
 
@@ -190,9 +202,9 @@ def test_comparators_that_cannot_run_here_say_so(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     made_up.comparison.presets = ["latte", "gla"]
     made_up.model.overrides = {}
-    monkeypatch.setattr(seeds, "train_and_measure", fake(dict(VALUES), []))
-    outcomes, text = compare_seeds(made_up, quiet=True, apart=False)
-    assert [o.measured is not None for o in outcomes] == [True, False] * 3
+    monkeypatch.setattr(module, "train_and_measure", fake(dict(VALUES), []))
+    outcomes, text = compare(made_up)
+    assert [o.result is not None for o in outcomes] == [True, False] * 3
     assert "- `gla`, seeds 0, 1, 2: cannot run here, it needs" in text
     made_up.comparison.presets = ["longformer"]
     with pytest.raises(LatteError, match="reads both ways"):
@@ -202,15 +214,15 @@ def test_comparators_that_cannot_run_here_say_so(
 def test_a_mistake_is_not_a_failed_run(made_up: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[tuple[str, int], float | Exception] = dict(VALUES)
     values["latte", 0] = LatteError("output folder holds another run")
-    monkeypatch.setattr(seeds, "train_and_measure", fake(values, []))
+    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
     with pytest.raises(LatteError, match="holds another run"):
-        compare_seeds(made_up, quiet=True, apart=False)
+        compare(made_up)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": []}, "seeds: expected different ones, got none"),
+        ({"presets": []}, "presets: expected different ones, got none"),
         ({"seeds": [1, 1]}, "seeds: expected different ones, got 1, 1"),
         ({"seeds": [-1]}, "seeds: expected 0 to 4294967295, got -1"),
         ({"presets": ["swa++", "swa++"]}, "presets: expected different ones"),
@@ -223,7 +235,7 @@ def test_what_cannot_be_compared(made_up: Recipe, change: dict[str, Any], messag
     for name, value in change.items():
         setattr(made_up.comparison, name, value)
     with pytest.raises(LatteError, match=message):
-        compare_seeds(made_up, quiet=True)
+        compare(made_up)
     assert not Path(made_up.output_dir).exists()
 
 
@@ -243,14 +255,14 @@ def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any
     recipe.comparison.presets = ["latte-r-swa++", "transformer++"]  # overrides fit each
     recipe.comparison.seeds = [0, 1]
     recipe.comparison.max_tokens = 200
-    outcomes, text = compare_seeds(recipe, quiet=True, apart=False)
+    outcomes, text = compare(recipe)
     assert [o.problem for o in outcomes] == [""] * 4
     folder = Path(recipe.output_dir)
     first = [read_metrics(folder / "transformer++" / f"seed-{n}", "train") for n in (0, 1)]
     assert first[0][0]["loss"] != first[1][0]["loss"]
     assert "| `transformer++` >= `latte-r-swa++` |" in text
     assert (folder / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    measured = outcomes[0].measured
+    measured = outcomes[0].result
     assert measured is not None and measured.tokens == 3 * 64 and measured.rows[0].length == 32
     assert measured.peak_memory_bytes > 2**20 and measured.tokens_per_second > 0
     # A run without its measurement is scored again, not trained again.
@@ -260,28 +272,28 @@ def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any
     assert "transformer++, seed 1: " + str(weights.parent) + " (trained, not sc" in list_runs(
         recipe
     )
-    again, _ = compare_seeds(recipe, quiet=True, apart=False)
-    assert all(o.measured is not None for o in again) and weights.stat().st_mtime_ns == before
-    assert again[3].measured.rows[0].loss == outcomes[3].measured.rows[0].loss  # type: ignore
+    again, _ = compare(recipe)
+    assert all(o.result is not None for o in again) and weights.stat().st_mtime_ns == before
+    assert again[3].result.rows[0].loss == outcomes[3].result.rows[0].loss  # type: ignore
 
 
 def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
     recipe: Recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
     recipe.comparison.presets, recipe.comparison.seeds = ["latte-r-swa++"], [3]
-    outcomes, text = compare_seeds(recipe, quiet=True)
+    outcomes, text = compare(recipe, apart=True)
     assert outcomes[0].problem.startswith("diverged: training diverged") and "seed 3" in text
     assert (outcomes[0].run.folder / FAILED_FILE).exists()
     recipe.training.learning_rate = 1e-3  # as it advises: not the run that diverged
     with pytest.raises(LatteError, match=r"holds another run: training.learning_rate is 1e\+30 t"):
-        compare_seeds(recipe, quiet=True)
+        compare(recipe, apart=True)
 
 
 def test_results_of_another_recipe_are_not_taken_for_this_one(make_recipe: Any) -> None:
     recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
-    compare_seeds(recipe, quiet=True, apart=False)
+    compare(recipe)
     recipe.training.max_steps = 3
-    for call in (list_runs, lambda r: compare_seeds(r, quiet=True, report_only=True)):
+    for call in (list_runs, lambda r: compare(r, report_only=True)):
         with pytest.raises(LatteError, match="holds another run: training.max_steps is 2 there"):
             call(recipe)
 
@@ -289,20 +301,62 @@ def test_results_of_another_recipe_are_not_taken_for_this_one(make_recipe: Any) 
 def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:
     recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0, 1]
-    theirs = claim(seeds.runs_of(recipe)[0].recipe)
-    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
-    assert [o.measured is not None for o in outcomes] == [False, True]
+    theirs = claim(module.runs_of(recipe)[0].recipe)
+    outcomes, _ = compare(recipe)
+    assert [o.result is not None for o in outcomes] == [False, True]
     assert theirs.lock is not None
     theirs.lock.close()
-    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
-    assert all(o.measured is not None for o in outcomes)
+    outcomes, _ = compare(recipe)
+    assert all(o.result is not None for o in outcomes)
+
+
+def test_one_seed_is_a_grid_too(make_recipe: Any, capsys: Any) -> None:
+    """The same tokens for all, in the order of the presets; what was finished is read again."""
+    recipe: Recipe = make_recipe("latte++", name="both")
+    recipe.comparison.presets, recipe.comparison.lengths = ["latte++", "swa++"], [16]
+    recipe.comparison.max_tokens = 200
+    outcomes, text = compare(recipe)
+    assert [outcome.run.label for outcome in outcomes] == ["latte++", "swa++"]
+    assert len({outcome.result.tokens for outcome in outcomes}) == 1
+    first, second = (read_metrics(outcome.run.folder, "train") for outcome in outcomes)
+    assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
+    # An untrained model is near uniform: the first step's loss tells of the same number of tokens.
+    assert first[0]["loss"] == pytest.approx(second[0]["loss"], rel=0.05)
+    folder = Path(recipe.output_dir)
+    assert (folder / "comparison.md").read_text() == text
+    assert "swa++: " + str(folder / "swa++") + " (finished)" in list_runs(recipe)
+    # As comparisons by one seed were kept before, with less in the file.
+    file = folder / "swa++" / MEASURED_FILE
+    stored = json.loads(file.read_text())
+    less = {key: stored[key] for key in ("wanted", "parameters", "rows")}
+    write_json(file.with_name(EARLIER_FILE), less)
+    file.unlink()
+    assert compare(recipe)[1] == text and not file.exists()
+    # At other lengths it is scored again, and not trained again.
+    recipe.comparison.lengths, before = [32], (folder / "swa++/model.safetensors").stat()
+    assert "ppl at 32" in compare(recipe)[1]
+    assert (folder / "swa++/model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_by_one_seed_all_have_to_get_through(make_recipe: Any) -> None:
+    recipe = make_recipe("swa++", name="both", max_minutes=1e-6)
+    recipe.comparison.presets = ["swa++"]
+    with pytest.raises(LatteError, match="a comparison needs equal tokens"):
+        compare(recipe)
+    recipe = make_recipe("swa++", name="diverging", learning_rate=1e30, warmup_steps=0)
+    recipe.comparison.presets = ["swa++"]
+    with pytest.raises(Diverged):
+        compare(recipe)
+    recipe.comparison.presets = ["swa++", "swa++"]
+    with pytest.raises(LatteError, match="presets: expected different names"):
+        compare(recipe)
 
 
 def test_a_run_stopped_by_its_minutes_goes_on(make_recipe: Any) -> None:
     recipe: Recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
-    outcomes, text = compare_seeds(recipe, quiet=True, apart=False)
+    outcomes, text = compare(recipe)
     assert outcomes[0].problem == "stopped at step 1" and "`swa++`, seed 0: stopped at" in text
     recipe.training.max_minutes = None
-    outcomes, _ = compare_seeds(recipe, quiet=True, apart=False)
-    assert outcomes[0].measured is not None and outcomes[0].measured.steps == 3
+    outcomes, _ = compare(recipe)
+    assert outcomes[0].result is not None and outcomes[0].result.steps == 3

@@ -1,4 +1,4 @@
-"""Comparisons and the demo, from training to the report, on a few words."""
+"""The demo, from training to the report, on a few words."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from latte.compare import demo as demo_module
-from latte.compare.compare import compare
 from latte.compare.demo import demo, main
 from latte.data.preparing import prepare_text
-from latte.errors import LatteError
-from latte.train.metrics import read_metrics
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -59,24 +56,6 @@ def test_the_demo_trains_reports_draws_and_samples(
     before = weights.stat().st_mtime_ns
     demo(str(DEMO_RECIPE), small(words, tmp_path / "demo"))
     assert weights.stat().st_mtime_ns == before
-
-
-def test_presets_see_the_same_tokens(make_recipe: Any) -> None:
-    recipe = make_recipe("latte++", name="both")
-    for field in ("num_latents", "sliding_window"):
-        recipe.model.overrides.pop(field, None)
-    entries = compare(recipe, ["latte++", "swa++"], lengths=[16], max_tokens=200, quiet=True)
-    assert len({entry.run.tokens for entry in entries}) == 1
-    first, second = (read_metrics(entry.run.folder, "train") for entry in entries)
-    assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
-    # An untrained model is near uniform: the first step's loss tells of the same number of tokens.
-    assert first[0]["loss"] == pytest.approx(second[0]["loss"], rel=0.05)
-
-
-def test_a_budget_that_cuts_tokens_short_is_refused(make_recipe: Any) -> None:
-    recipe = make_recipe("swa++", name="both", max_minutes=1e-6)
-    with pytest.raises(LatteError, match="a comparison needs equal tokens"):
-        compare(recipe, ["swa++"], quiet=True)
 
 
 def test_blocks_are_a_function_of_seed_and_index(make_recipe: Any) -> None:
