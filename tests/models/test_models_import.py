@@ -40,7 +40,7 @@ def test_import_is_light():
         seconds = time.perf_counter() - start
         heavy = [m for m in sys.modules if m.split(".")[0] == "datasets"]
         # Where Triton is installed PyTorch itself loads it; the kernels wait for their first use.
-        heavy += [m for m in sys.modules if m == "latte.ops.triton_backend.forward"]
+        heavy += [m for m in sys.modules if m == "latte.ops.triton_backend.tiles"]
         heavy += [m for m in sys.modules if m.startswith("transformers.") and "modeling" in m]
         print(heavy, "transformers" in sys.modules, latte.__version__, seconds)
     """)

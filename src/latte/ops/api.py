@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import reference
+from latte.ops import reference, triton_backend
 from latte.ops.buffers import nothing_out
 from latte.ops.decoding import latte_step, macchiato_step, runs_as_step
 from latte.ops.precision import full_precision
@@ -36,11 +36,7 @@ from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
 from latte.ops.torch_backend import window as torch_window
-from latte.ops.triton_backend import latte as triton_latte
-from latte.ops.triton_backend import macchiato as triton_macchiato
-from latte.ops.triton_backend import window as triton_window
-from latte.ops.triton_backend.launch import unavailable
-from latte.ops.triton_backend.window_launch import window_unavailable
+from latte.ops.triton_backend.launch import unavailable, window_unavailable
 from latte.ops.validation import (
     BACKENDS,
     check_floats,
@@ -128,7 +124,7 @@ def latte_attention(
     if chosen == "reference":
         out, state = reference.latte_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
     elif chosen == "triton":
-        out, state = triton_latte.latte_attention(q, k, v, **options)
+        out, state = triton_backend.latte_attention(q, k, v, **options)
     else:
         out, state = torch_latte.latte_attention(q, k, v, **options)
     return out.to(v.dtype), state
@@ -272,7 +268,7 @@ def _fused_macchiato(
         local = (window_state, window, options["scale"], options["softcap"])
         out, after = macchiato_step(latent_q, latent_k, q, k, v, key_mask, latte_state, *local)
         return out, after if output_final_state else None
-    out, latte_state_1 = triton_macchiato.macchiato_attention(
+    out, latte_state_1 = triton_backend.macchiato_attention(
         latent_q, latent_k, q, k, v, latte_state=latte_state, window_state=window_state, **options
     )
     if not output_final_state:
@@ -361,7 +357,7 @@ def sliding_window_attention(
         dtype = computation_dtype(q.dtype)
         out = reference.sliding_window_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
     elif chosen == "triton":
-        out = triton_window.sliding_window_attention(q, k, v, **options)
+        out = triton_backend.sliding_window_attention(q, k, v, **options)
     else:
         out = torch_window.sliding_window_attention(q, k, v, **options)
     return out.to(v.dtype), state

@@ -27,7 +27,6 @@ from torch import Tensor
 from latte.ops.default import named_backend
 from latte.ops.state import LatteState, WindowState
 from latte.ops.triton_backend.launch import WIDEST_VALUE, unavailable, unavailable_for
-from latte.ops.triton_backend.step import latte_step_op, macchiato_step_op
 
 
 def is_step(inputs: tuple[Any, ...], causal: bool, cu_seqlens: Tensor | None) -> bool:
@@ -95,6 +94,8 @@ def latte_step(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LatteState | None
 ) -> tuple[Tensor, LatteState]:
     """:func:`latte.ops.latte_attention` of one token: q, k (B, 1, H, L), v (B, 1, G, D)."""
+    from latte.ops.triton_backend.step import latte_step_op
+
     B, _, H, L = k.shape
     state = state or LatteState.empty(B, H, L, v.shape[-1], device=q.device)
     out, *after = latte_step_op(q, k, v, key_mask, *state)
@@ -115,6 +116,8 @@ def macchiato_step(
     softcap: float | None,
 ) -> tuple[Tensor, tuple[LatteState, WindowState]]:
     """:func:`latte.ops.macchiato_attention` of one token; either state may be missing."""
+    from latte.ops.triton_backend.step import macchiato_step_op
+
     B, _, H, L = latent_k.shape
     latents = latents or LatteState.empty(B, H, L, v.shape[-1], device=q.device)
     if tail is None:

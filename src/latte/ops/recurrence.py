@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import reference
+from latte.ops import reference, triton_backend
 from latte.ops.buffers import nothing_out, without_masked
 from latte.ops.decoding import choose_for_step
 from latte.ops.packing import sequence_ids, sequence_starts
 from latte.ops.precision import full_precision
 from latte.ops.torch_backend.scan import linear_recurrence
-from latte.ops.triton_backend import convolution as triton_convolution
-from latte.ops.triton_backend import rg_lru as triton_rg_lru
 from latte.ops.triton_backend.launch import unavailable_for
 from latte.ops.validation import (
     BACKENDS,
@@ -95,7 +93,7 @@ def rg_lru(
         out = nothing_out(x, recurrence_gate, input_gate, theta)
         return out, h0_NE if output_final_state else None
     if chosen == "triton":
-        out, last = triton_rg_lru.rg_lru(
+        out, last = triton_backend.rg_lru(
             *(x, recurrence_gate, input_gate, theta),
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
@@ -234,7 +232,7 @@ def causal_conv1d(
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     if chosen == "triton" and x.numel():
         check_tangents(op, x, weight, bias, initial_state)
-        out, last = triton_convolution.causal_conv1d(
+        out, last = triton_backend.causal_conv1d(
             *(x, weight, bias),
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,

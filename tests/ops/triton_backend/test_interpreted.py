@@ -15,20 +15,7 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
 
 
 @pytest.mark.skipif(RUNS_ALREADY, reason="the kernels' tests run in this process")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test_kernels.py",
-        "test_kernel_laws.py",
-        "test_walks.py",
-        "test_window_kernels.py",
-        "test_recurrence_kernels.py",
-        "test_macchiato_kernels.py",
-        "test_macchiato_walks.py",
-        "test_step_kernel.py",
-        "test_step_generation.py",
-    ],
-)
+@pytest.mark.parametrize("name", sorted(path.name for path in HERE.glob("test_kernels_*.py")))
 def test_under_the_interpreter(name, request):
     """The cases that this run selects, slow ones or not."""
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -1,6 +1,14 @@
-"""``causal_conv1d`` on Triton kernels: a custom op with closed gradients. The inputs are saved.
+"""The causal depthwise convolution on kernels, forward and backward. The inputs are saved.
 
-Shape suffixes: B batch, T tokens, E channels, K taps, N states, P = K - 1, M chunks.
+    y_t = bias + sum_i w_i x_{t-K+1+i}           i = 0..K-1
+    dx_s = sum_i w_i dy_{s+K-1-i}                dw_i = sum_s x_s dy_{s+K-1-i}
+
+The initial state is the tokens at positions -P..-1 of its sequence, P = K - 1, and the final state
+the last P of all of them. Every program takes a chunk of one sequence: taps reach into its
+neighbours (from the cache), never into another sequence. Masked inputs are 0.
+
+Shape suffixes: B batch, T tokens, E channels (of a tile), K taps, P = K - 1, N sequences, M chunks
+of all sequences, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -8,29 +16,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
-from latte.ops.triton_backend.launch import Chunks, launch
-from latte.ops.triton_backend.states import readable
-
-# Tokens and channels of a tile.
-TILE = {"C": 64, "BE": 64}
-WARPS = 8
-
-
-def causal_conv1d(
-    x_BTE: Tensor,
-    weight_EK: Tensor,
-    bias_E: Tensor | None,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, P, E), for T > 0."""
-    return convolution_op(x_BTE, weight_EK, bias_E, initial_state, key_mask, cu_seqlens)
+from latte.ops.triton_backend.launch import (
+    CONVOLUTION,
+    CONVOLUTION_WARPS,
+    contiguous,
+    launch,
+    readable,
+)
+from latte.ops.triton_backend.segments import Parts, sequences
+from latte.ops.triton_backend.tiles import bounds_of, place, store_steps
 
 
 class _Call:
@@ -39,18 +39,22 @@ class _Call:
     def __init__(self, x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> None:
         self.x, self.strides = x, x.stride()
         (self.B, self.T, self.E), self.K = x.shape, weight.shape[1]
-        self.chunks = Chunks.of(self.B, self.T, TILE["C"], cu_seqlens)
-        self.bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
-        self.tiles = -(-self.E // TILE["BE"])
-        self.rows = 1 << max(0, self.K - 2).bit_length()  # of a tail, padded
+        self.chunks = Parts.of(self.B, self.T, CONVOLUTION["C"], cu_seqlens)
+        self.tiles = -(-self.E // CONVOLUTION["BE"])
+        self.slots = 1 << max(0, self.K - 2).bit_length()  # of a tail, padded
 
     def by_chunk(self, kernel: Any, *tensors: Tensor | None, strides: tuple[int, ...]) -> None:
         sizes = (*strides, self.T, self.chunks.per_row, self.E)
-        options = {**TILE, "K": self.K, "num_warps": WARPS}
+        options = {**CONVOLUTION, "K": self.K, "num_warps": CONVOLUTION_WARPS}
         launch(self.x.device, kernel[self.chunks.M, self.tiles], *tensors, *sizes, **options)
 
     def by_sequence(self, kernel: Any, *tensors: Tensor | None, strides: tuple[int, ...]) -> None:
-        options = {"BP": self.rows, "BE": TILE["BE"], "K": self.K, "num_warps": WARPS}
+        options = {
+            "BP": self.slots,
+            "BE": CONVOLUTION["BE"],
+            "K": self.K,
+            "num_warps": CONVOLUTION_WARPS,
+        }
         grid = (self.chunks.N, self.tiles)
         launch(self.x.device, kernel[grid], *tensors, *strides, self.T, self.E, **options)
 
@@ -66,27 +70,22 @@ def convolution_op(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """y and the new tail."""
-    from latte.ops.triton_backend import convolution_kernels as kernels
-
     call, mask = _Call(x, weight, cu_seqlens), readable(key_mask)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tail = x.new_empty((call.chunks.N, call.K - 1, call.E))
-    earlier = None if initial_state is None else initial_state.contiguous()
-    bias_E = None if bias is None else bias.contiguous()
-    inputs = (x, weight.contiguous(), bias_E, mask, call.chunks.table, call.bounds, earlier)
-    call.by_chunk(kernels.convolve, *inputs, out, strides=call.strides)
+    bias_E, earlier = contiguous(bias, initial_state)
+    inputs = (x, weight.contiguous(), bias_E, mask, call.chunks.table, call.chunks.bounds, earlier)
+    call.by_chunk(convolve, *inputs, out, strides=call.strides)
     if call.K > 1:
-        call.by_sequence(
-            kernels.final_tail, x, mask, call.bounds, earlier, tail, strides=call.strides
-        )
+        tensors = (x, mask, call.chunks.bounds, earlier, tail)
+        call.by_sequence(final_tail, *tensors, strides=call.strides)
     return out, tail
 
 
 @convolution_op.register_fake
 def _(x, weight, bias, initial_state, key_mask, cu_seqlens):
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, x.new_empty((N, weight.shape[1] - 1, x.shape[2]))
+    return out, x.new_empty((sequences(x.shape[0], cu_seqlens), weight.shape[1] - 1, x.shape[2]))
 
 
 @torch.library.custom_op("latte::triton_convolution_backward", mutates_args=())
@@ -101,8 +100,6 @@ def convolution_backward_op(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and the initial state, the last two whether there or not."""
-    from latte.ops.triton_backend import convolution_kernels as kernels
-
     call, mask = _Call(x, weight, cu_seqlens), readable(key_mask)
     (dx,) = empty_gradients(x)
     weight_EK, dtail = weight.contiguous(), dtail.float().contiguous()
@@ -110,8 +107,8 @@ def convolution_backward_op(
     bias_parts = x.new_empty((call.chunks.M, call.E), dtype=torch.float32)
     dinitial = torch.empty_like(dtail)
     call.by_chunk(
-        kernels.gradients,
-        *(x, weight_EK, mask, call.chunks.table, call.bounds, dout, dtail),
+        convolve_back,
+        *(x, weight_EK, mask, call.chunks.table, call.chunks.bounds, dout, dtail),
         *(dx, parts, bias_parts),
         strides=(*call.strides, *dout.stride()),
     )
@@ -119,8 +116,16 @@ def convolution_backward_op(
     if initial_state is not None and call.K > 1:
         parts = x.new_empty((call.chunks.N, call.K, call.E), dtype=torch.float32)
         call.by_sequence(
-            kernels.tail_gradients,
-            *(weight_EK, call.bounds, initial_state.contiguous(), dout, dtail, dinitial, parts),
+            tail_gradients,
+            *(
+                weight_EK,
+                call.chunks.bounds,
+                initial_state.contiguous(),
+                dout,
+                dtail,
+                dinitial,
+                parts,
+            ),
             strides=dout.stride(),
         )
         dweight += parts.sum(0)
@@ -155,3 +160,170 @@ def _gradients(ctx, dout, dtail):
 
 
 convolution_op.register_autograd(_gradients, setup_context=_save)
+
+
+@triton.jit
+def load_with_tail(x_ptr, mask_ptr, tail_ptr, x_t, x_e, t, begin, stop, e, E, P):
+    """(C, E) in fp32 of the tokens ``t``, from the initial state before ``begin``; else zeros."""
+    own = (t >= begin) & (t < stop)
+    if mask_ptr is not None:
+        own = tl.load(mask_ptr + t, mask=own, other=0) != 0
+    inside = (e < E)[None, :]
+    at = x_ptr + t[:, None] * x_t + e[None, :].to(tl.int64) * x_e
+    x = tl.load(at, mask=own[:, None] & inside, other=0.0).to(tl.float32)
+    if tail_ptr is not None:
+        slot = t - begin + P
+        old = ((t < begin) & (slot >= 0))[:, None] & inside
+        earlier = tl.load(tail_ptr + slot[:, None] * E + e[None, :], mask=old, other=0.0)
+        x += earlier.to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_taps(w_ptr, i, e, E, K: tl.constexpr):
+    """w_i (E,) in fp32."""
+    return tl.load(w_ptr + e * K + i, mask=e < E, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def convolve(
+    x_ptr, w_ptr, bias_ptr, mask_ptr, table_ptr, bounds_ptr, tail_ptr, out_ptr,
+    x_b, x_t, x_e,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """y, contiguous (B, T, E)."""
+    m = tl.program_id(0)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, C)
+    if start >= stop:
+        return
+    begin, stop = bounds_of(n, batch, bounds_ptr, T)
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    if tail_ptr is not None:
+        tail_ptr += n * (K - 1) * E
+    t = start + tl.arange(0, C)
+    y = tl.zeros((C, BE), tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    for i in range(0, K):
+        back = K - 1 - i
+        x = load_with_tail(
+            x_ptr + batch * x_b, mask_ptr, tail_ptr, x_t, x_e, t - back, begin, stop, e, E, K - 1
+        )
+        y += load_taps(w_ptr, i, e, E, K)[None, :] * x
+    store_steps(out_ptr + batch * T * E, t, stop, e, E, y)
+
+
+@triton.jit
+def final_tail(
+    x_ptr, mask_ptr, bounds_ptr, tail_ptr, out_ptr,
+    x_b, x_t, x_e,
+    T, E, BP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The last P inputs of every sequence, (N, P, E)."""
+    n = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    batch = n
+    if bounds_ptr is not None:
+        batch = n * 0
+    begin, stop = bounds_of(n, batch, bounds_ptr, T)
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    if tail_ptr is not None:
+        tail_ptr += n * (K - 1) * E
+    j = tl.arange(0, BP)
+    t = tl.where(j < K - 1, stop - (K - 1) + j, stop)
+    x = load_with_tail(
+        x_ptr + batch * x_b, mask_ptr, tail_ptr, x_t, x_e, t, begin, stop, e, E, K - 1
+    )
+    store_steps(out_ptr + n * (K - 1) * E, j, K - 1, e, E, x)
+
+
+@triton.jit
+def pull_back(
+    x, w_ptr, dy_ptr, dtail_ptr, dw_ptr, dy_t, dy_e, s, begin, stop, e, E, K: tl.constexpr
+):
+    """dx (C, E) of the tokens ``s``, and their part of dw, written as (K, E).
+
+    ``dy_ptr`` is at its batch entry, ``dtail_ptr`` (P, E) the final state's gradient, or None.
+    """
+    dx = tl.zeros(x.shape, tl.float32)
+    inside = (e < E)[None, :]
+    if dtail_ptr is not None:
+        slot = s - stop + (K - 1)
+        kept = ((slot >= 0) & (s < stop))[:, None] & inside
+        dx += tl.load(dtail_ptr + slot[:, None] * E + e[None, :], mask=kept, other=0.0)
+    for i in range(0, K):
+        t = s + (K - 1 - i)
+        reached = ((t >= begin) & (t < stop))[:, None] & inside
+        at = dy_ptr + t[:, None] * dy_t + e[None, :].to(tl.int64) * dy_e
+        dy = tl.load(at, mask=reached, other=0.0).to(tl.float32)
+        dx += load_taps(w_ptr, i, e, E, K)[None, :] * dy
+        tl.store(dw_ptr + i * E + e, tl.sum(x * dy, 0), mask=e < E)
+    return dx
+
+
+@triton.jit
+def convolve_back(
+    x_ptr, w_ptr, mask_ptr, table_ptr, bounds_ptr, dy_ptr, dtail_ptr,
+    dx_ptr, dw_ptr, dbias_ptr,
+    x_b, x_t, x_e, dy_b, dy_t, dy_e,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """dx, contiguous (B, T, E); each chunk's part of dw, (M, K, E), and of dbias, (M, E)."""
+    m = tl.program_id(0)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, C)
+    i = m.to(tl.int64)
+    dw_ptr += i * K * E
+    if start >= stop:
+        for k in range(0, K):
+            tl.store(dw_ptr + k * E + e, tl.zeros((BE,), tl.float32), mask=e < E)
+        tl.store(dbias_ptr + i * E + e, tl.zeros((BE,), tl.float32), mask=e < E)
+        return
+    begin, stop = bounds_of(n, batch, bounds_ptr, T)
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    if dtail_ptr is not None:
+        dtail_ptr += n * (K - 1) * E
+    dy_ptr += batch * dy_b
+    c = tl.arange(0, C)
+    s = start + c
+    x = load_with_tail(x_ptr + batch * x_b, mask_ptr, None, x_t, x_e, s, begin, stop, e, E, K - 1)
+    dx = pull_back(x, w_ptr, dy_ptr, dtail_ptr, dw_ptr, dy_t, dy_e, s, begin, stop, e, E, K)
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + s, mask=s < stop, other=0) != 0
+        dx = tl.where(real[:, None], dx, 0.0)
+    store_steps(dx_ptr + batch * T * E, s, stop, e, E, dx)
+    at = dy_ptr + s[:, None] * dy_t + e[None, :].to(tl.int64) * dy_e
+    dy = tl.load(at, mask=(s < stop)[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
+    tl.store(dbias_ptr + i * E + e, tl.sum(dy, 0), mask=e < E)
+
+
+@triton.jit
+def tail_gradients(
+    w_ptr, bounds_ptr, tail_ptr, dy_ptr, dtail_ptr, dinitial_ptr, dw_ptr,
+    dy_b, dy_t, dy_e,
+    T, E, BP: tl.constexpr, BE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The initial state's gradient, (N, P, E) in fp32, and its part of dw, (N, K, E)."""
+    n = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    batch = n
+    if bounds_ptr is not None:
+        batch = n * 0
+    begin, stop = bounds_of(n, batch, bounds_ptr, T)
+    P = K - 1
+    j = tl.arange(0, BP)
+    s = begin - P + j
+    at = n * P * E + j[:, None] * E + e[None, :]
+    real = (j < P)[:, None] & (e < E)[None, :]
+    x = tl.load(tail_ptr + at, mask=real, other=0.0).to(tl.float32)
+    if dtail_ptr is not None:
+        dtail_ptr += n * P * E
+    dx = pull_back(
+        x, w_ptr, dy_ptr + batch * dy_b, dtail_ptr, dw_ptr + n * K * E, dy_t, dy_e, s, begin, stop,
+        e, E, K,
+    )  # fmt: skip
+    tl.store(dinitial_ptr + at, dx, mask=real)

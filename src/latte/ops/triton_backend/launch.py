@@ -1,8 +1,11 @@
-"""Which configuration serves which shape, where the chunks lie, and how a kernel is launched.
+"""What the kernels serve, every number that is tuned, and how a kernel is launched.
 
-Triton is imported inside functions only: this file loads without it.
+Sizes of tiles, warps, stages and limits of registers of all kernels are here, as compiled for
+sm_90: docs/kernels.md has what each takes. None depends on B, and none but the cuts on T.
 
-Shape suffixes: B batch, T tokens, H heads, L latents, D value width, N sequences, M chunks.
+This file loads without Triton.
+
+Shape suffixes: B batch, T tokens, H heads, L latents, K key width, D value width, E channels.
 """
 
 from __future__ import annotations
@@ -14,53 +17,225 @@ from torch import Tensor
 
 MOST_LATENTS = 256
 WIDEST_VALUE = 512
+WIDEST_KEY = 256  # of a window
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# What the factors of products are rounded to: WIDE for factors in fp32, NARROW where one has the
+# inputs' dtype, WALKED in the walks. fp16 multiplies in tf32: weights below its range are common.
+WIDE = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
+NARROW = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
+WALKED = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
 
-class Configuration(NamedTuple):
-    """Everything that is fixed when a kernel is compiled. It depends on neither T nor B."""
+
+class ByChunk(NamedTuple):
+    """The kernels that have one program per chunk."""
 
     C: int  # tokens of a chunk
     BL: int  # latents, padded to a power of two
     BD: int  # tile of the value width
-    wide: str  # products whose factors are fp32: tf32, or tf32x3 for fp32 inputs
-    narrow: str  # products with a factor of the inputs' dtype
+    wide: str
+    narrow: str
     warps: int  # of the forward kernels
     warps_back: int  # of the backward kernels, which hold more
 
 
-PRODUCTS = {
-    torch.bfloat16: ("tf32", "bf16"),
-    torch.float16: ("tf32", "tf32"),  # weights below fp16's range are common; tf32 rounds alike
-    torch.float32: ("tf32x3", "tf32x3"),
-}
-# Padded latents -> C, BD, warps forward and back; as compiled for sm_90, see docs/kernels.md.
-HALF = {
+# Padded latents -> C, BD, warps forward and back.
+_HALF_BY_CHUNK = {
     16: (64, 64, 4, 4),
     32: (64, 64, 4, 8),
     64: (64, 64, 8, 8),
     128: (32, 64, 8, 8),
     256: (16, 32, 8, 8),
 }
-SINGLE = {
-    16: (64, 32, 8, 8),
-    32: (64, 32, 8, 8),
-    64: (64, 32, 8, 8),
-    128: (16, 32, 8, 8),
-    256: (16, 32, 8, 8),
+BY_CHUNK = {
+    torch.bfloat16: _HALF_BY_CHUNK,
+    torch.float16: _HALF_BY_CHUNK,
+    torch.float32: {
+        16: (64, 32, 8, 8),
+        32: (64, 32, 8, 8),
+        64: (64, 32, 8, 8),
+        128: (16, 32, 8, 8),
+        256: (16, 32, 8, 8),
+    },
 }
 
 
-# The scans' chunks at a time and their tile of (L, D): small, as B x H x L x D is all their
-# parallelism, but many chunks, as each round waits for memory once.
+class Walk(NamedTuple):
+    """The walks over segments."""
+
+    C: int  # tokens of a chunk
+    BL: int  # latents, padded to a power of two
+    BD: int  # tile of the value width, forward: a program of its own
+    BD_back: int  # tile of the value width, backward: a pass of its own
+    product: str
+    warps: int
+    warps_back: int
+    stages: int  # loads of this many chunks are under way
+    stages_back: int
+    registers: int | None  # asked for, of each thread
+
+
+# Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
+# of 128 take 8 warps. What multiplies in tf32 needs more registers, so that its chunks are short.
+WALKS = {
+    torch.bfloat16: {
+        16: (64, 128, 4, 3, 128, 8, 2),
+        32: (64, 128, 4, 3, 128, 8, 2),
+        64: (64, 64, 8, 2, 64, 8, 2),
+        128: (16, 64, 8, 2, 64, 8, 2),
+        256: (16, 64, 8, 2, 32, 8, 2),
+    },
+    torch.float16: {
+        16: (16, 64, 4, 2, 64, 4, 2),
+        32: (16, 64, 4, 2, 64, 4, 2),
+        64: (16, 64, 8, 2, 64, 8, 2),
+        128: (16, 64, 8, 2, 64, 8, 2),
+        256: (16, 64, 8, 2, 32, 8, 2),
+    },
+    torch.float32: {
+        16: (16, 64, 4, 2, 32, 4, 2),
+        32: (16, 64, 4, 2, 32, 4, 2),
+        64: (16, 64, 8, 2, 32, 8, 2),
+        128: (16, 32, 8, 2, 32, 8, 2),
+        256: (16, 16, 8, 2, 16, 8, 2),
+    },
+}
+# Left alone, ptxas gives tf32's walks over 128 latents and more 32 to 128 registers, and puts the
+# rest on the stack.
+MANY_REGISTERS = 255
+
+# How sequences are cut into segments. Constants, so that what is computed does not depend on the
+# device: the multiprocessors of an H100 and an H200.
+MULTIPROCESSORS = 132
+# Programs that are enough for one segment per sequence: nearly two for each multiprocessor.
+ENOUGH = 240
+# Programs to aim for where sequences are cut, and the fewest chunks of a segment then.
+WANTED = 4 * MULTIPROCESSORS
+SHORTEST = 4
+
+# The scans over segments: U of them at a time, and the tile of (L, D). Small, as B x H x L x D is
+# all their parallelism, but many at a time, as each round waits for memory once.
 SCAN = {"U": 16, "BL": 8, "BD": 16, "num_warps": 4}
 
 
-def configuration(L: int, dtype: torch.dtype) -> Configuration:
+class WindowTiles(NamedTuple):
+    """The window's kernels, beside the chunk of ``ByChunk``."""
+
+    BX: int  # tile of the key and value widths
+    warps: int  # of the forward kernel
+    warps_back: int  # of the backward kernels
+    stages_back: int  # loads ahead in the backward kernels, which pay for them in registers
+
+
+WINDOW_STAGES = 3  # of the forward kernel
+# Padded latents -> tiles for widths up to 64, and beyond. Without latents: as with few. fp16
+# multiplies in tf32: its tiles take twice the room of bf16's.
+_NARROW_WINDOW = {
+    16: (64, 4, 8, 2),
+    32: (64, 4, 8, 2),
+    64: (64, 8, 8, 2),
+    128: (64, 8, 8, 2),
+    256: (32, 8, 8, 2),
+}
+_SINGLE_WINDOW = dict.fromkeys(_NARROW_WINDOW, (32, 8, 8, 1))
+WINDOW = {
+    torch.bfloat16: (
+        _NARROW_WINDOW,
+        _NARROW_WINDOW | dict.fromkeys((16, 32, 64), (128, 8, 8, 1)),
+    ),
+    torch.float16: (_NARROW_WINDOW, _NARROW_WINDOW),
+    torch.float32: (_SINGLE_WINDOW, _SINGLE_WINDOW),
+}
+# Elements between tokens from which on inputs of the window are copied: offsets within a chunk,
+# of 64 tokens at most, then fit into 32 bits.
+FARTHEST_TOKENS = 1 << 24
+
+
+class MacchiatoTiles(NamedTuple):
+    """``macchiato_walk``, beside the chunk of ``Walk``."""
+
+    BX: int  # tile of the key and value widths
+    warps: int
+    stages: int  # loads ahead, of the window's keys
+
+
+_HALF_MACCHIATO = {
+    16: (64, 8, 3),
+    32: (64, 8, 3),
+    64: (64, 8, 2),
+    128: (64, 8, 2),
+    256: (64, 8, 2),
+}
+MACCHIATO = {
+    torch.bfloat16: _HALF_MACCHIATO,
+    torch.float16: _HALF_MACCHIATO,
+    torch.float32: dict.fromkeys(_HALF_MACCHIATO, (32, 8, 1)),
+}
+
+# The RG-LRU: tokens of a chunk; channels of a tile and warps of one program per chunk, one per row,
+# and backward; U chunks of a round of the scan over chunks.
+LRU_CHUNK = 64
+LRU_BY_CHUNK = {"BE": 64, "num_warps": 8}
+LRU_WALK = {"BE": 32, "num_warps": 4}
+LRU_BACK = {"BE": 32, "num_warps": 8}
+LRU_CARRY = {"U": 32, "BE": 32, "num_warps": 4}
+# Programs from which one walk each fills a GPU of some 130 processors.
+LRU_WALKS_FROM = 512
+
+# The convolution: tokens and channels of a tile.
+CONVOLUTION = {"C": 64, "BE": 64}
+CONVOLUTION_WARPS = 8
+
+# A step of decoding: elements of a tile of keys, values or means.
+STEP_ELEMENTS = 4096
+STEP_WARPS = 8
+
+
+def padded(L: int) -> int:
+    """Latents as the kernels hold them: a power of two from 16 on, the least side of a product."""
+    return max(16, 1 << (L - 1).bit_length())
+
+
+def by_chunk(L: int, dtype: torch.dtype) -> ByChunk:
     """The one configuration for these latents: ten in all, for two sizes of element."""
-    BL = max(16, 1 << (L - 1).bit_length())
-    C, BD, warps, warps_back = (SINGLE if dtype == torch.float32 else HALF)[BL]
-    return Configuration(C, BL, BD, *PRODUCTS[dtype], warps, warps_back)
+    BL = padded(L)
+    C, BD, warps, warps_back = BY_CHUNK[dtype][BL]
+    return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back)
+
+
+def walking(L: int, D: int, dtype: torch.dtype) -> Walk:
+    """The one configuration of the walks for these sizes."""
+    BL = padded(L)
+    C, tile, warps, stages, tile_back, warps_back, stages_back = WALKS[dtype][BL]
+    width = max(64, 1 << (D - 1).bit_length())
+    BD, BD_back = min(width, tile), min(width, tile_back)
+    warps = warps if BD <= 64 else 8
+    product = WALKED[dtype]
+    registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
+    return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
+
+
+def window_tiles(L: int, K: int, D: int, dtype: torch.dtype) -> WindowTiles:
+    """The tiles of the window's kernels; they do not depend on the window."""
+    return WindowTiles(*WINDOW[dtype][max(K, D) > 64][padded(L)])
+
+
+def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:
+    """The tiles of ``macchiato_walk``."""
+    return MacchiatoTiles(*MACCHIATO[dtype][padded(L)])
+
+
+def step_tiles(L: int, K: int, D: int) -> dict[str, int]:
+    """What is fixed when the kernel of a step is compiled; the window does not matter."""
+    BK, BD = (max(16, 1 << (width - 1).bit_length()) for width in (K, D))
+    return {
+        "BQ": 1 << L.bit_length(),  # at least L + 1
+        "BL": min(1 << (L - 1).bit_length(), STEP_ELEMENTS // BD),
+        "BP": min(STEP_ELEMENTS // max(BK, BD), 128),
+        "BK": BK,
+        "BD": BD,
+        "num_warps": STEP_WARPS,
+    }
 
 
 def unavailable(q: Tensor, L: int, D: int) -> str | None:
@@ -70,6 +245,15 @@ def unavailable(q: Tensor, L: int, D: int) -> str | None:
             f"for L={L}, D={D}: expected L from 1 to {MOST_LATENTS} and D from 1 to {WIDEST_VALUE}"
         )
     return unavailable_for(q)
+
+
+def window_unavailable(q: Tensor, window: int | None, K: int, D: int, L: int = 1) -> str | None:
+    """Why the kernels with a window cannot serve these inputs, or None if they can."""
+    if window is None:
+        return "for window=None (full attention): expected a number of keys"
+    if not 1 <= K <= WIDEST_KEY:
+        return f"for K={K}: expected K from 1 to {WIDEST_KEY}"
+    return unavailable(q, L, D)
 
 
 def unavailable_for(x: Tensor) -> str | None:
@@ -94,96 +278,21 @@ def triton_mode() -> str:
     return "interpreter" if knobs.runtime.interpret else "compiler"
 
 
-class Chunks(NamedTuple):
-    """The chunks of all sequences, computed from shapes alone: nothing waits for a GPU."""
-
-    M: int  # at most this many, at least one for each sequence
-    N: int  # sequences
-    per_row: int  # chunks of a row; unused when packed
-    table: Tensor | None  # (M, 3) int64: first token, end of the sequence, its number
-    first: Tensor | None  # (N+1,) int64: first chunk of each sequence
-
-    @classmethod
-    def of(cls, B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> Chunks:
-        """Rows of equal length, or packed sequences: at most T // C + N chunks.
-
-        ``at_least``: this many for a sequence without tokens, which are then empty.
-        """
-        if cu_seqlens is None:
-            per_row = -(-T // C)
-            return cls(B * per_row, B, per_row, None, None)
-        N = cu_seqlens.shape[0] - 1
-        M = T // C + N
-        bounds = cu_seqlens.long()
-        first = bounds.new_zeros(N + 1)
-        counts = torch.div(bounds.diff() + (C - 1), C, rounding_mode="floor")
-        first[1:] = counts.clamp(min=at_least).cumsum(0)
-        m = torch.arange(M, device=bounds.device)
-        sequence = torch.bucketize(m, first[1:], right=True)
-        real = sequence < N
-        sequence = sequence.clamp(max=N - 1)
-        start = bounds[sequence] + (m - first[sequence]) * C
-        stop = bounds[sequence + 1]
-        # A chunk past the last one begins beyond its end.
-        start = torch.where(real, start, stop + 1)
-        return cls(M, N, 0, torch.stack([start, stop, sequence], 1), first)
+def rounding(product: str) -> str:
+    """What ``tiles.mm`` is told: under the interpreter what is rounded multiplies in fp32."""
+    if triton_mode() == "interpreter":
+        return "bf16_as_fp32" if product == "bf16" else "ieee"
+    return product
 
 
-class Launcher:
-    """Launches kernels with the sizes and the configuration of one call."""
+def readable(key_mask: Tensor | None) -> Tensor | None:
+    """The mask as contiguous bytes."""
+    return None if key_mask is None else key_mask.contiguous().view(torch.uint8)
 
-    def __init__(
-        self, q: Tensor, D: int, cu_seqlens: Tensor | None, chunks: Chunks | None = None
-    ) -> None:
-        B, self.T, self.H, self.L = q.shape
-        self.D, self.device = D, q.device
-        self.config = configuration(self.L, q.dtype)
-        self.chunks = chunks or Chunks.of(B, self.T, self.config.C, cu_seqlens)
-        wide, narrow = self.config.wide, self.config.narrow
-        if triton_mode() == "interpreter":
-            wide, narrow = "ieee", "bf16_as_fp32" if narrow == "bf16" else "ieee"
-        self.products = {"WIDE": wide, "NARROW": narrow}
 
-    def states(self, like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Empty fp32 buffers (count, H, L) twice and (count, H, L, D)."""
-        top = like.new_empty((count, self.H, self.L), dtype=torch.float32)
-        return top, torch.empty_like(top), self.means(like, count)
-
-    def means(self, like: Tensor, count: int) -> Tensor:
-        """An empty fp32 buffer (count, H, L, D)."""
-        return like.new_empty((count, self.H, self.L, self.D), dtype=torch.float32)
-
-    def by_chunk(
-        self,
-        kernel: Any,
-        *args: Any,
-        products: tuple[str, ...],
-        back: bool = False,
-        **extras: Any,
-    ) -> None:
-        """One program per chunk and head; ``back`` for the backward pass."""
-        c = self.config
-        self.launch(
-            kernel[self.chunks.M, self.H],
-            *args,
-            C=c.C,
-            BL=c.BL,
-            BD=c.BD,
-            **{name: self.products[name] for name in products},
-            **extras,
-            num_warps=c.warps_back if back else c.warps,
-        )
-
-    def by_sequence(self, kernel: Any, *args: Any) -> None:
-        """One program per sequence, head and tile of the state: it walks over the chunks."""
-        grid = (self.chunks.N * self.H, -(-self.L // SCAN["BL"]), -(-self.D // SCAN["BD"]))
-        self.launch(kernel[grid], *args, **SCAN)
-
-    def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
-        """With the sizes that every kernel takes."""
-        sizes = (self.T,) if "C" in options else ()
-        args = (*args, *sizes, self.chunks.per_row, self.H, self.L, self.D)
-        launch(self.device, kernel, *args, **options)
+def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Contiguous tensors, of which some may be missing."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def launch(device: torch.device, kernel: Any, *args: Any, **options: Any) -> None:

@@ -1,51 +1,90 @@
-"""``macchiato_attention`` on Triton kernels: both branches in one forward kernel, closed gradients.
+"""Macchiato on kernels: both branches in one forward kernel, closed gradients.
 
-Saved for the backward pass: the inputs, the final mean, where sequences are cut into segments one
-state per segment, and one fp32 number per token and head, the window's share p(0|t). Neither
-branch's output is ever in memory.
+Causal, forward: ``macchiato_walk`` walks as Latte's ``walk`` (latte_causal.py), with the window as
+state 0. For each chunk the window's keys come first (:func:`attend`, window.py); then one softmax
+over the L + 1 latent logits says what the window's part is worth; then the latents' weights in the
+chunk join the window's, and one product with the chunk's values serves both. Neither branch's
+output is ever in memory. Where a sequence is cut, ``segment_sums`` and ``scan`` (segments.py) find
+the states before its segments. Backward: Latte's walks, beside the window's own kernels.
 
-Shape suffixes: B batch, T tokens, H query heads, G key heads, L latents, K key width, D value
-width.
+Bidirectional: the states of Latte's, then outputs and gradients by chunk.
+
+Saved for the backward pass: the inputs, the final mean, where sequences are cut one state per
+segment, and one fp32 number per token and head, the window's share p(0|t).
+
+Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
+D value width, N sequences, M segments of all sequences, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients, without_masked
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
-from latte.ops.state import LatteState, WindowState
-from latte.ops.triton_backend import macchiato_bidirectional, macchiato_causal
-from latte.ops.triton_backend.states import final_buffers, state_gradients
-from latte.ops.triton_backend.window import row_buffers, tail_buffers
-from latte.ops.triton_backend.window_launch import Window, tail_of, unit_rows
+from latte.ops.triton_backend.latte_bidirectional import bidirectional_gradients
+from latte.ops.triton_backend.latte_causal import (
+    begin,
+    latent_gradients,
+    leave_nothing,
+    leave_state,
+)
+from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles
+from latte.ops.triton_backend.segments import (
+    SIZES,
+    Between,
+    Walker,
+    between_segments,
+    final_buffers,
+    scan_segments,
+    sequences,
+    state_buffers,
+    state_gradients,
+    states_before,
+)
+from latte.ops.triton_backend.tiles import (
+    REACH,
+    TINY,
+    add_source,
+    factor,
+    first_reference,
+    first_token,
+    inverse,
+    larger,
+    largest,
+    load_inputs,
+    load_key,
+    load_keys,
+    load_mixture,
+    load_share,
+    load_value,
+    mm,
+    place,
+    power,
+    reciprocal,
+    store_numbers,
+    store_tile,
+    store_value,
+    walk_place,
+)
+from latte.ops.triton_backend.window import (
+    Window,
+    WindowLauncher,
+    attend,
+    tail_buffers,
+    token_buffers,
+    unit_stride,
+)
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    latte_state: LatteState | None,
-    window_state: WindowState | None,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
-    earlier = (None, None) if latte_state is None else tuple(latte_state)
-    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
-    out, log_mass, mean = macchiato_op(
-        *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens),
-        *(*earlier, *tail_of(window_state), window, scale, softcap or 0.0, causal),
-    )[:3]
-    return out, LatteState(log_mass, mean)
+def saved_states(latent_k: Tensor, D: int, cu_seqlens: Tensor | None, causal: bool) -> Between:
+    """Empty buffers: :func:`between_segments`; bidirectional: the final (top, mass) alone."""
+    if causal:
+        return between_segments(latent_k, D, cu_seqlens)
+    return state_buffers(latent_k, D, 0, sequences(latent_k.shape[0], cu_seqlens))
 
 
 @torch.library.custom_op("latte::triton_macchiato", mutates_args=())
@@ -68,14 +107,43 @@ def macchiato_op(
     softcap: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final state; then for the backward pass: the window's share of each row, and
-    :func:`between_segments` (bidirectional: the final (top, mass) alone)."""
+    """Outputs, final state; then for the backward pass: the window's share of each token, and
+    :func:`saved_states`."""
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    out, (gate,) = q.new_empty((*q.shape[:3], v.shape[-1])), row_buffers(q, 1)
-    finals = final_buffers(latent_k, v, cu_seqlens)
-    forward = macchiato_causal.outputs if causal else macchiato_bidirectional.outputs
-    between = forward(latent_q, latent_k, q, w, cu_seqlens, (log_mass, mean), finals, (out, gate))
-    return out, *finals, gate, *between
+    D = v.shape[-1]
+    out, (gate,) = q.new_empty((*q.shape[:3], D)), token_buffers(q, 1)
+    finals, earlier = final_buffers(latent_k, v, cu_seqlens), (log_mass, mean)
+    walker, R = Walker(latent_k, D, cu_seqlens), q.shape[2] // v.shape[2]
+    lq, q = latent_q[..., 1:], unit_stride(q)
+    if not causal:
+        states = saved_states(latent_k, D, cu_seqlens, causal)
+        whole = (contiguous(*earlier), (None, None, None), (*states[3:], *finals), R)
+        scan_segments(walker, latent_k, w.v, w.mask, *whole)
+        WindowLauncher(q, latent_k, w, cu_seqlens).outputs(q, lq, finals[1], out, gate)
+        return out, *finals, gate, *states
+    states, start, found = states_before(
+        walker, latent_k, w.v, w.mask, cu_seqlens, earlier, finals, R
+    )
+    parts, tiles = walker.parts, macchiato_tiles(walker.L, q.dtype)
+    launch(
+        q.device,
+        macchiato_walk[(parts.M * walker.H * -(-D // tiles.BX),)],
+        *(lq, latent_k, q, w.k, w.v, w.mask, parts.table, parts.bounds, *w.tail, *start),
+        *(out, gate, *found, *lq.stride(), *latent_k.stride()),
+        *(*q.stride()[:3], *w.k.stride()[:3], *w.v.stride()[:3]),
+        *(w.scale, w.softcap, w.reach, w.P),
+        *(walker.T, walker.length, parts.per_row, walker.H, walker.L, D),
+        C=walker.walk.C,
+        BL=walker.walk.BL,
+        BX=tiles.BX,
+        K=w.k.shape[-1],
+        R=R,
+        PRODUCT=walker.product,
+        CAPPED=w.softcap != 0.0,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out, *finals, gate, *states
 
 
 @macchiato_op.register_fake
@@ -84,9 +152,9 @@ def _(
     tail_k, tail_v, tail_mask, window, scale, softcap, causal,
 ):  # fmt: skip
     finals = final_buffers(latent_k, v, cu_seqlens)
-    between = macchiato_causal.between if causal else macchiato_bidirectional.between
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    return out, *finals, *row_buffers(q, 1), *between(latent_k, v.shape[-1], cu_seqlens)
+    states = saved_states(latent_k, v.shape[-1], cu_seqlens, causal)
+    return out, *finals, *token_buffers(q, 1), *states
 
 
 @torch.library.custom_op("latte::triton_macchiato_backward", mutates_args=())
@@ -123,15 +191,40 @@ def macchiato_backward_op(
     w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
     dlatent_q, dlatent_k, dq, dk, dv = empty_gradients(latent_q, latent_k, q, k, v)
     dtail = tail_buffers(k, v, tail_k, tail_v)
-    back = macchiato_causal.gradients if causal else macchiato_bidirectional.gradients
-    dmean_0, lost_0 = back(
-        *(latent_q, latent_k, unit_rows(q), w, cu_seqlens, unit_rows(dout), (log_mass, mean)),
-        (dmean, final_mu, dlog_mass),
-        gate,
-        (top_M, mass_M, mean_M, top, mass),
-        (dlatent_q, dlatent_k, dq, dk, dv),
-        dtail,
-    )
+    run = WindowLauncher(q, None if causal else latent_k, w, cu_seqlens)
+    q, dout = unit_stride(q), unit_stride(dout)
+    top_w, mass_w, delta = token_buffers(q, 3)
+    run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout)
+    inputs = (latent_k, w.v, w.mask, dout)
+    tokens = (top_w, mass_w, gate, delta)
+    if causal:
+        # In memory once, for each query head: the window's kernel adds it up.
+        latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
+        dmean_0, lost_0 = latent_gradients(
+            Walker(latent_k, run.D, cu_seqlens),
+            (latent_q, *inputs),
+            (log_mass, mean),
+            (top_M, mass_M, mean_M, top, mass),
+            (dmean, final_mu, dlog_mass),
+            (dlatent_q, dlatent_k, latents_dv),
+            delta,
+            run.R,
+        )
+        run.source_gradients(q, dout, tokens, (dk, dv), dtail, latents_dv)
+    else:
+        # The interface refuses an initial state that could have a gradient.
+        dmean_0, lost_0 = bidirectional_gradients(
+            run,
+            (latent_q[..., 1:], *inputs),
+            (top, mass, final_mu),
+            (dmean, dlog_mass),
+            (dlatent_q[..., 1:], dlatent_k, None),
+            gate,
+            delta,
+            run.R,
+        )
+        states = (latent_k, top, mass, dmean_0)
+        run.source_gradients(q, dout, tokens, (dk, dv), dtail, bidirectional=states)
     dstate = state_gradients(log_mass, mean, dmean_0, lost_0)
     return dlatent_q, dlatent_k, dq, dk, dv, *dstate, *dtail
 
@@ -163,3 +256,107 @@ def _gradients(ctx, dout, dlog_mass, dmean, *_):
 
 
 macchiato_op.register_autograd(_gradients, setup_context=_save)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def macchiato_walk(
+    latent_q_ptr, latent_k_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
+    tail_k_ptr, tail_v_ptr, tail_mask_ptr,
+    top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr,
+    out_ptr, gate_ptr, log_mass1_ptr, mean1_ptr,
+    lq_b, lq_t, lq_h, lq_l, lk_b, lk_t, lk_h, lk_l,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    scale, softcap, reach, P,
+    T, length, per_row, H, L, D: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
+    PRODUCT: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """y_t = p(0|t) SWA_t + sum_l p(l|t) mu_t[l], contiguous, of one segment, head and tile of D.
+
+    ``latent_q_ptr`` points to the first latent's logit, behind the window's. ``log_mass1_ptr`` and
+    ``mean1_ptr`` take the final state where no scan has found it.
+    """
+    d0, h, m = walk_place(H, D, BX)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, length)
+    i = m.to(tl.int64) * H + h
+    if start > stop:
+        leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL, BX)
+        return
+    first = first_token(bounds_ptr, n)
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    latent_q_ptr += batch * lq_b + h * lq_h
+    latent_k_ptr += batch * lk_b + h * lk_h
+    q_ptr += batch * q_b + h * q_h
+    k_ptr += batch * k_b + h // R * k_h
+    v_ptr += batch * v_b + h // R * v_h
+    out_ptr += batch * T * H * D + h * D
+    if tail_k_ptr is not None:
+        tail_k_ptr += (n * P * (H // R) + h // R) * K
+        tail_v_ptr += (n * P * (H // R) + h // R) * D
+        tail_mask_ptr += n * P
+    token = tl.arange(0, C)
+    past = token[:, None] >= token[None, :]
+    ref, mass, total = begin(
+        top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, d0, BL, BX
+    )
+    fresh = (mass == 0.0).to(tl.int32)
+    unseen = tl.max(fresh, 0)
+    count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
+    for j in tl.range(0, count, disable_licm=True):
+        at = start + j * C
+        if unseen == 1:
+            k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
+            ref, fresh = first_reference(k, token, ref, fresh, C)
+            unseen = tl.max(fresh, 0)
+        mass_w, w, y = attend(
+            q_ptr + at * q_t, q_t, tl.minimum(stop - at, C).to(tl.int32),
+            k_ptr, k_t, v_ptr, v_t, mask_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
+            at, first, stop, d0, reach, scale, softcap,
+            D, K, C, BX, PRODUCT, True, CAPPED,
+        )  # fmt: skip
+        p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, at, stop, L, C, BL)
+        if d0 == 0:
+            store_numbers(gate_ptr, batch, h, at, stop, T, H, gate, C)
+        share = (inverse(mass_w) * gate)[:, None]
+        k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
+        v = load_inputs(v_ptr, v_t, 1, at, stop, d0, D, C, BX)
+        rise = largest(k - ref[None, :])
+        near = token >= 0
+        if rise > REACH:
+            highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
+            near = tl.associative_scan(highest, 0, larger) <= REACH
+        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        mass_t = mass[None, :] + mm(past.to(tl.float32), e, PRODUCT)
+        p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
+        p_over_mass = tl.where(near[:, None], p_over_mass, 0.0)
+        scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
+        y = y * share + mm(p_over_mass, tl.trans(total), PRODUCT)
+        y += mm(w * share + scores, v, PRODUCT)
+        store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BX)
+        after = total + mm(tl.trans(v), e, PRODUCT)
+        # The last token's is the largest: it counts all of the chunk.
+        mass_after = tl.max(mass_t, 0)
+        if rise > REACH / 4:
+            later = tl.maximum(ref, tl.max(k, 0))
+            if rise > REACH:
+                # Tokens beyond reach hold the window's part: the latents' comes token by token.
+                tl.debug_barrier()
+                ref_s, mass_after, after = ref, mass, total
+                for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
+                    k_s = load_key(latent_k_ptr, mask_ptr, lk_t, lk_l, at + s, L, BL)
+                    p_s, _ = load_share(latent_q_ptr, lq_t, lq_l, at + s, L, BL)
+                    v_s = load_value(v_ptr, v_t, 1, at + s, d0, D, BX)
+                    ref_s, mass_after, after = add_source(ref_s, mass_after, after, k_s, v_s)
+                    y_s = tl.sum(after * (p_s * inverse(mass_after))[None, :], 1)
+                    y_s += load_value(out_ptr, H * D, 1, at + s, d0, D, BX)
+                    beyond = tl.max(tl.where(token == s, 1 - near.to(tl.int32), 0), 0) == 1
+                    store_value(out_ptr, H * D, 1, at + s, d0, D, y_s, beyond, BX)
+            else:
+                kept = tl.exp(ref - later)
+                mass_after, after = mass_after * kept, after * kept[None, :]
+            ref = later
+        mass, total = mass_after, after
+    if mean1_ptr is not None:
+        i = n * H + h
+        leave_state(log_mass1_ptr, mean1_ptr, i, L, D, d0, ref, mass, total, BL, BX)

@@ -1,47 +1,235 @@
-"""The RG-LRU with its gates fused: one scan forward, two scans backward.
+"""The RG-LRU on kernels, fused from the gates on: one scan forward, two scans backward.
 
     r, i = sigmoid(recurrence gate), sigmoid(input gate)
     log a_t = -8 r_t softplus(theta),  h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
     g_t = dh_t + a_{t+1} g_{t+1}       the gradient that reaches h_t
     dlog a_t = g_t (a_t h_{t-1} - i_t x_t a_t^2 / sqrt(1 - a_t^2))
 
-A stretch of time is an affine map of the state, h -> A h + B, and stretches compose. Where rows and
-channels fill the GPU one program walks over a sequence (``walk``, ``walk_back``: each input is read
-once); where they do not, every chunk has a program: ``ends`` and ``ends_back`` find each chunk's
-map, ``carry`` composes them, ``apply`` and ``apply_back`` write the results.
+A stretch of time is an affine map of the state, h -> A h + B, and stretches compose. Where
+sequences and channels fill the GPU one program walks over a sequence (``lru_walk``,
+``lru_walk_back``: each input is read once); where they do not, every chunk has a program: ``ends``
+and ``ends_back`` find each chunk's map, ``carry`` composes them, ``apply`` and ``apply_back`` write
+the results.
 
-``DOWN`` walks from the end of a sequence to its beginning. A masked token is the identity.
-``begins`` (N,) is the token at which a sequence starts anew (a = 0, factor 1), -1 if it carries on.
+``DOWN`` walks from the end of a sequence to its beginning; in the backward pass it is still the
+forward pass's direction, and gradients run against it. A masked token is the identity. ``begins``
+(N,) is the token at which a sequence starts anew (a = 0, factor 1), -1 if it carries on.
 
-Shape suffixes: M chunks of all sequences, C tokens of a chunk, U chunks of a round, N sequences,
-E channels (of a tile).
+Saved for the backward pass: the inputs and one state per chunk, from which the others are computed
+anew.
+
+Shape suffixes: B batch, T tokens, E channels (of a tile), N sequences, M chunks of all sequences,
+C tokens of a chunk, U chunks of a round.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from latte.ops.triton_backend.tiles import chunks_of, compose, place
+from latte.ops.buffers import empty_gradients
+from latte.ops.precision import full_precision
+from latte.ops.triton_backend.launch import (
+    LRU_BACK,
+    LRU_BY_CHUNK,
+    LRU_CARRY,
+    LRU_CHUNK,
+    LRU_WALK,
+    LRU_WALKS_FROM,
+    launch,
+    readable,
+)
+from latte.ops.triton_backend.segments import Parts, count_parts
+from latte.ops.triton_backend.tiles import (
+    compose,
+    load_steps,
+    log1p_of_share,
+    parts_of,
+    place,
+    store_steps,
+)
 
-# As in latte.ops.recurrence: Griffin's constant c, and a log a that is never quite 0.
+# As in the other backends: Griffin's constant c, and a log a that is never quite 0.
 GATE_STRENGTH = tl.constexpr(8.0)
 LEAST_DECAY = tl.constexpr(-1.1754943508222875e-38)
 
 
-@triton.jit
-def log1p_of_share(e):
-    """log(1 + e) for 0 <= e <= 1, as 2 artanh(e / (2 + e)): full precision also for small e."""
-    z = e / (2.0 + e)
-    s = z * z
-    p = 1.0 / 15.0
-    p = p * s + 1.0 / 13.0
-    p = p * s + 1.0 / 11.0
-    p = p * s + 1.0 / 9.0
-    p = p * s + 1.0 / 7.0
-    p = p * s + 1.0 / 5.0
-    p = p * s + 1.0 / 3.0
-    return 2.0 * z * (p * s + 1.0)
+def one_walk(B: int, T: int, E: int, packed: bool) -> bool:
+    """Whether each program walks over a whole sequence; packed ones are of uneven length."""
+    return not packed and (T <= LRU_CHUNK or B * -(-E // LRU_WALK["BE"]) >= LRU_WALKS_FROM)
+
+
+def _launch(
+    kernel: Any, programs: int, tile: dict[str, int], E: int, *args: Any, **options: Any
+) -> None:
+    """For so many chunks or sequences, each tile of channels a program of its own."""
+    grid = (programs, -(-E // tile["BE"]))
+    launch(args[0].device, kernel[grid], *args, **options, **tile)
+
+
+def beginnings(
+    x_BTE: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    reverse: bool,
+) -> Tensor:
+    """(N,) int64: the first real token, in order of the walk, of every sequence that starts anew.
+
+    -1 for a sequence that carries a state on. A sequence without a real token may get any number:
+    it has no token to compare it with.
+    """
+    B, T = x_BTE.shape[:2]
+    if cu_seqlens is None:
+        first = torch.zeros(B, dtype=torch.long, device=x_BTE.device)
+        if key_mask is not None:
+            seen = key_mask.flip(1) if reverse else key_mask
+            first = seen.to(torch.uint8).argmax(1)
+        first = T - 1 - first if reverse else first
+    else:
+        bounds = cu_seqlens.long()
+        first = bounds[1:] - 1 if reverse else bounds[:-1]
+        if key_mask is not None:
+            count = key_mask[0].long().cumsum(0)
+            if reverse:  # the first token at which all of the sequence's have been counted
+                wanted = count[first.clamp(min=0)]
+            else:
+                wanted = torch.where(first == 0, 0, count[(first - 1).clamp(min=0)]) + 1
+            first = torch.searchsorted(count, wanted)
+    if initial_state is None:
+        return first
+    return torch.where((initial_state == 0).all(-1), first, -1)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(s for x in tensors for s in x.stride())
+
+
+@torch.library.custom_op("latte::triton_rg_lru", mutates_args=())
+@full_precision
+def rg_lru_op(
+    x: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    theta: Tensor,
+    initial_state: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    begins: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h, the last state, and the states before each chunk."""
+    (B, T, E), mask = x.shape, readable(key_mask)
+    chunks = Parts.of(B, T, LRU_CHUNK, cu_seqlens)
+    inputs = (x, recurrence_gate, input_gate, theta.contiguous(), mask)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    before = x.new_empty((chunks.M, E), dtype=torch.float32)
+    final = x.new_empty((chunks.N, E), dtype=torch.float32)
+    earlier = None if initial_state is None else initial_state.contiguous()
+    strides = (*_strides(*inputs[:3]), T, chunks.per_row, E)
+    fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": reverse}
+    if one_walk(B, T, E, cu_seqlens is not None):
+        states = (begins, earlier, before, out, final)
+        _launch(lru_walk, B, LRU_WALK, E, *inputs, *states, *strides, **fixed)
+        return out, final, before
+    decay, added = torch.empty_like(before), torch.empty_like(before)
+    at = (chunks.M, LRU_BY_CHUNK, E)
+    found = (*inputs, chunks.table, begins)
+    _launch(ends, *at, *found, decay, added, *strides, **fixed)
+    _carry(chunks, decay, added, earlier, before, final, reverse)
+    _launch(apply, *at, *found, before, out, *strides, **fixed)
+    return out, final, before
+
+
+def _carry(
+    chunks: Parts,
+    decay: Tensor,
+    added: Tensor,
+    initial: Tensor | None,
+    before: Tensor,
+    final: Tensor,
+    down: bool,
+) -> None:
+    """The states ``before`` the chunks (backward: the gradients of those after), and ``final``."""
+    E = decay.shape[1]
+    tensors = (decay, added, chunks.first, initial, before, final)
+    _launch(carry, chunks.N, LRU_CARRY, E, *tensors, chunks.per_row, E, DOWN=down)
+
+
+@rg_lru_op.register_fake
+def _(x, recurrence_gate, input_gate, theta, initial_state, key_mask, cu_seqlens, begins, reverse):
+    B, T, E = x.shape
+    M = count_parts(B, T, LRU_CHUNK, cu_seqlens)
+    final = x.new_empty((begins.shape[0], E), dtype=torch.float32)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, final, final.new_empty((M, E))
+
+
+@torch.library.custom_op("latte::triton_rg_lru_backward", mutates_args=())
+@full_precision
+def rg_lru_backward_op(
+    dout: Tensor,
+    dfinal: Tensor,
+    x: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    theta: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    begins: Tensor,
+    before: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, both gates, theta and the initial state."""
+    (B, T, E), mask = x.shape, readable(key_mask)
+    chunks = Parts.of(B, T, LRU_CHUNK, cu_seqlens)
+    gates = (recurrence_gate, input_gate)
+    dx, dr, di = empty_gradients(x, *gates)
+    theta_E, dfinal = theta.contiguous(), dfinal.contiguous()
+    dinitial = torch.empty_like(dfinal)
+    strides = (*_strides(x, *gates, dout), T, chunks.per_row, E)
+    fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": reverse}
+    if one_walk(B, T, E, cu_seqlens is not None):
+        parts = x.new_empty((B, E), dtype=torch.float32)
+        tensors = (x, *gates, theta_E, mask, begins, before, dfinal, dout)
+        outputs = (dx, dr, di, parts, dinitial)
+        _launch(lru_walk_back, B, LRU_BACK, E, *tensors, *outputs, *strides, **fixed)
+        return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
+    decay, added, after, parts = (torch.empty_like(before) for _ in range(4))
+    at, shared = (chunks.M, LRU_BACK, E), (theta_E, mask, chunks.table, begins)
+    few = (*_strides(recurrence_gate, dout), T, chunks.per_row, E)
+    _launch(ends_back, *at, recurrence_gate, *shared, dout, decay, added, *few, **fixed)
+    _carry(chunks, decay, added, dfinal, after, dinitial, not reverse)
+    given = (x, *gates, *shared, before, after, dout)
+    _launch(apply_back, *at, *given, dx, dr, di, parts, *strides, **fixed)
+    return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
+
+
+@rg_lru_backward_op.register_fake
+def _(dout, dfinal, x, recurrence_gate, input_gate, theta, *_):
+    dx, dr, di, dtheta = empty_gradients(x, recurrence_gate, input_gate, theta)
+    return dx, dr, di, dtheta, torch.empty_like(dfinal, memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, output):
+    x, recurrence_gate, input_gate, theta, initial_state, key_mask, cu_seqlens, begins, _ = inputs
+    ctx.carried, ctx.reverse = initial_state is not None, inputs[-1]
+    ctx.save_for_backward(
+        *(x, recurrence_gate, input_gate, theta, key_mask, cu_seqlens, begins, output[2])
+    )
+    ctx.mark_non_differentiable(output[2])
+
+
+def _gradients(ctx, dout, dfinal, _):
+    dx, dr, di, dtheta, dinitial = rg_lru_backward_op(dout, dfinal, *ctx.saved_tensors, ctx.reverse)
+    return dx, dr, di, dtheta, dinitial if ctx.carried else None, None, None, None, None
+
+
+rg_lru_op.register_autograd(_gradients, setup_context=_save)
 
 
 @triton.jit
@@ -81,15 +269,21 @@ def compose_before(a1, b1, pa1, pb1, a2, b2, pa2, pb2):
 
 @triton.jit
 def maps_before(a, b):
-    """Of each row of (C, E) maps: those up to it, and those before it."""
+    """Of each of C maps, (C, E): those up to it, and those before it."""
     return tl.associative_scan(
         (a, b, tl.full(a.shape, 1.0, tl.float32), b * 0.0), 0, compose_before
     )
 
 
 @triton.jit
-def last_row(x, C: tl.constexpr):
-    """Row C - 1 of (C, E)."""
+def first_step(x, C: tl.constexpr):
+    """The first of C, (E,)."""
+    return tl.sum(tl.where((tl.arange(0, C) == 0)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def last_step(x, C: tl.constexpr):
+    """The last of C, (E,)."""
     return tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], x, 0.0), 0)
 
 
@@ -105,20 +299,6 @@ def steps(mask_ptr, start, stop, C: tl.constexpr, DOWN: tl.constexpr):
     if mask_ptr is not None:
         real = tl.load(mask_ptr + t, mask=real, other=0) != 0
     return t, real
-
-
-@triton.jit
-def load_steps(ptr, stride_t, stride_e, t, real, e, E):
-    """(C, E) in fp32; zeros where nothing real is."""
-    at = ptr + t[:, None] * stride_t + e[None, :].to(tl.int64) * stride_e
-    return tl.load(at, mask=real[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_steps(ptr, t, stop, e, E, value):
-    """Write (C, E) into a row of contiguous (T, E)."""
-    at = ptr + t[:, None] * E + e[None, :]
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=(t < stop)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
@@ -151,30 +331,30 @@ def ends(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
     decay_ptr, input_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
-    T, chunks, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """(M, E) twice: what each chunk does to the state, h -> decay h + input."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
-    row, start, stop, n = place(m, table_ptr, T, chunks, C)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, C)
     if start >= stop:
         return
     if mask_ptr is not None:
-        mask_ptr += row * T
+        mask_ptr += batch * T
     t, real = steps(mask_ptr, start, stop, C, DOWN)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     A, B = advance(
-        x_ptr + row * x_b, r_ptr + row * r_b, i_ptr + row * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
+        x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
         t, real, t == tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, e, E,
     )  # fmt: skip
-    tl.store(decay_ptr + m * E + e, last_row(A, C), mask=e < E)
-    tl.store(input_ptr + m * E + e, last_row(B, C), mask=e < E)
+    tl.store(decay_ptr + m * E + e, last_step(A, C), mask=e < E)
+    tl.store(input_ptr + m * E + e, last_step(B, C), mask=e < E)
 
 
 @triton.jit
 def carry(
     decay_ptr, input_ptr, first_ptr, initial_ptr, before_ptr, final_ptr,
-    chunks, E, U: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+    per_row, E, U: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """The state before each chunk of one sequence, (M, E), and after the last, (N, E).
 
@@ -184,7 +364,7 @@ def carry(
     n = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     u = tl.arange(0, U)
-    first, last = chunks_of(n, chunks, first_ptr)
+    first, last = parts_of(n, per_row, first_ptr)
     h = tl.zeros((BE,), tl.float32)
     if initial_ptr is not None:
         h = tl.load(initial_ptr + n * E + e, mask=e < E, other=0.0)
@@ -199,7 +379,7 @@ def carry(
         b = tl.load(input_ptr + at, mask=inside, other=0.0)
         A, B, earlier_A, earlier_B = maps_before(a, b)
         tl.store(before_ptr + at, earlier_A * h[None, :] + earlier_B, mask=inside)
-        h = last_row(A, U) * h + last_row(B, U)
+        h = last_step(A, U) * h + last_step(B, U)
     tl.store(final_ptr + n * E + e, h, mask=e < E)
 
 
@@ -208,57 +388,195 @@ def apply(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
     before_ptr, out_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
-    T, chunks, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """h, contiguous (B, T, E), from the state before each chunk."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
-    row, start, stop, n = place(m, table_ptr, T, chunks, C)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, C)
     if start >= stop:
         # Packed sequences may need fewer chunks than there are: what is saved is defined there too.
         tl.store(before_ptr + m * E + e, tl.zeros((BE,), tl.float32), mask=e < E)
         return
     if mask_ptr is not None:
-        mask_ptr += row * T
+        mask_ptr += batch * T
     t, real = steps(mask_ptr, start, stop, C, DOWN)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     A, B = advance(
-        x_ptr + row * x_b, r_ptr + row * r_b, i_ptr + row * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
+        x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
         t, real, t == tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, e, E,
     )  # fmt: skip
     h = tl.load(before_ptr + m * E + e, mask=e < E, other=0.0)
-    store_steps(out_ptr + row * T * E, t, stop, e, E, A * h[None, :] + B)
+    store_steps(out_ptr + batch * T * E, t, stop, e, E, A * h[None, :] + B)
 
 
 @triton.jit
-def walk(
+def lru_walk(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr,
     initial_ptr, before_ptr, out_ptr, final_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
-    T, chunks, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """``ends``, ``carry`` and ``apply`` in one: a program walks over a row's chunks."""
-    row = tl.program_id(0).to(tl.int64)
+    """``ends``, ``carry`` and ``apply`` in one: a program walks over a sequence's chunks."""
+    batch = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     strength = softplus(theta) * GATE_STRENGTH
-    begins = tl.load(begins_ptr + row)
+    begins = tl.load(begins_ptr + batch)
     if mask_ptr is not None:
-        mask_ptr += row * T
+        mask_ptr += batch * T
     h = tl.zeros((BE,), tl.float32)
     if initial_ptr is not None:
-        h = tl.load(initial_ptr + row * E + e, mask=e < E, other=0.0)
-    for j in tl.range(0, chunks):
+        h = tl.load(initial_ptr + batch * E + e, mask=e < E, other=0.0)
+    for j in tl.range(0, per_row):
         chunk = tl.cast(j, tl.int64)
         if DOWN:
-            chunk = chunks - 1 - chunk
+            chunk = per_row - 1 - chunk
         t, real = steps(mask_ptr, chunk * C, tl.cast(T, tl.int64), C, DOWN)
         A, B = advance(
-            x_ptr + row * x_b, r_ptr + row * r_b, i_ptr + row * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
-            t, real, t == begins, strength, e, E,
+            x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b,
+            x_t, x_e, r_t, r_e, i_t, i_e, t, real, t == begins, strength, e, E,
         )  # fmt: skip
-        tl.store(before_ptr + (row * chunks + chunk) * E + e, h, mask=e < E)
+        tl.store(before_ptr + (batch * per_row + chunk) * E + e, h, mask=e < E)
         states = A * h[None, :] + B
-        store_steps(out_ptr + row * T * E, t, T, e, E, states)
-        h = last_row(states, C)
-    tl.store(final_ptr + row * E + e, h, mask=e < E)
+        store_steps(out_ptr + batch * T * E, t, T, e, E, states)
+        h = last_step(states, C)
+    tl.store(final_ptr + batch * E + e, h, mask=e < E)
+
+
+@triton.jit
+def load_gradients(dy_ptr, dy_t, dy_e, t, stop, e, E):
+    """dh of every token, masked ones too: their output is the state that passes them by."""
+    return load_steps(dy_ptr, dy_t, dy_e, t, t < stop, e, E)
+
+
+@triton.jit
+def ends_back(
+    r_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, dy_ptr,
+    decay_ptr, input_ptr,
+    r_b, r_t, r_e, dy_b, dy_t, dy_e,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """(M, E) twice: what each chunk does to the gradient of the state after it."""
+    m = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, C)
+    if start >= stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    t, real = steps(mask_ptr, start, stop, C, DOWN)
+    theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    r, _ = sigmoids(load_steps(r_ptr + batch * r_b, r_t, r_e, t, real, e, E))
+    fresh = t == tl.load(begins_ptr + n)
+    a, _ = decays(r, softplus(theta) * GATE_STRENGTH, real, fresh)
+    dh = load_gradients(dy_ptr + batch * dy_b, dy_t, dy_e, t, stop, e, E)
+    A, B = tl.associative_scan((a, a * dh), 0, compose, reverse=True)
+    tl.store(decay_ptr + m * E + e, first_step(A, C), mask=e < E)
+    tl.store(input_ptr + m * E + e, first_step(B, C), mask=e < E)
+
+
+@triton.jit
+def retreat(
+    x_ptr, r_ptr, i_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr,
+    x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
+    t, real, fresh, strength, h0, g1, stop, e, E, C: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a chunk, from the state before it and the gradient of the state after it.
+
+    Returns the gradient of the state before it, and sum_t dlog a_t r_t: what theta needs.
+    """
+    x = load_steps(x_ptr, x_t, x_e, t, real, e, E)
+    r, not_r = sigmoids(load_steps(r_ptr, r_t, r_e, t, real, e, E))
+    i, not_i = sigmoids(load_steps(i_ptr, i_t, i_e, t, real, e, E))
+    dh = load_gradients(dy_ptr, dy_t, dy_e, t, stop, e, E)
+    a, factor = decays(r, strength, real, fresh)
+    _, _, A, B = maps_before(a, factor * i * x)
+    before = A * h0[None, :] + B
+    ones = tl.full(a.shape, 1.0, tl.float32)
+    A, B, later_A, later_B = tl.associative_scan(
+        (a, a * dh, ones, a * 0.0), 0, compose_before, reverse=True
+    )
+    g = dh + later_A * g1[None, :] + later_B
+    gated = g * factor
+    # Where log a is cut off, where a sequence starts anew and where nothing is real, a is fixed.
+    free = real & (fresh == 0)
+    moves = free[:, None] & (-r * strength[None, :] <= LEAST_DECAY)
+    ratio = a * a / tl.where(factor == 0.0, 1.0, factor)
+    dlog_a = tl.where(moves, g * (a * before - i * x * ratio), 0.0)
+    store_steps(dx_ptr, t, stop, e, E, gated * i)
+    store_steps(di_ptr, t, stop, e, E, gated * x * i * not_i)
+    store_steps(dr_ptr, t, stop, e, E, -strength[None, :] * dlog_a * r * not_r)
+    return first_step(A, C) * g1 + first_step(B, C), tl.sum(dlog_a * r, 0)
+
+
+@triton.jit
+def slope(theta):
+    """d(log a)/d(theta) over r: -8 sigmoid(theta)."""
+    rises, _ = sigmoids(theta)
+    return rises * -GATE_STRENGTH
+
+
+@triton.jit
+def apply_back(
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
+    before_ptr, after_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr,
+    x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e, dy_b, dy_t, dy_e,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x and both gates, contiguous, and each chunk's part of dtheta, (M, E)."""
+    m = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, C)
+    if start >= stop:
+        tl.store(dtheta_ptr + m * E + e, tl.zeros((BE,), tl.float32), mask=e < E)
+        return
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    t, real = steps(mask_ptr, start, stop, C, DOWN)
+    theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    h0 = tl.load(before_ptr + m * E + e, mask=e < E, other=0.0)
+    g1 = tl.load(after_ptr + m * E + e, mask=e < E, other=0.0)
+    out = batch * T * E
+    _, dlog = retreat(
+        x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, dy_ptr + batch * dy_b,
+        dx_ptr + out, dr_ptr + out, di_ptr + out, x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
+        t, real, t == tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, h0, g1, stop, e, E,
+        C,
+    )  # fmt: skip
+    tl.store(dtheta_ptr + m * E + e, slope(theta) * dlog, mask=e < E)
+
+
+@triton.jit
+def lru_walk_back(
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr,
+    before_ptr, final_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr, dinitial_ptr,
+    x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e, dy_b, dy_t, dy_e,
+    T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """All gradients in one walk; ``final`` (N, E) is that of the last state, given."""
+    batch = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    strength = softplus(theta) * GATE_STRENGTH
+    begins = tl.load(begins_ptr + batch)
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    g = tl.load(final_ptr + batch * E + e, mask=e < E, other=0.0)
+    dlog = tl.zeros((BE,), tl.float32)
+    out = batch * T * E
+    stop = tl.cast(T, tl.int64)
+    for j in tl.range(0, per_row):
+        chunk = tl.cast(j, tl.int64)
+        if not DOWN:
+            chunk = per_row - 1 - chunk
+        t, real = steps(mask_ptr, chunk * C, stop, C, DOWN)
+        h0 = tl.load(before_ptr + (batch * per_row + chunk) * E + e, mask=e < E, other=0.0)
+        g, part = retreat(
+            x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, dy_ptr + batch * dy_b,
+            dx_ptr + out, dr_ptr + out, di_ptr + out, x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
+            t, real, t == begins, strength, h0, g, stop, e, E, C,
+        )  # fmt: skip
+        dlog += part
+    tl.store(dtheta_ptr + batch * E + e, slope(theta) * dlog, mask=e < E)
+    tl.store(dinitial_ptr + batch * E + e, g, mask=e < E)

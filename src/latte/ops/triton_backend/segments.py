@@ -1,10 +1,12 @@
-"""How the walks cut sequences into segments, in which configuration, and how they are launched.
+"""Where chunks and segments lie, launches over them, and the states between segments.
 
-One program walks one segment, for one head and, forward, one tile of D. Fewer programs than fill
-the GPU leave it idle; more segments than one per sequence cost a pass over k and v.
+A *chunk* is what one matrix product covers, a *segment* what one program computes at once: many
+chunks of one *row*, a sequence of one head. Fewer programs than fill the GPU leave it idle; more
+segments than one per row cost a pass over k and v: ``segment_sums`` then finds the sum of each,
+``scan`` merges them into the state before each, and ``scan_back`` takes gradients the other way.
 
 Shape suffixes: B batch, T tokens, H heads, L latents, D value width, C tokens of a chunk,
-N sequences, M segments.
+N sequences, M chunks or segments of all sequences, U of them at a time.
 """
 
 from __future__ import annotations
@@ -12,74 +14,94 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from latte.ops.triton_backend.launch import SCAN, Chunks, Launcher, launch, triton_mode
+from latte.ops.triton_backend.launch import (
+    ENOUGH,
+    SCAN,
+    SHORTEST,
+    WANTED,
+    Walk,
+    by_chunk,
+    contiguous,
+    launch,
+    rounding,
+    walking,
+)
+from latte.ops.triton_backend.tiles import (
+    REACH,
+    compose,
+    counted,
+    factor,
+    finite,
+    first_reference,
+    inverse,
+    kept_share,
+    largest,
+    load_inputs,
+    load_keys,
+    log_mass_of,
+    merge_masses,
+    mm,
+    parts_of,
+    place,
+    power,
+    state_tile,
+    store_across,
+    store_latents,
+    walk_place,
+)
 
-# A constant, so that what is computed does not depend on the device: an H100's and an H200's.
-MULTIPROCESSORS = 132
-# Programs that are enough for one segment per sequence: nearly two for each multiprocessor.
-ENOUGH = 240
-# Programs to aim for where sequences are cut, and the fewest chunks of a segment then.
-WANTED = 4 * MULTIPROCESSORS
-SHORTEST = 4
-
-
-class Walk(NamedTuple):
-    """Everything that is fixed when a walk is compiled. It depends on neither T nor B."""
-
-    C: int  # tokens of a chunk
-    BL: int  # latents, padded to a power of two
-    BD: int  # tile of the value width, forward: a program of its own
-    BD_back: int  # tile of the value width, backward: a pass of its own
-    product: str  # what the factors of products are rounded to
-    warps: int
-    warps_back: int
-    stages: int  # loads of this many chunks are under way
-    stages_back: int
-    registers: int | None  # asked for, of each thread
-
-
-PRODUCT = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
-# Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
-# of 128 take 8 warps. What multiplies in tf32 needs more registers, so that its chunks are short.
-BFLOAT = {
-    16: (64, 128, 4, 3, 128, 8, 2),
-    32: (64, 128, 4, 3, 128, 8, 2),
-    64: (64, 64, 8, 2, 64, 8, 2),
-    128: (16, 64, 8, 2, 64, 8, 2),
-    256: (16, 64, 8, 2, 32, 8, 2),
-}
-HALF = {
-    16: (16, 64, 4, 2, 64, 4, 2),
-    32: (16, 64, 4, 2, 64, 4, 2),
-    64: (16, 64, 8, 2, 64, 8, 2),
-    128: (16, 64, 8, 2, 64, 8, 2),
-    256: (16, 64, 8, 2, 32, 8, 2),
-}
-SINGLE = {
-    16: (16, 64, 4, 2, 32, 4, 2),
-    32: (16, 64, 4, 2, 32, 4, 2),
-    64: (16, 64, 8, 2, 32, 8, 2),
-    128: (16, 32, 8, 2, 32, 8, 2),
-    256: (16, 16, 8, 2, 16, 8, 2),
-}
-TABLES = {torch.bfloat16: BFLOAT, torch.float16: HALF, torch.float32: SINGLE}
-# Left alone, ptxas gives tf32's walks over 128 latents and more 32 to 128 registers, and puts the
-# rest on the stack.
-MANY_REGISTERS = 255
+# Arguments of the walks that are not to be compiled anew for multiples of 16.
+SIZES = ["T", "length", "per_row"]
 
 
-def walking(L: int, D: int, dtype: torch.dtype) -> Walk:
-    """The one configuration for these sizes."""
-    BL = max(16, 1 << (L - 1).bit_length())
-    C, tile, warps, stages, tile_back, warps_back, stages_back = TABLES[dtype][BL]
-    width = max(64, 1 << (D - 1).bit_length())
-    BD, BD_back = min(width, tile), min(width, tile_back)
-    warps = warps if BD <= 64 else 8
-    product = PRODUCT[dtype]
-    registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
-    return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
+def sequences(B: int, cu_seqlens: Tensor | None) -> int:
+    """How many sequences there are."""
+    return B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+class Parts(NamedTuple):
+    """The chunks, or the segments, of all sequences: nothing waits for a GPU."""
+
+    M: int  # at most this many, at least one for each sequence
+    N: int  # sequences
+    per_row: int  # parts of a row; unused when packed
+    table: Tensor | None  # (M, 3) int64: first token, end of the sequence, its number
+    first: Tensor | None  # (N+1,) int64: first part of each sequence
+    bounds: Tensor | None  # (N+1,) int64: first token of each sequence
+
+    @classmethod
+    def of(cls, B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> Parts:
+        """Parts of C tokens: of rows of equal length, or of packed sequences.
+
+        ``at_least``: this many for a sequence without tokens, which are then empty.
+        """
+        M, N = count_parts(B, T, C, cu_seqlens, at_least), sequences(B, cu_seqlens)
+        if cu_seqlens is None:
+            return cls(M, N, max(at_least, -(-T // C)), None, None, None)
+        bounds = cu_seqlens.long()
+        first = bounds.new_zeros(N + 1)
+        counts = torch.div(bounds.diff() + (C - 1), C, rounding_mode="floor")
+        first[1:] = counts.clamp(min=at_least).cumsum(0)
+        m = torch.arange(M, device=bounds.device)
+        sequence = torch.bucketize(m, first[1:], right=True)
+        real = sequence < N
+        sequence = sequence.clamp(max=N - 1)
+        start = bounds[sequence] + (m - first[sequence]) * C
+        stop = bounds[sequence + 1]
+        # A part past the last one begins beyond its end.
+        start = torch.where(real, start, stop + 1)
+        return cls(M, N, 0, torch.stack([start, stop, sequence], 1), first, bounds)
+
+
+def count_parts(B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> int:
+    """At most this many parts of C tokens: from shapes alone."""
+    if cu_seqlens is None:
+        return B * max(at_least, -(-T // C))
+    return T // C + sequences(B, cu_seqlens)
 
 
 def segment_length(B: int, T: int, heads: int, C: int, packed: bool) -> int:
@@ -94,77 +116,372 @@ def segment_length(B: int, T: int, heads: int, C: int, packed: bool) -> int:
     return min(chunks, max(SHORTEST, -(-chunks // cuts))) * C
 
 
-class Segments(NamedTuple):
-    """The segments of all sequences: at least one for each, if it is empty."""
+def length_for(k: Tensor, D: int, walk: Walk, cu_seqlens: Tensor | None) -> int:
+    """:func:`segment_length` for keys (B, T, H, L) and values of width D."""
+    B, T, H, _ = k.shape
+    return segment_length(B, T, H * -(-D // walk.BD), walk.C, cu_seqlens is not None)
 
-    chunks: Chunks  # the segments, as the scans know them
-    length: int  # tokens of a segment
-    cut: bool  # whether a sequence may have more than one
-    slots: int  # where chunks may keep something: see tiles.slot_of
 
-    @classmethod
-    def of(cls, B: int, T: int, H: int, D: int, walk: Walk, cu_seqlens: Tensor | None) -> Segments:
-        """Rows of equal length, or packed sequences."""
-        packed = cu_seqlens is not None
-        length = segment_length(B, T, H * -(-D // walk.BD), walk.C, packed)
-        per_row = max(1, -(-T // length))
-        chunks = Chunks(B * per_row, B, per_row, None, None)
-        if cu_seqlens is not None:
-            chunks = Chunks.of(B, T, length, cu_seqlens, at_least=1)
-        return cls(chunks, length, length < T, B * T // walk.C + chunks.N)
+class Launcher:
+    """Launches kernels with the sizes and the places of one call."""
+
+    def __init__(self, q: Tensor, D: int, parts: Parts) -> None:
+        _, self.T, self.H, self.L = q.shape
+        self.D, self.device, self.parts = D, q.device, parts
+
+    def states(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Empty fp32 buffers (M, H, L) twice and (M, H, L, D)."""
+        top = like.new_empty((self.parts.M, self.H, self.L), dtype=torch.float32)
+        return top, torch.empty_like(top), top.new_empty((*top.shape, self.D))
+
+    def by_sequence(self, kernel: Any, *args: Any, D: int | None = None) -> None:
+        """One program per sequence, head and tile of the state: it goes over the parts.
+
+        ``D``: of a tile of the value width, else all of it.
+        """
+        D = D or self.D
+        grid = (self.parts.N * self.H, -(-self.L // SCAN["BL"]), -(-D // SCAN["BD"]))
+        sizes = (self.parts.per_row, self.H, self.L, D)
+        launch(self.device, kernel[grid], *args, *sizes, **SCAN)
+
+
+class ChunkLauncher(Launcher):
+    """Launches what has one program per chunk."""
+
+    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
+        B, T, _, L = q.shape
+        self.config = by_chunk(L, q.dtype)
+        super().__init__(q, D, Parts.of(B, T, self.config.C, cu_seqlens))
+        wide, narrow = rounding(self.config.wide), rounding(self.config.narrow)
+        self.products = {"WIDE": wide, "NARROW": narrow}
+
+    def by_chunk(
+        self,
+        kernel: Any,
+        *args: Any,
+        product: str,
+        back: bool = False,
+        **extras: Any,
+    ) -> None:
+        """One program per chunk and head; ``back`` for the backward pass."""
+        c, parts = self.config, self.parts
+        sizes = (self.T, parts.per_row, self.H, self.L, self.D)
+        options = {"C": c.C, "BL": c.BL, "BD": c.BD, product: self.products[product], **extras}
+        warps = c.warps_back if back else c.warps
+        launch(self.device, kernel[parts.M, self.H], *args, *sizes, **options, num_warps=warps)
 
 
 class Walker(Launcher):
     """Launches the walks, and the scans over their segments."""
 
     def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
-        B, T, H, L = q.shape
+        B, T, _, L = q.shape
         self.walk = walking(L, D, q.dtype)
-        self.segments = Segments.of(B, T, H, D, self.walk, cu_seqlens)
-        super().__init__(q, D, cu_seqlens, self.segments.chunks)
-        product = self.walk.product
-        if triton_mode() == "interpreter":
-            product = "bf16_as_fp32" if product == "bf16" else "ieee"
-        self.product = product
+        self.length = length_for(q, D, self.walk, cu_seqlens)
+        self.cut = self.length < T  # whether a sequence may have more than one segment
+        super().__init__(q, D, Parts.of(B, T, self.length, cu_seqlens, at_least=1))
+        self.slots = B * T // self.walk.C + self.parts.N  # where chunks keep things: tiles.slot_of
+        self.product = rounding(self.walk.product)
 
     def forward(self, kernel: Any, *args: Any, **extras: Any) -> None:
         """One program per segment, head and tile of D."""
         c = self.walk
-        programs = self.chunks.M * self.H * -(-self.D // c.BD)
-        self._walk(kernel, programs, self.D, c.BD, c.stages, c.warps, *args, **extras)
+        programs = self.parts.M * self.H * -(-self.D // c.BD)
+        self._walk(kernel, programs, self.D, (c.BD, c.stages, c.warps), *args, **extras)
 
     def back(self, kernel: Any, D: int, *args: Any, **extras: Any) -> None:
         """One program per segment and head, for a tile of D, which is D wide."""
         c = self.walk
-        programs = self.chunks.M * self.H
         fixed = (c.BD_back, c.stages_back, c.warps_back)
-        self._walk(kernel, programs, D, *fixed, *args, **extras)
+        self._walk(kernel, self.parts.M * self.H, D, fixed, *args, **extras)
 
     def _walk(
         self,
         kernel: Any,
         programs: int,
         D: int,
-        BD: int,
-        stages: int,
-        warps: int,
+        fixed: tuple[int, int, int],
         *args: Any,
         **extras: Any,
     ) -> None:
-        sizes = (self.T, self.segments.length, self.chunks.per_row, self.H, self.L, D)
-        fixed = (self.walk.C, self.walk.BL, BD, self.product, stages)
+        BD, stages, warps = fixed
+        sizes = (self.T, self.length, self.parts.per_row, self.H, self.L, D)
+        tiles = (self.walk.C, self.walk.BL, BD, self.product, stages)
         options: dict[str, Any] = {"num_warps": warps} | extras
         if self.walk.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.walk.registers
-        launch(self.device, kernel[(programs,)], *args, *sizes, *fixed, **options)
-
-    def scan_back(self, kernel: Any, D: int, *args: Any) -> None:
-        """The scan over segments in reverse, for a tile of D."""
-        grid = (self.chunks.N * self.H, -(-self.L // SCAN["BL"]), -(-D // SCAN["BD"]))
-        sizes = (self.chunks.per_row, self.H, self.L, D)
-        launch(self.device, kernel[grid], *args, *sizes, **SCAN)
+        launch(self.device, kernel[(programs,)], *args, *sizes, *tiles, **options)
 
     def tiles(self) -> list[slice]:
         """The tiles of D that the backward pass takes one after the other."""
         BD = self.walk.BD_back
         return [slice(d, min(d + BD, self.D)) for d in range(0, self.D, BD)]
+
+
+# What is saved between segments: (top, mass, mean) before each, final (top, mass).
+Between = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> Between:
+    """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
+
+    Without entries where no sequence is cut: nobody needs them. From shapes alone.
+    """
+    B, T = k.shape[:2]
+    length = length_for(k, D, walking(k.shape[-1], D, k.dtype), cu_seqlens)
+    if length < T:
+        return state_buffers(k, D, count_parts(B, T, length, cu_seqlens), sequences(B, cu_seqlens))
+    return state_buffers(k, D, 0, 0)
+
+
+def state_buffers(k: Tensor, D: int, M: int, N: int) -> Between:
+    """Empty fp32 buffers: top, mass and mean of M states, top and mass of N."""
+    H, L = k.shape[2:]
+    top = k.new_empty((M, H, L), dtype=torch.float32)
+    final = top.new_empty((N, H, L))
+    mean = top.new_empty((M, H, L, D))
+    return top, torch.empty_like(top), mean, final, torch.empty_like(final)
+
+
+def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty fp32 buffers (N, H, L) and (N, H, L, D)."""
+    A = q.new_empty((sequences(q.shape[0], cu_seqlens), *q.shape[2:]), dtype=torch.float32)
+    return A, A.new_empty((*A.shape, v.shape[-1]))
+
+
+def states_before(
+    run: Walker,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    earlier: tuple[Tensor | None, ...],
+    finals: tuple[Tensor, Tensor],
+    R: int = 1,
+) -> tuple[Between, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """What a walk forward starts from: :func:`between_segments`; the walk's arguments ``top`` to
+    ``mean0``; and its last two, which are ``finals`` where no scan has written them.
+
+    ``earlier``: the initial state. ``R`` heads share one head of the values.
+    """
+    between, initial = between_segments(k, run.D, cu_seqlens), contiguous(*earlier)
+    if not run.cut:
+        return between, (None, None, None, *initial), finals
+    scan_segments(run, k, v, mask, initial, between[:3], (*between[3:], *finals), R)
+    return between, (*between[:3], *initial), (None, None)
+
+
+def scan_segments(
+    run: Walker,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    earlier: tuple[Tensor | None, ...],
+    before: tuple[Tensor | None, ...],
+    final: tuple[Tensor, ...],
+    R: int = 1,
+) -> None:
+    """Write the states before each segment, if wanted, and the final top, mass, log-mass, mean.
+
+    ``earlier``: the initial state. ``R`` heads share one head of the values.
+    """
+    sums, strides = run.states(k), (*k.stride(), *v.stride())
+    run.forward(segment_sums, k, v, mask, run.parts.table, *sums, *strides, R=R)
+    run.by_sequence(scan, *sums, run.parts.first, *contiguous(*earlier), *before, *final)
+
+
+def state_gradients(
+    log_mass: Tensor | None, mean: Tensor | None, dmean: Tensor, lost: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dlog_mass, dmean) of the initial state, from ``lost`` = <dmean, mean> - dlog_mass.
+
+    An empty state has no mass to move and a mean that nobody reads: no gradient.
+    """
+    if log_mass is None or mean is None:
+        return lost, dmean
+    empty = torch.isneginf(log_mass)
+    dA = ((dmean * mean).sum(-1) - lost).masked_fill_(empty, 0.0)
+    return dA, dmean.masked_fill(empty[..., None], 0.0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def segment_sums(
+    k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, sum_ptr,
+    k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
+    T, length, per_row, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr, R: tl.constexpr = 1,
+):  # fmt: skip
+    """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each segment.
+
+    ``R`` heads share one head of the values.
+    It walks backwards, so that what it read last is still in the cache when ``walk`` begins.
+    """
+    d0, h, m = walk_place(H, D, BD)
+    batch, start, stop, _ = place(m, table_ptr, T, per_row, length)
+    if start > stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    k_ptr += batch * k_b + h * k_h
+    v_ptr += batch * v_b + h // R * v_h
+    token = tl.arange(0, C)
+    ones = tl.full((C, C), 1.0, tl.float32)
+    ref, fresh, unseen = tl.zeros((BL,), tl.float32), tl.full((BL,), 1, tl.int32), 1
+    mass = tl.zeros((C, BL), tl.float32)
+    total = tl.zeros((BD, BL), tl.float32)
+    count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
+        at = start + (count - 1 - j) * C
+        k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
+        v = load_inputs(v_ptr, v_t, v_d, at, stop, d0, D, C, BD)
+        if unseen == 1:
+            ref, fresh = first_reference(k, token, ref, fresh, C)
+            unseen = tl.max(fresh, 0)
+        if largest(k - ref[None, :]) > REACH / 4:
+            later = tl.maximum(ref, tl.max(k, 0))
+            kept = tl.exp(ref - later)
+            ref, mass, total = later, mass * kept[None, :], total * kept[None, :]
+        e = factor(power(k - ref[None, :]), PRODUCT)
+        mass += counted(ones, e, PRODUCT)
+        total += mm(tl.trans(v), e, PRODUCT)
+    i = m.to(tl.int64) * H + h
+    if d0 == 0:
+        store_latents(top_ptr, i, L, tl.where(fresh == 1, float("-inf"), ref), BL)
+        store_latents(mass_ptr, i, L, tl.max(mass, 0), BL)
+    store_across(sum_ptr, i, L, D, d0, total, BL, BD)
+
+
+@triton.jit
+def scan(
+    top_ptr, mass_ptr, sum_ptr, first_ptr,
+    log_mass0_ptr, mean0_ptr,
+    before_top_ptr, before_mass_ptr, before_mean_ptr,
+    top1_ptr, mass1_ptr, log_mass1_ptr, mean1_ptr,
+    per_row, H, L, D,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Merge the segments of one sequence in order, U at a time, for one head and tile of (L, D).
+
+    ``first_ptr``: (N+1,) the sequences' first segments when packed, else None. ``before_*`` is None
+    if nobody needs the states between segments. The first tile of D writes what has no D.
+    """
+    n, h, x, d, real_L, real_LD, at_LD = state_tile(H, L, D, BL, BD)
+    u = tl.arange(0, U)
+    leads = tl.program_id(2) == 0
+    first, last = parts_of(n, per_row, first_ptr)
+    if log_mass0_ptr is None:
+        top = tl.full((BL,), float("-inf"), tl.float32)
+        mass = tl.zeros((BL,), tl.float32)
+        mean = tl.zeros((BL, BD), tl.float32)
+    else:
+        i = n * H + h
+        top = tl.load(log_mass0_ptr + i * L + x, mask=real_L, other=0.0)
+        mass = tl.where(top == float("-inf"), 0.0, 1.0)
+        mean = tl.load(mean0_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+    if before_mean_ptr is not None:
+        at = before_mean_ptr + (first * H + h) * L * D + at_LD
+        tl.store(at, mean, mask=real_LD & (first < last))
+    for m0 in tl.range(first, last, U):
+        m = m0 + u
+        at_UL = ((m * H + h) * L)[:, None] + x[None, :]
+        real_UL = (m < last)[:, None] & real_L[None, :]
+        # Before each segment: what came with the loop, and those of this round that precede it.
+        previous = at_UL - H * L
+        inside = ((m <= last) & (u > 0))[:, None] & real_L[None, :]
+        early = tl.load(top_ptr + previous, mask=inside, other=float("-inf"))
+        early_mass = tl.load(mass_ptr + previous, mask=inside, other=0.0)
+        early, early_mass = tl.associative_scan((early, early_mass), 0, merge_masses)
+        early, early_mass = merge_masses(
+            top[None, :] + tl.zeros_like(early), mass[None, :] + tl.zeros_like(early),
+            early, early_mass,
+        )  # fmt: skip
+        if before_top_ptr is not None:
+            tl.store(before_top_ptr + at_UL, early, mask=real_UL & leads)
+            tl.store(before_mass_ptr + at_UL, early_mass, mask=real_UL & leads)
+        own = tl.load(top_ptr + at_UL, mask=real_UL, other=float("-inf"))
+        own_mass = tl.load(mass_ptr + at_UL, mask=real_UL, other=0.0)
+        late, late_mass = merge_masses(early, early_mass, own, own_mass)
+        kept = tl.where((m < last)[:, None], kept_share(early, early_mass, late, late_mass), 1.0)
+        added = tl.exp(own - finite(late)) * inverse(late_mass)
+        at_ULD = (at_UL * D)[:, :, None] + d[None, None, :]
+        real_ULD = real_UL[:, :, None] & (d < D)[None, None, :]
+        sums_ULD = added[:, :, None] * tl.load(sum_ptr + at_ULD, mask=real_ULD, other=0.0)
+        kept_ULD = kept[:, :, None] + tl.zeros_like(sums_ULD)
+        kept_ULD, sums_ULD = tl.associative_scan((kept_ULD, sums_ULD), 0, compose)
+        means_ULD = kept_ULD * mean[None, :, :] + sums_ULD
+        if before_mean_ptr is not None:
+            # After this segment is before the next one.
+            follows = real_ULD & (m + 1 < last)[:, None, None]
+            tl.store(before_mean_ptr + at_ULD + H * L * D, means_ULD, mask=follows)
+        ends = u == U - 1
+        mean = tl.sum(tl.where(ends[:, None, None], means_ULD, 0.0), 0)
+        # Not a sum with zeros: the top of what has seen nothing is -inf.
+        top = tl.max(tl.where(ends[:, None], late, float("-inf")), 0)
+        mass = tl.sum(tl.where(ends[:, None], late_mass, 0.0), 0)
+    i = n * H + h
+    tl.store(top1_ptr + i * L + x, top, mask=real_L & leads)
+    tl.store(mass1_ptr + i * L + x, mass, mask=real_L & leads)
+    tl.store(log_mass1_ptr + i * L + x, log_mass_of(top, mass), mask=real_L & leads)
+    tl.store(mean1_ptr + i * L * D + at_LD, mean, mask=real_LD)
+
+
+@triton.jit
+def scan_back(
+    top_ptr, mass_ptr, asked_ptr, lost_ptr, first_ptr,
+    top1_ptr, mass1_ptr, dmean1_ptr, lost1_ptr,
+    after_dmean_ptr, after_lost_ptr, dmean0_ptr, lost0_ptr,
+    per_row, H, L, D,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the state after each segment of one sequence, and of the initial state.
+
+    ``lost`` (L,) = <dmean, mean> - dlog_mass obeys the same recurrence as dmean (L, D).
+    """
+    n, h, x, d, real_L, real_LD, at_LD = state_tile(H, L, D, BL, BD)
+    u = tl.arange(0, U)
+    leads = tl.program_id(2) == 0
+    first, last = parts_of(n, per_row, first_ptr)
+    i = n * H + h
+    top1 = tl.load(top1_ptr + i * L + x, mask=real_L, other=0.0)
+    mass1 = tl.load(mass1_ptr + i * L + x, mask=real_L, other=0.0)
+    lost = tl.load(lost1_ptr + i * L + x, mask=real_L, other=0.0)
+    dmean = tl.load(dmean1_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+    i = (last - 1) * H + h
+    tl.store(after_lost_ptr + i * L + x, lost, mask=real_L & leads & (first < last))
+    tl.store(after_dmean_ptr + i * L * D + at_LD, dmean, mask=real_LD & (first < last))
+    for back in tl.range(0, last - first, U):
+        m = last - 1 - back - u
+        at_UL = ((m * H + h) * L)[:, None] + x[None, :]
+        real_UL = (m >= first)[:, None] & real_L[None, :]
+        # The state after a segment is the one before the next, or the final one.
+        next_UL = real_UL & (m + 1 < last)[:, None]
+        late = tl.load(top_ptr + at_UL + H * L, mask=next_UL, other=0.0)
+        late_mass = tl.load(mass_ptr + at_UL + H * L, mask=next_UL, other=0.0)
+        ends = (m + 1 == last)[:, None]
+        late = tl.where(ends, top1[None, :], late)
+        late_mass = tl.where(ends, mass1[None, :], late_mass)
+        early = tl.load(top_ptr + at_UL, mask=real_UL, other=0.0)
+        early_mass = tl.load(mass_ptr + at_UL, mask=real_UL, other=0.0)
+        decay = tl.where((m >= first)[:, None], kept_share(early, early_mass, late, late_mass), 1.0)
+        losses = tl.load(lost_ptr + at_UL, mask=real_UL, other=0.0)
+        at_ULD = (at_UL * D)[:, :, None] + d[None, None, :]
+        real_ULD = real_UL[:, :, None] & (d < D)[None, None, :]
+        asked = tl.load(asked_ptr + at_ULD, mask=real_ULD, other=0.0)
+        decay_ULD = decay[:, :, None] + tl.zeros_like(asked)
+        decay, losses = tl.associative_scan((decay, losses), 0, compose)
+        decay_ULD, asked = tl.associative_scan((decay_ULD, asked), 0, compose)
+        losses += decay * lost[None, :]
+        asked += decay_ULD * dmean[None, :, :]
+        # Before this segment is after the previous one.
+        follows = m - 1 >= first
+        at = at_UL - H * L
+        tl.store(after_lost_ptr + at, losses, mask=real_UL & leads & follows[:, None])
+        at = at_ULD - H * L * D
+        tl.store(after_dmean_ptr + at, asked, mask=real_ULD & follows[:, None, None])
+        lost = tl.sum(tl.where((u == U - 1)[:, None], losses, 0.0), 0)
+        dmean = tl.sum(tl.where((u == U - 1)[:, None, None], asked, 0.0), 0)
+    i = n * H + h
+    tl.store(lost0_ptr + i * L + x, lost, mask=real_L & leads)
+    tl.store(dmean0_ptr + i * L * D + at_LD, dmean, mask=real_LD)

@@ -1,41 +1,30 @@
-"""One step of decoding as a custom op: new state in new buffers, nothing waits for the host.
+"""One step of decoding on one kernel: state update, window and mixture, one token per sequence.
 
-For inference: these ops have no gradient. All shapes follow from the inputs' shapes, so that a step
-can be captured in a CUDA graph.
+    A' = logaddexp(A, k),  mu' = e^{A-A'} mu + e^{k-A'} v
+    y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
 
-Shape suffixes: B rows, H query heads, G key/value heads, L latents, K key width, D value width,
+One program per sequence and head. Nothing is updated in place: the old state may be kept by
+somebody. The window's slots move up by one on the way, written by the first head of each group;
+every slot is near enough to be seen.
+
+For inference: these ops have no gradient. All shapes follow from the inputs' shapes and nothing
+waits for the host, so that a step can be captured in a CUDA graph.
+
+Shape suffixes: B batch, H query heads, G key/value heads, L latents, K key width, D value width,
 P = W - 1 slots of the window.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients as contiguous_buffers
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
-from latte.ops.triton_backend.latte import readable
-from latte.ops.triton_backend.launch import launch
-
-MOST_ELEMENTS = 4096  # of a tile of keys, values or means
-WARPS = 8
-
-
-def step_tiles(L: int, K: int, D: int) -> dict[str, int]:
-    """What is fixed when the kernel is compiled; neither B nor the window matters."""
-    BK, BD = (max(16, 1 << (width - 1).bit_length()) for width in (K, D))
-    return {
-        "BQ": 1 << L.bit_length(),  # at least L + 1
-        "BL": min(1 << (L - 1).bit_length(), MOST_ELEMENTS // BD),
-        "BP": min(MOST_ELEMENTS // max(BK, BD), 128),
-        "BK": BK,
-        "BD": BD,
-        "num_warps": WARPS,
-    }
-
-
-def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.contiguous() for x in tensors)
+from latte.ops.triton_backend.launch import launch, readable, step_tiles
+from latte.ops.triton_backend.tiles import finite, inverse, log1p_of_share, tanh
 
 
 @torch.library.custom_op("latte::triton_latte_step", mutates_args=())
@@ -44,10 +33,8 @@ def latte_step_op(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, log_mass: Tensor, mean: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Latte: q, k (B, 1, H, L), v (B, 1, G, D), state -> y (B, 1, H, D), state."""
-    from latte.ops.triton_backend.step_kernel import step
-
     (B, _, H, L), (G, D) = q.shape, v.shape[2:]
-    q, k, v, log_mass, mean = _contiguous(q, k, v, log_mass, mean)
+    q, k, v, log_mass, mean = (x.contiguous() for x in (q, k, v, log_mass, mean))
     outputs = (q.new_empty((B, 1, H, D)), torch.empty_like(log_mass), torch.empty_like(mean))
     launch(
         q.device,
@@ -64,7 +51,7 @@ def latte_step_op(
 @latte_step_op.register_fake
 def _(q, k, v, key_mask, log_mass, mean):
     B, _, H, _ = q.shape
-    return q.new_empty((B, 1, H, v.shape[-1])), *contiguous_buffers(log_mass, mean)
+    return q.new_empty((B, 1, H, v.shape[-1])), *empty_gradients(log_mass, mean)
 
 
 @torch.library.custom_op("latte::triton_macchiato_step", mutates_args=())
@@ -85,11 +72,9 @@ def macchiato_step_op(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Macchiato: latent_q (B, 1, H, L+1), ..., both states -> y (B, 1, H, D), both states."""
-    from latte.ops.triton_backend.step_kernel import step
-
     (B, _, H, L), (G, K), D = latent_k.shape, k.shape[2:], v.shape[-1]
-    inputs = _contiguous(latent_q, latent_k, q, k, v)
-    state = _contiguous(log_mass, mean, keys, values)
+    inputs = [x.contiguous() for x in (latent_q, latent_k, q, k, v)]
+    state = [x.contiguous() for x in (log_mass, mean, keys, values)]
     out = v.new_empty((B, 1, H, D))
     log_mass1, mean1, keys1, values1 = (torch.empty_like(x) for x in state)
     slots = mask.contiguous().view(torch.uint8)
@@ -109,5 +94,121 @@ def macchiato_step_op(
 @macchiato_step_op.register_fake
 def _(latent_q, latent_k, q, k, v, key_mask, log_mass, mean, keys, values, mask, scale, softcap):
     B, _, H, _ = latent_k.shape
-    state = contiguous_buffers(log_mass, mean, keys, values, mask)
+    state = empty_gradients(log_mass, mean, keys, values, mask)
     return v.new_empty((B, 1, H, v.shape[-1])), *state
+
+
+@triton.jit
+def capped(x, softcap):
+    """softcap tanh(x / softcap); ``softcap`` is None if there is none."""
+    if softcap is None:
+        return x
+    else:
+        return softcap * tanh(x / softcap)
+
+
+@triton.jit
+def attend(
+    local_q_ptr, local_k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr,
+    keys1_ptr, values1_ptr, slots1_ptr,
+    b, h, real, scale, softcap, H, G, K, D, P,
+    BP: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Window attention (BD,) of one head over the slots and the token itself; moves the slots."""
+    x, d = tl.arange(0, BK), tl.arange(0, BD)
+    g = h // (H // G)
+    leads = h % (H // G) == 0
+    first = h == 0
+    q = tl.load(local_q_ptr + (b * H + h) * K + x, mask=x < K, other=0.0).to(tl.float32)
+    own_k = tl.load(local_k_ptr + (b * G + g) * K + x, mask=x < K, other=0.0)
+    own_v = tl.load(v_ptr + (b * G + g) * D + d, mask=d < D, other=0.0)
+    newest = ((b + 1) * P - 1) * G + g
+    fits = leads & (P > 0)
+    tl.store(keys1_ptr + newest * K + x, own_k.to(keys1_ptr.dtype.element_ty), mask=(x < K) & fits)
+    at = values1_ptr + newest * D + d
+    tl.store(at, own_v.to(values1_ptr.dtype.element_ty), mask=(d < D) & fits)
+    tl.store(slots1_ptr + (b + 1) * P - 1, real.to(tl.uint8), mask=first & (P > 0))
+    own_k = tl.where(real, own_k.to(tl.float32), 0.0)
+    top = tl.where(real, capped(tl.sum(q * own_k, 0) * scale, softcap), float("-inf"))
+    total = tl.where(real, 1.0, 0.0)
+    mixed = tl.where(real, own_v.to(tl.float32), 0.0)
+    for p0 in tl.range(0, P, BP):
+        p = p0 + tl.arange(0, BP)
+        slot = b * P + p
+        seen = tl.load(slots_ptr + slot, mask=p < P, other=0)
+        moves = (p > 0) & (p < P)
+        tl.store(slots1_ptr + slot - 1, seen, mask=moves & first)
+        seen = seen != 0
+        at_slot = (slot * G + g)[:, None]
+        inside = (p < P)[:, None] & (x < K)[None, :]
+        keys = tl.load(keys_ptr + at_slot * K + x[None, :], mask=inside, other=0.0)
+        moved = (moves & leads)[:, None]
+        tl.store(keys1_ptr + (at_slot - G) * K + x[None, :], keys, mask=inside & moved)
+        keys = tl.where(seen[:, None], keys.to(tl.float32), 0.0)
+        logits = capped(tl.sum(keys * q[None, :], 1) * scale, softcap)
+        logits = tl.where(seen, logits, float("-inf"))
+        inside = (p < P)[:, None] & (d < D)[None, :]
+        values = tl.load(values_ptr + at_slot * D + d[None, :], mask=inside, other=0.0)
+        tl.store(values1_ptr + (at_slot - G) * D + d[None, :], values, mask=inside & moved)
+        values = tl.where(seen[:, None], values.to(tl.float32), 0.0)
+        higher = tl.maximum(top, tl.max(logits, 0))
+        weights = tl.exp(logits - finite(higher))
+        kept = tl.exp(top - finite(higher))
+        total = total * kept + tl.sum(weights, 0)
+        mixed = mixed * kept + tl.sum(weights[:, None] * values, 0)
+        top = higher
+    return mixed * inverse(total)
+
+
+@triton.jit
+def step(
+    latent_q_ptr, latent_k_ptr, local_q_ptr, local_k_ptr, v_ptr, mask_ptr,
+    log_mass_ptr, mean_ptr, keys_ptr, values_ptr, slots_ptr,
+    out_ptr, log_mass1_ptr, mean1_ptr, keys1_ptr, values1_ptr, slots1_ptr,
+    scale, softcap, H, G, L, K, D, P,
+    WINDOW: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """y (B, H, D) and the state after the token; all tensors are contiguous."""
+    i = tl.program_id(0).to(tl.int64)
+    b, h = i // H, i % H
+    real = i >= 0
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + b) != 0
+    n = L + WINDOW
+    c = tl.arange(0, BQ)
+    q = tl.load(latent_q_ptr + i * n + c, mask=c < n, other=float("-inf")).to(tl.float32)
+    q_top = tl.max(q, 0)
+    q_mass = tl.sum(tl.exp(q - q_top), 0)
+    d = tl.arange(0, BD)
+    y = tl.zeros((BD,), tl.float32)
+    if WINDOW:
+        local = attend(
+            local_q_ptr, local_k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr,
+            keys1_ptr, values1_ptr, slots1_ptr,
+            b, h, real, scale, softcap, H, G, K, D, P, BP, BK, BD,
+        )  # fmt: skip
+        p_window = tl.exp(tl.load(latent_q_ptr + i * n).to(tl.float32) - q_top) / q_mass
+        y += p_window * local
+    v = tl.load(v_ptr + (b * G + h // (H // G)) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    v = tl.where(real, v, 0.0)
+    for l0 in tl.range(0, L, BL):
+        x = l0 + tl.arange(0, BL)
+        inside = (x < L)[:, None] & (d < D)[None, :]
+        A = tl.load(log_mass_ptr + i * L + x, mask=x < L, other=0.0)
+        k = tl.load(latent_k_ptr + i * L + x, mask=x < L, other=0.0).to(tl.float32)
+        k = tl.where(real, k, float("-inf"))
+        top = tl.maximum(A, k)
+        old, new = tl.exp(A - finite(top)), tl.exp(k - finite(top))
+        mass = old + new
+        # The larger of the two is exactly 1, or both are 0.
+        after = tl.where(mass == 0.0, float("-inf"), top + log1p_of_share(tl.minimum(old, new)))
+        tl.store(log_mass1_ptr + i * L + x, after, mask=x < L)
+        at = (i * L + x)[:, None] * D + d[None, :]
+        mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
+        mean = (old * inverse(mass))[:, None] * mean + (new * inverse(mass))[:, None] * v[None, :]
+        tl.store(mean1_ptr + at, mean, mask=inside)
+        p = tl.load(latent_q_ptr + i * n + WINDOW + x, mask=x < L, other=float("-inf"))
+        p = tl.exp(p.to(tl.float32) - q_top) / q_mass
+        y += tl.sum(p[:, None] * mean, 0)
+    tl.store(out_ptr + i * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -1,9 +1,10 @@
-"""What the kernels share: where a chunk lies, loads, products, running masses.
+"""What the kernels share: where a program works, loads and stores, products, masses, functions.
 
 A log-mass is carried as (top, mass), ``top + log(mass)`` with ``top`` a logit that occurred, so
 that it never loses digits, however large the logits. Nothing in this file exceeds 1 but a mass.
 
-Shape suffixes: C tokens of a chunk, L latents (of a tile, padded), D value width (of a tile).
+Shape suffixes: C tokens of a chunk, L latents (of a tile, padded), D value width, E channels (of a
+tile). BL, BD, BX, BE are the sizes of tiles, powers of two.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-# One reference serves a row while its running maximum stays within e^16 of it: the argument of exp
-# is then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
+# One reference serves a token while the running maximum stays within e^16 of it: exp's argument is
+# then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
 REACH = tl.constexpr(16.0)
 # In place of a mass of 0, whose numerator is 0 too. Any other mass counts from the logit of one of
 # its sources, so it is about 1 at least; the reciprocal of a smaller number could overflow beside
@@ -25,12 +26,12 @@ PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is N
 
 
 @triton.jit
-def place(m, table_ptr, T, chunks, C: tl.constexpr):
-    """Row, first token, end of the sequence and number of the sequence of chunk ``m``."""
+def place(m, table_ptr, T, per_row, C: tl.constexpr):
+    """Batch entry, first token, end and number of the sequence of part ``m``, of C tokens."""
     if table_ptr is None:
-        row = m // chunks
-        start = (m % chunks) * C
-        return row.to(tl.int64), start.to(tl.int64), tl.cast(T, tl.int64), row.to(tl.int64)
+        batch = m // per_row
+        start = (m % per_row) * C
+        return batch.to(tl.int64), start.to(tl.int64), tl.cast(T, tl.int64), batch.to(tl.int64)
     else:
         start = tl.load(table_ptr + m * 3)
         stop = tl.load(table_ptr + m * 3 + 1)
@@ -39,22 +40,78 @@ def place(m, table_ptr, T, chunks, C: tl.constexpr):
 
 
 @triton.jit
-def chunks_of(n, chunks, first_ptr):
-    """First chunk of sequence ``n``, and the one after its last."""
+def walk_place(H, D, BD: tl.constexpr):
+    """First column, head and segment of a walk's program, tiles of D next to each other."""
+    tiles = tl.cdiv(D, BD)
+    d0 = (tl.program_id(0) % tiles) * BD
+    h = (tl.program_id(0) // tiles % H).to(tl.int64)
+    return d0, h, tl.program_id(0) // (tiles * H)
+
+
+@triton.jit
+def state_tile(H, L, D, BL: tl.constexpr, BD: tl.constexpr):
+    """Sequence, head, latents and columns of a program's tile of (L, D); which exist; offsets."""
+    n, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    x = tl.program_id(1) * BL + tl.arange(0, BL)
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
+    real_L = x < L
+    real_LD = real_L[:, None] & (d < D)[None, :]
+    return n, h, x, d, real_L, real_LD, x[:, None].to(tl.int64) * D + d[None, :]
+
+
+@triton.jit
+def parts_of(n, per_row, first_ptr):
+    """First part of sequence ``n``, and the one after its last."""
     if first_ptr is None:
-        return n * chunks, n * chunks + chunks
+        return n * per_row, n * per_row + per_row
     else:
         return tl.load(first_ptr + n), tl.load(first_ptr + n + 1)
 
 
 @triton.jit
-def load_tile(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
-    """(C, BX) in fp32 from tokens ``start`` on and columns ``x0`` on; zeros outside."""
+def bounds_of(n, batch, bounds_ptr, T):
+    """First token of a sequence, and the one after its last."""
+    if bounds_ptr is None:
+        return batch * 0, tl.cast(T, tl.int64)
+    else:
+        return tl.load(bounds_ptr + n).to(tl.int64), tl.load(bounds_ptr + n + 1).to(tl.int64)
+
+
+@triton.jit
+def first_token(bounds_ptr, sequence):
+    """The sequence's first token; ``bounds_ptr`` (N+1,) when packed, else None."""
+    if bounds_ptr is None:
+        return sequence * 0
+    else:
+        return tl.load(bounds_ptr + sequence)
+
+
+@triton.jit
+def slot_of(batch, at, T, n, C: tl.constexpr):
+    """A number of its own for each chunk of all sequences, below B T / C + N."""
+    return (batch * T + at) // C + n
+
+
+@triton.jit
+def tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
+    """Where (C, BX) lies, from token ``start`` and column ``x0`` on, and what of it exists."""
     t = start + tl.arange(0, C)
     x = x0 + tl.arange(0, BX)
     inside = (t < stop)[:, None] & (x < X)[None, :]
-    at = ptr + t[:, None] * stride_t + x[None, :].to(tl.int64) * stride_x
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return ptr + t[:, None] * stride_t + x[None, :].to(tl.int64) * stride_x, inside
+
+
+@triton.jit
+def load_inputs(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
+    """:func:`load_tile` in the inputs' own dtype, for products alone."""
+    at, inside = tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C, BX)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_tile(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
+    """(C, BX) in fp32 from tokens ``start`` on and columns ``x0`` on; zeros outside."""
+    return load_inputs(ptr, stride_t, stride_x, start, stop, x0, X, C, BX).to(tl.float32)
 
 
 @triton.jit
@@ -62,16 +119,39 @@ def store_tile(
     ptr, stride_t, stride_x, start, stop, x0, X, value, C: tl.constexpr, BX: tl.constexpr
 ):
     """Write (C, BX) to where :func:`load_tile` reads."""
-    t = start + tl.arange(0, C)
-    x = x0 + tl.arange(0, BX)
-    inside = (t < stop)[:, None] & (x < X)[None, :]
-    at = ptr + t[:, None] * stride_t + x[None, :].to(tl.int64) * stride_x
+    at, inside = tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C, BX)
     tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def store_chosen(
+    ptr, stride_t, stride_x, start, stop, x0, X, value, chosen, C: tl.constexpr, BX: tl.constexpr
+):
+    """:func:`store_tile` for the ``chosen`` (C,) tokens."""
+    at, inside = tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C, BX)
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside & chosen[:, None])
+
+
+@triton.jit
+def load_value(ptr, stride_t, stride_x, t, x0, X, BX: tl.constexpr):
+    """Token ``t`` of :func:`load_tile`: (BX,)."""
+    x = x0 + tl.arange(0, BX)
+    return tl.load(ptr + t * stride_t + x.to(tl.int64) * stride_x, mask=x < X, other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def store_value(ptr, stride_t, stride_x, t, x0, X, value, wanted, BX: tl.constexpr):
+    """Write (BX,) to token ``t`` if it is ``wanted``."""
+    x = x0 + tl.arange(0, BX)
+    at = ptr + t * stride_t + x.to(tl.int64) * stride_x
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=(x < X) & wanted)
+
+
+@triton.jit
 def load_state(ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
-    """(BL, BD) of the i-th (L, D) block of contiguous fp32 states; zeros outside."""
+    """(BL, BD) of the i-th (L, D) of contiguous fp32 states; zeros outside."""
     x = tl.arange(0, BL)
     d = d0 + tl.arange(0, BD)
     inside = (x < L)[:, None] & (d < D)[None, :]
@@ -89,33 +169,71 @@ def store_state(ptr, i, L, D, d0, value, BL: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_row(ptr, i, L, BL: tl.constexpr):
-    """(BL,) of the i-th row of contiguous (., L) fp32 numbers; zeros outside."""
+def load_across(ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
+    """:func:`load_state`, transposed: (BD, BL)."""
+    x = tl.arange(0, BL)
+    d = d0 + tl.arange(0, BD)
+    inside = (d < D)[:, None] & (x < L)[None, :]
+    at = ptr + i * L * D + x[None, :].to(tl.int64) * D + d[:, None]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_across(ptr, i, L, D, d0, value, BL: tl.constexpr, BD: tl.constexpr):
+    """:func:`store_state`, from (BD, BL)."""
+    x = tl.arange(0, BL)
+    d = d0 + tl.arange(0, BD)
+    inside = (d < D)[:, None] & (x < L)[None, :]
+    tl.store(ptr + i * L * D + x[None, :].to(tl.int64) * D + d[:, None], value, mask=inside)
+
+
+@triton.jit
+def load_latents(ptr, i, L, BL: tl.constexpr):
+    """(BL,) of the i-th (L,) of contiguous fp32 numbers; zeros outside."""
     x = tl.arange(0, BL)
     return tl.load(ptr + i * L + x, mask=x < L, other=0.0)
 
 
 @triton.jit
-def store_row(ptr, i, L, value, BL: tl.constexpr):
-    """Write (BL,) to where :func:`load_row` reads."""
+def store_latents(ptr, i, L, value, BL: tl.constexpr):
+    """Write (BL,) to where :func:`load_latents` reads."""
     x = tl.arange(0, BL)
     tl.store(ptr + i * L + x, value, mask=x < L)
 
 
 @triton.jit
-def load_queries(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
-    """p(l|t) = softmax of the query logits, (C, BL); padded latents get 0."""
-    q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
-    q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
-    e = power(q - tl.max(q, 1)[:, None])
-    return e * reciprocal(tl.sum(e, 1))[:, None]
+def load_numbers(ptr, batch, h, start, stop, T, H, C: tl.constexpr):
+    """(C,) fp32 numbers of one head's tokens, from a contiguous (B, T, H); zeros outside."""
+    t = start + tl.arange(0, C)
+    return tl.load(ptr + (batch * T + t) * H + h, mask=t < stop, other=0.0)
+
+
+@triton.jit
+def store_numbers(ptr, batch, h, start, stop, T, H, value, C: tl.constexpr):
+    """Write (C,) to where :func:`load_numbers` reads."""
+    t = start + tl.arange(0, C)
+    tl.store(ptr + (batch * T + t) * H + h, value, mask=t < stop)
+
+
+@triton.jit
+def load_steps(ptr, stride_t, stride_e, t, real, e, E):
+    """(C, E) in fp32; zeros where nothing real is."""
+    at = ptr + t[:, None] * stride_t + e[None, :].to(tl.int64) * stride_e
+    return tl.load(at, mask=real[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_steps(ptr, t, stop, e, E, value):
+    """Write (C, E) into contiguous (T, E)."""
+    at = ptr + t[:, None] * E + e[None, :]
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=(t < stop)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
 def load_keys(ptr, mask_ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
     """Key logits (C, BL): -inf for masked tokens and past the end, 0 for padded latents.
 
-    ``mask_ptr`` points to the mask's row, or is None.
+    ``mask_ptr`` points to the batch entry's mask, or is None.
     """
     k = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
     t = start + tl.arange(0, C)
@@ -128,7 +246,7 @@ def load_keys(ptr, mask_ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr
 
 @triton.jit
 def load_key(ptr, mask_ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
-    """The key logits (BL,) of token ``t``, like a row of :func:`load_keys`."""
+    """Token ``t`` of :func:`load_keys`: (BL,)."""
     x = tl.arange(0, BL)
     k = tl.load(ptr + t * stride_t + x.to(tl.int64) * stride_x, mask=x < L, other=0.0)
     k = k.to(tl.float32)
@@ -136,6 +254,77 @@ def load_key(ptr, mask_ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
         real = tl.load(mask_ptr + t) != 0
         k = tl.where((x >= L) | real, k, float("-inf"))
     return k
+
+
+@triton.jit
+def load_queries(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
+    """p(l|t) = softmax of the query logits, (C, BL); padded latents get 0."""
+    q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
+    q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
+    e = power(q - tl.max(q, 1)[:, None])
+    return e * reciprocal(tl.sum(e, 1))[:, None]
+
+
+@triton.jit
+def load_query(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
+    """Token ``t`` of :func:`load_queries`: (BL,)."""
+    q = load_value(ptr, stride_t, stride_x, t, 0, L, BL)
+    q = tl.where(tl.arange(0, BL) < L, q, float("-inf"))
+    e = tl.exp(q - tl.max(q, 0))
+    return e / tl.sum(e, 0)
+
+
+@triton.jit
+def load_mixture(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
+    """p(l|t) of the latents (C, BL), and of the window (C,): one softmax over L + 1 logits.
+
+    The window's logit stands before that of the first latent, to which ``ptr`` points.
+    """
+    q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
+    q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
+    t = start + tl.arange(0, C)
+    own = tl.load(ptr + t * stride_t - stride_x, mask=t < stop, other=0.0).to(tl.float32)
+    top = tl.maximum(tl.max(q, 1), own)
+    e, own = tl.exp(q - top[:, None]), tl.exp(own - top)
+    total = tl.sum(e, 1) + own
+    return e / total[:, None], own / total
+
+
+@triton.jit
+def load_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
+    """Token ``t`` of :func:`load_mixture`: (BL,) and a number."""
+    x = tl.arange(0, BL)
+    at = ptr + t * stride_t
+    q = tl.load(at + x.to(tl.int64) * stride_x, mask=x < L, other=float("-inf")).to(tl.float32)
+    own = tl.load(at - stride_x).to(tl.float32)
+    top = tl.maximum(tl.max(q, 0), own)
+    e = tl.exp(q - top)
+    own = tl.exp(own - top)
+    total = tl.sum(e, 0) + own
+    return e / total, own / total
+
+
+@triton.jit
+def load_shares(
+    ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr, GATED: tl.constexpr
+):
+    """p(l|t) of the latents, and of the window (0 if there is none)."""
+    if GATED:
+        p, gate = load_mixture(ptr, stride_t, stride_x, start, stop, L, C, BL)
+    else:
+        p = load_queries(ptr, stride_t, stride_x, start, stop, L, C, BL)
+        gate = tl.zeros((C,), tl.float32)
+    return p, gate
+
+
+@triton.jit
+def load_one_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr, GATED: tl.constexpr):
+    """Token ``t`` of :func:`load_shares`."""
+    if GATED:
+        p, gate = load_share(ptr, stride_t, stride_x, t, L, BL)
+    else:
+        p, gate = load_query(ptr, stride_t, stride_x, t, L, BL), 0.0
+    return p, gate
 
 
 @triton.jit
@@ -171,9 +360,26 @@ def mm(a, b, PRODUCT: tl.constexpr):
 
 
 @triton.jit
+def counted(ones, x, PRODUCT: tl.constexpr):
+    """ones @ x, for ``ones`` of zeros and ones: they are exact, and fp32 takes two products."""
+    if PRODUCT == "tf32x3":
+        high = factor(x, "tf32_rounded")
+        low = tl.dot(ones, factor(x - high, "tf32_rounded"), input_precision="tf32")
+        return tl.dot(ones, high, low, input_precision="tf32")
+    else:
+        return mm(ones, x, PRODUCT)
+
+
+@triton.jit
 def finite(top):
     """``top``, or 0 where nothing has been seen: differences from it are then never NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def inverse(mass):
+    """1 / mass, and 1 where nothing has been seen (what it multiplies is 0 there)."""
+    return 1.0 / tl.where(mass == 0.0, 1.0, mass)
 
 
 @triton.jit
@@ -182,18 +388,6 @@ def merge_masses(top1, mass1, top2, mass2):
     top = tl.maximum(top1, top2)
     at = finite(top)
     return top, mass1 * tl.exp(top1 - at) + mass2 * tl.exp(top2 - at)
-
-
-@triton.jit
-def compose(a1, b1, a2, b2):
-    """x -> a1 x + b1, then x -> a2 x + b2."""
-    return a1 * a2, a2 * b1 + b2
-
-
-@triton.jit
-def inverse(mass):
-    """1 / mass, and 1 where nothing has been seen (what it multiplies is 0 there)."""
-    return 1.0 / tl.where(mass == 0.0, 1.0, mass)
 
 
 @triton.jit
@@ -207,6 +401,56 @@ def kept_share(top1, mass1, top2, mass2):
 def log_mass_of(top, mass):
     """top + log(mass), and -inf where nothing has been seen."""
     return tl.where(mass == 0.0, float("-inf"), top + tl.log(tl.where(mass == 0.0, 1.0, mass)))
+
+
+@triton.jit
+def compose(a1, b1, a2, b2):
+    """x -> a1 x + b1, then x -> a2 x + b2."""
+    return a1 * a2, a2 * b1 + b2
+
+
+@triton.jit
+def first_reference(k, token, ref, fresh, C: tl.constexpr):
+    """References and ``fresh`` (BL,), 1 for a latent that has seen nothing, with one more chunk.
+
+    The reference of a fresh latent is its first finite logit, 0 if there is none.
+    """
+    seen = k != float("-inf")
+    first = tl.min(tl.where(seen, token[:, None], C), 0)
+    found = tl.sum(tl.where(seen & (token[:, None] == first[None, :]), k, 0.0), 0)
+    return tl.where(fresh == 1, found, ref), tl.where(first < C, 0, fresh)
+
+
+@triton.jit
+def add_source(ref, mass, total, k, v):
+    """The state (ref, mass, S (BD, BL)) with one more source: safe for any finite logits."""
+    later = tl.maximum(ref, k)
+    kept = tl.exp(ref - later)
+    e = tl.exp(k - later)
+    # Spelled out as one operation: Triton 3.6 cannot compile the sum for 256 latents.
+    added = v[:, None] * e[None, :]
+    total = tl.fma(total, tl.broadcast_to(kept[None, :], total.shape), added)
+    return later, mass * kept + e, total
+
+
+@triton.jit
+def mass_up_to(s, token, k, ref, mass):
+    """(top, mass) (BL,) of the earlier (ref, mass) and the sources of a chunk up to ``s``."""
+    k = tl.where((token <= s)[:, None], k, float("-inf"))
+    top = tl.maximum(ref, tl.max(k, 0))
+    return top, mass * tl.exp(ref - top) + tl.sum(tl.exp(k - top[None, :]), 0)
+
+
+@triton.jit
+def largest(x):
+    """The largest number of a tile."""
+    return tl.max(tl.max(x, 1), 0)
+
+
+@triton.jit
+def larger(a, b):
+    """For scans: the running maximum."""
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -230,3 +474,29 @@ def reciprocal(x):
         )
     else:
         return 1.0 / x
+
+
+@triton.jit
+def tanh(x):
+    """Without a library, to some ulps of its own size: a series near 0, where 1 - e cancels."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    far = tl.where(x < 0.0, -far, far)
+    y = x * x
+    near = x * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.2, near, far)
+
+
+@triton.jit
+def log1p_of_share(e):
+    """log(1 + e) for 0 <= e <= 1, as 2 artanh(e / (2 + e)): full precision also for small e."""
+    z = e / (2.0 + e)
+    s = z * z
+    p = 1.0 / 15.0
+    p = p * s + 1.0 / 13.0
+    p = p * s + 1.0 / 11.0
+    p = p * s + 1.0 / 9.0
+    p = p * s + 1.0 / 7.0
+    p = p * s + 1.0 / 5.0
+    p = p * s + 1.0 / 3.0
+    return 2.0 * z * (p * s + 1.0)

@@ -1,40 +1,68 @@
-"""``sliding_window_attention`` on Triton kernels: a custom op with a closed gradient.
+"""Softmax over a sliding window on kernels, alone or as state 0 of Latte; closed gradients.
 
-Saved for the backward pass: the inputs, and each row's largest logit and mass, (B, T, H) in fp32.
+Forward, one program makes the outputs of a chunk of one head, or of a tile of their values where
+they are wide. The C queries of a chunk meet the chunks of C keys that their window reaches, their
+own last, with a running maximum and sum: :func:`attend`, which the walk of causal Macchiato
+(macchiato.py) calls too. Beside latents each token's share of the window, ``gate`` = p(0|t), is
+saved.
 
-Shape suffixes: B batch, T tokens, H query heads, G key heads, K key width, D value width.
+Backward, with w_ts the softmax over the window, p_t its share p(0|t) (1 without latents) and
+delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
+
+    dlogit_ts = p_t w_ts (<dy_t, v_s> - delta_t)
+    dv_s      = sum_t p_t w_ts dy_t, and what the latents add
+
+1. ``window_query_gradients``: each token's largest logit, mass and delta, then dq, chunk by chunk
+   of the keys that a chunk of queries reaches.
+2. ``window_source_gradients``: dk and dv of a chunk of keys, from the chunks of queries that reach
+   it, over all heads of their group: nothing is added up between programs. A second launch serves
+   the keys of the earlier state.
+
+The weights are computed anew, and not from what the forward pass found: a product of another shape
+may round a logit of 15,000 otherwise, and e^0.001 is not 1. Only the inputs are saved.
+
+Keys lie at positions of a sequence's tokens; those before its first are the earlier state's, in
+``tail`` buffers (N, P, G, .), the last of them just before the first token. Chunks are counted from
+the first token, so that none holds keys of both kinds.
+
+Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
+D value width, N sequences, P keys of the earlier state, C tokens of a chunk, queries or keys.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients, without_masked
+from latte.ops.buffers import empty_gradients
 from latte.ops.precision import full_precision
-from latte.ops.state import WindowState
-from latte.ops.triton_backend.window_launch import Window, WindowLauncher, tail_of, unit_rows
-
-
-def sliding_window_attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: WindowState | None,
-) -> Tensor:
-    """See :func:`latte.ops.sliding_window_attention`."""
-    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
-    return window_op(
-        *(q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail_of(initial_state)),
-        *(window, scale, softcap or 0.0, causal),
-    )
+from latte.ops.triton_backend.launch import (
+    FARTHEST_TOKENS,
+    WINDOW_STAGES,
+    launch,
+    readable,
+    window_tiles,
+)
+from latte.ops.triton_backend.segments import ChunkLauncher
+from latte.ops.triton_backend.tiles import (
+    finite,
+    first_token,
+    inverse,
+    load_keys,
+    load_latents,
+    load_mixture,
+    load_numbers,
+    load_state,
+    mm,
+    place,
+    store_numbers,
+    store_tile,
+    tanh,
+)
 
 
 @torch.library.custom_op("latte::triton_window", mutates_args=())
@@ -58,11 +86,11 @@ def window_op(
     w = Window.of(k, v, key_mask, tail, window, scale, softcap, causal)
     run = WindowLauncher(q, None, w, cu_seqlens)
     out = q.new_empty((*q.shape[:3], run.D))
-    run.outputs(unit_rows(q), None, None, out, None)
+    run.outputs(unit_stride(q), None, None, out, None)
     return out
 
 
-def row_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
+def token_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
     """Empty fp32 buffers (B, T, H)."""
     return tuple(q.new_empty(tuple(q.shape[:3]), dtype=torch.float32) for _ in range(count))
 
@@ -95,9 +123,9 @@ def window_backward_op(
     run = WindowLauncher(q, None, w, cu_seqlens)
     dq, dk, dv = empty_gradients(q, k, v)
     dtail = tail_buffers(k, v, tail_k, tail_v)
-    rows = top, mass, delta = row_buffers(q, 3)
-    q, dout = unit_rows(q), unit_rows(dout)
-    run.query_gradients(q, None, *rows, dq, dy=dout)
+    tokens = top, mass, delta = token_buffers(q, 3)
+    q, dout = unit_stride(q), unit_stride(dout)
+    run.query_gradients(q, None, *tokens, dq, dy=dout)
     run.source_gradients(q, dout, (top, mass, None, delta), (dk, dv), dtail)
     return dq, dk, dv, *dtail
 
@@ -129,3 +157,579 @@ def _gradients(ctx, dout):
 
 
 window_op.register_autograd(_gradients, setup_context=_save)
+
+
+class Window(NamedTuple):
+    """The inputs of the window as its kernels read them: unit strides, flags as bytes."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # (B, T)
+    tail: tuple[Tensor | None, Tensor | None, Tensor | None]
+    P: int
+    reach: int  # keys seen before one's own, and behind it if not causal
+    scale: float
+    softcap: float
+    causal: bool
+
+    @classmethod
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        tail: tuple[Tensor | None, Tensor | None, Tensor | None],
+        window: int,
+        scale: float,
+        softcap: float,
+        causal: bool,
+    ) -> Window:
+        """Where there is an earlier state, both masks are spelled out."""
+        B, T = k.shape[:2]
+        P = 0 if tail[0] is None else tail[0].shape[1]
+        if P == 0:
+            tail = (None, None, None)
+        elif key_mask is None:
+            key_mask = k.new_ones((B, T), dtype=torch.bool)
+        keys, values = (None if x is None else x.contiguous() for x in tail[:2])
+        reach = min(window - 1 if causal else window // 2, T - 1 + P)
+        return cls(
+            unit_stride(k),
+            unit_stride(v),
+            readable(key_mask),
+            (keys, values, readable(tail[2])),
+            P=P,
+            reach=reach,
+            scale=scale,
+            softcap=softcap,
+            causal=causal,
+        )
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """``x``, copied if its last dimension has a stride, or if its tokens lie very far apart.
+
+    Offsets within a chunk then fit into 32 bits.
+    """
+    return x if x.stride(-1) == 1 and x.stride(1) < FARTHEST_TOKENS else x.contiguous()
+
+
+class WindowLauncher(ChunkLauncher):
+    """Launches the kernels of the window, and of the bidirectional latents beside it."""
+
+    def __init__(self, q: Tensor, latents: Tensor | None, w: Window, cu: Tensor | None) -> None:
+        super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu)
+        self.K, self.G = w.k.shape[-1], w.k.shape[2]
+        self.R = self.H // self.G
+        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype)
+        self.window = w
+
+    def by_tile(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        width: int,
+        *args: Any,
+        products: tuple[str, ...],
+        back: bool = False,
+        **flags: bool,
+    ) -> None:
+        """One program per cell of the grid and tile of the width."""
+        w, tiles = self.window, self.tiles
+        options: dict[str, Any] = {name: self.products[name] for name in products}
+        if "WIDE" in products:
+            options["BL"] = self.config.BL
+        launch(
+            self.device,
+            kernel[(*grid, -(-width // tiles.BX))],
+            *(*args, w.scale, w.softcap, w.reach, w.P),
+            *(self.T, self.parts.per_row, self.H, self.L, self.D),
+            K=self.K,
+            R=self.R,
+            C=self.config.C,
+            BX=tiles.BX,
+            CAUSAL=w.causal,
+            CAPPED=w.softcap != 0.0,
+            **options,
+            **flags,
+            num_warps=tiles.warps_back if back else tiles.warps,
+            num_stages=tiles.stages_back if back else WINDOW_STAGES,
+        )
+
+    def outputs(
+        self, q: Tensor, latent_q: Tensor | None, mean: Tensor | None, *results: Tensor | None
+    ) -> None:
+        """The window alone, or beside bidirectional latents, whose final mean is ``mean``.
+
+        ``latent_q`` begins with the first latent, behind the window's logit.
+        """
+        w, parts = self.window, self.parts
+        self.by_tile(
+            window_outputs,
+            (parts.M, self.H),
+            self.D,
+            *(latent_q, q, w.k, w.v, w.mask, parts.table, parts.bounds),
+            *(*w.tail, mean, *results, *strides(latent_q, 4)),
+            *(*strides(q, 3), *strides(w.k, 3), *strides(w.v, 3)),
+            products=("WIDE", "NARROW"),
+        )
+
+    def query_gradients(self, q: Tensor, *rest: Tensor | None, dy: Tensor) -> None:
+        """``rest``: the gate; then the results, the tokens' top, mass and delta, and dq."""
+        w, parts = self.window, self.parts
+        self.by_tile(
+            window_query_gradients,
+            (parts.M, self.H),
+            self.K,
+            *(q, w.k, w.v, w.mask, parts.table, parts.bounds, *w.tail, dy, *rest),
+            *(*strides(q, 3), *strides(w.k, 3), *strides(w.v, 3), *strides(dy, 3)),
+            products=("NARROW",),
+            back=True,
+        )
+
+    def source_gradients(
+        self,
+        q: Tensor,
+        dy: Tensor,
+        tokens: tuple[Tensor | None, ...],
+        results: tuple[Tensor, Tensor],
+        earlier: tuple[Tensor, Tensor],
+        latents_dv: Tensor | None = None,
+        bidirectional: tuple[Tensor, ...] = (),
+    ) -> None:
+        """dk and dv of the tokens, and of the earlier state.
+
+        ``tokens``: top, mass, gate and delta of each. The latents' part of dv is ``latents_dv``
+        (B, T, H, D); ``bidirectional``: comes from their keys, and top, mass and gradient of the
+        mean of the whole sequences.
+        """
+        w, parts = self.window, self.parts
+        latent_k, *states = bidirectional or (None,) * 4
+        self._sources(
+            parts.M,
+            *(latent_k, latents_dv, q, w.k, w.v, w.mask, parts.table, parts.bounds),
+            *(dy, *tokens, *states, *results),
+            earlier=False,
+        )
+        if w.P:
+            self._sources(
+                parts.N * -(-w.P // self.config.C),
+                *(None, None, q, *w.tail, None, parts.bounds),
+                *(dy, *tokens, None, None, None, *earlier),
+                earlier=True,
+            )
+
+    def _sources(self, programs: int, *args: Tensor | None, earlier: bool) -> None:
+        latent_k, _, q, k, v = args[:5]
+        dy = args[8]
+        self.by_tile(
+            window_source_gradients,
+            (programs, self.G),
+            max(self.K, self.D),
+            *args,
+            *strides(latent_k, 4),
+            *(*strides(q, 3), *strides(k, 3), *strides(v, 3), *strides(dy, 3)),
+            products=("WIDE", "NARROW"),
+            back=True,
+            EARLIER=earlier,
+        )
+
+
+def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first strides of a tensor that may be missing."""
+    return (0,) * count if x is None else x.stride()[:count]
+
+
+@triton.jit
+def keys_at(at, begin, ptr, stride, tail_ptr, tail_stride, P):
+    """A pointer to the key at position ``at``, and how far the next key lies behind it."""
+    here = ptr + at * stride
+    step = tl.cast(stride, tl.int32)
+    if tail_ptr is not None:
+        if at < begin:
+            here = tail_ptr + (at - begin + P) * tail_stride
+            step = tl.cast(tail_stride, tl.int32)
+    return here, step
+
+
+@triton.jit
+def load_chunk(ptr, stride, first, last, x0, X, C: tl.constexpr, BX: tl.constexpr):
+    """(C, BX) in fp32: keys from ``first`` up to ``last`` of those at ``ptr``; zeros outside.
+
+    Inside a chunk offsets of 32 bits do: the driver sees to it that keys lie close enough.
+    """
+    i = tl.arange(0, C)
+    x = x0 + tl.arange(0, BX)
+    inside = ((i >= first) & (i < last))[:, None] & (x < X)[None, :]
+    at = ptr + (i[:, None] * stride + x[None, :])
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_chunk(ptr, stride, first, last, x0, X, value, C: tl.constexpr, BX: tl.constexpr):
+    """Write (C, BX) to where :func:`load_chunk` reads."""
+    i = tl.arange(0, C)
+    x = x0 + tl.arange(0, BX)
+    inside = ((i >= first) & (i < last))[:, None] & (x < X)[None, :]
+    at = ptr + (i[:, None] * stride + x[None, :])
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_flags(
+    at, begin, mask_ptr, tail_mask_ptr, P, first, last, C: tl.constexpr
+):  # fmt: skip
+    """(C,) bool: the keys from ``first`` up to ``last`` that are not masked.
+
+    An earlier state comes with both masks.
+    """
+    i = tl.arange(0, C)
+    real = (i >= first) & (i < last)
+    if mask_ptr is not None:
+        mask_ptr, _ = keys_at(at, begin, mask_ptr, 1, tail_mask_ptr, 1, P)
+        real = tl.load(mask_ptr + i, mask=real, other=0) != 0
+    return real
+
+
+@triton.jit
+def chunk_logits(
+    q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, tail_t, tail_mask_ptr, P,
+    at, begin, stop, off, reach, scale, softcap,
+    K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Logits (C, C) of a chunk of queries over the chunk of keys that begins at position ``at``.
+
+    That is ``off`` positions after the first query. A query sees ``reach`` keys before its own,
+    and as many behind it if not causal; invisible pairs are -inf. Also returns the soft cap's
+    slope (1 without one), and the keys that exist: from ``first`` up to ``last`` of the chunk.
+    """
+    first = tl.maximum(begin - P - at, 0)
+    last = stop - at
+    real = load_flags(at, begin, mask_ptr, tail_mask_ptr, P, first, last, C)
+    k_ptr, step = keys_at(at, begin, k_ptr, k_t, tail_k_ptr, tail_t, P)
+    logits = tl.zeros((C, C), tl.float32)
+    for k0 in range(0, K, BX):
+        q = load_chunk(q_ptr, q_t, 0, queries, k0, K, C, BX)
+        k = load_chunk(k_ptr, step, first, last, k0, K, C, BX)
+        logits += mm(q, tl.trans(k), NARROW)
+    logits *= scale
+    slope = tl.full((C, C), 1.0, tl.float32)
+    if CAPPED:
+        bent = tanh(logits / softcap)
+        slope = 1.0 - bent * bent
+        logits = softcap * bent
+    i = tl.arange(0, C)
+    gap = i[:, None] - i[None, :] - off
+    seen = (gap <= reach) & real[None, :] & (i < queries)[:, None]
+    seen = seen & ((gap >= 0) if CAUSAL else (gap >= -reach))
+    return tl.where(seen, logits, float("-inf")), slope, first, last
+
+
+@triton.jit
+def softmax_step(top, mass, logits):
+    """The running softmax of each query with one more chunk of logits, which may all be -inf.
+
+    Returns (top, mass), what a sum over the earlier keys is multiplied by, and the weights of the
+    new ones; sums are yet to be divided by the last mass.
+    """
+    later = tl.maximum(top, tl.max(logits, 1))
+    kept = tl.exp(top - finite(later))
+    w = tl.exp(logits - finite(later)[:, None])
+    return later, mass * kept + tl.sum(w, 1), kept, w
+
+
+@triton.jit
+def window_weights(logits, top, mass):
+    """The softmax over the window again, from its queries' (top, mass)."""
+    w = tl.exp(tl.minimum(logits - finite(top)[:, None], 0.0))
+    return w * inverse(mass)[:, None]
+
+
+@triton.jit
+def value_products(
+    dy_ptr, dy_t, queries, v_ptr, v_t, first, last,
+    D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """<dy_t, v_s> of a chunk of queries and a chunk of keys, (C, C)."""
+    products = tl.zeros((C, C), tl.float32)
+    for d0 in range(0, D, BX):
+        dy = load_chunk(dy_ptr, dy_t, 0, queries, d0, D, C, BX)
+        v = load_chunk(v_ptr, v_t, first, last, d0, D, C, BX)
+        products += mm(dy, tl.trans(v), NARROW)
+    return products
+
+
+@triton.jit
+def attend(
+    q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
+    tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, G,
+    start, begin, stop, d0, reach, scale, softcap,
+    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """(mass, w, y) of the chunk's queries: sum_s w_s v_s / mass is the window's part.
+
+    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) the sum over all others;
+    both are yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first query, the others
+    to the first key of the batch, or of the earlier state, for one of ``G`` heads.
+    """
+    chunks = tl.cdiv(reach, C)
+    before = tl.minimum(chunks, tl.cdiv(start - begin + P, C)).to(tl.int32)
+    after = 0 if CAUSAL else tl.minimum(chunks, tl.cdiv(stop - start, C) - 1).to(tl.int32)
+    top = tl.full((C,), float("-inf"), tl.float32)
+    mass = tl.zeros((C,), tl.float32)
+    y = tl.zeros((C, BX), tl.float32)
+    for j in tl.range(0, before + after, disable_licm=True):
+        # The chunks before, then those behind.
+        off = (j - before + tl.where(j < before, 0, 1)) * C
+        logits, _, first, last = chunk_logits(
+            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, G * K, tail_mask_ptr, P,
+            start + off, begin, stop, off, reach, scale, softcap,
+            K, C, BX, NARROW, CAUSAL, CAPPED,
+        )  # fmt: skip
+        at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, G * D, P)
+        v = load_chunk(at, step, first, last, d0, D, C, BX)
+        top, mass, kept, w = softmax_step(top, mass, logits)
+        y = y * kept[:, None] + mm(w, v, NARROW)
+    logits, _, _, _ = chunk_logits(
+        q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, P,
+        start, begin, stop, 0, reach, scale, softcap,
+        K, C, BX, NARROW, CAUSAL, CAPPED,
+    )  # fmt: skip
+    top, mass, kept, w = softmax_step(top, mass, logits)
+    return mass, w, y * kept[:, None]
+
+
+@triton.jit
+def window_outputs(
+    latent_q_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
+    tail_k_ptr, tail_v_ptr, tail_mask_ptr, mean_ptr,
+    out_ptr, gate_ptr,
+    lq_b, lq_t, lq_h, lq_l,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    scale, softcap, reach, P,
+    T, per_row, H, L, D: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """SWA_t, contiguous; beside bidirectional latents y_t = p(0|t) SWA_t + sum_l p(l|t) mu[l].
+
+    ``latent_q_ptr`` points to the first latent's logit, behind the window's; ``mean_ptr`` to mu
+    (N, H, L, D).
+    """
+    m, h, d0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
+    leads = tl.program_id(2) == 0
+    batch, start, stop, sequence = place(m, table_ptr, T, per_row, C)
+    if start >= stop:
+        return
+    begin = first_token(bounds_ptr, sequence)
+    q_ptr += batch * q_b + start * q_t + h * q_h
+    k_ptr += batch * k_b + h // R * k_h
+    v_ptr += batch * v_b + h // R * v_h
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    if tail_k_ptr is not None:
+        tail_k_ptr += (sequence * P * (H // R) + h // R) * K
+        tail_v_ptr += (sequence * P * (H // R) + h // R) * D
+        tail_mask_ptr += sequence * P
+    queries = tl.minimum(stop - start, C).to(tl.int32)
+    mass, w, y = attend(
+        q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
+        tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
+        start, begin, stop, d0, reach, scale, softcap,
+        D, K, C, BX, NARROW, CAUSAL, CAPPED,
+    )  # fmt: skip
+    share = inverse(mass)
+    if latent_q_ptr is not None:
+        latent_q_ptr += batch * lq_b + h * lq_h
+        p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, start, stop, L, C, BL)
+        if leads:
+            store_numbers(gate_ptr, batch, h, start, stop, T, H, gate, C)
+        share *= gate
+    w *= share[:, None]
+    y *= share[:, None]
+    if latent_q_ptr is not None:
+        y += mm(p, load_state(mean_ptr, sequence * H + h, L, D, d0, BL, BX), WIDE)
+    v = load_chunk(v_ptr + start * v_t, v_t, 0, queries, d0, D, C, BX)
+    y += mm(w, v, NARROW)
+    store_tile(out_ptr + batch * T * H * D + h * D, H * D, 1, start, stop, d0, D, y, C, BX)
+
+
+@triton.jit
+def window_query_gradients(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr,
+    dy_ptr, gate_ptr, token_top_ptr, token_mass_ptr, delta_ptr, dq_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, dy_b, dy_t, dy_h,
+    scale, softcap, reach, P,
+    T, per_row, H, L, D: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Each token's top, mass and delta (B, T, H); dq. One program per chunk, head and tile of K."""
+    m, h, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
+    batch, start, stop, sequence = place(m, table_ptr, T, per_row, C)
+    if start >= stop:
+        return
+    begin = first_token(bounds_ptr, sequence)
+    q_ptr += batch * q_b + start * q_t + h * q_h
+    k_ptr += batch * k_b + h // R * k_h
+    v_ptr += batch * v_b + h // R * v_h
+    dy_ptr += batch * dy_b + start * dy_t + h * dy_h
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    if tail_k_ptr is not None:
+        tail_k_ptr += (sequence * P * (H // R) + h // R) * K
+        tail_v_ptr += (sequence * P * (H // R) + h // R) * D
+        tail_mask_ptr += sequence * P
+    queries = tl.minimum(stop - start, C).to(tl.int32)
+    chunks = tl.cdiv(reach, C)
+    before = tl.minimum(chunks, tl.cdiv(start - begin + P, C)).to(tl.int32)
+    after = 0 if CAUSAL else tl.minimum(chunks, tl.cdiv(stop - start, C) - 1).to(tl.int32)
+    top = tl.full((C,), float("-inf"), tl.float32)
+    mass = tl.zeros((C,), tl.float32)
+    delta = tl.zeros((C,), tl.float32)
+    for j in range(0, before + after + 1):
+        off = (j - before) * C
+        logits, _, first, last = chunk_logits(
+            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
+            start + off, begin, stop, off, reach, scale, softcap,
+            K, C, BX, NARROW, CAUSAL, CAPPED,
+        )  # fmt: skip
+        at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
+        products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
+        top, mass, kept, w = softmax_step(top, mass, logits)
+        delta = delta * kept + tl.sum(w * products, 1)
+    delta *= inverse(mass)
+    if tl.program_id(2) == 0:
+        store_numbers(token_top_ptr, batch, h, start, stop, T, H, top, C)
+        store_numbers(token_mass_ptr, batch, h, start, stop, T, H, mass, C)
+        store_numbers(delta_ptr, batch, h, start, stop, T, H, delta, C)
+    share = tl.full((C,), 1.0, tl.float32)
+    if gate_ptr is not None:
+        share = load_numbers(gate_ptr, batch, h, start, stop, T, H, C)
+    share *= scale
+    dq = tl.zeros((C, BX), tl.float32)
+    for j in range(0, before + after + 1):
+        off = (j - before) * C
+        logits, slope, first, last = chunk_logits(
+            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
+            start + off, begin, stop, off, reach, scale, softcap,
+            K, C, BX, NARROW, CAUSAL, CAPPED,
+        )  # fmt: skip
+        at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
+        products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
+        pulled = window_weights(logits, top, mass) * (products - delta[:, None]) * slope
+        at, step = keys_at(start + off, begin, k_ptr, k_t, tail_k_ptr, H // R * K, P)
+        k = load_chunk(at, step, first, last, x0, K, C, BX)
+        dq += mm(pulled * share[:, None], k, NARROW)
+    store_tile(dq_ptr + batch * T * H * K + h * K, H * K, 1, start, stop, x0, K, dq, C, BX)
+
+
+@triton.jit
+def window_source_gradients(
+    latent_k_ptr, latents_dv_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
+    dy_ptr, token_top_ptr, token_mass_ptr, gate_ptr, delta_ptr,
+    top_ptr, mass_ptr, dmean_ptr, dk_ptr, dv_ptr,
+    lk_b, lk_t, lk_h, lk_l,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, dy_b, dy_t, dy_h,
+    scale, softcap, reach, P,
+    T, per_row, H, L, D: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    EARLIER: tl.constexpr,
+):  # fmt: skip
+    """dk and dv, contiguous; one program per chunk of keys, key head and tile of K and of D.
+
+    ``EARLIER``: the keys, values, flags and gradients are those of the earlier state, (N, P, G, .).
+    Otherwise P is not used, and the latents' part of dv is added. Causal: ``latents_dv``
+    (B, T, H, D). Bidirectional: from ``top`` and ``mass`` of the whole sequences, and the gradient
+    of their means, ``dmean``.
+    """
+    m, g, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
+    if EARLIER:
+        chunks = tl.cdiv(P, C)
+        sequence = (m // chunks).to(tl.int64)
+        if bounds_ptr is None:
+            batch, begin, stop = sequence, sequence * 0, tl.cast(T, tl.int64)
+        else:
+            batch = sequence * 0
+            begin, stop = tl.load(bounds_ptr + sequence), tl.load(bounds_ptr + sequence + 1)
+        at = begin - (m % chunks + 1) * C
+        # So that position p is found p strides behind these pointers, as it is for tokens.
+        held = sequence
+        k_ptr += (P - begin) * k_t
+        v_ptr += (P - begin) * v_t
+        mask_ptr += sequence * P + P - begin
+        dk_ptr += (sequence * P + P - begin) * (H // R) * K
+        dv_ptr += (sequence * P + P - begin) * (H // R) * D
+        oldest = begin - P
+    else:
+        batch, at, stop, sequence = place(m, table_ptr, T, per_row, C)
+        if at >= stop:
+            return
+        begin = first_token(bounds_ptr, sequence)
+        held = batch
+        if mask_ptr is not None:
+            mask_ptr += batch * T
+        dk_ptr += batch * T * (H // R) * K
+        dv_ptr += batch * T * (H // R) * D
+        oldest = begin
+    k_ptr += held * k_b + g * k_h
+    v_ptr += held * v_b + g * v_h
+    q_ptr += batch * q_b
+    dy_ptr += batch * dy_b
+    # Queries stand from `nearest` up to `farthest` chunks behind the keys.
+    farthest = tl.minimum(tl.cdiv(reach, C), tl.cdiv(stop - at, C) - 1).to(tl.int32)
+    if EARLIER:
+        nearest = ((begin - at) // C).to(tl.int32)
+    elif CAUSAL:
+        nearest = farthest * 0
+    else:
+        nearest = -tl.minimum(tl.cdiv(reach, C), (at - begin) // C).to(tl.int32)
+    dk = tl.zeros((C, BX), tl.float32)
+    dv = tl.zeros((C, BX), tl.float32)
+    first, last = tl.maximum(oldest - at, 0), stop - at
+    if latents_dv_ptr is not None:
+        for r in range(0, R):
+            part_ptr = latents_dv_ptr + ((batch * T + at) * H + g * R + r) * D
+            dv += load_chunk(part_ptr, H * D, first, last, x0, D, C, BX)
+    if latent_k_ptr is not None:
+        for r in range(0, R):
+            h = g * R + r
+            i = sequence * H + h
+            keys_ptr = latent_k_ptr + batch * lk_b + h * lk_h
+            lk = load_keys(keys_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
+            top, mass = load_latents(top_ptr, i, L, BL), load_latents(mass_ptr, i, L, BL)
+            worth = tl.exp(lk - finite(top)[None, :]) * inverse(mass)[None, :]
+            dv += mm(worth, load_state(dmean_ptr, i, L, D, x0, BL, BX), WIDE)
+    for r in range(0, R):
+        h = g * R + r
+        for j in range(nearest, farthest + 1):
+            start = at + j * C
+            queries = tl.minimum(stop - start, C).to(tl.int32)
+            qs_ptr = q_ptr + start * q_t + h * q_h
+            dys_ptr = dy_ptr + start * dy_t + h * dy_h
+            logits, slope, _, _ = chunk_logits(
+                qs_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, begin - oldest,
+                at, begin, stop, -j * C, reach, scale, softcap,
+                K, C, BX, NARROW, CAUSAL, CAPPED,
+            )  # fmt: skip
+            top = load_numbers(token_top_ptr, batch, h, start, stop, T, H, C)
+            mass = load_numbers(token_mass_ptr, batch, h, start, stop, T, H, C)
+            delta = load_numbers(delta_ptr, batch, h, start, stop, T, H, C)
+            w = window_weights(logits, top, mass)
+            if gate_ptr is not None:
+                w *= load_numbers(gate_ptr, batch, h, start, stop, T, H, C)[:, None]
+            dy = load_chunk(dys_ptr, dy_t, 0, queries, x0, D, C, BX)
+            dv += mm(tl.trans(w), dy, NARROW)
+            products = value_products(
+                dys_ptr, dy_t, queries, v_ptr + at * v_t, v_t, first, last, D, C, BX, NARROW
+            )
+            pulled = w * (products - delta[:, None]) * slope * scale
+            q = load_chunk(qs_ptr, q_t, 0, queries, x0, K, C, BX)
+            dk += mm(tl.trans(pulled), q, NARROW)
+    step = H // R * K
+    store_chunk(dk_ptr + at * step + g * K, step, first, last, x0, K, dk, C, BX)
+    step = H // R * D
+    store_chunk(dv_ptr + at * step + g * D, step, first, last, x0, D, dv, C, BX)

@@ -13,10 +13,10 @@ from helpers import F64, assert_same, boundaries, key_mask, randn, values_and_gr
 from kernel_helpers import DEVICE, Fences, judged, same_when_compiled
 
 from latte.ops import causal_conv1d, rg_lru
-from latte.ops.triton_backend import convolution as conv_module
-from latte.ops.triton_backend import rg_lru as lru_module
+from latte.ops.triton_backend import launch
+from latte.ops.triton_backend import recurrence as lru_module
 from latte.ops.triton_backend.convolution import convolution_op
-from latte.ops.triton_backend.rg_lru import beginnings, rg_lru_op
+from latte.ops.triton_backend.recurrence import beginnings, rg_lru_op
 
 CHUNKS, WALK = 10**9, 1  # from how many programs on one walk each
 CASES = [  # masked, packed, carried, reverse
@@ -31,13 +31,13 @@ CASES = [  # masked, packed, carried, reverse
 @pytest.fixture
 def small(monkeypatch):
     """Tiles of 16 tokens and 4 channels."""
-    monkeypatch.setattr(lru_module, "C", 16)
-    for options in (lru_module.CHUNK, lru_module.WALK, lru_module.BACK, lru_module.CARRY):
+    monkeypatch.setattr(lru_module, "LRU_CHUNK", 16)
+    for options in (launch.LRU_BY_CHUNK, launch.LRU_WALK, launch.LRU_BACK, launch.LRU_CARRY):
         monkeypatch.setitem(options, "BE", 4)
-    monkeypatch.setitem(lru_module.CARRY, "U", 2)
+    monkeypatch.setitem(launch.LRU_CARRY, "U", 2)
     for name, size in {"C": 16, "BE": 4}.items():
-        monkeypatch.setitem(conv_module.TILE, name, size)
-    monkeypatch.setattr(lru_module, "WALKS_FROM", CHUNKS)
+        monkeypatch.setitem(launch.CONVOLUTION, name, size)
+    monkeypatch.setattr(lru_module, "LRU_WALKS_FROM", CHUNKS)
 
 
 def lru_inputs(B, T, E, cu=None, carried=False, scale=1.0):
@@ -81,7 +81,7 @@ def surroundings(B, T, masked, packed):
     [(*case, CHUNKS) for case in CASES] + [(*case, WALK) for case in CASES if not case[1]],
 )
 def test_rg_lru_agrees(small, monkeypatch, masked, packed, carried, reverse, walks_from):
-    monkeypatch.setattr(lru_module, "WALKS_FROM", walks_from)
+    monkeypatch.setattr(lru_module, "LRU_WALKS_FROM", walks_from)
     B, mask, cu = surroundings(2, 37, masked, packed)
     inputs = lru_inputs(B, 37, 5, cu, carried)
     judged(inputs, lru, key_mask=mask, cu_seqlens=cu, reverse=reverse)
@@ -172,7 +172,7 @@ def test_split_equals_whole(small, name, cut):
 @pytest.mark.parametrize("walks_from", [CHUNKS, WALK])
 @pytest.mark.parametrize("name", OPS)
 def test_the_future_cannot_change_the_past(small, monkeypatch, name, walks_from):
-    monkeypatch.setattr(lru_module, "WALKS_FROM", walks_from)
+    monkeypatch.setattr(lru_module, "LRU_WALKS_FROM", walks_from)
     op, inputs = on_device(name, 1, 37, 5)
     before, _ = op("triton", *inputs)
     for t in (3, 16, 21):
@@ -211,7 +211,7 @@ def test_strided_inputs(small, name):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", OPS)
 def test_memory_is_neither_read_nor_written_beyond(small, monkeypatch, name, packed, walks_from):
-    monkeypatch.setattr(lru_module, "WALKS_FROM", walks_from)
+    monkeypatch.setattr(lru_module, "LRU_WALKS_FROM", walks_from)
     fences = Fences()
     fences.guard(monkeypatch)
     B, mask, cu = surroundings(2, 21, True, packed)

@@ -16,10 +16,18 @@ from helpers import (
     values_and_gradients,
     window_state,
 )
-from kernel_helpers import DEVICE, Fences, judged, same_when_compiled
-from window_helpers import compare, macchiato, window
+from kernel_helpers import (
+    DEVICE,
+    Fences,
+    compare_window,
+    judged,
+    macchiato,
+    same_when_compiled,
+    window,
+)
 
 from latte.ops import LatteState, macchiato_attention
+from latte.ops.triton_backend import segments
 from latte.ops.triton_backend.macchiato import macchiato_op
 
 
@@ -37,32 +45,32 @@ def states(N):
 @pytest.mark.parametrize(("packed", "carried"), [(False, False), (False, True), (True, True)])
 def test_agrees_with_the_reference(packed, carried):
     H = 1 if packed else 2
-    compare(macchiato, 66, H=H, masked=True, packed=packed, carried=carried)
+    compare_window(macchiato, 66, H=H, masked=True, packed=packed, carried=carried)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_agrees_with_the_reference_in_both_directions(packed):
-    compare(macchiato, 66, H=1, masked=True, packed=packed, causal=False)
+    compare_window(macchiato, 66, H=1, masked=True, packed=packed, causal=False)
 
 
 @pytest.mark.parametrize(("T", "W"), [(1, 1), (64, 128), (65, 2)])
 def test_lengths_and_windows(T, W):
-    compare(macchiato, T, W=W, H=1, carried=True)
+    compare_window(macchiato, T, W=W, H=1, carried=True)
 
 
 @pytest.mark.parametrize(("L", "K", "D"), [(1, 1, 1), (16, 64, 70), (35, 5, 16), (256, 3, 40)])
 def test_widths(L, K, D):
-    compare(macchiato, 20, L=L, K=K, D=D, H=1)
-    compare(macchiato, 20, L=L, K=K, D=D, H=1, causal=False)
+    compare_window(macchiato, 20, L=L, K=K, D=D, H=1)
+    compare_window(macchiato, 20, L=L, K=K, D=D, H=1, causal=False)
 
 
 def test_groups_of_heads_batches_and_soft_cap():
-    compare(macchiato, 20, B=2, H=4, G=2, carried=True, softcap=2.0)
+    compare_window(macchiato, 20, B=2, H=4, G=2, carried=True, softcap=2.0)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_large_logits(causal):
-    compare(macchiato, 66, H=1, masked=True, causal=causal, scale=100.0)
+    compare_window(macchiato, 66, H=1, masked=True, causal=causal, scale=100.0)
 
 
 @pytest.mark.parametrize("kind", ["jump", "alternating", "window closed", "window alone"])
@@ -208,3 +216,76 @@ def test_what_cannot_be_served_is_told():
 def test_no_tokens():
     out, state = macchiato("triton", *(x[:, :0] for x in fp32_inputs(1, 4, 2, 1)))
     assert out.shape == (1, 0, 2, 5) and torch.isneginf(state[0].log_mass).all()
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Segments of one chunk, which else are cut from long sequences alone."""
+    monkeypatch.setattr(segments, "SHORTEST", 1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments_agree_with_the_reference(cut, packed):
+    """With a window that reaches into the segments before, and values shared by two heads."""
+    compare_window(macchiato, 140, W=70, masked=True, packed=packed, carried=True)
+
+
+def test_extreme_logits_across_segments(cut):
+    latent_q, latent_k, q, k, v = (x.float() for x in macchiato_inputs(1, 135, 1, 1))
+    latent_k[:, 70:] += 120.0
+    latent_k[:, 100:] += 1e4
+    got = judged([latent_q, latent_k, q, k, v], macchiato)
+    assert all(torch.isfinite(x).all() for x in got)
+
+
+def test_the_cut_does_not_matter(monkeypatch):
+    """Nor do the tiles of D that the walks back take one after the other."""
+    inputs = fp32_inputs(1, 200, 2, 1, D=70, scale=2.0)
+    results = []
+    for shortest in (4, 2, 1):
+        monkeypatch.setattr(segments, "SHORTEST", shortest)
+        results.append(values_and_gradients(lambda *x: macchiato("triton", *x), inputs))
+    for other in results[1:]:
+        assert_same(other, results[0], 4e-6)
+
+
+@pytest.mark.parametrize(("t", "change"), [(100, 1e4), (128, 1.0)])
+def test_the_future_cannot_change_the_past_across_segments(t, change, cut):
+    inputs = fp32_inputs(1, 150, 1, 1, scale=2.0)
+    before, _ = macchiato("triton", *inputs)
+    for x in inputs:
+        x[:, t:] += change
+    inputs[2][:, t:] *= -1.0
+    after, _ = macchiato("triton", *inputs)
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert not torch.equal(before[:, t:], after[:, t:])
+
+
+def test_rows_beyond_reach_keep_the_windows_part():
+    """A jump inside a chunk: later rows take their latents token by token, and their window too."""
+    latent_q, latent_k, q, k, v = fp32_inputs(1, 20, 1, 1)
+    latent_k[:, 7:] += 1e4
+    want = macchiato("reference", *(x.double() for x in (latent_q, latent_k, q, k, v)))[0]
+    got = macchiato("triton", latent_q, latent_k, q, k, v)[0]
+    assert_same([got.double()], [want], 2e-6)
+
+
+def test_nothing_is_saved_between_chunks(monkeypatch):
+    """One segment: the inputs and the final mean alone. Several: one state for each."""
+    inputs = fp32_inputs(1, 60, 2, 1)
+    options = (*[None] * 7, 16, 0.4, 0.0, True)
+    assert all(x.numel() == 0 for x in macchiato_op(*inputs, *options)[4:])
+    monkeypatch.setattr(segments, "SHORTEST", 2)
+    between = macchiato_op(*inputs, *options)[4:]
+    assert [x.shape[0] for x in between] == [2, 2, 2, 1, 1]
+
+
+def test_memory_of_segments_is_neither_read_nor_written_beyond(cut, monkeypatch):
+    fences = Fences()
+    cu = torch.tensor([0, 0, 66, 130], device=DEVICE)
+    leaves = [fences.of(x).requires_grad_() for x in fp32_inputs(1, 130, 2, 1)]
+    fences.guard(monkeypatch)
+    out, _ = macchiato("triton", *leaves, cu_seqlens=cu, output_final_state=False)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert not any(torch.isnan(x).any() for x in (out, *grads))
+    fences.check()

@@ -14,8 +14,7 @@ from helpers import (
     values_and_gradients,
     window_state,
 )
-from kernel_helpers import DEVICE, Fences, judged, same_when_compiled
-from window_helpers import compare, window
+from kernel_helpers import DEVICE, Fences, compare_window, judged, same_when_compiled, window
 
 from latte.ops import sliding_window_attention
 from latte.ops.triton_backend.window import window_op
@@ -30,39 +29,39 @@ def fp32_inputs(*shape, **options):
 @pytest.mark.parametrize("causal", [True, False])
 def test_agrees_with_the_reference(causal, masked, packed):
     H = 1 if packed else 2
-    compare(window, 66, H=H, causal=causal, masked=masked, packed=packed, W=40)
+    compare_window(window, 66, H=H, causal=causal, masked=masked, packed=packed, W=40)
 
 
 @pytest.mark.parametrize(("T", "W"), [(1, 1), (64, 2), (65, 66), (130, 128)])
 def test_lengths_and_windows(T, W):
-    compare(window, T, W=W, H=1)
+    compare_window(window, T, W=W, H=1)
     if T < 130:
-        compare(window, T, W=W, H=1, causal=False)
+        compare_window(window, T, W=W, H=1, causal=False)
 
 
 @pytest.mark.parametrize(("T", "W", "packed"), [(1, 16, False), (70, 100, False), (30, 9, True)])
 def test_continues_from_a_state(T, W, packed):
-    compare(window, T, W=W, masked=True, packed=packed, carried=True)
+    compare_window(window, T, W=W, masked=True, packed=packed, carried=True)
 
 
 @pytest.mark.parametrize(("K", "D"), [(1, 1), (64, 5), (130, 70), (5, 512), (256, 16)])
 def test_widths(K, D):
-    compare(window, 10, H=1, K=K, D=D, carried=True)
+    compare_window(window, 10, H=1, K=K, D=D, carried=True)
 
 
 def test_groups_of_heads_and_batches():
-    compare(window, 33, B=2, H=6, G=2)
+    compare_window(window, 33, B=2, H=6, G=2)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_soft_cap_and_scale(softcap):
-    compare(window, 33, softcap=softcap, scale=3.0)
+    compare_window(window, 33, softcap=softcap, scale=3.0)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_large_logits(causal):
     """Up to 3e4: one key takes nearly all of the weight."""
-    compare(window, 66, causal=causal, masked=True, scale=100.0)
+    compare_window(window, 66, causal=causal, masked=True, scale=100.0)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,0 +1,621 @@
+"""Causal Latte on kernels: one program walks a segment of the sequence, its state kept on chip.
+
+Forward. Where sequences and heads fill the GPU there is one segment per sequence, and ``walk``
+alone is the forward pass: it reads q, k and v once and writes y once. Where they do not,
+``segment_sums`` and ``scan`` (segments.py) find the state before each segment, and ``walk`` starts
+from there. The state is (ref, mass, S): S = sum_s exp(k_s - ref) v_s and
+mass = sum_s exp(k_s - ref), so that the mean is S / mass. All sources of a chunk count from one
+reference, while no logit lies more than e^REACH above it:
+
+    y_t = sum_l p(l|t) / mass_t (S + sum_s exp(k_s - ref) v_s)
+
+Tokens behind a logit beyond the reach take their weights source by source. The choice is made per
+token and depends on the past alone: future inputs cannot change an output, not even its rounding.
+
+Backward, two walks. With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
+
+    dq_t = p_t (delta_t - c_t),  c_t = sum_l p_t delta_t
+    dv_s = sum_{t>=s} sum_l p_t w_ts dy_t
+    dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
+
+1. ``query_walk``, forwards: dq and c; the reference and the mass before each chunk; and, where
+   sequences are cut, what the segment asks of the state before it.
+2. ``scan_back`` (segments.py), where sequences are cut: the gradient of the state after each
+   segment.
+3. ``source_walk``, backwards: dk and dv. It needs no state of the past: p_t delta_t is
+   dq_t + p_t c_t. What it carries is R = sum_t p_t exp(ref - A_t) dy_t over the later tokens t, and
+   ``lost``, the same sum of p_t delta_t: the gradient of the state, counted from the reference.
+
+Saved for the backward pass: the inputs, the final mean and, where sequences are cut, one state per
+segment.
+
+Shape suffixes: B batch, T tokens, H heads, L latents, D value width, N sequences, M segments of all
+sequences, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latte.ops.buffers import empty_gradients
+from latte.ops.gradients import connect_gradients
+from latte.ops.precision import full_precision
+from latte.ops.triton_backend.launch import contiguous, readable
+from latte.ops.triton_backend.segments import (
+    SIZES,
+    Between,
+    Walker,
+    between_segments,
+    final_buffers,
+    scan_back,
+    state_gradients,
+    states_before,
+)
+from latte.ops.triton_backend.tiles import (
+    REACH,
+    TINY,
+    add_source,
+    counted,
+    factor,
+    finite,
+    first_reference,
+    inverse,
+    larger,
+    largest,
+    load_across,
+    load_inputs,
+    load_key,
+    load_keys,
+    load_latents,
+    load_one_share,
+    load_queries,
+    load_query,
+    load_shares,
+    load_tile,
+    load_value,
+    log_mass_of,
+    mass_up_to,
+    mm,
+    place,
+    power,
+    reciprocal,
+    slot_of,
+    store_across,
+    store_chosen,
+    store_latents,
+    store_tile,
+    store_value,
+    walk_place,
+)
+
+
+@torch.library.custom_op("latte::triton_causal", mutates_args=())
+@full_precision
+def causal_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    log_mass: Tensor | None,
+    mean: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, final state; then for the backward pass: :func:`between_segments`."""
+    run, mask = Walker(q, v.shape[-1], cu_seqlens), readable(key_mask)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    finals = final_buffers(q, v, cu_seqlens)
+    between, start, found = states_before(run, k, v, mask, cu_seqlens, (log_mass, mean), finals)
+    run.forward(
+        walk,
+        *(q, k, v, mask, run.parts.table, *start, out, *found),
+        *(*q.stride(), *k.stride(), *v.stride()),
+    )
+    return out, *finals, *between
+
+
+@causal_op.register_fake
+def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    return out, *final_buffers(q, v, cu_seqlens), *between_segments(k, v.shape[-1], cu_seqlens)
+
+
+@torch.library.custom_op("latte::triton_causal_backward", mutates_args=())
+@full_precision
+def causal_backward_op(
+    dout: Tensor,
+    dlog_mass: Tensor,
+    dmean: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    log_mass: Tensor | None,
+    mean: Tensor | None,
+    final_mu: Tensor,
+    top_M: Tensor,
+    mass_M: Tensor,
+    mean_M: Tensor,
+    top: Tensor,
+    mass: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the initial state, one tile of D after the other."""
+    dq, dk, dv = empty_gradients(q, k, v)
+    dmean_0, lost_0 = latent_gradients(
+        Walker(q, v.shape[-1], cu_seqlens),
+        (q, k, v, readable(key_mask), dout),
+        (log_mass, mean),
+        (top_M, mass_M, mean_M, top, mass),
+        (dmean, final_mu, dlog_mass),
+        (dq, dk, dv),
+    )
+    return dq, dk, dv, *state_gradients(log_mass, mean, dmean_0, lost_0)
+
+
+connect_gradients(causal_op, causal_backward_op, saved_from=2)
+
+
+def latent_gradients(
+    run: Walker,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    earlier: tuple[Tensor | None, Tensor | None],
+    between: Between,
+    later: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor],
+    window_delta: Tensor | None = None,
+    R: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Write ``results``, (dq, dk, dv) with all heads; return dmean and ``lost`` at the start.
+
+    ``inputs``: q, k, v, the mask, dy. ``earlier``: the initial state. ``between``: see
+    :func:`between_segments`. ``later``: the gradient of the final mean, that mean, the gradient of
+    the final log-mass.
+
+    With a window as state 0, whose delta (B, T, H) is ``window_delta``, q and dq have its logit as
+    column 0. ``R`` heads share one head of v.
+    """
+    q, k, v, mask, dy = inputs
+    dmean, final_mu, dlog_mass = later
+    dq, dk, dv = results
+    tiles = run.tiles()
+    dmean_0 = torch.empty_like(dmean, memory_format=torch.contiguous_format)
+    sums: list[Tensor] = []
+    for tile in tiles:
+        # One tile writes the results, several write parts in fp32.
+        parts: tuple[Tensor, ...] = (dq, dk)
+        if len(tiles) > 1:
+            parts = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (dq, dk))
+        lost_0 = _tile_gradients(
+            run,
+            (q, k, v[..., tile], mask, dy[..., tile]),
+            (earlier[0], None if earlier[1] is None else earlier[1][..., tile]),
+            (between[0], between[1], between[2][..., tile], *between[3:]),
+            (dmean[..., tile], final_mu[..., tile], None if sums else dlog_mass),
+            (*parts, dv[..., tile], dmean_0[..., tile]),
+            # What has no D belongs to the first tile.
+            torch.zeros_like(window_delta) if sums and window_delta is not None else window_delta,
+            R,
+        )
+        new = [*parts, lost_0] if len(tiles) > 1 else [lost_0]
+        sums = [x + y for x, y in zip(sums, new, strict=True)] if sums else new
+    if len(tiles) > 1:
+        dq.copy_(sums[0])
+        dk.copy_(sums[1])
+    return dmean_0, sums[-1]
+
+
+def _tile_gradients(
+    run: Walker,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    earlier: tuple[Tensor | None, Tensor | None],
+    between: Between,
+    later: tuple[Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, ...],
+    window_delta: Tensor | None,
+    R: int,
+) -> Tensor:
+    """Write (dq, dk, dv, dmean_0) of one tile of D; return what it adds to ``lost`` at the start.
+
+    ``later``: the gradient of the final mean, that mean, the gradient of the final log-mass.
+    """
+    q, k, v, mask, dy = inputs
+    dmean, final_mu, dlog_mass = later
+    dq, dk, dv, dmean_0 = results
+    table, D = run.parts.table, v.shape[-1]
+    top_M, mass_M, mean_M, *final = contiguous(*between)
+    dmean = dmean.contiguous()
+    lost = (dmean * final_mu).sum(-1)
+    if dlog_mass is not None:
+        lost -= dlog_mass
+    starts = torch.empty_like(dmean), torch.empty_like(lost)
+    c = q.new_empty(q.shape[:3], dtype=torch.float32)
+    gated = window_delta is not None
+    if gated:
+        # Where the first latent is.
+        q, dq = q[..., 1:], dq[..., 1:]
+    at_slots = [lost.new_empty((run.slots, run.H, run.L)) for _ in range(2)]
+    at_ends = [lost.new_empty((run.parts.M, run.H, run.L)) for _ in range(2)]
+    asked: tuple[Tensor, ...] = ()
+    if run.cut:
+        asked = lost.new_empty((*at_ends[0].shape, D)), torch.empty_like(at_ends[0])
+    before = (top_M, mass_M, mean_M) if run.cut else (None, None, None)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride())
+    run.back(
+        query_walk,
+        D,
+        *(q, k, v, mask, table, *before, *contiguous(*earlier), dy),
+        *(dq, c, *at_slots, *at_ends, *(asked or (None, None)), *strides),
+        window_delta_ptr=window_delta,
+        R=R,
+    )
+    after: tuple[Tensor, ...] = (dmean, lost)
+    if run.cut:
+        after = tuple(torch.empty_like(x) for x in asked)
+        given = (top_M, mass_M, *asked, run.parts.first, *final, dmean, lost)
+        run.by_sequence(scan_back, *given, *after, *starts, D=D)
+    run.back(
+        source_walk,
+        D,
+        *(q, k, v, mask, table, dy, dq, c, *at_slots, *at_ends, *after, dk, dv),
+        *((None, None) if run.cut else starts),
+        *(*strides, dv.stride(1), dv.stride(2)),
+        GATED=gated,
+        R=R,
+    )
+    dmean_0.copy_(starts[0])
+    return starts[1]
+
+
+@triton.jit
+def begin(
+    top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, i0, L, D, d0,
+    BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """(ref, mass, S) before a segment: what the scan found, else the initial state, else nothing.
+
+    ``i``, ``i0``: which state of the segments', which of the sequences'.
+    """
+    if mean_ptr is not None:
+        ref = load_latents(top_ptr, i, L, BL)
+        mass = load_latents(mass_ptr, i, L, BL)
+        total = load_across(mean_ptr, i, L, D, d0, BL, BD) * mass[None, :]
+        return finite(ref), mass, total
+    elif log_mass0_ptr is not None:
+        ref = load_latents(log_mass0_ptr, i0, L, BL)
+        seen = (ref != float("-inf")) & (tl.arange(0, BL) < L)
+        mass = tl.where(seen, 1.0, 0.0)
+        total = load_across(mean0_ptr, i0, L, D, d0, BL, BD) * mass[None, :]
+        return finite(ref), mass, total
+    else:
+        nothing = tl.zeros((BL,), tl.float32)
+        return nothing, nothing, tl.zeros((BD, BL), tl.float32)
+
+
+@triton.jit
+def leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
+    """Packed sequences may need fewer segments: what is saved is defined there too."""
+    if mean_ptr is not None:
+        store_latents(top_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
+        store_latents(mass_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
+        store_across(mean_ptr, i, L, D, d0, tl.zeros((BD, BL), tl.float32), BL, BD)
+
+
+@triton.jit
+def leave_state(
+    log_mass_ptr, mean_ptr, i, L, D, d0, ref, mass, total, BL: tl.constexpr, BD: tl.constexpr
+):
+    """The final state, where no scan has found it: every sequence is one segment."""
+    if d0 == 0:
+        store_latents(log_mass_ptr, i, L, log_mass_of(ref, mass), BL)
+    store_across(mean_ptr, i, L, D, d0, total * inverse(mass)[None, :], BL, BD)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def walk(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, out_ptr,
+    log_mass1_ptr, mean1_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
+    T, length, per_row, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """y, contiguous, of one segment, head and tile of D.
+
+    ``log_mass1_ptr`` and ``mean1_ptr`` take the final state where no scan has found it: where every
+    sequence is one segment.
+    """
+    d0, h, m = walk_place(H, D, BD)
+    batch, start, stop, n = place(m, table_ptr, T, per_row, length)
+    i = m.to(tl.int64) * H + h
+    if start > stop:
+        leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL, BD)
+        return
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    q_ptr += batch * q_b + h * q_h
+    k_ptr += batch * k_b + h * k_h
+    v_ptr += batch * v_b + h * v_h
+    out_ptr += batch * T * H * D + h * D
+    token = tl.arange(0, C)
+    past = token[:, None] >= token[None, :]
+    ones = tl.full((C, C), 1.0, tl.float32)
+    ref, mass, total = begin(
+        top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, d0, BL, BD
+    )
+    fresh = (mass == 0.0).to(tl.int32)
+    unseen = tl.max(fresh, 0)
+    # Every token's the same: as products add to it.
+    mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
+    count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
+        at = start + j * C
+        k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
+        p = load_queries(q_ptr, q_t, q_l, at, stop, L, C, BL)
+        v = load_inputs(v_ptr, v_t, v_d, at, stop, d0, D, C, BD)
+        if unseen == 1:
+            ref, fresh = first_reference(k, token, ref, fresh, C)
+            unseen = tl.max(fresh, 0)
+        rise = largest(k - ref[None, :])
+        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        mass_t = mass + counted(past.to(tl.float32), e, PRODUCT)
+        p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
+        scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
+        y = mm(scores, v, PRODUCT) + mm(p_over_mass, tl.trans(total), PRODUCT)
+        after = total + mm(tl.trans(v), e, PRODUCT)
+        mass_after = mass + counted(ones, e, PRODUCT)
+        if rise > REACH:
+            highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
+            near = tl.associative_scan(highest, 0, larger) <= REACH
+            store_chosen(out_ptr, H * D, 1, at, stop, d0, D, y, near, C, BD)
+            after = total
+            ref_s, mass_s = ref, tl.max(mass, 0)
+            for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
+                k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
+                p_s = load_query(q_ptr, q_t, q_l, at + s, L, BL)
+                v_s = load_value(v_ptr, v_t, v_d, at + s, d0, D, BD)
+                ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
+                y_s = tl.sum(after * (p_s * inverse(mass_s))[None, :], 1)
+                beyond = tl.max(tl.where(token == s, 1 - near.to(tl.int32), 0), 0) == 1
+                store_value(out_ptr, H * D, 1, at + s, d0, D, y_s, beyond, BD)
+            mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
+            ref = tl.maximum(ref, tl.max(k, 0))
+        else:
+            store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BD)
+            if rise > REACH / 4:
+                later = tl.maximum(ref, tl.max(k, 0))
+                kept = tl.exp(ref - later)[None, :]
+                ref, mass_after, after = later, mass_after * kept, after * kept
+        mass, total = mass_after, after
+    if mean1_ptr is not None:
+        i, mass = n * H + h, tl.max(mass, 0)
+        leave_state(log_mass1_ptr, mean1_ptr, i, L, D, d0, ref, mass, total, BL, BD)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_walk(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
+    top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, dy_ptr,
+    dq_ptr, c_ptr, slot_ref_ptr, slot_mass_ptr, end_ref_ptr, end_mass_ptr, asked_ptr, lost_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d,
+    T, length, per_row, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr, window_delta_ptr=None, R: tl.constexpr = 1,
+):  # fmt: skip
+    """dq (B, T, H, L), c (B, T, H), (ref, mass) before each chunk and after the segment.
+
+    Where sequences are cut, ``asked`` (M, H, L, D) = sum_t p_t e^{A_0-A_t} dy_t over the segment,
+    and ``lost`` (M, H, L) the same sum of p_t delta_t.
+
+    With a window as state 0: ``window_delta`` (B, T, H) is its delta; its logit stands before the
+    latents', in q and in dq. ``R`` heads share one head of the values.
+    """
+    GATED: tl.constexpr = window_delta_ptr is not None
+    width = L + 1 if GATED else L
+    h, m = (tl.program_id(0) % H).to(tl.int64), tl.program_id(0) // H
+    batch, start, stop, n = place(m, table_ptr, T, per_row, length)
+    if start > stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    q_ptr += batch * q_b + h * q_h
+    k_ptr += batch * k_b + h * k_h
+    v_ptr += batch * v_b + h // R * v_h
+    dy_ptr += batch * dy_b + h * dy_h
+    dq_ptr += (batch * T * H + h) * width
+    c_ptr += batch * T * H + h
+    if GATED:
+        window_delta_ptr += batch * T * H + h
+    token = tl.arange(0, C)
+    past = token[:, None] >= token[None, :]
+    ones = tl.full((C, C), 1.0, tl.float32)
+    i = m.to(tl.int64) * H + h
+    ref, first_mass, total = begin(
+        top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, 0, BL, BD
+    )
+    first_ref = ref
+    fresh = (first_mass == 0.0).to(tl.int32)
+    unseen = tl.max(fresh, 0)
+    mass = first_mass[None, :] + tl.zeros((C, BL), tl.float32)
+    asked = tl.zeros((BD, BL), tl.float32)
+    lost = tl.zeros((C, BL), tl.float32)
+    count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
+        at = start + j * C
+        k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
+        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
+        v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
+        dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
+        if unseen == 1:
+            ref, fresh = first_reference(k, token, ref, fresh, C)
+            unseen = tl.max(fresh, 0)
+        slot = slot_of(batch, at, T, n, C) * H + h
+        store_latents(slot_ref_ptr, slot, L, ref, BL)
+        store_latents(slot_mass_ptr, slot, L, tl.max(mass, 0), BL)
+        rise = largest(k - ref[None, :])
+        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        over = reciprocal(tl.maximum(mass + counted(past.to(tl.float32), e, PRODUCT), TINY))
+        pairs = tl.where(past, mm(dy, tl.trans(v), PRODUCT), 0.0)
+        pulled = p * over * (mm(dy, total, PRODUCT) + mm(pairs, e, PRODUCT))
+        c = tl.sum(pulled, 1)
+        if GATED:
+            own = tl.load(window_delta_ptr + (at + token) * H, mask=at + token < stop, other=0.0)
+            c += gate * own
+        after = total + mm(tl.trans(v), e, PRODUCT)
+        mass_after = mass + counted(ones, e, PRODUCT)
+        lost_after = lost
+        if asked_ptr is not None:
+            # The first state's share of the state now, at most 1.
+            left = over * (first_mass * tl.exp(tl.minimum(first_ref - ref, 0.0)))[None, :]
+            asks = p * left
+            lost_after += pulled * left
+        if rise > REACH:
+            ref_s, mass_s, after = ref, tl.max(mass, 0), total
+            lost_after, lost_s = lost, tl.zeros((BL,), tl.float32)
+            for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
+                k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
+                p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
+                v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
+                dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
+                ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
+                over_s = inverse(mass_s)
+                pulled_s = p_s * over_s * tl.sum(after * dy_s[:, None], 0)
+                c_s = tl.sum(pulled_s, 0)
+                if GATED:
+                    own_s = tl.load(window_delta_ptr + (at + s) * H)
+                    c_s += gate_s * own_s
+                    dq_0 = (gate_s * (own_s - c_s)).to(dq_ptr.dtype.element_ty)
+                    tl.store(dq_ptr + (at + s) * H * width - 1, dq_0)
+                store_value(dq_ptr, H * width, 1, at + s, 0, L, pulled_s - p_s * c_s, True, BL)
+                tl.store(c_ptr + (at + s) * H, c_s)
+                if asked_ptr is not None:
+                    left_s = over_s * first_mass * tl.exp(tl.minimum(first_ref - ref_s, 0.0))
+                    asks = tl.where(token[:, None] == s, (p_s * left_s)[None, :], asks)
+                    lost_s += pulled_s * left_s
+            mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
+            if asked_ptr is not None:
+                lost_after += tl.where(token[:, None] == 0, lost_s[None, :], 0.0)
+            ref = tl.maximum(ref, tl.max(k, 0))
+        else:
+            store_tile(dq_ptr, H * width, 1, at, stop, 0, L, pulled - p * c[:, None], C, BL)
+            if GATED:
+                dq_0 = (gate * (own - c)).to(dq_ptr.dtype.element_ty)
+                tl.store(dq_ptr + (at + token) * H * width - 1, dq_0, mask=at + token < stop)
+            tl.store(c_ptr + (at + token) * H, c, mask=at + token < stop)
+            if rise > REACH / 4:
+                later = tl.maximum(ref, tl.max(k, 0))
+                kept = tl.exp(ref - later)[None, :]
+                ref, mass_after, after = later, mass_after * kept, after * kept
+        mass, total, lost = mass_after, after, lost_after
+        if asked_ptr is not None:
+            asked += mm(tl.trans(dy), asks, PRODUCT)
+    store_latents(end_ref_ptr, i, L, ref, BL)
+    store_latents(end_mass_ptr, i, L, tl.max(mass, 0), BL)
+    if asked_ptr is not None:
+        store_latents(lost_ptr, i, L, tl.sum(lost, 0), BL)
+        store_across(asked_ptr, i, L, D, 0, asked, BL, BD)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def source_walk(
+    q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, dy_ptr,
+    dq_ptr, c_ptr, slot_ref_ptr, slot_mass_ptr, end_ref_ptr, end_mass_ptr,
+    dmean1_ptr, lost1_ptr, dk_ptr, dv_ptr, dmean0_ptr, lost0_ptr,
+    q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d, dy_b, dy_t, dy_h, dy_d, dv_t, dv_h,
+    T, length, per_row, H, L, D,
+    C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr = False, R: tl.constexpr = 1,
+):  # fmt: skip
+    """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
+
+    ``dmean0``, ``lost0``: of the state before it, unless None. Sums over the tokens of a chunk
+    never come as total - prefix: that cancels. ``GATED``, ``R``: see :func:`query_walk`.
+    """
+    width = L + 1 if GATED else L
+    h, m = (tl.program_id(0) % H).to(tl.int64), tl.program_id(0) // H
+    batch, start, stop, n = place(m, table_ptr, T, per_row, length)
+    if start > stop:
+        return
+    if mask_ptr is not None:
+        mask_ptr += batch * T
+    q_ptr += batch * q_b + h * q_h
+    k_ptr += batch * k_b + h * k_h
+    v_ptr += batch * v_b + h // R * v_h
+    dy_ptr += batch * dy_b + h * dy_h
+    dq_ptr += (batch * T * H + h) * width
+    dk_ptr += batch * T * H * L + h * L
+    dv_ptr += batch * T * dv_t + h * dv_h
+    c_ptr += batch * T * H + h
+    token = tl.arange(0, C)
+    past = token[:, None] >= token[None, :]
+    future = token[:, None] <= token[None, :]
+    ones = tl.full((C, C), 1.0, tl.float32)
+    i = m.to(tl.int64) * H + h
+    later, mass = load_latents(end_ref_ptr, i, L, BL), load_latents(end_mass_ptr, i, L, BL)
+    total = load_across(dmean1_ptr, i, L, D, 0, BL, BD) * inverse(mass)[None, :]
+    lost = load_latents(lost1_ptr, i, L, BL) * inverse(mass)
+    # Every token's the same: as products add to it.
+    lost = lost[None, :] + tl.zeros((C, BL), tl.float32)
+    count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
+    for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
+        at = start + (count - 1 - j) * C
+        k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
+        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
+        v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
+        dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
+        dq = load_tile(dq_ptr, H * width, 1, at, stop, 0, L, C, BL)
+        c = tl.load(c_ptr + (at + token) * H, mask=at + token < stop, other=0.0)
+        slot = slot_of(batch, at, T, n, C) * H + h
+        ref, mass = (
+            load_latents(slot_ref_ptr, slot, L, BL),
+            load_latents(slot_mass_ptr, slot, L, BL),
+        )
+        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        mass_t = mass[None, :] + counted(past.to(tl.float32), e, PRODUCT)
+        over = reciprocal(tl.maximum(mass_t, TINY))
+        asks = factor(p * over, PRODUCT)
+        pulled = factor((dq + p * c[:, None]) * over, PRODUCT)
+        kept = tl.exp(tl.minimum(ref - later, 0.0))[None, :]
+        here, lost_here = total * kept, lost * kept
+        pairs = tl.where(future, mm(v, tl.trans(dy), PRODUCT), 0.0)
+        scores = tl.where(future, mm(e, tl.trans(asks), PRODUCT), 0.0)
+        dk = mm(v, here, PRODUCT) - lost_here - counted(future.to(tl.float32), pulled, PRODUCT)
+        dk = (dk + mm(pairs, asks, PRODUCT)) * e.to(tl.float32)
+        dv = mm(scores, dy, PRODUCT) + mm(e, tl.trans(here), PRODUCT)
+        here += mm(tl.trans(dy), asks, PRODUCT)
+        lost_here += counted(ones, pulled, PRODUCT)
+        if largest(k - ref[None, :]) > REACH:
+            top_s, lost_s, here = later, tl.max(lost, 0), total
+            tokens = tl.minimum(stop - at, C).to(tl.int32)
+            for back in range(0, tokens):
+                s = tokens - 1 - back
+                k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
+                p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
+                v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
+                dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
+                dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)
+                c_s = tl.load(c_ptr + (at + s) * H)
+                earlier, mass_s = mass_up_to(s, token, k, ref, mass)
+                kept_s = tl.exp(tl.minimum(earlier - top_s, 0.0))
+                over_s = tl.where(mass_s == 0.0, 0.0, inverse(mass_s))
+                here = here * kept_s[None, :] + dy_s[:, None] * (p_s * over_s)[None, :]
+                lost_s = lost_s * kept_s + (dq_s + p_s * c_s) * over_s
+                top_s = earlier
+                e_s = tl.exp(tl.minimum(k_s - top_s, 0.0))
+                dk_s = e_s * (tl.sum(here * v_s[:, None], 0) - lost_s)
+                store_value(dk_ptr, H * L, 1, at + s, 0, L, dk_s, True, BL)
+                dv_s = tl.sum(here * e_s[None, :], 1)
+                store_value(dv_ptr, dv_t, 1, at + s, 0, D, dv_s, True, BD)
+            kept_s = tl.exp(tl.minimum(ref - top_s, 0.0))
+            here *= kept_s[None, :]
+            lost_here = (lost_s * kept_s)[None, :] + tl.zeros((C, BL), tl.float32)
+        else:
+            store_tile(dk_ptr, H * L, 1, at, stop, 0, L, dk, C, BL)
+            store_tile(dv_ptr, dv_t, 1, at, stop, 0, D, dv, C, BD)
+        total, lost, later = here, lost_here, ref
+    if dmean0_ptr is not None:
+        store_latents(lost0_ptr, i, L, tl.max(lost, 0) * mass, BL)
+        store_across(dmean0_ptr, i, L, D, 0, total * mass[None, :], BL, BD)
