@@ -128,8 +128,11 @@ def store_chosen(
     ptr, stride_t, stride_x, start, stop, x0, X, value, chosen, C: tl.constexpr, BX: tl.constexpr
 ):
     """:func:`store_tile` for the ``chosen`` (C,) tokens."""
-    at, inside = tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C, BX)
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside & chosen[:, None])
+    t = start + tl.arange(0, C)
+    x = x0 + tl.arange(0, BX)
+    inside = ((t < stop) & chosen)[:, None] & (x < X)[None, :]
+    at = ptr + t[:, None] * stride_t + x[None, :].to(tl.int64) * stride_x
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
