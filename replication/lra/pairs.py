@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from latte.errors import LatteError
 from latte.models import LatteConfig, LattePreTrainedModel
-from latte.models.classification import mean_over_tokens
+from latte.models.modeling import mean_over_tokens
 
 
 def check_pairs(config: Any) -> None:

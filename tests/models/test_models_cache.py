@@ -153,7 +153,7 @@ def test_crop_refuses_what_it_cannot_do(build, tokens):
     cache = LatteCache(growing.config)
     run(growing, ids, cache, [8])
     cache.crop(-3)
-    assert cache.get_seq_length() == 5 and cache.layers[0].keys.shape[1] == 5
+    assert cache.get_seq_length() == 5 and cache.layers[0].keys.shape[2] == 5
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -186,7 +186,7 @@ def test_size_does_not_depend_on_the_length(build, tokens, preset):
         sizes.append(cache.nbytes)
         layer = cache.layers[0]
         if "swa" in preset:
-            assert layer.keys.shape == (2, 3, 2, 4) == layer.values.shape
+            assert layer.keys.shape == (2, 2, 3, 4) == layer.values.shape
         if preset.startswith("latte"):
             assert layer.log_mass.shape == (2, 4, 3) and layer.mean.shape == (2, 4, 3, 4)
         if "-r-" in preset:
@@ -200,7 +200,7 @@ def test_softmax_cache_grows(build, tokens):
     model = build("transformer++")
     cache = LatteCache(model.config)
     run(model, tokens(2, 7), cache, [7])
-    assert cache.layers[0].keys.shape == (2, 7, 2, 4)
+    assert cache.layers[0].keys.shape == (2, 2, 7, 4)
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])

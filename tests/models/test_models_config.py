@@ -78,6 +78,11 @@ def test_wrong_presets(arguments, message):
         ({"num_latents": 130}, "num_latents must be a multiple of num_attention_heads"),
         ({"hidden_size": 100}, "hidden_size must be a multiple of num_attention_heads"),
         ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        (
+            {"hidden_size": 30, "num_attention_heads": 4},
+            "hidden_size must be a multiple of num_attention_heads, got hidden_size=30 and num_att",
+        ),
         ({"hidden_size": "768"}, "Field 'hidden_size' expected int, got str"),
         ({"mixer": "mamba"}, "Field 'mixer' expected one of"),
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),

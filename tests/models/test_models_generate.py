@@ -137,13 +137,14 @@ def test_generating_from_embeddings(build, tokens, generate):
     assert torch.equal(out, generate(model, ids)[:, 6:])
 
 
-def test_attentions_while_generating_need_the_whole_sequence(build, tokens, generate):
+def test_attentions_while_generating_are_those_without_a_cache(build, tokens, generate):
     model, ids = build("latte-r-swa++"), tokens(1, 6)
     asked = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 2}
-    out = generate(model, ids, config=asked | {"use_cache": False})
-    assert out.attentions[-1][0].shape == (1, 4, 7, 7)
-    with pytest.raises(ValueError, match="pass use_cache=False"):
-        generate(model, ids, config=asked)
+    whole = generate(model, ids, config=asked | {"use_cache": False}).attentions[-1]
+    cached = generate(model, ids, config=asked).attentions[-1]
+    assert whole[0].shape == (1, 4, 7, 7)
+    for rows, row in zip(whole, cached, strict=True):
+        torch.testing.assert_close(row, rows[:, :, -1:], atol=1e-10, rtol=1e-10)
 
 
 def test_a_bidirectional_model_generates_nothing(config):

@@ -173,7 +173,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     # Once for all attempts: importing takes longer than training.
-    import latte.models.causal_lm  # noqa: F401
+    import latte.models.modeling  # noqa: F401
 
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = {}

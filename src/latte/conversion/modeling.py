@@ -33,10 +33,14 @@ from latte.conversion.configs import (
 from latte.conversion.sinks import sink_positions
 from latte.layers import RMSNorm
 from latte.layers.parts import token_positions
-from latte.models.cache import LatteCache
-from latte.models.generation import StateGenerationMixin
-from latte.models.initialisation import initialise
-from latte.models.inputs import choose_cache, new_key_mask, packed_bounds
+from latte.models.cache import (
+    LatteCache,
+    StateGenerationMixin,
+    choose_cache,
+    new_key_mask,
+    packed_bounds,
+)
+from latte.models.modeling import initialise
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 

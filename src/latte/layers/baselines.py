@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from latte.layers.checks import check_choice, check_divides, check_positive
 from latte.layers.latent_input import LatentInput
-from latte.layers.mixer import Mixer, MixingLogits, Projected, local_options, visible_sources
+from latte.layers.mixer import Mixer, MixingLogits, Projected, local_options
 from latte.layers.parts import RotaryEmbedding
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
 from latte.ops import linear_attention, sliding_window_attention
 from latte.ops.api import FEATURE_MAPS
+from latte.ops.reference import visible_sources
 
 
 class SlidingWindowAttention(Mixer):
@@ -218,7 +219,13 @@ class LinearAttention(Mixer):
         """From the positive features themselves: there is no softmax."""
         assert projected.features is not None
         q, k = projected.features
-        visible = visible_sources(piece.x, None, self.causal, piece.key_mask, piece.cu_seqlens)
-        scores = torch.einsum("bthf,bshf->bhts", q, k).masked_fill(~visible, 0.0)
+        visible = visible_sources(
+            q.shape[1],
+            causal=self.causal,
+            key_mask=piece.key_mask,
+            cu_seqlens=piece.cu_seqlens,
+            device=q.device,
+        )
+        scores = torch.einsum("bthf,bshf->bhts", q, k).masked_fill(~visible[:, None], 0.0)
         total = scores.sum(-1, keepdim=True)
         return scores / torch.where(total == 0, 1.0, total)

@@ -15,6 +15,7 @@ from latte.layers.checks import check_divides, check_input, check_positive
 from latte.layers.parts import Drawn, Rotary, RotaryEmbedding, apply_rotary, token_positions
 from latte.layers.state import MixerState, Piece, TokenLog
 from latte.ops import attention_weights
+from latte.ops.reference import visible_sources
 
 
 class MixingLogits(NamedTuple):
@@ -155,6 +156,38 @@ class Mixer(Drawn):
         out_BTHD, after = self._attend(projected, piece)
         return self.o_proj(out_BTHD.flatten(-2)), self._end(projected, after, piece)
 
+    def with_weights(
+        self,
+        x_BTE: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: MixerState | None = None,
+        output_final_state: bool = False,
+        *,
+        rotary: Rotary | None = None,
+    ) -> tuple[Tensor, MixerState | None, Tensor]:
+        """As :meth:`forward`, with the tokens' weights (B, H, T, P + T) too: O(T^2) memory.
+
+        P is the number of past tokens whose keys the state has kept (its ``sources``). Where
+        there are none, gradients of the output flow through the weights.
+        """
+        piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
+        projected = self._project(piece)
+        sources = piece.state.sources
+        if sources is not None and sources.length:
+            weights = self._weights(*_with_past(projected, piece, sources))
+            weights = weights[:, :, sources.length :]
+        else:
+            weights = self._weights(projected, piece)
+        out_BTHD, after = self._attend(projected, piece)
+        if weights.requires_grad and piece.state.position is None:
+            v_BTHD = projected.v.repeat_interleave(self.num_heads // projected.v.shape[2], 2)
+            dense = torch.einsum("bhts,bshd->bthd", weights.to(v_BTHD.dtype), v_BTHD)
+            # The op's values, bit by bit, and the gradients of the weighted sum.
+            out_BTHD = out_BTHD.detach() + (dense - dense.detach())
+        out = self.o_proj(out_BTHD.flatten(-2))
+        return out, self._end(projected, after, piece), weights
+
     def mixing_logits(
         self,
         x_BTE: Tensor,
@@ -275,27 +308,31 @@ class Mixer(Drawn):
         )
 
 
+def _with_past(projected: Projected, piece: Piece, past: TokenLog) -> tuple[Projected, Piece]:
+    """The whole row of which a piece is the end: past keys are known, past queries are zeros."""
+    P = past.length
+
+    def blank(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.cat([x.new_zeros(x.shape[0], P, *x.shape[2:]), x], 1)
+
+    def whole(before: Tensor | None, x: Tensor | None) -> Tensor | None:
+        return None if before is None or x is None else torch.cat([before, x], 1)
+
+    latent_q, latent_k, q, k = projected.logits
+    logits = MixingLogits(
+        blank(latent_q), whole(past.k, latent_k), blank(q), whole(past.local_k, k)
+    )
+    features: Any = projected.features
+    if features is not None:
+        features = (blank(features[0]), whole(past.k, features[1]))
+    real, x = whole(past.mask, piece.real), blank(piece.x)
+    assert x is not None
+    return projected._replace(logits=logits, features=features), Piece(x, real)
+
+
 # --- weights as dense matrices (B, H, T, T); Latte's own are in latte.ops.attention_weights -----
-
-
-def visible_sources(
-    x_BT: Tensor,
-    window: int | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Who sees whom: (B or 1, 1, T, T) bool, query rows and source columns."""
-    token = torch.arange(x_BT.shape[1], device=x_BT.device)
-    distance = token[:, None] - token[None, :]
-    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None:
-        visible = visible & ((distance < window) if causal else (distance.abs() <= window // 2))
-    if cu_seqlens is not None:
-        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True)
-        visible = visible & (sequence[:, None] == sequence[None, :])
-    visible = visible[None, None]
-    return visible if key_mask is None else visible & key_mask[:, None, None, :]
 
 
 def softmax_weights(
@@ -313,8 +350,16 @@ def softmax_weights(
     logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / q_BTHK.shape[-1] ** 0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    visible = visible_sources(q_BTHK, window, causal, key_mask, cu_seqlens)
-    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    visible = visible_sources(
+        q_BTHK.shape[1],
+        causal=causal,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        device=q_BTHK.device,
+        window=window,
+    )[:, None]
+    # A finite lowest logit: where all are masked, -inf would leave NaN in the gradient.
+    weights = logits.masked_fill(~visible, torch.finfo(logits.dtype).min / 2).softmax(-1)
     return weights.masked_fill(~visible, 0.0)
 
 

@@ -103,6 +103,7 @@ class MixerState(NamedTuple):
         pending: latent keys (B, W, H, L) and values of the last W tokens, where latents are fed
             only with tokens that have left the window.
         sinks: local keys and values of a sequence's first tokens, where those stay visible.
+        sources: set to keep the keys of all tokens, for weights over the past: O(T) memory.
         undo: set to record tokens for :func:`rewind`.
     """
 
@@ -115,6 +116,7 @@ class MixerState(NamedTuple):
     own: Tensor | None = None
     pending: WindowState | None = None
     sinks: WindowState | None = None
+    sources: TokenLog | None = None
     undo: UndoLog | None = None
 
     @property
@@ -168,11 +170,13 @@ class Piece(NamedTuple):
         """
         if not self.output_final_state:
             return None
-        state, undo = self.state, self.state.undo
+        state, sources, undo = self.state, self.state.sources, self.state.undo
+        if sources is not None:
+            sources = sources.append(TokenLog(self.real, k=log.k, local_k=log.local_k))
         if undo is not None:
             undo = undo.append(log._replace(mask=self.real))
         position = advance_position(state.position, self.key_mask, self.cu_seqlens, self.x)
-        return after._replace(position=position, undo=undo)
+        return after._replace(position=position, sources=sources, undo=undo)
 
 
 def advance_position(
@@ -209,7 +213,8 @@ def rewind(state: MixerState, tokens: int) -> MixerState:
         return state.record()
     if tokens == recorded:
         return undo.base.record()
-    return _replay(undo.base, undo.tokens.first(recorded - tokens), like=state).record()
+    earlier = _replay(undo.base, undo.tokens.first(recorded - tokens), like=state)
+    return earlier._replace(sources=_without_last(state.sources, tokens)).record()
 
 
 def drop_newest(state: MixerState, tokens: int) -> MixerState:
@@ -221,7 +226,12 @@ def drop_newest(state: MixerState, tokens: int) -> MixerState:
         raise ValueError(f"cannot take {tokens} tokens back: the state holds {held}")
     removed = state.window.mask[:, held - tokens :].sum(1)
     window = WindowState(*(x[:, : held - tokens] for x in state.window))
-    return state._replace(position=state.position - removed, window=window)
+    sources = _without_last(state.sources, tokens)
+    return state._replace(position=state.position - removed, window=window, sources=sources)
+
+
+def _without_last(log: TokenLog | None, tokens: int) -> TokenLog | None:
+    return None if log is None else log.first(log.length - tokens)
 
 
 def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:

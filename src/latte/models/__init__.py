@@ -9,23 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from latte.models.backbone import LatteModel, LattePreTrainedModel
     from latte.models.cache import LatteCache
-    from latte.models.causal_lm import LatteForCausalLM, count_parameters
-    from latte.models.classification import LatteForSequenceClassification
     from latte.models.config import LatteConfig
+    from latte.models.modeling import (
+        LatteForCausalLM,
+        LatteForSequenceClassification,
+        LatteModel,
+        LattePreTrainedModel,
+        count_parameters,
+    )
     from latte.models.presets import PRESETS, SIZES, preset_config
 
 _HOMES = {
     "LatteCache": "cache",
     "LatteConfig": "config",
-    "LatteForCausalLM": "causal_lm",
-    "LatteForSequenceClassification": "classification",
-    "LatteModel": "backbone",
-    "LattePreTrainedModel": "backbone",
+    "LatteForCausalLM": "modeling",
+    "LatteForSequenceClassification": "modeling",
+    "LatteModel": "modeling",
+    "LattePreTrainedModel": "modeling",
     "PRESETS": "presets",
     "SIZES": "presets",
-    "count_parameters": "causal_lm",
+    "count_parameters": "modeling",
     "preset_config": "presets",
 }
 

@@ -16,9 +16,11 @@ def register_config() -> None:
 
 def register_models() -> None:
     """The Auto model classes know the configuration. Calling it again does no harm."""
-    from latte.models.backbone import LatteModel
-    from latte.models.causal_lm import LatteForCausalLM
-    from latte.models.classification import LatteForSequenceClassification
+    from latte.models.modeling import (
+        LatteForCausalLM,
+        LatteForSequenceClassification,
+        LatteModel,
+    )
 
     register_config()
     register_family(LatteConfig, LatteModel, LatteForCausalLM, LatteForSequenceClassification)

@@ -1,7 +1,8 @@
-"""The cache of Latte models: one state per layer, of constant size, in Transformers' Cache API.
+"""The cache of Latte models, how ``generate`` comes by it, and what else a forward is given.
 
-The states themselves are :class:`latte.layers.state.MixerState`; a cache layer holds one and
-moves it about. Only full softmax attention's state grows with the sequence.
+One state per layer, of constant size, in Transformers' Cache API. The states themselves are
+:class:`latte.layers.MixerState`; a cache layer holds one and moves it about. Only full softmax
+attention's state grows with the sequence. B batch, T tokens, P past tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation import GenerationMixin
+from transformers.utils import logging
 
-from latte.layers.state import MixerState, drop_newest, map_tensors, rewind
+from latte.errors import LatteError
+from latte.layers.state import MixerState, TokenLog, drop_newest, map_tensors, rewind
+
+logger = logging.get_logger(__name__)
 
 
 class LatteCacheLayer(CacheLayerMixin):
@@ -51,13 +57,13 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """(B, W-1, G, K), the window's keys, oldest first."""
-        return None if self.state.window is None else self.state.window.keys
+        """(B, G, W-1, K), the window's keys, oldest first."""
+        return None if self.state.window is None else self.state.window.keys.transpose(1, 2)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """(B, W-1, G, D), the window's values."""
-        return None if self.state.window is None else self.state.window.values
+        """(B, G, W-1, D), the window's values."""
+        return None if self.state.window is None else self.state.window.values.transpose(1, 2)
 
     @property
     def rglru(self) -> Tensor | None:
@@ -98,10 +104,26 @@ class LatteCacheLayer(CacheLayerMixin):
         return self.seen_tokens + query_length, 0
 
     def reset(self) -> None:
-        self.state = MixerState()
+        keeps_sources = self.state.sources is not None
+        self.state = MixerState(sources=TokenLog() if keeps_sources else None)
         self.seen_tokens = 0
         if self.record_past:
             self.activate_past_recording()
+
+    def keep_sources(self) -> None:
+        """Keep what each token's keys are, for weights over the past.
+
+        Raises:
+            ValueError: tokens have gone in of which they were not kept.
+        """
+        if self.state.sources is None:
+            if self.seen_tokens:
+                raise ValueError(
+                    "output_attentions needs the whole sequence at once, or from its first token "
+                    "on, since a state does not tell its tokens apart: pass use_cache=False, or "
+                    "ask for it with a new cache"
+                )
+            self.state = self.state._replace(sources=TokenLog())
 
     # --- the batch dimension -------------------------------------------------------------------
 
@@ -199,6 +221,11 @@ class LatteCache(Cache):
             self.layers[layer_idx].offload()
         return state
 
+    def keep_sources(self) -> None:
+        """Keep what weights over the past are made of, from the first token on."""
+        for layer in self.layers:
+            layer.keep_sources()
+
     @property
     def position(self) -> Tensor | None:
         """(B,) int64, real tokens seen so far (padding not counted); None before the first."""
@@ -226,3 +253,110 @@ class LatteCache(Cache):
         for layer in self.layers:
             map_tensors(count, layer.state)
         return total
+
+
+class StateGenerationMixin(GenerationMixin):
+    """Gives ``generate`` a :class:`LatteCache`; stands first among a model's bases."""
+
+    config: Any
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """``generate`` asks here for the cache: Latte's own, unless the user brought one."""
+        kind = generation_config.cache_implementation
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, *args, **kwargs
+            )
+            return
+        if kind not in (None, "dynamic", "offloaded"):
+            raise LatteError(
+                f"cache_implementation must be None, 'dynamic' or 'offloaded', got {kind!r}: "
+                "Latte has one cache, of constant size"
+            )
+        cache = LatteCache(self.config, offloading=kind == "offloaded")
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+
+def choose_cache(
+    model: Any,
+    cache: Any,
+    use_cache: bool | None,
+    cu_seq_lens: Tensor | None,
+    *,
+    causal: bool = True,
+) -> LatteCache | None:
+    """The cache that a decoder's forward fills, if any: the caller's, or a new one if wanted.
+
+    Raises:
+        ValueError: a cache of another kind, or one that cannot be carried on.
+    """
+    if cache is not None and not isinstance(cache, LatteCache):
+        raise ValueError(
+            f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
+            "Latte do not fit into other caches"
+        )
+    possible = causal and cu_seq_lens is None
+    if not possible and (cache is not None or use_cache):
+        why = "packed sequences" if causal else "a bidirectional model"
+        raise ValueError(f"{why} cannot be carried on in a cache: leave use_cache out")
+    if model.gradient_checkpointing and model.training and (use_cache or cache is not None):
+        logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
+        return None
+    if cache is None and possible:
+        wanted = use_cache
+        if wanted is None:
+            wanted = model.config.use_cache and not model.training
+        if wanted:
+            cache = LatteCache(model.config)
+    return cache
+
+
+def new_key_mask(
+    x_BTE: Tensor, attention_mask: Tensor | None, cache: LatteCache | None
+) -> Tensor | None:
+    """The new tokens' part of an attention mask (B, P + T), as bool (B, T)."""
+    if attention_mask is None:
+        return None
+    B, T = x_BTE.shape[:2]
+    past = 0 if cache is None else cache.get_seq_length()
+    if attention_mask.shape != (B, past + T):
+        raise ValueError(
+            f"attention_mask must be (B={B}, past + T={past} + {T}), "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask[:, past:].bool()
+
+
+def packed_bounds(
+    position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
+) -> Tensor | None:
+    """Bounds (N + 1,) int32 of the sequences in a row whose positions start anew, else None.
+
+    Transformers' collators mark packed sequences in this way: one row, with neither a mask nor a
+    cache. Reads the positions on the host, which a graph of ``torch.compile`` cannot: there
+    ``cu_seq_lens_q`` alone says it.
+
+    Raises:
+        ValueError: several rows, one of which has positions that start anew.
+    """
+    if position_ids is None or attention_mask is not None or cache is not None:
+        return None
+    if position_ids.shape[1] < 2 or torch.compiler.is_compiling():
+        return None
+    if position_ids.shape[0] != 1:
+        if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
+            raise ValueError(
+                "positions start anew within a row: expected packed sequences in a single row"
+                f" (B = 1), got position_ids {tuple(position_ids.shape)} without an attention_mask"
+            )
+        return None
+    row = position_ids[0]
+    starts = torch.nonzero(row[1:] != row[:-1] + 1)[:, 0] + 1
+    if not len(starts):
+        return None
+    ends = starts.new_tensor([0]), starts, starts.new_tensor([len(row)])
+    return torch.cat(ends).to(torch.int32)

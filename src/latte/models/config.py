@@ -103,8 +103,13 @@ class LatteConfig(PreTrainedConfig):
         """The fields that the mixer reads, of those that not every mixer does."""
         return find_mixer(self.mixer).uses
 
-    def validate_sizes(self) -> None:
-        """Part of ``@strict``: every size is positive and the divisions come out even."""
+    def validate_fields(self) -> None:
+        """Part of ``@strict``: every size is right by itself, and then with the choices."""
+        self._check_sizes()
+        self._check_choices()
+
+    def _check_sizes(self) -> None:
+        """Every size is positive and the divisions come out even."""
         uses = self.mixer_uses
         sizes = (
             "vocab_size",
@@ -134,8 +139,8 @@ class LatteConfig(PreTrainedConfig):
         if "num_latents" in uses:
             self._divides("num_attention_heads", "num_latents")
 
-    def validate_choices(self) -> None:
-        """Part of ``@strict``: the choices fit together."""
+    def _check_choices(self) -> None:
+        """The choices fit together."""
         uses = self.mixer_uses
         if "latent_input" not in uses and self.latent_input != "none":
             raise ValueError(

@@ -23,13 +23,19 @@ def check_chunked_loss() -> None:
         )
 
 
+def next_labels(labels_BT: Tensor | None) -> Tensor:
+    """The label of the token after each, (B, T); the last one's is not to be predicted."""
+    assert labels_BT is not None
+    return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+
+
 def chunked_loss(
     hidden_BTE: Tensor,
     weight_VE: Tensor,
-    labels_BT: Tensor,
+    target_BT: Tensor,
     num_items: Tensor | int | None,
 ) -> Tensor:
-    """``cross_entropy(hidden W^T, the next labels)``, over chunks of the tokens.
+    """``cross_entropy(hidden W^T, targets)``, over chunks of the tokens.
 
     The sum over ``num_items``, or over the labels that are predicted where that is None. Under
     autocast the products are in its dtype; sums are fp32.
@@ -38,7 +44,6 @@ def chunked_loss(
     dtype = hidden_BTE.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    target_BT = F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
     total = F.linear_cross_entropy(
         hidden_BTE.flatten(0, 1).to(dtype),
         weight_VE.to(dtype),

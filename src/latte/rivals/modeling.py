@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from latte.models.auto import register_family
-from latte.models.backbone import LatteModel
-from latte.models.block import make_mlp, make_norm
-from latte.models.causal_lm import LatteForCausalLM
-from latte.models.classification import LatteForSequenceClassification
+from latte.models.modeling import (
+    LatteForCausalLM,
+    LatteForSequenceClassification,
+    LatteModel,
+    make_mlp,
+    make_norm,
+)
 from latte.rivals.base import ComparatorMixer
 from latte.rivals.config import ComparatorConfig
 from latte.rivals.low_rank import Linformer, Luna
