@@ -187,6 +187,7 @@ def _load_config(folder: Path) -> Any:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(values, dict) or "model_type" not in values:
             raise LatteError(f"{folder / 'config.json'} names no model_type: it was edited")
+        _import_plugins(folder)
         make_known(values["model_type"])
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except LatteError:
@@ -195,6 +196,16 @@ def _load_config(folder: Path) -> Any:
         raise LatteError(
             f"{folder / 'config.json'} is damaged or was edited: {one_line(error)}"
         ) from None
+
+
+def _import_plugins(folder: Path) -> None:
+    """What the recipe of a run imports: the config may name what it registers."""
+    try:
+        recipe = training_recipe(folder)
+    except LatteError:
+        return  # damaged: who needs more of it says so
+    if recipe is not None:
+        recipe.import_plugins()
 
 
 def _set_mixing(config: Any, mixing: str, folder: Path) -> None:

@@ -3,8 +3,9 @@
     latte train recipes/tiny/latte-r-swa++.yaml training.max_steps=200 output_dir=runs/mine
 
 A recipe has the sections `model`, `data`, `training` and an `output_dir`; `base: other.yaml`
-(relative to the file) starts from another recipe. Every key below can be overridden on the
-command line by its dotted name. This module never imports torch.
+(relative to the file) starts from another recipe. `plugins: [my_mixer.py, a.module]` are imported
+before the model is built, so that `model` can name what they register. Every key below can be
+overridden on the command line by its dotted name. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -144,9 +145,22 @@ class Recipe:
     training: TrainingSection = field(default_factory=TrainingSection)
     comparison: ComparisonSection = field(default_factory=ComparisonSection)
     output_dir: str = "runs/latte"
+    plugins: list[str] = field(default_factory=list)  # files or modules, see `import_plugins`
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        return values if self.plugins else {k: v for k, v in values.items() if k != "plugins"}
+
+    def import_plugins(self) -> None:
+        """Import what registers the recipe's model, or parts of it, in `latte.models.registry`.
+
+        Raises:
+            LatteError: there is no such file or module, or it fails.
+        """
+        from latte.models.registry import load_plugin
+
+        for plugin in self.plugins:
+            load_plugin(plugin)
 
     @property
     def name(self) -> str:
@@ -174,6 +188,8 @@ class Recipe:
         values = self.as_dict()
         del values["output_dir"], values["comparison"]
         del values["data"]["cache_dir"]
+        if self.plugins:  # by their names: where a file lies makes no other run
+            values["plugins"] = [Path(p).name if _is_file(p) else p for p in self.plugins]
         for key in REPORTING:
             del values["training"][key]
         return values
@@ -189,7 +205,24 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     _make_room_for_length(tree, overrides)
     for assignment in overrides:
         apply_override(tree, assignment)
-    return check(build(Recipe, tree))
+    recipe = check(build(Recipe, tree))
+    recipe.plugins = [_located(plugin) for plugin in recipe.plugins]
+    return recipe
+
+
+def _is_file(plugin: str) -> bool:
+    """Whether a plugin is a file; otherwise it is the name of a module."""
+    return plugin.endswith(".py")
+
+
+def _located(plugin: str) -> str:
+    """A file's whole path, by which a stored recipe finds it again; a module's name as it is."""
+    path = Path(plugin).expanduser()
+    if _is_file(plugin) and not path.is_file():
+        raise LatteError(
+            f"plugins: {plugin} is no file, neither beside the recipe nor in {Path.cwd()}"
+        )
+    return str(path.resolve()) if _is_file(plugin) else plugin
 
 
 def _make_room_for_length(tree: dict[str, Any], overrides: list[str] | tuple[str, ...]) -> None:
@@ -225,6 +258,12 @@ def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise LatteError(f"recipe {path} cannot be read as text: {error}") from None
     tree = read_yaml(text, f"recipe {path}")
+    if isinstance(plugins := tree.get("plugins"), list):  # beside the recipe, if they are there
+        beside = [path.parent / plugin if isinstance(plugin, str) else None for plugin in plugins]
+        tree["plugins"] = [
+            str(file) if file is not None and file.is_file() else plugin
+            for plugin, file in zip(plugins, beside, strict=True)
+        ]
     base = tree.pop("base", None)
     if base is None:
         return tree

@@ -17,7 +17,7 @@ import torch
 
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
-from latte.models.registry import find_model, language_model
+from latte.models.registry import carries_state, find_model, language_model
 from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
@@ -77,7 +77,9 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         model,
         text.tokenizer,
         blocks,
-        text.collator(recipe.data, pack=not recipe.model.is_comparator),
+        text.collator(
+            recipe.data, pack=recipe.model.architecture is not None or carries_state(model)
+        ),
         text.held_out(recipe.data.max_validation_tokens),
         steps=steps,
         bytes_per_token=text.bytes_per_token,
@@ -124,7 +126,11 @@ def first_alone(action: Callable[[], T]) -> T:
 
 
 def check_model(recipe: Recipe) -> None:
-    """Raise LatteError for a model that cannot be built, before any folder or text is touched."""
+    """Raise LatteError for a model that cannot be built, before any folder or text is touched.
+
+    Imports the recipe's plugins first.
+    """
+    recipe.import_plugins()
     if recipe.conversion.base is None:
         model_config(recipe, {})
     else:
