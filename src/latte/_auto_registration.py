@@ -53,7 +53,7 @@ def register_what_is_ready() -> None:
     # The configurations of other models read AUTO_MODELS' tables while they load.
     if _ready(AUTO_CONFIG) and AUTO_MODELS not in _loading and "converted" not in _done:
         _done.add("converted")
-        from latte.conversion.auto import register_configs
+        from latte.conversion.config import register_configs
 
         register_configs()
     if _ready(AUTO_MODELS) and not _loading & set(NEEDED) and "models" not in _done:
@@ -65,7 +65,7 @@ def register_what_is_ready() -> None:
         register_rivals()
     if "models" in _done and not _loading & set(BASES) and "converted models" not in _done:
         _done.add("converted models")
-        from latte.conversion.auto import register_models as register_converted
+        from latte.conversion.modeling import register_models as register_converted
 
         register_converted()
 

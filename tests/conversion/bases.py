@@ -7,7 +7,7 @@ import functools
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from latte.conversion.configs import CONFIGS
+from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
 
 NAMES = tuple(FAMILIES)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from bases import converted, tokens
 from torch.distributed.tensor import DTensor
 
-from latte.conversion.carry import carry
-from latte.conversion.transfer import run_teacher
+from latte.conversion.transfer import carry, run_teacher
 
 LAYERS = 4
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from bases import NAMES, WINDOW, base_logits, converted, tokens
 
-from latte.conversion.attention import Projections, Tokens
+from latte.conversion.attention import Projections
 from latte.conversion.transfer import Teacher, base_attention, run_teacher
+from latte.layers import Piece
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-PLAIN = Tokens(None, None)
+PLAIN = Piece(torch.empty(2, 17, 0))
 
 
 def random_local(layer, tokens_, batch=2, groups=2):

@@ -10,8 +10,7 @@ import re
 import pytest
 
 import latte
-from latte.conversion.config import MacchiatoFields
-from latte.conversion.configs import CONFIGS
+from latte.conversion.config import CONFIGS, MacchiatoFields
 from latte.conversion.modeling import FAMILIES
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
 from latte.train.recipe import (

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from latte.conversion.attention import MacchiatoAttention
-from latte.conversion.carry import _enter
-from latte.conversion.configs import CONFIGS
+from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
+from latte.conversion.transfer import _enter
 from latte.inspect.mixing import Inspection, collect, find_layers
 from latte.inspect.report import outline, write_report
 from latte.inspect.statistics import summary_rows
-from latte.layers import MixerState
+from latte.layers import Piece
 
 WINDOW, READ, SHOWN = 5, 24, 18
 SHAPE = {
@@ -54,7 +54,7 @@ def look():
             identity = torch.eye(READ)[None, :, None].expand(
                 1, -1, SHAPE["num_key_value_heads"], -1
             )
-            out, _ = layer.mix(x, local._replace(v=identity), tokens, MixerState(), False)
+            out, _, _ = layer.mix(local._replace(v=identity), Piece(x))
             own["weights"] = out[0].transpose(0, 1)[:, :SHOWN, :SHOWN]
 
         last = [m for m in model.modules() if isinstance(m, MacchiatoAttention)][-1]

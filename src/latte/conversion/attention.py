@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from latte.conversion.config import MacchiatoFields
-from latte.conversion.delay import delayed, pending_state
-from latte.conversion.sinks import attention_with_sinks, sink_keys
+from latte.conversion.sources import attention_with_sinks, delayed, pending_state, sink_keys
 from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
-from latte.layers.state import Piece, TokenLog, advance_position, real_tokens
-from latte.models.cache import LatteCache
+from latte.layers.state import Piece, TokenLog
 from latte.ops import latte_attention, macchiato_attention, sliding_window_attention
 
 
@@ -93,32 +91,33 @@ class MacchiatoAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: LatteCache | None = None,
+        past_key_values: Any = None,
         *,
         tokens: Tokens,
         teacher: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """The base's call, with ``tokens`` in the place of its mask.
+        """The base's call, with ``tokens`` in the place of its mask, and a LatteCache.
 
         With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is the base's
         own attention, and the teacher records how far this module's is from it.
         """
-        state = MixerState()
-        if past_key_values is not None:
-            state = past_key_values.state(self.layer_idx)
-        carry = past_key_values is not None
+        carry = past_key_values is not None and teacher is None
+        state = past_key_values.state(self.layer_idx) if carry else MixerState()
+        if state.recording and (self.num_sinks or self.delay_latents):
+            raise ValueError(
+                "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
+                f"delay_latents, got num_sinks={self.num_sinks}, "
+                f"delay_latents={self.delay_latents}"
+            )
+        piece = Piece(hidden_states, tokens.key_mask, tokens.cu_seqlens, state, carry)
         local = self.project(hidden_states, position_embeddings, tokens)
         if teacher is not None:
-            return teacher(self, hidden_states, local, tokens), None
-        out_BTHK, after = self.mix(hidden_states, local, tokens, state, carry)
-        if past_key_values is not None:
-            position = advance_position(
-                state.position, tokens.key_mask, tokens.cu_seqlens, hidden_states
-            )
-            past_key_values.update(
-                after._replace(position=position), hidden_states.shape[1], self.layer_idx
-            )
+            return teacher(self, local, piece), None
+        out_BTHK, after, log = self.mix(local, piece)
+        if carry:
+            after = piece.end(after, log)
+            past_key_values.update(after, hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
 
     def project(
@@ -138,38 +137,22 @@ class MacchiatoAttention(nn.Module):
             sink_q = self._apply_rotary(q, k, *table, unsqueeze_dim=2)[0].to(v.dtype)
         return Projections(rotated_q, rotated_k, v, sink_q)
 
-    def mix(
-        self, x_BTE: Tensor, local: Projections, tokens: Tokens, state: MixerState, carry: bool
-    ) -> tuple[Tensor, MixerState]:
-        """Heads' outputs (B, T, H, K), and the state but for its position."""
-        shared: dict[str, Any] = {
-            "key_mask": tokens.key_mask,
-            "cu_seqlens": tokens.cu_seqlens,
-            "output_final_state": carry,
-        }
+    def mix(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState, TokenLog]:
+        """Heads' outputs (B, T, H, K), the parts of the state that change, and the tokens' log."""
+        log = TokenLog(v=local.v, local_k=local.k)
         if self.mixing == "base":
-            out, after = self._softmax(self.base_window, local, state, shared)
-            return out, self._recorded(after, state, tokens, local)
+            return *self._softmax(self.base_window, local, piece), log
         if self.mixing == "window":
-            out, after = self.window_branch(local, tokens, state, shared)
-            return out, self._recorded(after, state, tokens, local)
-
-        latent_q, latent_k, inputs = self.logits(x_BTE, local, tokens, state, carry)
-        out, after = self.combine(latent_q, latent_k, local, tokens, state, shared)
+            return *self.window_branch(local, piece), log
+        latent_q, latent_k, inputs = self.logits(local, piece)
+        out, after = self.combine(latent_q, latent_k, local, piece)
         after = after._replace(rglru=inputs.after.rglru, conv=inputs.after.conv)
-        log = inputs.log._replace(
-            mask=real_tokens(x_BTE, tokens.key_mask), k=latent_k, v=local.v, local_k=local.k
-        )
-        return out, self._recorded(after, state, tokens, local, log)
+        return out, after, inputs.log._replace(k=latent_k, v=local.v, local_k=local.k)
 
-    def logits(
-        self, x_BTE: Tensor, local: Projections, tokens: Tokens, state: MixerState, carry: bool
-    ) -> tuple[Tensor, Tensor, LatentInputs]:
+    def logits(self, local: Projections, piece: Piece) -> tuple[Tensor, Tensor, LatentInputs]:
         """Latent logits q (B, T, H, L+1) and k (B, T, H, L), and the states behind them."""
-        wide = x_BTE.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
-        latent_q, latent_k, inputs = self.latents(
-            Piece(wide, tokens.key_mask, tokens.cu_seqlens, state, carry)
-        )
+        wide = piece.x.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
+        latent_q, latent_k, inputs = self.latents(piece._replace(x=wide))
         return latent_q.to(local.v.dtype), latent_k.to(local.v.dtype), inputs
 
     def mixing_logits(
@@ -182,7 +165,7 @@ class MacchiatoAttention(nn.Module):
         local = self.project(x_BTE, position_embeddings, tokens)
         if self.mixing in ("base", "window"):
             return MixingLogits(q=local.q, k=local.k)
-        latent_q, latent_k, _ = self.logits(x_BTE, local, tokens, MixerState(), False)
+        latent_q, latent_k, _ = self.logits(local, Piece(x_BTE))
         if self.mixing == "latents":
             return MixingLogits(latent_q[..., 1:], latent_k)
         return MixingLogits(latent_q, latent_k, local.q, local.k)
@@ -207,26 +190,20 @@ class MacchiatoAttention(nn.Module):
             v=identity[None, :, None].expand(len(x_BTE), -1, local.v.shape[2], -1),
             sink_q=None if local.sink_q is None else local.sink_q[:, :first],
         )
-        shared = {"key_mask": None, "cu_seqlens": None, "output_final_state": False}
+        piece = Piece(x_BTE[:, :first])
         if self.mixing == "base":
-            weights, _ = self._softmax(self.base_window, local, MixerState(), shared)
+            weights, _ = self._softmax(self.base_window, local, piece)
         else:
-            weights, _ = self.window_branch(local, Tokens(None, None), MixerState(), shared)
+            weights, _ = self.window_branch(local, piece)
         return weights.transpose(1, 2)
 
     def combine(
-        self,
-        latent_q: Tensor,
-        latent_k: Tensor,
-        local: Projections,
-        tokens: Tokens,
-        state: MixerState,
-        shared: dict[str, Any],
+        self, latent_q: Tensor, latent_k: Tensor, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The mixture of both branches, (B, T, H, K), and their states."""
         if self.mixing == "latents" or self.num_sinks or self.delay_latents:
-            return self._combine_apart(latent_q, latent_k, local, tokens, state, shared)
-        initial = None
+            return self._combine_apart(latent_q, latent_k, local, piece)
+        initial, state = None, piece.state
         if state.latent is not None and state.window is not None:
             initial = (state.latent, state.window)
         out, carried = macchiato_attention(
@@ -237,38 +214,23 @@ class MacchiatoAttention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             initial_state=initial,
-            **shared,
+            **piece.sequences,
         )
         latent, window = (None, None) if carried is None else carried
         return out, MixerState(latent=latent, window=window)
 
-    def window_branch(
-        self, local: Projections, tokens: Tokens, state: MixerState, shared: dict[str, Any]
-    ) -> tuple[Tensor, MixerState]:
+    def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""
         if not self.num_sinks:
-            return self._softmax(self.window, local, state, shared)
-        sinks = sink_keys(
-            local.k, local.v, self.num_sinks, tokens.key_mask, tokens.cu_seqlens, state.sinks
-        )
+            return self._softmax(self.window, local, piece)
+        sinks = sink_keys(local.k, local.v, self.num_sinks, piece)
         out, window = attention_with_sinks(
-            local.q,
-            local.k,
-            local.v,
-            local.sink_q,
-            sinks,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            initial_state=state.window,
-            position=state.position,
-            **shared,
+            *local, sinks, piece, window=self.window, scale=self.scale, softcap=self.softcap
         )
-        carry = shared["output_final_state"]
-        return out, MixerState(window=window, sinks=sinks if carry else None)
+        return out, MixerState(window=window, sinks=sinks if piece.output_final_state else None)
 
     def _softmax(
-        self, window: int | None, local: Projections, state: MixerState, shared: dict[str, Any]
+        self, window: int | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """Softmax attention over a window of the base's keys, or over all of them (None)."""
         out, tail = sliding_window_attention(
@@ -276,65 +238,36 @@ class MacchiatoAttention(nn.Module):
             window=window,
             scale=self.scale,
             softcap=self.softcap,
-            initial_state=state.window,
-            **shared,
+            initial_state=piece.state.window,
+            **piece.sequences,
         )
         return out, MixerState(window=tail)
 
     def _combine_apart(
-        self,
-        latent_q: Tensor,
-        latent_k: Tensor,
-        local: Projections,
-        tokens: Tokens,
-        state: MixerState,
-        shared: dict[str, Any],
+        self, latent_q: Tensor, latent_k: Tensor, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The two branches one by one, and their mixture: what the fused op does not offer."""
-        keys, values, mask, seen = latent_k, local.v, tokens.key_mask, None
+        keys, values, mask, seen = latent_k, local.v, piece.key_mask, None
         pending = None
         if self.delay_latents:
-            source = (latent_k, local.v, self.window, tokens.key_mask, tokens.cu_seqlens)
-            keys, values, mask, seen = delayed(*source, state)
-            if shared["output_final_state"]:
-                pending = pending_state(*source, state)
+            keys, values, mask, seen = delayed(latent_k, local.v, self.window, piece)
+            if piece.output_final_state:
+                pending = pending_state(latent_k, local.v, self.window, piece)
         latent_out, latent = latte_attention(
             latent_q[..., 1:],
             keys,
             values,
-            initial_state=state.latent,
-            **{**shared, "key_mask": mask},
+            initial_state=piece.state.latent,
+            **piece._replace(key_mask=mask).sequences,
         )
         if self.mixing == "latents":
             return latent_out, MixerState(latent=latent, pending=pending)
-        local_out, after = self.window_branch(local, tokens, state, shared)
+        local_out, after = self.window_branch(local, piece)
         p_BTH1 = window_share(latent_q)[..., None]
         if seen is not None:  # without latent mass all of the distribution is the window's
             p_BTH1 = torch.where(seen[..., None, None], p_BTH1, 1.0)
         out = p_BTH1 * local_out + (1 - p_BTH1) * latent_out
         return out.to(local.v.dtype), after._replace(latent=latent, pending=pending)
-
-    def _recorded(
-        self,
-        after: MixerState,
-        state: MixerState,
-        tokens: Tokens,
-        local: Projections,
-        log: TokenLog | None = None,
-    ) -> MixerState:
-        """``after``, with these tokens in the undo log if one is kept."""
-        if state.undo is None:
-            return after
-        if self.num_sinks or self.delay_latents:
-            raise ValueError(
-                "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
-                f"delay_latents, got num_sinks={self.num_sinks}, "
-                f"delay_latents={self.delay_latents}"
-            )
-        if log is None:
-            mask = real_tokens(local.k, tokens.key_mask)
-            log = TokenLog(mask, v=local.v, local_k=local.k)
-        return after._replace(undo=state.undo.append(log))
 
     def mixing_flops(self, length: int) -> float:
         """FLOPs per token, forward, at a length: of both branches, or of the base's attention."""

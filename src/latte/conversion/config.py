@@ -1,4 +1,7 @@
-"""What a converted model's configuration has beyond its base's, and the checks of it."""
+"""The configurations of converted models: the base's own, with ours added, and the checks of it.
+
+Imports of Transformers by full path: this is loaded while its Auto classes are.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from huggingface_hub.dataclasses import strict
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.gemma.configuration_gemma import GemmaConfig
+from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
 from latte.layers.checks import check_decay_range, check_probability
 from latte.layers.latent_input import LATENT_INPUTS
 from latte.layers.recurrent import DECAY_RANGE
+from latte.models.config import one_line_errors
 
 Mixing = Literal["learned", "window", "latents", "base"]
 MIXINGS = ("learned", "window", "latents", "base")
@@ -95,3 +109,32 @@ OWN_FIELDS = tuple(MacchiatoFields.__dataclass_fields__)
 def own_values(config: Any) -> dict[str, Any]:
     """The values of the fields above, of a converted model's configuration."""
     return {name: getattr(config, name) for name in OWN_FIELDS}
+
+
+def _converted(base: Any) -> Any:
+    """The configuration class of a base's converted models, as ``@strict`` as the base's."""
+    fields = {"model_type": f"macchiato_{base.model_type}", "__module__": __name__}
+    config: Any = strict(type(f"Macchiato{base.__name__}", (MacchiatoFields, base), fields))
+    one_line_errors(config)
+    globals()[config.__name__] = config  # where pickle looks for it
+    return config
+
+
+CONFIGS: dict[str, Any] = {
+    base.model_type: _converted(base)
+    for base in (
+        GemmaConfig,
+        Gemma2Config,
+        Gemma3TextConfig,
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+    )
+}
+
+
+def register_configs() -> None:
+    """``AutoConfig`` knows ``model_type: macchiato_*``. Calling it again does no harm."""
+    for config in CONFIGS.values():
+        AutoConfig.register(config.model_type, config, exist_ok=True)

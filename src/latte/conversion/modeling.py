@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaForCausalLM, GemmaModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM, Gemma2Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextModel
@@ -20,17 +21,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Mode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
 from latte.conversion.attention import MacchiatoAttention, Tokens
-from latte.conversion.carry import hook_layer
-from latte.conversion.configs import (
-    MacchiatoGemma2Config,
-    MacchiatoGemma3TextConfig,
-    MacchiatoGemmaConfig,
-    MacchiatoLlamaConfig,
-    MacchiatoMistralConfig,
-    MacchiatoQwen2Config,
-    MacchiatoQwen3Config,
-)
-from latte.conversion.sinks import sink_positions
+from latte.conversion.config import CONFIGS
+from latte.conversion.sources import sink_positions
+from latte.conversion.transfer import hook_layer
 from latte.layers import RMSNorm
 from latte.layers.parts import token_positions
 from latte.models.cache import (
@@ -160,81 +153,41 @@ class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
         self.post_init()  # type: ignore[attr-defined]
 
 
-class MacchiatoGemmaModel(MacchiatoDecoder, GemmaModel):
-    config: MacchiatoGemmaConfig
+def _family(family: str, decoder: type, language_model: type, **traits: Any) -> tuple[Any, Any]:
+    """The converted classes of a base's decoder and language model; traits as the decoder's."""
+    shared = {"__module__": __name__, "__annotations__": {"config": CONFIGS[family]}}
+
+    def derived(own: type, base: type, **attributes: Any) -> Any:
+        made = type(f"Macchiato{base.__name__}", (own, base), {**shared, **attributes})
+        globals()[made.__name__] = made  # where pickle looks for it
+        return made
+
+    model = derived(MacchiatoDecoder, decoder, **traits)
+    return model, derived(MacchiatoLanguageModel, language_model, decoder=model)
 
 
-class MacchiatoGemmaForCausalLM(MacchiatoLanguageModel, GemmaForCausalLM):
-    config: MacchiatoGemmaConfig
-    decoder = MacchiatoGemmaModel
-
-
-class MacchiatoGemma2Model(MacchiatoDecoder, Gemma2Model):
-    config: MacchiatoGemma2Config
-    softcap_field = "attn_logit_softcapping"
-    masks_by_kind = True
-
-
-class MacchiatoGemma2ForCausalLM(MacchiatoLanguageModel, Gemma2ForCausalLM):
-    config: MacchiatoGemma2Config
-    decoder = MacchiatoGemma2Model
-
-
-class MacchiatoGemma3TextModel(MacchiatoDecoder, Gemma3TextModel):
-    config: MacchiatoGemma3TextConfig  # has a soft cap in its config, which its attention ignores
-    masks_by_kind = True
-    rotary_by_kind = True
-
-
-class MacchiatoGemma3ForCausalLM(MacchiatoLanguageModel, Gemma3ForCausalLM):
-    config: MacchiatoGemma3TextConfig
-    decoder = MacchiatoGemma3TextModel
-
-
-class MacchiatoLlamaModel(MacchiatoDecoder, LlamaModel):
-    config: MacchiatoLlamaConfig
-
-
-class MacchiatoLlamaForCausalLM(MacchiatoLanguageModel, LlamaForCausalLM):
-    config: MacchiatoLlamaConfig
-    decoder = MacchiatoLlamaModel
-
-
-class MacchiatoMistralModel(MacchiatoDecoder, MistralModel):
-    config: MacchiatoMistralConfig
-
-
-class MacchiatoMistralForCausalLM(MacchiatoLanguageModel, MistralForCausalLM):
-    config: MacchiatoMistralConfig
-    decoder = MacchiatoMistralModel
-
-
-class MacchiatoQwen2Model(MacchiatoDecoder, Qwen2Model):
-    config: MacchiatoQwen2Config
-    masks_by_kind = True
-
-
-class MacchiatoQwen2ForCausalLM(MacchiatoLanguageModel, Qwen2ForCausalLM):
-    config: MacchiatoQwen2Config
-    decoder = MacchiatoQwen2Model
-
-
-class MacchiatoQwen3Model(MacchiatoDecoder, Qwen3Model):
-    config: MacchiatoQwen3Config
-    masks_by_kind = True
-
-
-class MacchiatoQwen3ForCausalLM(MacchiatoLanguageModel, Qwen3ForCausalLM):
-    config: MacchiatoQwen3Config
-    decoder = MacchiatoQwen3Model
-
-
-FAMILIES: dict[str, tuple[type, Any]] = {
-    "gemma": (MacchiatoGemmaModel, MacchiatoGemmaForCausalLM),
-    "gemma2": (MacchiatoGemma2Model, MacchiatoGemma2ForCausalLM),
-    "gemma3_text": (MacchiatoGemma3TextModel, MacchiatoGemma3ForCausalLM),
-    "llama": (MacchiatoLlamaModel, MacchiatoLlamaForCausalLM),
-    "mistral": (MacchiatoMistralModel, MacchiatoMistralForCausalLM),
-    "qwen2": (MacchiatoQwen2Model, MacchiatoQwen2ForCausalLM),
-    "qwen3": (MacchiatoQwen3Model, MacchiatoQwen3ForCausalLM),
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gemma": _family("gemma", GemmaModel, GemmaForCausalLM),
+    "gemma2": _family(
+        "gemma2",
+        Gemma2Model,
+        Gemma2ForCausalLM,
+        softcap_field="attn_logit_softcapping",
+        masks_by_kind=True,
+    ),
+    # Has a soft cap in its configuration, which its attention ignores.
+    "gemma3_text": _family(
+        "gemma3_text", Gemma3TextModel, Gemma3ForCausalLM, masks_by_kind=True, rotary_by_kind=True
+    ),
+    "llama": _family("llama", LlamaModel, LlamaForCausalLM),
+    "mistral": _family("mistral", MistralModel, MistralForCausalLM),
+    "qwen2": _family("qwen2", Qwen2Model, Qwen2ForCausalLM, masks_by_kind=True),
+    "qwen3": _family("qwen3", Qwen3Model, Qwen3ForCausalLM, masks_by_kind=True),
 }
+
+
+def register_models() -> None:
+    """The Auto model classes know the configurations. Calling it again does no harm."""
+    for family, (decoder, language_model) in FAMILIES.items():
+        AutoModel.register(CONFIGS[family], decoder, exist_ok=True)
+        AutoModelForCausalLM.register(CONFIGS[family], language_model, exist_ok=True)

@@ -101,7 +101,7 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
-    from latte.conversion.configs import CONFIGS
+    from latte.conversion.config import CONFIGS
 
     folder = Path(base)
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):

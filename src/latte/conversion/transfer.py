@@ -10,8 +10,20 @@ so that m_t is what p(l=0|t) should be, and the latents have to say REST_t. A fo
 :class:`Teacher` runs the base (its full attention, of quadratic cost) and compares every layer on
 the way, without a second model and without a gradient through more than one layer's attention.
 
-Shape suffixes: B batch, T tokens, S sources, C queries of a chunk, H query heads, G key/value
-heads, R = H / G, K head width.
+A layer's own loss travels with the hidden states, so that its backward pass has a place. No
+gradient goes from one layer to another, and plain autograd needs no more than the sum of the
+losses. What works by gradients that arrive at a block's output, as FSDP2 does when it gathers a
+block's weights for the backward pass and frees them after it, would see none. Here they arrive: the
+blocks' outputs are chained,
+
+    h_in -> [detached: the layer and its loss, of their own] -> h_out, loss = carry(h_in, ...)
+
+by an identity whose gradient for h_in is zero, one number for all elements. The backward pass of
+layer n then begins when that of layer n + 1 has ended, and the gradients of the losses pass as
+they are.
+
+Shape suffixes: B batch, T tokens, E hidden size, S sources, C queries of a chunk, H query
+heads, G key/value heads, R = H / G, K head width.
 """
 
 from __future__ import annotations
@@ -19,14 +31,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.conversion.attention import MacchiatoAttention, Projections, Tokens
-from latte.conversion.carry import carry
-from latte.layers import MixerState
+from latte.conversion.attention import MacchiatoAttention, Projections
 from latte.layers.latent_input import window_odds
 from latte.layers.parts import token_positions
+from latte.layers.state import Piece, map_tensors
 
 CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
 
@@ -37,8 +48,8 @@ class Teacher:
     Give it to a forward pass as ``teacher=``; then :meth:`loss`. A teacher serves one pass.
 
     ``output`` and ``mass`` are the layers' own errors. The loss is of the same values on the way
-    of the hidden states (see :mod:`latte.conversion.carry`): its backward pass takes the layers
-    from the last to the first.
+    of the hidden states (:func:`carry`): its backward pass takes the layers from the last to the
+    first.
     """
 
     def __init__(self) -> None:
@@ -62,26 +73,17 @@ class Teacher:
         self._hidden = x_BTE
         return x_BTE
 
-    def __call__(
-        self, layer: MacchiatoAttention, x_BTE: Tensor, local: Projections, tokens: Tokens
-    ) -> Tensor:
+    def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
         """The base's output of a layer (B, T, E); records the layer's two errors."""
         with torch.no_grad():
-            target_BTHK, mass_BTH = base_attention(layer, local, tokens)
+            target_BTHK, mass_BTH = base_attention(layer, local, piece)
             target_BTE = layer.o_proj(target_BTHK.to(local.v.dtype).flatten(-2))
-        fixed = Projections(*(None if x is None else x.detach() for x in local))  # type: ignore[arg-type]
-        shared = {
-            "key_mask": tokens.key_mask,
-            "cu_seqlens": tokens.cu_seqlens,
-            "output_final_state": False,
-        }
-        state = MixerState()
-        latent_q, latent_k, _ = layer.logits(x_BTE.detach(), fixed, tokens, state, False)
-        out_BTHK, _ = layer.combine(latent_q, latent_k, fixed, tokens, state, shared)
+        fixed, piece = map_tensors(Tensor.detach, local), map_tensors(Tensor.detach, piece)
+        latent_q, latent_k, _ = layer.logits(fixed, piece)
+        out_BTHK, _ = layer.combine(latent_q, latent_k, fixed, piece)
         out_BTE = layer.o_proj(out_BTHK.flatten(-2))
-        real = torch.ones_like(mass_BTH[..., 0]) if tokens.key_mask is None else tokens.key_mask
-        output = relative_error(out_BTE, target_BTE, real)
-        mass = mass_divergence(latent_q, mass_BTH, real)
+        output = relative_error(out_BTE, target_BTE, piece.real)
+        mass = mass_divergence(latent_q, mass_BTH, piece.real)
         if layer.layer_idx == len(self.output):  # else computed again, by gradient checkpointing
             self.output.append(output)
             self.mass.append(mass)
@@ -123,7 +125,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def base_attention(
-    layer: MacchiatoAttention, local: Projections, tokens: Tokens
+    layer: MacchiatoAttention, local: Projections, piece: Piece
 ) -> tuple[Tensor, Tensor]:
     """The base's own attention, and the mass of it that the converted layer's window sees.
 
@@ -131,13 +133,13 @@ def base_attention(
         Output (B, T, H, K) and m_t (B, T, H), both at least fp32.
     """
     q, k, v = (_wide(x) for x in local[:3])
-    if tokens.cu_seqlens is None:
-        return _attention(layer, q, k, v, tokens.key_mask)
+    if piece.cu_seqlens is None:
+        return _attention(layer, q, k, v, piece.key_mask)
     parts = []
-    bounds = tokens.cu_seqlens.tolist()
+    bounds = piece.cu_seqlens.tolist()
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         own = slice(start, stop)
-        mask = None if tokens.key_mask is None else tokens.key_mask[:, own]
+        mask = None if piece.key_mask is None else piece.key_mask[:, own]
         parts.append(_attention(layer, q[:, own], k[:, own], v[:, own], mask))
     outs, masses = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(masses, 1)
@@ -182,3 +184,49 @@ def run_teacher(model: Any, **inputs: Any) -> Teacher:
     teacher = Teacher()
     model(**inputs, teacher=teacher, use_cache=False, logits_to_keep=1)
     return teacher
+
+
+# --- losses on the way of the hidden states ---------------------------------------------------
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a zero gradient for hidden states would fill memory
+        ctx.like = (previous.shape, previous.dtype, previous.device)
+        return tuple(value.detach() for value in values)  # no copies, and not views for autograd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        shape, dtype, device = ctx.like
+        return torch.zeros((), dtype=dtype, device=device).expand(shape), *grads
+
+
+def carry(previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """The values, unchanged, whose backward pass goes on, with a zero gradient, to ``previous``.
+
+    Gradients of the values are handed on as they come. ``previous`` may have any shape; its
+    gradient is one zero, expanded.
+    """
+    out: tuple[Tensor, ...] = _Carry.apply(previous, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+def hook_layer(layer: nn.Module) -> None:
+    """Let a decoder layer tell the ``teacher`` among its keywords when it begins and ends.
+
+    Hooks that come later, as FSDP2's do, stay outside of these: they see the hidden states that
+    :meth:`Teacher.leave` returns.
+    """
+    layer.register_forward_pre_hook(_enter, with_kwargs=True)
+    layer.register_forward_hook(_leave, with_kwargs=True)
+
+
+def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    teacher = kwargs.get("teacher")
+    return None if teacher is None else ((teacher.enter(args[0]), *args[1:]), kwargs)
+
+
+def _leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
+    teacher = kwargs.get("teacher")
+    return None if teacher is None else teacher.leave(x_BTE)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from latte.layers.checks import check_input, check_positive
+from latte.layers.parts import Drawn
 from latte.ops.precision import full_precision
 
 
-class ComparatorMixer(nn.Module):
+class ComparatorMixer(Drawn):
     """Base of the comparators' layers: ``forward(x, key_mask) -> update``, whole sequences only.
 
     There is no state to carry on and nothing is packed: a row is a sequence. A masked token
@@ -40,16 +41,6 @@ class ComparatorMixer(nn.Module):
                 f" that it has, got causal={causal}"
             )
         self.hidden_size, self.causal = hidden_size, causal
-
-    def initial_values(self) -> dict[str, Tensor]:
-        """A fresh draw of the parameters that are no plain linear layer's."""
-        return {}
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the parameters of :meth:`initial_values` anew."""
-        for name, value in self.initial_values().items():
-            self.get_parameter(name).copy_(value)
 
     def forward(self, x_BTE: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What the block adds to its input, (B, T, E).

@@ -1,12 +1,17 @@
-"""A sliding window in which a sequence's first tokens stay visible (arXiv 2309.17453).
+"""Sources beyond the plain ops: first tokens that stay visible, latents that are fed late.
 
-The first ``n`` tokens of a sequence, its sinks, share the window's softmax wherever the query is.
-So that rotary positions never leave the range the base was trained on, a query sees them no
-further away than the window's edge: its rotation towards the sinks is that of position
-``min(t, W + n - 1)``. Linear in time and memory: queries are read in blocks of one window.
+**Sinks** (arXiv 2309.17453). The first ``n`` tokens of a sequence share the window's softmax
+wherever the query is. So that rotary positions never leave the range the base was trained on, a
+query sees them no further away than the window's edge: its rotation towards the sinks is that of
+position ``min(t, W + n - 1)``. Linear in time and memory: queries are read in blocks of one window.
 
-Shape suffixes: B batch, T tokens, N states, n sinks, H query heads, G key/value heads, R = H / G,
-K key width, D value width, W window, Z blocks of C queries, P keys before a block.
+**Delay.** The latents are fed only with tokens that have left the window: at query t they have
+seen the sources s <= t - W, so that every source is either in the window, s > t - W, or with the
+latents. It is the plain op on keys and values moved W tokens on.
+
+Shape suffixes: B batch, T tokens, N states (B, or packed sequences), n sinks, H query heads, G
+key/value heads, R = H / G, K key width, D value width, L latents per head, W window, Z blocks of C
+queries, P keys before a block.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.layers.parts import token_positions
-from latte.layers.state import real_tokens
+from latte.layers.state import Piece
 from latte.ops.state import WindowState
 from latte.ops.window_state import final_window_state
 
@@ -26,20 +31,13 @@ def sink_positions(position_ids: Tensor, window: int, num_sinks: int) -> Tensor:
     return position_ids.clamp_max(window + num_sinks - 1)
 
 
-def sink_keys(
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    num_sinks: int,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    earlier: WindowState | None,
-) -> WindowState:
+def sink_keys(k_BTGK: Tensor, v_BTGD: Tensor, num_sinks: int, piece: Piece) -> WindowState:
     """The sinks of every sequence, (N, n, ...), to be seen by these tokens and to be carried on.
 
     A sink that comes later than a query is hidden from it by its position.
     """
     n, (B, T) = num_sinks, k_BTGK.shape[:2]
-    real = real_tokens(k_BTGK, key_mask)
+    cu_seqlens, earlier, real = piece.cu_seqlens, piece.state.sinks, piece.real
     if cu_seqlens is not None:
         start_N1 = cu_seqlens[:-1, None].long()
         slots_Nn = start_N1 + torch.arange(n, device=k_BTGK.device)
@@ -66,34 +64,33 @@ def attention_with_sinks(
     v_BTGD: Tensor,
     sink_q_BTHK: Tensor | None,
     sinks: WindowState,
+    piece: Piece,
     *,
     window: int,
     scale: float,
     softcap: float | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: WindowState | None,
-    output_final_state: bool,
-    position: Tensor | None = None,
 ) -> tuple[Tensor, WindowState | None]:
     """Softmax over the window's W keys and the sinks that have left it: (B, T, H, D), and a tail.
 
     Args:
         sink_q_BTHK: the queries, rotated for the sinks (see :func:`sink_positions`).
         sinks: as :func:`sink_keys` gives them.
-        position: (B,) real tokens before these, where a state is carried on.
     """
     B, T, H, K = q_BTHK.shape
     G, n = k_BTGK.shape[2], sinks.mask.shape[1]
     assert sink_q_BTHK is not None, "sinks need their own rotation of the queries"
     wide = torch.promote_types(q_BTHK.dtype, torch.float32)
-    real = real_tokens(q_BTHK, key_mask)
-    place_BT = token_positions(q_BTHK[..., 0], key_mask, cu_seqlens, position).expand(B, T)
+    key_mask, cu_seqlens, tail, real = (
+        piece.key_mask,
+        piece.cu_seqlens,
+        piece.state.window,
+        piece.real,
+    )
+    place_BT = token_positions(q_BTHK[..., 0], key_mask, cu_seqlens, piece.state.position)
     # A step of decoding needs no whole block of queries.
     P, C = window, max(1, min(window, T))
     Z = -(-T // C)
     q, sink_q = (_blocks(x, C, Z).to(wide) for x in (q_BTHK, sink_q_BTHK))
-    tail = initial_state
     k, v, visible = (
         _with_past(x, None if tail is None else tail[i], P, C, Z)
         for i, x in enumerate((k_BTGK, v_BTGD, real))
@@ -118,7 +115,7 @@ def attention_with_sinks(
     c = torch.arange(C, device=q.device)
     gap_CM = c[:, None] + P - torch.arange(P + C, device=q.device)[None]
     seen_near = ((gap_CM >= 0) & (gap_CM < window)) & visible[:, :, None]
-    place = _blocks(place_BT, C, Z)
+    place = _blocks(place_BT.expand(B, T), C, Z)
     if sequence_B is not None:
         ids = _with_past(sequence_B[None], None, P, C, Z, fill=-1)
         seen_near = seen_near & (ids[:, :, None] == ids[:, :, P:, None])
@@ -138,9 +135,9 @@ def attention_with_sinks(
     pattern = "bzgrcn,bngd->bzcgrd" if cu_seqlens is None else "bzgrcn,bzcngd->bzcgrd"
     out = out + torch.einsum(pattern, weights[..., P + C :], sink_v.to(wide))
     out = out.flatten(3, 4).flatten(1, 2)[:, :T].to(v_BTGD.dtype)
-    if not output_final_state:
+    if not piece.output_final_state:
         return out, None
-    return out, final_window_state(k_BTGK, v_BTGD, window, key_mask, cu_seqlens, initial_state)
+    return out, final_window_state(k_BTGK, v_BTGD, window, key_mask, cu_seqlens, tail)
 
 
 def _blocks(x: Tensor, C: int, Z: int) -> Tensor:
@@ -161,3 +158,41 @@ def _with_past(x: Tensor, tail: Tensor | None, P: int, C: int, Z: int, fill: int
         return whole[:, None]
     blocks = whole.unflatten(1, (Z + 1, C))  # more than one block: P is C
     return torch.cat([blocks[:, :-1], blocks[:, 1:]], 2)
+
+
+def delayed(
+    latent_k: Tensor, v: Tensor, window: int, piece: Piece
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys (B, T, H, L), values (B, T, G, D) and their mask (B, T), moved W tokens on.
+
+    The last result, (B, T) bool, says which queries see any latent mass.
+    """
+    B, T = latent_k.shape[:2]
+    cu_seqlens, state, real = piece.cu_seqlens, piece.state, piece.real
+    earlier = state.pending
+    if earlier is None:
+        blank = (x.new_zeros(B, window, *x.shape[2:]) for x in (latent_k, v, real))
+        earlier = WindowState(*blank)
+    moved_k, moved_v, moved_mask = (
+        torch.cat([old.to(new.dtype), new], 1)[:, :T]
+        for old, new in zip(earlier, (latent_k, v, real), strict=True)
+    )
+    if cu_seqlens is not None:
+        slots = token_positions(latent_k[..., 0], None, cu_seqlens)
+        moved_mask = moved_mask & (slots >= window)
+        # A sequence's sources come in order: once there is one, there is one for all that follow.
+        counted = moved_mask.long().cumsum(1)
+        first = torch.arange(T, device=slots.device)[None] - slots
+        before = F.pad(counted, (1, 0)).gather(1, first)
+        return moved_k, moved_v, moved_mask, counted > before
+    seen = moved_mask.long().cumsum(1) > 0
+    if state.latent is not None:
+        seen = seen | ~torch.isneginf(state.latent.log_mass).all((1, 2))[:, None]
+    return moved_k, moved_v, moved_mask, seen
+
+
+def pending_state(latent_k: Tensor, v: Tensor, window: int, piece: Piece) -> WindowState:
+    """The last W tokens' latent keys and values, which have yet to reach the latents."""
+    # A window of W + 1 keeps the W tokens before the next.
+    masks = piece.key_mask, piece.cu_seqlens
+    return final_window_state(latent_k, v, window + 1, *masks, piece.state.pending)
