@@ -4,7 +4,7 @@
 (they do not change the work), all threads.
 
 * Time per token: single-token forwards of the model through its cache, timed in turns over all
-  models and contexts in one process (see ``common``). Contexts grow by the timed tokens (fewer
+  models and contexts in one process (``latte.machine``). Contexts grow by the timed tokens (fewer
   than 200).
 * Latte's contexts are real: random tokens go through the state in chunks of 500.
   ``transformer++``, whose prefill takes quadratic time, processes 1000 tokens so, and its keys
@@ -20,57 +20,35 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from common import (
+from generation import Generator, cache_bytes, feed, line, peaks_of
+from records import (
+    Apart,
+    Goal,
     Row,
-    child_job,
-    in_fresh_process,
-    interleave,
+    Table,
     output_folder,
     parser,
-    peak_bytes,
-    reset_peak,
-    resident_bytes,
+    report_goals,
+    say,
     use_all_threads,
 )
-from records import Goal, Table, report_goals
 
-from latte.layers.state import map_tensors
+from latte.machine import interleave
 from latte.models import SIZES, LatteCache, LatteForCausalLM, preset_config
 
 LATTE, RIVAL = "latte-r-swa++", "transformer++"
 CONTEXTS = (1000, 4000, 16000, 64000, 100000)
 CHUNK = 500
-STEPS_FOR_MEMORY = 8
 
 
 def make_model(name: str, size: str) -> LatteForCausalLM:
     """A model with random weights."""
     torch.manual_seed(0)
     return LatteForCausalLM(preset_config(name, size)).eval()
-
-
-def feed(model: LatteForCausalLM, cache: LatteCache, count: int) -> None:
-    """Random tokens through the model, and into the cache, in chunks."""
-    generator = torch.Generator().manual_seed(cache.get_seq_length())
-    while count:
-        n = min(CHUNK, count)
-        tokens = torch.randint(model.config.vocab_size, (1, n), generator=generator)
-        model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        count -= n
-
-
-def copy_of(model: LatteForCausalLM, cache: LatteCache) -> LatteCache:
-    """The same states in memory of their own."""
-    copy = LatteCache(model.config)
-    for old, new in zip(cache.layers, copy.layers, strict=True):
-        new.update(map_tensors(torch.clone, old.state), old.seen_tokens)
-    return copy
 
 
 def repeat_window(cache: LatteCache, context: int) -> None:
@@ -84,85 +62,57 @@ def repeat_window(cache: LatteCache, context: int) -> None:
         layer.seen_tokens = context
 
 
-def fill(model: LatteForCausalLM, cache: LatteCache, context: int) -> None:
+def fill(model: LatteForCausalLM, cache: LatteCache | None, seen: int, context: int) -> LatteCache:
     """Bring the cache to the context, from what it has already seen."""
-    if model.config.mixer == "softmax":
-        feed(model, cache, min(2 * CHUNK, context))
-        if context > cache.get_seq_length():
-            repeat_window(cache, context)
-    else:
-        feed(model, cache, context - cache.get_seq_length())
-
-
-def decode(model: LatteForCausalLM, cache: LatteCache) -> torch.Tensor:
-    """One more token."""
-    token = torch.zeros(1, 1, dtype=torch.long)
-    return model(token, past_key_values=cache, use_cache=True).logits
+    wanted = min(2 * CHUNK, context) if model.config.mixer == "softmax" else context
+    cache = feed(model, cache, wanted - seen, CHUNK, seen)
+    if context > wanted:
+        repeat_window(cache, context)
+    return cache
 
 
 def time_all(size: str, contexts: Sequence[int], budget: float) -> dict[tuple[str, int], Row]:
     """Time per token and bytes of cache of every model and context, timed in turns."""
     rows: dict[tuple[str, int], Row] = {}
-    sides: dict[str, Any] = {}
+    sides: dict[str, Generator] = {}
     for name in (LATTE, RIVAL):
         model = make_model(name, size)
         parameters = sum(p.numel() for p in model.parameters())
-        cache, seconds = LatteCache(model.config), 0.0
+        cache, seen, seconds = None, 0, 0.0
         for context in contexts:
             if name == RIVAL:
-                cache = LatteCache(model.config)
+                cache, seen = None, 0
             start = time.perf_counter()
-            fill(model, cache, context)
+            cache, seen = fill(model, cache, seen, context), context
             seconds += time.perf_counter() - start
-            own = copy_of(model, cache)
-            rows[name, context] = {"parameters": parameters, "cache_bytes": own.nbytes}
-            sides[f"{name} {context}"] = lambda model=model, own=own: decode(model, own)
-            print(
-                f"{name:14} filled to {context:6} tokens after {seconds:6.1f} s, "
-                f"cache {own.nbytes / 2**20:.2f} MB",
-                flush=True,
-            )
-    print("timing single tokens, all in turns ...", flush=True)
+            side = sides[f"{name} {context}"] = Generator(model, cache)
+            rows[name, context] = {
+                "parameters": parameters,
+                "cache_bytes": cache_bytes(side.cache),
+            }
+            say(f"{name:14} filled to {context:6} tokens after {seconds:6.1f} s")
+    say("timing single tokens, all in turns ...")
     for (name, context), times in zip(rows, interleave(sides, budget).values(), strict=True):
         rows[name, context] |= times.row()
     return rows
 
 
-def measure_memory(job: Row) -> Row:
-    """Peak memory of one model at growing contexts, in this process; by context, as text."""
+def measure_memory(name: str, size: str, contexts: Sequence[int]) -> dict[int, Row]:
+    """Peak memory of one model at growing contexts, in this process."""
     use_all_threads()
-    model = make_model(job["model"], job["size"])
-    before = resident_bytes()
-    reset_peak()
-    peaks: Row = {}
-    with torch.inference_mode():
-        cache = LatteCache(model.config)
-        for context in job["contexts"]:
-            fill(model, cache, context)
-            for _ in range(STEPS_FOR_MEMORY):
-                decode(model, cache)
-            peak = peak_bytes()
-            peaks[str(context)] = {
-                "peak_net_mb": round((peak - before) / 2**20, 3),
-                "peak_process_mb": round(peak / 2**20, 3),
-            }
-    return peaks
+    return peaks_of(make_model(name, size), fill, contexts)
 
 
 def all_memory(
     size: str, contexts: Sequence[int], quick: bool
 ) -> Iterator[tuple[tuple[str, int], Row]]:
     """Peak memory of every model and context, as the processes end."""
-    first = True
+    apart = Apart(quick)
     for name, stations in ((LATTE, [contexts]), (RIVAL, [[c] for c in contexts])):
         for together in stations:
-            job = {"model": name, "size": size, "contexts": list(together)}
-            # A quick run starts one process of its own, to see that this works.
-            apart = first or not quick
-            peaks = in_fresh_process(__file__, job) if apart else measure_memory(job)
-            first = False
+            peaks = apart(measure_memory, name, size, list(together))
             for context in together:
-                yield (name, context), peaks[str(context)]
+                yield (name, context), peaks[context]
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
@@ -188,11 +138,7 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    job = child_job()
-    if job is not None:
-        print(json.dumps(measure_memory(job)))
-        return
-    from figures import draw_decode  # here, so that matplotlib is not part of what is measured
+    from figures import of_cpu_decode  # here, so that matplotlib is not part of what is measured
 
     options = parser(__doc__)
     options.add_argument("--size", choices=SIZES, help="size of the models (default: small)")
@@ -201,23 +147,18 @@ def main() -> None:
     contexts = (1000, 1500) if args.quick else CONTEXTS
     budget = args.budget or (0.1 if args.quick else 2.0)
     size = args.size or ("tiny" if args.quick else "small")
-    print(f"decode: fp32, batch of 1, size {size}, {threads} threads", flush=True)
+    say(f"decode: fp32, batch of 1, size {size}, {threads} threads")
     with torch.inference_mode():
         timed = time_all(size, contexts, budget)
     table = Table(out / "cpu_decode.csv")
-    print("peak memory, in processes of its own ...", flush=True)
+    say("peak memory, in processes of its own ...")
     for (name, context), memory in all_memory(size, contexts, args.quick):
         row = timed[name, context] | memory
         repeated = name == RIVAL and context > 2 * CHUNK
         filled = {"context_is": "repeated keys and values" if repeated else "processed tokens"}
         table.add({"model": name, "size": size, "context": context, **row, **filled, "B": 1})
-        print(
-            f"{name:14} at {context:6} tokens: {row['median_ms']:8.2f} ms per token "
-            f"(p10 {row['p10_ms']:.2f}, p90 {row['p90_ms']:.2f}, {row['calls']} calls), "
-            f"cache {row['cache_bytes'] / 2**20:.2f} MB, peak memory {row['peak_net_mb']:.0f} MB",
-            flush=True,
-        )
-    print(f"wrote {table.path} and {draw_decode(out)}")
+        say(line(name, context, row))
+    say(f"wrote {table.path} and {of_cpu_decode(out)}")
     report_goals(out, "cpu_decode", goals_of(table.rows))
 
 

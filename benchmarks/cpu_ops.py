@@ -1,7 +1,7 @@
 """Time of the ops on a CPU, 1k to 16k tokens, beside softmax attention and a scan of Listing 1.
 
 fp32, B = 1, H = 8 heads, L = 32 latents per head, D = 64 value width; every side uses all threads.
-Sides, all timed in turns in one process (see ``common``):
+Sides, all timed in turns in one process (``latte.machine``):
 
 * ``latte``: ``latte.ops.latte_attention``, causal.
 * ``jax scan``: the same function as Listing 1 of the paper, corrected, jitted (``listing1``), at
@@ -25,16 +25,29 @@ from typing import Any
 
 import listing1
 import torch
-from common import D, H, L, Row, Times, interleave, output_folder, parser, use_all_threads
-from figures import draw_ops
-from records import Goal, Table, report_goals
+from figures import of_ops
+from records import (
+    MODES,
+    D,
+    Goal,
+    H,
+    L,
+    Row,
+    Table,
+    call_of,
+    output_folder,
+    parser,
+    report_goals,
+    say,
+    use_all_threads,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.machine import Times, interleave
 from latte.ops import latte_attention, macchiato_attention, rg_lru, sliding_window_attention
 
 WINDOW = 128
-MODES = ("forward", "forward+backward")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 UNROLLS = (1, 2, 4, 8, 16, 32)
 GOAL_LENGTH = 4096
@@ -64,19 +77,6 @@ def make_inputs(T: int) -> Inputs:
     }
 
 
-def torch_call(mode: str, op: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> Call:
-    """A call of the op: the output, or the gradients of <dy, output> for all inputs."""
-    if mode == "forward":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return op(*inputs)
-
-        return forward
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
-
-
 def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
     """All sides that run in torch."""
     T = x["v"].shape[1]
@@ -101,10 +101,10 @@ def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
     dy = x["dy"]
     return {
         "latte": latte_call(mode, x),
-        "macchiato": torch_call(mode, macchiato, [latent_q, x["latent_k"], *local], dy),
-        "window 128": torch_call(mode, window, local, dy),
-        "rg-lru": torch_call(mode, recurrent, [*channels, x["theta"]], dy.reshape(1, T, H * D)),
-        "sdpa": torch_call(mode, softmax, heads_first, dy_heads_first),
+        "macchiato": call_of(mode, macchiato, [latent_q, x["latent_k"], *local], dy),
+        "window 128": call_of(mode, window, local, dy),
+        "rg-lru": call_of(mode, recurrent, [*channels, x["theta"]], dy.reshape(1, T, H * D)),
+        "sdpa": call_of(mode, softmax, heads_first, dy_heads_first),
     }
 
 
@@ -114,7 +114,7 @@ def latte_call(mode: str, x: Inputs, backend: str | None = None) -> Call:
     def latte(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return latte_attention(q, k, v, backend=backend)[0]
 
-    return torch_call(mode, latte, [x["latent_q"], x["latent_k"], x["v"]], x["dy"])
+    return call_of(mode, latte, [x["latent_q"], x["latent_k"], x["v"]], x["dy"])
 
 
 def scan_call(mode: str, x: Inputs, unroll: int) -> Call:
@@ -138,7 +138,7 @@ def difference(ours: Any, theirs: Any) -> float:
 def agree(label: str, ours: Any, theirs: Any) -> None:
     """Stop unless two sides computed the same function."""
     worst = difference(ours, theirs)
-    print(f"check {label}: relative difference {worst:.1e}", flush=True)
+    say(f"check {label}: relative difference {worst:.1e}")
     if not worst <= TOLERANCE:
         raise SystemExit(f"check failed: {label} differ by {worst:.1e}, allowed {TOLERANCE:.1e}")
 
@@ -161,7 +161,7 @@ def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> 
     times = interleave({str(n): scan_call(mode, x, n) for n in unrolls}, budget)
     best = min(times, key=lambda n: times[n].median)
     all_of_them = ", ".join(f"{n}: {t.median:.1f} ms" for n, t in times.items())
-    print(f"unroll, {mode}, T = {T}: {all_of_them}; fastest {best}", flush=True)
+    say(f"unroll, {mode}, T = {T}: {all_of_them}; fastest {best}")
     return int(best)
 
 
@@ -194,9 +194,9 @@ def main() -> None:
     lengths: Sequence[int] = (128, 256) if args.quick else LENGTHS
     unrolls: Sequence[int] = (1, 4) if args.quick else UNROLLS
     budget = args.budget or (0.05 if args.quick else 1.0)
-    print(f"ops: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads", flush=True)
+    say(f"ops: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads")
     if not listing1.AVAILABLE:
-        print("jax is not installed: leaving out the jax scan (pip install jax)", flush=True)
+        say("jax is not installed: leaving out the jax scan (pip install jax)")
     check_sides(64 if args.quick else 256)
 
     table = Table(out / "cpu_ops.csv")
@@ -220,13 +220,12 @@ def main() -> None:
                 row |= {"times_latte": round(ratio(times, side, mode, T), 3)}
                 row |= {"unroll": unroll if side == "jax scan" else ""}
                 table.add(row | {"dtype": "float32", "B": 1, "H": H, "L": L, "D": D})
-                print(
+                say(
                     f"{mode:17} T = {T:6} {side:11} {statistics.median:10.2f} ms "
                     f"(p10 {statistics.p10:.2f}, p90 {statistics.p90:.2f}, "
                     f"{statistics.calls} calls), {row['times_latte']:.2f} x latte",
-                    flush=True,
                 )
-    print(f"wrote {table.path} and {draw_ops(out)}")
+    say(f"wrote {table.path} and {of_ops(out)}")
     report_goals(out, "cpu_ops", goals_of(times, lengths))
 
 

@@ -17,31 +17,29 @@ of its own: a small call first (256 tokens), then the inputs, then warm-up and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
-from common import (
+from records import (
+    MODES,
+    Apart,
     D,
+    Goal,
     H,
     L,
     Row,
-    child_job,
+    Table,
     exponent,
-    in_fresh_process,
-    interleave,
     output_folder,
     parser,
-    peak_bytes,
-    reset_peak,
-    resident_bytes,
+    report_goals,
+    say,
     use_all_threads,
 )
-from records import Goal, Table, report_goals
 
+from latte import machine
 from latte.ops import latte_attention
 
-MODES = ("forward", "forward+backward")
 LENGTHS = tuple(4096 * 2**i for i in range(7))
 
 
@@ -62,16 +60,16 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor | N
         torch.autograd.grad(latte_attention(q, k, v)[0], (q, k, v), dy)
 
 
-def measure(job: Row) -> Row:
+def measure(mode: str, tokens: int, budget: float) -> Row:
     """One length and mode, in this process."""
     use_all_threads()
-    gradients = job["mode"] == "forward+backward"
+    gradients = mode == "forward+backward"
     step(*make_inputs(256, gradients))
-    before = resident_bytes()
-    reset_peak()
-    inputs = make_inputs(job["tokens"], gradients)
-    times = interleave({"latte": lambda: step(*inputs)}, job["budget"])["latte"]
-    peak = peak_bytes()
+    before = machine.memory_bytes()
+    machine.reset_peak_memory()
+    inputs = make_inputs(tokens, gradients)
+    times = machine.interleave({"latte": lambda: step(*inputs)}, budget)["latte"]
+    peak = machine.peak_memory_bytes()
     return {
         **times.row(),
         "peak_net_mb": round((peak - before) / 2**20, 3),
@@ -95,33 +93,25 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    job = child_job()
-    if job is not None:
-        print(json.dumps(measure(job)))
-        return
-    from figures import draw_scaling  # here, so that matplotlib is not part of what is measured
+    from figures import of_scaling  # here, so that matplotlib is not part of what is measured
 
     args = parser(__doc__).parse_args()
     out, threads = output_folder(args), use_all_threads()
     lengths = (1024, 2048) if args.quick else LENGTHS
     budget = args.budget or (0.05 if args.quick else 2.0)
-    print(f"scaling: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads", flush=True)
-    table = Table(out / "cpu_scaling.csv")
+    say(f"scaling: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads")
+    table, apart = Table(out / "cpu_scaling.csv"), Apart(args.quick)
     for mode in MODES:
         for T in lengths:
-            job = {"mode": mode, "tokens": T, "budget": budget}
-            # A quick run starts one process of its own, to see that this works.
-            apart = not args.quick or not table.rows
-            row = in_fresh_process(__file__, job) if apart else measure(job)
+            row = apart(measure, mode, T, budget)
             sizes = {"dtype": "float32", "B": 1, "H": H, "L": L, "D": D}
             table.add({"mode": mode, "tokens": T, **row, **sizes})
-            print(
+            say(
                 f"{mode:17} T = {T:6} {row['median_ms']:10.2f} ms ({row['calls']} calls), "
                 f"{1e3 * row['median_ms'] / T:.2f} us per token; peak memory "
-                f"{row['peak_net_mb']:.1f} MB, {1024 * row['peak_net_mb'] / T:.1f} kB per token",
-                flush=True,
+                f"{row['peak_net_mb']:.1f} MB, {1024 * row['peak_net_mb'] / T:.1f} kB per token"
             )
-    print(f"wrote {table.path} and {draw_scaling(out)}")
+    say(f"wrote {table.path} and {of_scaling(out)}")
     report_goals(out, "cpu_scaling", goals_of(table.rows))
 
 

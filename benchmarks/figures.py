@@ -1,6 +1,6 @@
 """The benchmarks' figures, drawn from their CSV files alone.
 
-    python benchmarks/figures.py [DIR]      # default: benchmarks/results
+    python benchmarks/figures.py [DIR]      # default: benchmarks/results, drawn to docs/figures
 
 Tokens and times are on logarithmic axes: a straight line of slope 1 is linear time.
 """
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 
-from common import RESULTS, Row, exponent
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-from records import read_rows
+from records import FIGURES, MODES, RESULTS, Row, exponent, read_rows
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; Latte is the strong one.
 STYLES: dict[str, dict[str, Any]] = {
@@ -34,6 +33,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "rg-lru": {"color": "#CC79A7", "marker": "P"},
     "latte-r-swa++": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "transformer++": {"color": "#000000", "marker": "^"},
+    "forward": {"color": "#0072B2", "marker": "o"},
+    "forward+backward": {"color": "#D55E00", "marker": "o"},
 }
 # For checkpoints, which have names of the user's own.
 PALETTE: tuple[dict[str, Any], ...] = tuple(
@@ -61,9 +62,10 @@ def compact(value: float) -> str:
     return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
-def hardware(row: Row, jax: str = "") -> str:
+def hardware(rows: Sequence[Row]) -> str:
     """The subtitle: where and with what the figures were measured."""
-    versions = f"torch {row['torch']}" + (f", jax {jax}" if jax else "")
+    row = rows[0]
+    jax = f", jax {row['jax']}" if any(r.get("side") == "jax scan" for r in rows) else ""
     cores, threads = (
         f"{row[name]} {name[:-1] if row[name] == '1' else name}" for name in ("cores", "threads")
     )
@@ -71,7 +73,7 @@ def hardware(row: Row, jax: str = "") -> str:
     where = (
         f"{row['cpu']}, {cores}, {threads}" if row.get("device", "cpu") == "cpu" else row["device"]
     )
-    return f"{where}; {precision or row['dtype']}; {versions}; {row['date']}"
+    return f"{where}; {precision or row['dtype']}; torch {row['torch']}{jax}; {row['date']}"
 
 
 def panels(count: int, title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
@@ -105,18 +107,11 @@ def dress(ax: Axes, title: str, tokens: Sequence[float], ylabel: str, xlabel: st
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def plot(ax: Axes, rows: Sequence[Row], key: str, x: str, y: str) -> None:
-    """One line for every value of the key, in the order of the rows."""
-    for side in dict.fromkeys(row[key] for row in rows):
-        here = [row for row in rows if row[key] == side]
-        xs, ys = [float(row[x]) for row in here], [float(row[y]) for row in here]
-        ax.plot(xs, ys, label=NAMES.get(side, side), markersize=5, **STYLES[side])
-
-
 def widen(ax: Axes, values: Sequence[float]) -> None:
     """At least a decade on the y axis, so that noise does not look like growth."""
     low, high = min(values), max(values)
     middle = math.sqrt(low * high)
+    ax.set_yscale("log")
     ax.set_ylim(min(low / 1.5, middle / 3.2), max(high * 1.5, middle * 3.2))
 
 
@@ -131,109 +126,209 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw_ops(out: Path) -> Path:
-    """cpu_ops.csv: time of every side over the length, a panel per mode."""
-    rows = read_rows(out / "cpu_ops.csv")
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    first = rows[0]
-    sizes = f"H = {first['H']}, L = {first['L']}, D = {first['D']}, batch of 1"
-    jax = first["jax"] if any(row["side"] == "jax scan" for row in rows) else ""
-    title = f"Time of one call on a CPU ({sizes})"
-    figure, axes = panels(len(modes), title, hardware(first, jax))
-    for ax, mode in zip(axes, modes, strict=True):
-        here = [row for row in rows if row["mode"] == mode]
-        plot(ax, here, "side", "tokens", "median_ms")
-        tokens = [float(row["tokens"]) for row in here]
-        dress(ax, mode, tokens, "milliseconds (median)", "tokens")
-    return save(figure, out / "cpu_ops.png")
+# --- a figure of one CSV file: panels side by side, a line for every side ------------------------
+
+Keep = Callable[[Row], bool]
+LENGTH, CONTEXT = "tokens of a sequence", "tokens of context"
+MS = "milliseconds (median)"
 
 
-def draw_scaling(out: Path) -> Path:
-    """cpu_scaling.csv: time and peak memory over the length, fitted, with lines of slope 1."""
-    rows = read_rows(out / "cpu_scaling.csv")
-    first = rows[0]
-    sizes = f"H = {first['H']}, L = {first['L']}, D = {first['D']}, batch of 1"
-    title = f"Latte's time and peak memory on a CPU ({sizes})"
-    figure, axes = panels(2, title, hardware(first))
-    columns = (
-        ("time of one call", "median_ms", "milliseconds (median)"),
-        ("peak memory beyond the bare process", "peak_net_mb", "MB"),
-    )
-    colours = {"forward": "#0072B2", "forward+backward": "#D55E00"}
-    for ax, (title, column, ylabel) in zip(axes, columns, strict=True):
-        for mode, colour in colours.items():
-            here = [row for row in rows if row["mode"] == mode]
-            xs = [float(row["tokens"]) for row in here]
-            ys = [float(row[column]) for row in here]
-            ax.plot(xs, ys, "o-", color=colour, label=mode, markersize=5)
-            height = 0.10 if mode == "forward+backward" else 0.03
-            slope = f"{mode}: exponent {exponent(xs, ys):.3f}"
-            corner: Any = {"transform": ax.transAxes, "ha": "right", "fontsize": 8.5}
-            ax.text(0.98, height, slope, color=colour, **corner)
+class Panel(NamedTuple):
+    """One panel: which rows, a line for every value of ``key``.
+
+    ``finish(ax, rows, color)`` is called after each line; ``steady`` widens the y axis.
+    """
+
+    title: str
+    keep: Keep
+    key: str = "side"
+    x: str = "T"
+    y: str = "median_ms"
+    xlabel: str = LENGTH
+    ylabel: str = MS
+    steady: bool = False
+    finish: Callable[[Axes, Sequence[Row], str], None] = lambda ax, rows, color: None
+
+
+def having(**values: str) -> Keep:
+    """Rows whose columns hold these values."""
+    return lambda row: all(row[name] == value for name, value in values.items())
+
+
+def draw(out: Path, name: str, title: str, parts: Sequence[Panel]) -> Path | None:
+    """The figure of one CSV file; None where it has no rows for any panel."""
+    rows = rows_of(out, name)
+    parts = [panel for panel in parts if any(panel.keep(row) for row in rows)]
+    if not parts:
+        return None
+    sides = list(dict.fromkeys(row[parts[0].key] for row in rows))
+    taken = {STYLES[side]["color"] for side in sides if side in STYLES}
+    spare = iter([style for style in PALETTE if style["color"] not in taken] * 3)
+    styles = {side: STYLES.get(side) or next(spare) for side in sides}
+    figure, axes = panels(len(parts), title, hardware(rows))
+    for ax, panel in zip(axes, parts, strict=True):
+        here = [row for row in rows if panel.keep(row)]
+        for side in dict.fromkeys(row[panel.key] for row in here):
+            own = [row for row in here if row[panel.key] == side]
+            own.sort(key=lambda row: float(row[panel.x]))
+            xs, ys = ([float(row[column]) for row in own] for column in (panel.x, panel.y))
+            ax.plot(xs, ys, label=NAMES.get(side, side), markersize=5, **styles[side])
+            panel.finish(ax, own, styles[side]["color"])
+        if panel.steady:
+            widen(ax, [float(row[panel.y]) for row in here])
+        dress(ax, panel.title, [float(row[panel.x]) for row in here], panel.ylabel, panel.xlabel)
+    return save(figure, (FIGURES if out == RESULTS else out) / f"{name}.png")
+
+
+def rows_of(out: Path, name: str) -> list[Row]:
+    """Rows of a CSV file, none where it is missing, with the cache's size in MB where there is."""
+    path = out / f"{name}.csv"
+    rows = read_rows(path) if path.exists() else []
+    for row in rows:
+        if "cache_bytes" in row:
+            row["cache_mb"] = str(float(row["cache_bytes"]) / 2**20)
+    return rows
+
+
+def everything(row: Row) -> bool:
+    return True
+
+
+def of_ops(out: Path) -> Path | None:
+    """Time of every side over the length, a panel per mode."""
+    parts = [Panel(mode, having(mode=mode), x="tokens", xlabel="tokens") for mode in MODES]
+    title = f"Time of one call on a CPU ({sizes(out, 'cpu_ops')})"
+    return draw(out, "cpu_ops", title, parts)
+
+
+def sizes(out: Path, name: str) -> str:
+    row = next(iter(rows_of(out, name)), {"H": "", "L": "", "D": ""})
+    return f"H = {row['H']}, L = {row['L']}, D = {row['D']}, batch of 1"
+
+
+def of_scaling(out: Path) -> Path | None:
+    """Time and peak memory over the length, fitted, with lines of slope 1."""
+
+    def fitted(column: str) -> Callable[[Axes, Sequence[Row], str], None]:
+        def finish(ax: Axes, rows: Sequence[Row], color: str) -> None:
+            mode = rows[0]["mode"]
+            xs, ys = ([float(row[name]) for row in rows] for name in ("tokens", column))
+            corner: dict[str, Any] = {"transform": ax.transAxes, "ha": "right", "fontsize": 8.5}
+            height = 0.10 if mode == MODES[1] else 0.03
+            text = f"{mode}: exponent {exponent(xs, ys):.3f}"
+            ax.text(0.98, height, text, color=color, **corner)
             # Through the last point: what is above it at the left are fixed costs.
             ideal = [ys[-1] * x / xs[-1] for x in xs]
-            label = "slope 1 (exactly linear)" if mode == "forward+backward" else None
+            label = "slope 1 (exactly linear)" if mode == MODES[1] else None
             ax.plot(xs, ideal, ":", color="#777777", linewidth=1, label=label, zorder=1)
-        dress(ax, title, xs, ylabel, "tokens")
-    return save(figure, out / "cpu_scaling.png")
 
+        return finish
 
-def draw_decode(out: Path) -> Path:
-    """cpu_decode.csv: time per token, cache and peak memory over the context."""
-    rows = read_rows(out / "cpu_decode.csv")
-    first = rows[0]
-    title = f"Decoding on a CPU (models of size '{first['size']}', batch of 1)"
-    figure, axes = panels(3, title, hardware(first))
-    megabytes = [row | {"cache_mb": float(row["cache_bytes"]) / 2**20} for row in rows]
     columns = (
-        ("time per token", "median_ms", "milliseconds (median)"),
+        ("time of one call", "median_ms", MS),
+        ("peak memory beyond the bare process", "peak_net_mb", "MB"),
+    )
+    parts = [
+        Panel(title, everything, "mode", "tokens", y, "tokens", ylabel, finish=fitted(y))
+        for title, y, ylabel in columns
+    ]
+    title = f"Latte's time and peak memory on a CPU ({sizes(out, 'cpu_scaling')})"
+    return draw(out, "cpu_scaling", title, parts)
+
+
+def of_cpu_decode(out: Path) -> Path | None:
+    """Time per token, cache and peak memory over the context."""
+    columns = (
+        ("time per token", "median_ms", MS),
         ("cache", "cache_mb", "MB"),
         ("peak memory beyond the model", "peak_net_mb", "MB"),
     )
-    for ax, (title, column, ylabel) in zip(axes, columns, strict=True):
-        plot(ax, megabytes, "model", "context", column)
-        contexts = [float(row["context"]) for row in rows]
-        ax.set_yscale("log")
-        widen(ax, [float(row[column]) for row in megabytes])
-        dress(ax, title, contexts, ylabel, "tokens of context")
-    return save(figure, out / "cpu_decode.png")
-
-
-def draw_generation(out: Path) -> Path:
-    """generation.csv: time per token and the cache's size over the context, a line a checkpoint."""
-    rows = read_rows(out / "generation.csv")
-    rows = [row | {"cache_mb": float(row["cache_bytes"]) / 2**20} for row in rows]
-    figure, axes = panels(2, "Generation with growing context (batch of 1)", hardware(rows[0]))
-    columns = (
-        ("time per token", "median_ms", "milliseconds (median; band: p10 to p90)"),
-        ("cache", "cache_mb", "MB"),
+    parts = [
+        Panel(title, everything, "model", "context", y, CONTEXT, ylabel, steady=True)
+        for title, y, ylabel in columns
+    ]
+    size = next((row["size"] for row in rows_of(out, "cpu_decode")), "")
+    return draw(
+        out, "cpu_decode", f"Decoding on a CPU (models of size '{size}', batch of 1)", parts
     )
-    for ax, (title, column, ylabel) in zip(axes, columns, strict=True):
-        for name, style in zip(dict.fromkeys(row["model"] for row in rows), PALETTE, strict=False):
-            here = [row for row in rows if row["model"] == name]
-            xs = [float(row["context"]) for row in here]
-            ax.plot(xs, [float(row[column]) for row in here], label=name, markersize=5, **style)
-            if column == "median_ms":
-                low, high = ([float(row[q]) for row in here] for q in ("p10_ms", "p90_ms"))
-                ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
-        ax.set_yscale("log")
-        widen(ax, [float(row[column]) for row in rows])
-        dress(ax, title, [float(row["context"]) for row in rows], ylabel, "tokens of context")
-    return save(figure, out / "generation.png")
+
+
+def of_generation(out: Path) -> Path | None:
+    """Time per token and the cache's size over the context, a line a checkpoint."""
+
+    def band(ax: Axes, rows: Sequence[Row], color: str) -> None:
+        xs, low, high = ([float(r[c]) for r in rows] for c in ("context", "p10_ms", "p90_ms"))
+        ax.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+
+    where: dict[str, Any] = {"key": "model", "x": "context", "xlabel": CONTEXT, "steady": True}
+    time = Panel("time per token", everything, ylabel=f"{MS[:-1]}; band: p10 to p90)", **where)
+    parts = [
+        time._replace(finish=band),
+        Panel("cache", everything, y="cache_mb", ylabel="MB", **where),
+    ]
+    return draw(out, "generation", "Generation with growing context (batch of 1)", parts)
+
+
+def of_latte(out: Path) -> Path | None:
+    """The widest latents, at the narrowest and the widest values."""
+    rows = rows_of(out, "gpu_latte")
+    L = max((row["L"] for row in rows), key=int, default="")
+    ends = sorted({row["D"] for row in rows}, key=int)
+    parts = [
+        Panel(f"{mode}, L = {L}, D = {D}", having(mode=mode, L=L, D=D))
+        for mode in MODES
+        for D in dict.fromkeys((*ends[:1], *ends[-1:]))
+    ]
+    return draw(out, "gpu_latte", "Latte: one call on a constant number of tokens", parts)
+
+
+FROM_THEIR_ROWS = (of_ops, of_scaling, of_cpu_decode, of_generation, of_latte)
+# Name, title and panels of the others.
+PLAIN: dict[str, tuple[str, list[Panel]]] = {
+    "gpu_macchiato": (
+        "Latte-Macchiato (window 128) beside softmax attention",
+        [Panel(mode, having(mode=mode)) for mode in MODES],
+    ),
+    "gpu_rglru": (
+        "RG-LRU and convolution on a constant number of tokens",
+        [Panel(f"{op}, {m}", having(op=op, mode=m)) for op in ("rg_lru", "conv") for m in MODES],
+    ),
+    "gpu_decode": (
+        "Decoding: time per token over the context",
+        [
+            Panel(f"batch of {B}, {how}", having(B=B, how=how), x="context", xlabel=CONTEXT)
+            for B in ("1", "64", "2")
+            for how in ("eager", "graph")
+        ],
+    ),
+    "gpu_runtime": (
+        "Forward pass of whole models, a constant number of tokens",
+        [Panel(f"size {size}", having(size=size)) for size in ("400m", "2.6b", "tiny")],
+    ),
+    "gpu_training": (
+        "Training throughput",
+        [
+            Panel(title, having(compiled=value), y="tokens_per_s", ylabel="tokens/s")
+            for title, value in (("plain", "False"), ("compiled blocks", "True"))
+        ],
+    ),
+}
+
+
+def draw_all(out: Path) -> list[Path]:
+    """Every figure whose CSV file is there."""
+    drawn = [figure(out) for figure in FROM_THEIR_ROWS]
+    drawn += [draw(out, name, title, parts) for name, (title, parts) in PLAIN.items()]
+    return [path for path in drawn if path is not None]
 
 
 def main() -> None:
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    drawn = 0
-    for name, draw in (("ops", draw_ops), ("scaling", draw_scaling), ("decode", draw_decode)):
-        if (out / f"cpu_{name}.csv").exists():
-            print(draw(out))
-            drawn += 1
-    if (out / "generation.csv").exists():
-        print(draw_generation(out))
-        drawn += 1
+    out = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else RESULTS
+    drawn = draw_all(out)
     if not drawn:
         raise SystemExit(f"no results in {out}: run the benchmarks first")
+    for path in drawn:
+        print(path)
 
 
 if __name__ == "__main__":

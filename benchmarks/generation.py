@@ -7,7 +7,7 @@ that they are loaded in, all threads, or a GPU with --device cuda.
 * Contexts are real: random tokens go through the model's cache in segments, up to each context in
   turn. The prefill's own time is in the table, and not in the figure.
 * Time per token: single-token forwards through a copy of that cache, all checkpoints in turns
-  (see ``common``). A context grows by the timed tokens, fewer than 130.
+  (``latte.machine``). A context grows by the timed tokens, fewer than 130.
 * Cache: bytes of the tensors that the cache holds at that context.
 * Peak memory: of a fresh process per checkpoint that fills its cache in the same segments and
   generates 8 tokens at each context; and the same less what was resident once the model was there.
@@ -23,35 +23,26 @@ while another command of this project does, since that would be measured too.
 from __future__ import annotations
 
 import copy
-import json
+import functools
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    Row,
-    child_job,
-    in_fresh_process,
-    interleave,
-    output_folder,
-    parser,
-    peak_bytes,
-    reset_peak,
-    resident_bytes,
-    use_all_threads,
-)
-from records import Table
+from records import Apart, Row, Table, output_folder, parser, say, use_all_threads
 
+from latte import machine
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import load_checkpoint
 
 CONTEXTS = tuple(1024 * 2**i for i in range(7))
 QUICK_CONTEXTS = (48, 96)
 STEPS_FOR_MEMORY = 8
+# (model, cache or None, tokens in it, tokens wanted) -> the cache with so many tokens
+Fill = Callable[[Any, Any, int, int], Any]
 
 
 # --- models and their caches --------------------------------------------------------------------
@@ -125,6 +116,40 @@ def cache_bytes(cache: Any) -> int:
 # --- measuring ----------------------------------------------------------------------------------
 
 
+def peaks_of(model: Any, fill: Fill, contexts: Sequence[int]) -> dict[int, Row]:
+    """Peak memory of this process at growing contexts, net of what was in use before and in all."""
+    device = model.device
+    before = machine.memory_bytes(device)
+    machine.reset_peak_memory(device)
+    peaks, seen = {}, 0
+    side = Generator(model, None)
+    with torch.inference_mode():
+        for context in contexts:
+            side.cache = fill(model, side.cache, seen, context)
+            for _ in range(STEPS_FOR_MEMORY):
+                side()
+            seen = context + STEPS_FOR_MEMORY
+            peak = machine.peak_memory_bytes(device)
+            peaks[context] = {
+                "peak_net_mb": round((peak - before) / 2**20, 3),
+                "peak_process_mb": round(peak / 2**20, 3),
+            }
+    return peaks
+
+
+def fill(segment: int, model: Any, cache: Any, seen: int, context: int) -> Any:
+    """Random tokens in segments, up to the context."""
+    return feed(model, cache, context - seen, segment, seen)
+
+
+def measure_memory(
+    folder: str, device: str, mixing: str | None, segment: int, contexts: Sequence[int]
+) -> dict[int, Row]:
+    """Peak memory of one checkpoint, in this process, by context."""
+    use_all_threads()
+    return peaks_of(load(folder, device, mixing), functools.partial(fill, segment), contexts)
+
+
 def time_all(
     models: dict[str, Any], contexts: Sequence[int], segment: int, budget: float
 ) -> Iterator[tuple[str, int, Row]]:
@@ -135,45 +160,26 @@ def time_all(
     for context in contexts:
         for name, model in models.items():
             start = time.perf_counter()
-            caches[name] = feed(model, caches[name], context - seen, segment, seen)
+            caches[name] = fill(segment, model, caches[name], seen, context)
             prefill[name] += time.perf_counter() - start
-            print(f"{name:16} at {context:6} tokens after {prefill[name]:7.1f} s", flush=True)
+            say(f"{name:16} at {context:6} tokens after {prefill[name]:7.1f} s")
         seen = context
         sides = {name: Generator(model, caches[name]) for name, model in models.items()}
         sizes = {name: cache_bytes(side.cache) for name, side in sides.items()}
-        times = interleave(sides, budget)
+        times = machine.interleave(sides, budget)
         for name, model in models.items():
             row: Row = {"parameters": sum(p.numel() for p in model.parameters())}
             row |= {"cache_bytes": sizes[name], "prefill_s": round(prefill[name], 3)}
             yield name, context, row | times[name].row()
 
 
-def measure_memory(job: Row) -> Row:
-    """Peak memory of one checkpoint at growing contexts, in this process; by context, as text."""
-    use_all_threads()
-    model = load(job["folder"], job["device"], job["mixing"])
-    gpu = model.device.type == "cuda"
-    before = torch.cuda.memory_allocated() if gpu else resident_bytes()
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak()
-    peaks: Row = {}
-    cache, seen = None, 0
-    with torch.inference_mode():
-        for context in job["contexts"]:
-            cache = feed(model, cache, context - seen, job["segment"], seen)
-            side = Generator(model, None)
-            side.cache = cache  # no copy: it would count
-            for _ in range(STEPS_FOR_MEMORY):
-                side()
-            cache, seen = side.cache, context + STEPS_FOR_MEMORY
-            peak = torch.cuda.max_memory_allocated() if gpu else peak_bytes()
-            peaks[str(context)] = {
-                "peak_net_mb": round((peak - before) / 2**20, 3),
-                "peak_process_mb": round(peak / 2**20, 3),
-            }
-    return peaks
+def line(name: str, context: int, row: Row) -> str:
+    """A row for people."""
+    return (
+        f"{name:16} at {context:6} tokens: {row['median_ms']:8.2f} ms per token "
+        f"(p10 {row['p10_ms']:.2f}, p90 {row['p90_ms']:.2f}, {row['calls']} calls), "
+        f"cache {row['cache_bytes'] / 2**20:.2f} MB, peak memory {row['peak_net_mb']:.0f} MB"
+    )
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -206,12 +212,6 @@ def ancestors() -> Iterator[int]:
         except OSError:
             return
         process = int(status.split("PPid:")[1].split()[0])
-
-
-def device_name(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(torch.device(device))
-    return "cpu"
 
 
 # --- the script ---------------------------------------------------------------------------------
@@ -251,11 +251,7 @@ def lengths(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    job = child_job()
-    if job is not None:
-        print(json.dumps(measure_memory(job)))
-        return
-    from figures import draw_generation  # here, so that matplotlib is not part of what is measured
+    from figures import of_generation  # here, so that matplotlib is not part of what is measured
 
     options = parser(__doc__)
     options.add_argument(
@@ -278,9 +274,7 @@ def main() -> None:
     others = [] if args.quick else other_commands()
     if others:
         raise SystemExit(f"another command of this project runs: {'; '.join(others)}")
-    contexts = QUICK_CONTEXTS if args.quick else CONTEXTS
-    if args.contexts:
-        contexts = args.contexts
+    contexts = args.contexts or (QUICK_CONTEXTS if args.quick else CONTEXTS)
     budget = args.budget or (0.05 if args.quick else 2.0)
     segment = min(args.segment, 32) if args.quick else args.segment
     out, threads = output_folder(args), use_all_threads()
@@ -290,36 +284,22 @@ def main() -> None:
             models = {name: load(path, args.device, mix) for name, (path, mix) in chosen.items()}
         except LatteError as error:
             raise SystemExit(f"error: {error}") from None
-        print(f"generation: batch of 1, {args.device}, {threads} threads", flush=True)
-        print("peak memory, in processes of its own ...", flush=True)
-        peaks = {}
-        for name, (folder, mixing) in chosen.items():
-            job = {"folder": folder, "mixing": mixing, "device": args.device}
-            job |= {"contexts": contexts, "segment": segment}
-            # A quick run starts one process of its own, to see that this works.
-            apart = not (args.quick and peaks)
-            peaks[name] = in_fresh_process(__file__, job) if apart else measure_memory(job)
+        say(f"generation: batch of 1, {args.device}, {threads} threads")
+        say("peak memory, in processes of its own ...")
+        apart = Apart(args.quick)
+        peaks = {
+            name: apart(measure_memory, folder, args.device, mixing, segment, contexts)
+            for name, (folder, mixing) in chosen.items()
+        }
     table = Table(out / "generation.csv")
-    settings = {"segment": segment, "device": device_name(args.device)}
+    where = machine.describe(torch.device(args.device), ("device", "transformers"))
     with torch.inference_mode():
         for name, context, row in time_all(models, contexts, segment, budget):
+            row |= peaks[name][context] | {"segment": segment, **where, "B": 1}
             dtype = str(models[name].dtype).removeprefix("torch.")
-            report(table, name, context, row | peaks[name][str(context)] | settings, dtype)
-    print(f"wrote {table.path} and {draw_generation(out)}")
-
-
-def report(table: Table, name: str, context: int, row: Row, dtype: str) -> None:
-    """One row into the file, and a line about it."""
-    import transformers
-
-    more = {"dtype": dtype, "transformers": transformers.__version__, "B": 1}
-    table.add({"model": name, "context": context, **row, **more})
-    print(
-        f"{name:16} at {context:6} tokens: {row['median_ms']:8.2f} ms per token "
-        f"(p10 {row['p10_ms']:.2f}, p90 {row['p90_ms']:.2f}, {row['calls']} calls), "
-        f"cache {row['cache_bytes'] / 2**20:.2f} MB, peak memory {row['peak_net_mb']:.0f} MB",
-        flush=True,
-    )
+            table.add({"model": name, "context": context, **row, "dtype": dtype})
+            say(line(name, context, row))
+    say(f"wrote {table.path} and {of_generation(out)}")
 
 
 if __name__ == "__main__":

@@ -2,30 +2,33 @@
 
     python benchmarks/gpu_check.py [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
 
-Parts, each a script of its own and in a process of its own: ``check`` (gpu_correctness.py, several
-groups at a time), then one after another, as they are timed, ``latte``, ``macchiato``, ``rglru``,
-``decode``, ``runtime`` and ``training``. Each has a share of the budget, ten minutes in all. Rows
-are written as they come, so that a run that is cut off keeps what it has; a part that fails or runs
-out of time says so in one line, and the next one starts. At the end: figures, the table of goals,
-and the failed checks. Exit code 1 if a check or a part failed, 2
-without a GPU.
+Parts, each a script of its own and in a process of its own: ``check``, several groups at a time of
+tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``,
+``rglru``, ``decode``, ``runtime`` and ``training``. Each has a share of the budget, ten minutes in
+all. Rows are written as they come, so that a run that is cut off keeps what it has; a part that
+fails or runs out of time says so in one line, and the next one starts. At the end: figures, the
+table of goals, and the failed checks. Exit code 1 if a check or a part failed, 2 without a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from common import Row
-from gpu_common import TARGETS, Place, options, place, say
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
+
+from gpu_common import TARGETS, Place, options, place
 from gpu_correctness import groups
-from records import print_goals, read_rows
+from records import Row, print_goals, read_rows, say
 
 HERE = Path(__file__).parent
+CHECKS = HERE.parent / "tests" / "ops" / "gpu_correctness.py"
 # Shares of the budget. What a part does not use, the later ones get.
 SHARES = {
     "check": 0.2,
@@ -39,88 +42,69 @@ SHARES = {
 GRACE = 20.0  # seconds that a part may take beyond its share before it is ended
 
 
-def command(script: str, at: Place, seconds: float, *more: str) -> list[str]:
+def command(script: Path, at: Place, seconds: float, *more: str) -> list[str]:
     """A part's command line, with this run's place."""
-    line = [sys.executable, str(HERE / script), *more, "--out", str(at.out)]
+    line = [sys.executable, str(script), *more, "--out", str(at.out)]
     line += ["--budget", f"{seconds:.0f}", "--device", str(at.device), "--backend", at.backend]
     return [*line, "--quick"] if at.quick else line
 
 
-def environment() -> dict[str, str]:
-    """Output as it comes; one thread where processes share the processor."""
-    return {**os.environ, "PYTHONUNBUFFERED": "1"}
+def run(line: Sequence[str], seconds: float) -> str | None:
+    """A process with a deadline; why it failed, None if it did not."""
+    try:
+        done = subprocess.run(line, env={**os.environ, "PYTHONUNBUFFERED": "1"}, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "out of time"
+    return None if done.returncode == 0 else f"ended with exit code {done.returncode}"
 
 
-class Running:
-    """A process with a deadline."""
+@contextlib.contextmanager
+def warming(at: Place, seconds: float) -> Iterator[None]:
+    """Meanwhile the rivals' kernels compile, beside the checks, which are not timed.
 
-    def __init__(self, name: str, line: Sequence[str], seconds: float) -> None:
-        self.name, self.deadline = name, time.monotonic() + seconds
-        self.process = subprocess.Popen(line, env=environment())
-
-    def ended(self) -> bool:
-        if self.process.poll() is None and time.monotonic() > self.deadline:
-            self.process.kill()
-            self.process.wait()
-        return self.process.poll() is not None
-
-    def broken(self) -> str | None:
-        """Why the process failed, None if it did not."""
-        code = self.process.returncode
-        if code == 0:
-            return None
-        return "out of time" if code == -9 else f"ended with exit code {code}"
-
-
-def start_warming(at: Place, seconds: float) -> list[Running]:
-    """Compile the rivals' kernels beside the checks, which are not timed."""
-    if not at.cuda or at.quick:
-        return []
-    return [Running("warm", command("gpu_warm.py", at, seconds, str(i)), seconds) for i in range(4)]
+    What the rivals' autotuners choose is forgotten: it was timed beside other work.
+    """
+    numbers = range(4) if at.cuda and not at.quick else ()
+    lines = [command(HERE / "gpu_latte.py", at, seconds, "--warm", str(n)) for n in numbers]
+    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
+    processes = [subprocess.Popen(line, env=environment) for line in lines]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def run_checks(at: Place, seconds: float) -> list[Row]:
     """All groups of checks, several at a time; the rows of all of them."""
     end = time.monotonic() + seconds
-    waiting = groups()
     at_a_time = max(1, min(6, (os.cpu_count() or 2) // 2)) if at.cuda else 1
-    running: list[Running] = []
-    rows: list[Row] = []
     table = at.table("gpu_checks.csv")
 
-    def collect(done: Running) -> None:
-        path = at.out / f"gpu_checks-{done.name.replace(':', '-')}.csv"
+    def run_group(group: str) -> list[Row]:
+        left = max(1.0, end - time.monotonic())
+        broken = run(command(CHECKS, at, left, group), left + GRACE)
+        path = at.out / f"gpu_checks-{group.replace(':', '-')}.csv"
         found = read_rows(path) if path.exists() else []
         path.unlink(missing_ok=True)
-        broken = done.broken()
         # A failed check ends with exit code 1 too, but has a row.
         if broken is not None and not any(row["verdict"] == "FAIL" for row in found):
-            say(f"FAIL  {done.name}: {broken}")
-            found.append({"check": done.name, "verdict": "FAIL", "detail": broken, "seconds": ""})
-        for row in found:
-            kept = {key: row[key] for key in ("check", "verdict", "detail", "seconds")}
-            table.add(kept)
-            rows.append(kept)
+            say(f"FAIL  {group}: {broken}")
+            found.append({"check": group, "verdict": "FAIL", "detail": broken, "seconds": ""})
+        return [{key: r[key] for key in ("check", "verdict", "detail", "seconds")} for r in found]
 
-    while waiting or running:
-        while waiting and len(running) < at_a_time:
-            group, left = waiting.pop(0), max(1.0, end - time.monotonic())
-            line = command("gpu_correctness.py", at, left, group)
-            running.append(Running(group, line, left + GRACE))
-        for process in [r for r in running if r.ended()]:
-            running.remove(process)
-            collect(process)
-        time.sleep(0.05)
-    return rows
+    with ThreadPoolExecutor(at_a_time) as pool:
+        for done in as_completed([pool.submit(run_group, group) for group in groups()]):
+            for row in done.result():
+                table.add(row)
+    return table.rows
 
 
 def run_part(name: str, at: Place, seconds: float) -> str | None:
     """One benchmark; why it failed, None if it did not."""
     say(f"\n--- {name}, {seconds:.0f} s")
-    part = Running(name, command(f"gpu_{name}.py", at, seconds), seconds + GRACE)
-    while not part.ended():
-        time.sleep(0.05)
-    broken = part.broken()
+    broken = run(command(HERE / f"gpu_{name}.py", at, seconds), seconds + GRACE)
     if broken is not None:
         say(f"{name}: {broken}; its rows so far are in {at.out}")
     return broken
@@ -129,9 +113,9 @@ def run_part(name: str, at: Place, seconds: float) -> str | None:
 def draw(out: Path) -> None:
     """The figures, where matplotlib is installed."""
     try:
-        from gpu_figures import draw_all
+        from figures import draw_all
     except ImportError:
-        say(f"matplotlib is not installed: draw later with gpu_figures.py {out}")
+        say(f"matplotlib is not installed: draw later with figures.py {out}")
         return
     for path in draw_all(out):
         say(f"drew {path}")
@@ -152,11 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         total = sum(SHARES[later] for later in chosen[i:])
         seconds = max(5.0, (at.left() - GRACE / 2) * SHARES[name] / total)
         if name == "check":
-            warming = start_warming(at, seconds) if len(chosen) > 1 else []
-            checks = run_checks(at, seconds)
-            for process in warming:
-                process.deadline = 0.0
-                process.ended()
+            with warming(at, seconds) if len(chosen) > 1 else contextlib.nullcontext():
+                checks = run_checks(at, seconds)
         elif (broken := run_part(name, at, seconds)) is not None:
             failures.append(f"{name}: {broken}")
     draw(at.out)

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: where they run, timing on the device, memory, the time budget.
+"""What the GPU benchmarks share: where they run, timing on the device, memory, models, the budget.
 
 Timing. Every side of a comparison is warmed up first (kernels compile, autotuners search), then
 the sides take turns over several rounds, each call between two CUDA events and after a write of
@@ -16,13 +16,26 @@ import contextlib
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import QUICK_RESULTS, RESULTS, Row, Times
-from records import Goal, Table, print_goals, version, write_goals
+from records import (
+    Goal,
+    Row,
+    Table,
+    columns,
+    output_folder,
+    parser,
+    print_goals,
+    say,
+    write_goals,
+)
+
+from latte import machine
+from latte.machine import Times
+from latte.models import LatteForCausalLM, preset_config
 
 NO_GPU = 2  # exit code
 TARGETS = "gpu_goals.csv"
@@ -44,38 +57,39 @@ class Place(NamedTuple):
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def precision(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def left(self) -> float:
         """Seconds left of the budget."""
         return self.deadline - time.monotonic()
 
+    def while_time(self, points: Iterable[Any]) -> Iterator[Any]:
+        """The points as long as there is time; then one line says how many are left out."""
+        points = list(points)
+        for done, point in enumerate(points):
+            if self.left() <= 0:
+                say(f"out of time: {len(points) - done} sizes left out (--budget)")
+                return
+            yield point
+            forget()
+
     def table(self, name: str) -> Table:
-        return Table(self.out / name, lambda: columns(self.device))
+        return Table(self.out / name, self.device)
 
     def goals(self, script: str, goals: Sequence[Goal]) -> None:
         """Print the goals of this script and put them beside the others'."""
-        rows = write_goals(self.out / TARGETS, script, goals, lambda: columns(self.device))
-        own = [row for row in rows if row["script"] == script]
-        if own:
-            print_goals(own)
+        rows = write_goals(self.out / TARGETS, script, goals, columns(self.device))
+        print_goals([row for row in rows if row["script"] == script])
 
 
 def options(description: str | None, budget: float) -> argparse.ArgumentParser:
     """The options that all the GPU benchmarks have."""
-    lines = (description or "").strip().splitlines()
-    parser = argparse.ArgumentParser(description=lines[0] if lines else None)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the CSV files and figures (default: benchmarks/results; with --quick "
-        "build/benchmarks)",
-    )
-    parser.add_argument(
-        "--budget", type=float, default=budget, help="seconds (default: %(default)g)"
-    )
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
-    parser.add_argument("--backend", help="of Latte's ops (default: triton; on a CPU torch)")
-    return parser
+    found = parser(description, budget)
+    found.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
+    found.add_argument("--backend", help="of Latte's ops (default: triton; on a CPU torch)")
+    return found
 
 
 def place(args: argparse.Namespace) -> Place:
@@ -84,27 +98,10 @@ def place(args: argparse.Namespace) -> Place:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no GPU here: expected a CUDA device that PyTorch can use (or --device cpu)")
         raise SystemExit(NO_GPU)
-    out: Path = args.out or (QUICK_RESULTS if args.quick else RESULTS)
-    out.mkdir(parents=True, exist_ok=True)
     backend = args.backend or ("triton" if device.type == "cuda" else "torch")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Place(device, backend, dtype, out, args.quick, time.monotonic() + args.budget)
-
-
-def columns(device: torch.device) -> Row:
-    """Device and versions: the last columns of every row."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {
-        "device": name,
-        "cuda": torch.version.cuda or "",
-        "triton": version("triton"),
-        "fla": version("flash-linear-attention"),
-        "transformers": version("transformers"),
-    }
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+    deadline = time.monotonic() + args.budget
+    return Place(device, backend, dtype, output_folder(args), args.quick, deadline)
 
 
 # --- time ------------------------------------------------------------------------------------
@@ -213,6 +210,42 @@ def measure(
     return {name: Times.of([x / 1e3 for x in w.read()]) for name, w in watches.items()}, failed
 
 
+def compare(
+    at: Place,
+    table: Table,
+    ours: str,
+    calls: Mapping[str, Call],
+    sizes: Row,
+    more: Callable[[str, Times], Row] = lambda side, times: {},
+    *,
+    ratio: str,
+    budget: float,
+) -> dict[str, Times]:
+    """Time the sides in turns: a row and a line for each, with how many times ours it took.
+
+    Args:
+        sizes: the first columns; the name of the side goes before ``mode``.
+        more: further columns of a side.
+        ratio: the column of the times over ours.
+
+    Returns the times, none where ours did not run: then there are no rows.
+    """
+    times, failed = measure(at, calls, budget=0.05 if at.quick else budget)
+    if ours not in times:
+        say(f"{ours} is left out: {failed[ours]}")
+        return {}
+    for side, t in times.items():
+        row: Row = {"side": side, **sizes, "dtype": at.precision, **t.row()}
+        row |= {ratio: round(t.median / times[ours].median, 3)} | more(side, t)
+        table.add(row)
+        where = " ".join(f"{name} = {value}" for name, value in sizes.items() if name != "mode")
+        say(
+            f"{where} {sizes['mode']:17} {side:26} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90"
+            f" {t.p90:.3f}), {row[ratio]:.2f} x {ours}"
+        )
+    return times
+
+
 def stop_if_broken(at: Place, error: BaseException) -> None:
     """After an illegal access nothing more can run in this process: raise it again."""
     try:
@@ -272,16 +305,16 @@ def memory_of(at: Place, op: Callable[..., torch.Tensor], leaves: Sequence[torch
     before = 0
     if at.cuda:
         forget()
-        torch.cuda.synchronize(at.device)
-        torch.cuda.reset_peak_memory_stats(at.device)
-        before = torch.cuda.memory_allocated(at.device)
+        wait(at.device)
+        machine.reset_peak_memory(at.device)
+        before = machine.memory_bytes(at.device)
     with saved_storages() as sizes:
         out = op(*inputs)
     kept = None
     if at.cuda:
-        kept = torch.cuda.memory_allocated(at.device) - before - out.nbytes
+        kept = machine.memory_bytes(at.device) - before - out.nbytes
     torch.autograd.grad(out, inputs, torch.ones_like(out))
-    peak = torch.cuda.max_memory_allocated(at.device) - before if at.cuda else None
+    peak = machine.peak_memory_bytes(at.device) - before if at.cuda else None
     return Memory(sum(sizes.values()), kept, peak)
 
 
@@ -295,25 +328,42 @@ def normal(at: Place, *shape: int, seed: int, dtype: torch.dtype | None = None) 
     return x.to(dtype or at.dtype)
 
 
-MODES = ("forward", "forward+backward")
-
-
-def call_of(
-    mode: str, op: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dy: torch.Tensor
-) -> Call:
-    """A call of the op: the output, or the gradients of <dy, output> for all inputs."""
-    if mode == "forward":
-
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return op(*inputs)
-
-        return forward
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
-
-
 def relative(a: torch.Tensor, exact: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is exact."""
     exact = exact.double()
     return ((a.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+def make_model(
+    at: Place, name: str, size: str, dtype: torch.dtype, **overrides: Any
+) -> LatteForCausalLM:
+    """A model on the device, in inference mode; every run draws the same random weights."""
+    torch.manual_seed(0)
+    with torch.device(at.device):
+        model = LatteForCausalLM(preset_config(name, size, **overrides))
+    return model.to(dtype).eval()
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def tokens(at: Place, vocabulary: int, B: int, T: int) -> torch.Tensor:
+    """Random tokens (B, T)."""
+    generator = torch.Generator(at.device).manual_seed(1)
+    return torch.randint(vocabulary, (B, T), generator=generator, device=at.device)
+
+
+@contextlib.contextmanager
+def attention_by(at: Place, kind: str) -> Iterator[None]:
+    """Softmax attention held to PyTorch's ``flash`` backend, or to ``standard``: T x T weights."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = [SDPBackend.MATH if kind == "standard" else SDPBackend.FLASH_ATTENTION]
+    if not at.cuda:
+        backends = [*backends, SDPBackend.MATH]
+    with sdpa_kernel(backends):
+        yield

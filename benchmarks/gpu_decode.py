@@ -18,10 +18,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import Row
-from gpu_common import Place, forget, measure, options, place, reason, say, stop_if_broken
-from gpu_models import make_model, parameters, tokens
-from records import Goal
+from gpu_common import (
+    Place,
+    forget,
+    make_model,
+    measure,
+    options,
+    parameters,
+    place,
+    reason,
+    stop_if_broken,
+    tokens,
+)
+from records import Goal, Row, say
 from torch import Tensor
 
 from latte.layers.state import map_tensors
@@ -191,35 +200,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = "tiny" if at.quick else "paper"
     contexts = (300, 600) if at.quick else CONTEXTS
     models = {OURS: make_model(at, OURS, size, at.dtype), RIVAL: make_llama(at, size)}
-    table, left_out = at.table("gpu_decode.csv"), 0
-    for B in (1, 2) if at.quick else (1, 64):
-        # All contexts in turns, so that a slow moment meets them all; a batch of 64 holds many
-        # keys and values, and takes the long contexts one by one.
-        together = [contexts] if B == 1 else [contexts[:2], *([c] for c in contexts[2:])]
-        for some in together:
-            if at.left() <= 0:
-                left_out += len(some)
-                continue
-            calls, sizes = steps_of(at, models, B, some)
-            names = {f"{n} {c} {h}": (n, c, h) for n, c, h in calls}
-            sides = {text: calls[key] for text, key in names.items()}
-            times, _ = measure(at, sides, budget=0.05 if at.quick else 0.3, cold_cache=False)
-            for text, t in times.items():
-                name, context, how = names[text]
-                row: Row = {"side": name, "how": how, "size": size, "B": B, "context": context}
-                row |= {"parameters": parameters(models[name]), "cache_bytes": sizes[name, context]}
-                row |= {"dtype": str(at.dtype).removeprefix("torch."), **t.row()}
-                row |= {"tokens_per_s": round(B / (t.median / 1e3), 1)}
-                table.add(row)
-                say(
-                    f"B = {B:2} context {context:7} {name:13} {how:5} {t.median:8.3f} ms per token "
-                    f"(p10 {t.p10:.3f}, p90 {t.p90:.3f}), {row['tokens_per_s']:.0f} tokens/s, "
-                    f"cache {row['cache_bytes'] / 2**20:.1f} MB"
-                )
-            del calls, sides
-            forget()
-    if left_out:
-        say(f"out of time: {left_out} contexts left out (--budget)")
+    table = at.table("gpu_decode.csv")
+    # All contexts in turns, so that a slow moment meets them all; a batch of 64 holds many keys
+    # and values, and takes the long contexts one by one.
+    few, many = (1, 2) if at.quick else (1, 64)
+    points = [(few, contexts), (many, contexts[:2]), *((many, (c,)) for c in contexts[2:])]
+    for B, together in at.while_time(points):
+        calls, sizes = steps_of(at, models, B, together)
+        names = {f"{n} {c} {h}": (n, c, h) for n, c, h in calls}
+        sides = {text: calls[key] for text, key in names.items()}
+        times, _ = measure(at, sides, budget=0.05 if at.quick else 0.3, cold_cache=False)
+        for text, t in times.items():
+            name, context, how = names[text]
+            row: Row = {"side": name, "how": how, "size": size, "B": B, "context": context}
+            row |= {"parameters": parameters(models[name]), "cache_bytes": sizes[name, context]}
+            row |= {"dtype": at.precision, **t.row()}
+            row |= {"tokens_per_s": round(B / (t.median / 1e3), 1)}
+            table.add(row)
+            say(
+                f"B = {B:2} context {context:7} {name:13} {how:5} {t.median:8.3f} ms per token "
+                f"(p10 {t.p10:.3f}, p90 {t.p90:.3f}), {row['tokens_per_s']:.0f} tokens/s, "
+                f"cache {row['cache_bytes'] / 2**20:.1f} MB"
+            )
+        del calls, sides
     at.goals("gpu_decode", goals_of(table.rows))
 
 

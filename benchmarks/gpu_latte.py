@@ -12,6 +12,10 @@ bf16; forward, and forward+backward (the gradients of ``<dy, y>`` for q, k and v
 * Errors: relative norms against fp64, of outputs and of gradients, at 1,024 tokens.
 
     python benchmarks/gpu_latte.py [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python benchmarks/gpu_latte.py --warm NUMBER      # measures nothing
+
+``--warm`` compiles what the benchmarks will run, every fourth part of it, so that their time goes
+to measuring: Triton keeps what it compiles on disk.
 """
 
 from __future__ import annotations
@@ -19,33 +23,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from common import Row
 from gpu_common import (
-    MODES,
     Memory,
     Place,
-    call_of,
+    compare,
     copy_bandwidth,
     forget,
-    measure,
     memory_of,
     normal,
     options,
     place,
     reason,
     relative,
-    say,
     stop_if_broken,
 )
-from gpu_rivals import gates, gla_with_given_gates, latte_rivals
-from records import Goal
+from gpu_rivals import gates, gla_with_given_gates, latte_rivals, rg_lru_rival
+from records import MODES, Goal, Row, Table, call_of, say, worst
 from torch import Tensor
 
+from latte.machine import Times
 from latte.ops import latte_attention
 
 OURS = "latte"
 RIVALS = ("chunk_lightnet", "chunk_gla")
 H, TOKENS, T_OF_ERRORS = 8, 65536, 1024
+WARMING, WARM_TOKENS = 4, 2048  # processes
 WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
 BATCHES = (1, 64, 8, 32, 4, 16, 2)
 Op = Callable[..., Tensor]
@@ -114,13 +116,14 @@ def memories(at: Place, ops: dict[str, Op], inputs: Sequence[Tensor]) -> dict[st
     return found
 
 
-def compare(at: Place, rivals: dict[str, Op], B: int, T: int, L: int, D: int) -> list[Row]:
+def rows_of_size(
+    at: Place, table: Table, rivals: dict[str, Op], B: int, T: int, L: int, D: int
+) -> None:
     """The rows of one size: both modes of every side."""
     ops = {OURS: latte(at.backend), **rivals}
     *inputs, dy = make_inputs(at, B, T, L, D)
     memory = memories(at, ops, inputs)
     bandwidth = copy_bandwidth(at.device)
-    rows = []
     for mode in MODES:
         calls = {side: call_of(mode, op, inputs, dy) for side, op in ops.items()}
         given = gla_with_given_gates() if rivals else None
@@ -128,72 +131,84 @@ def compare(at: Place, rivals: dict[str, Op], B: int, T: int, L: int, D: int) ->
             q, k, v = inputs
             keys, g = gates(k)
             calls["gla, gates given"] = call_of(mode, given, [q.softmax(-1), keys, g, v], dy)
-        times, failed = measure(at, calls, budget=0.05 if at.quick else 0.15)
-        if OURS not in times:
-            raise RuntimeError(f"latte did not run: {failed[OURS]}")
         least = least_bytes(mode, B * T, L, D, inputs[0].element_size())
-        for side, t in times.items():
+
+        def more(side: str, t: Times, least: int = least) -> Row:
             rate = least / (t.median / 1e3)
-            row: Row = {"side": side, "mode": mode, "B": B, "T": T, "H": H, "L": L, "D": D}
-            row |= {"dtype": str(at.dtype).removeprefix("torch."), **t.row()}
-            row |= {"times_latte": round(t.median / times[OURS].median, 3)}
-            row |= {"least_bytes": least, "gb_per_s": round(rate / 1e9, 1)}
-            row |= {"copy_gb_per_s": round(bandwidth / 1e9, 1)}
-            row |= {"of_copy": round(rate / bandwidth, 4)}
-            row |= memory[side].row() if side in memory else Memory(0, None, None).row()
-            rows.append(row)
-    return rows
+            return {
+                "least_bytes": least,
+                "gb_per_s": round(rate / 1e9, 1),
+                "copy_gb_per_s": round(bandwidth / 1e9, 1),
+                "of_copy": round(rate / bandwidth, 4),
+                **memory.get(side, Memory(0, None, None)).row(),
+            }
+
+        sizes = {"mode": mode, "B": B, "T": T, "H": H, "L": L, "D": D}
+        if not compare(at, table, OURS, calls, sizes, more, ratio="times_latte", budget=0.15):
+            raise RuntimeError("latte did not run")
 
 
 def goals_of(rows: Sequence[Row], wrong: dict[str, dict[str, float]]) -> list[Goal]:
     """The worst size of each goal; goals that compare need a rival that ran."""
-    goals = []
-    sized: dict[tuple, dict[str, Row]] = {}
+    sized: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        key = (row["mode"], row["L"], row["D"], row["B"])
-        sized.setdefault(key, {})[row["side"]] = row
-    for mode in MODES:
-        here = {k: v for k, v in sized.items() if k[0] == mode}
-        ratios = {
-            k: min(v[r]["median_ms"] for r in RIVALS if r in v) / v[OURS]["median_ms"]
-            for k, v in here.items()
-            if any(r in v for r in RIVALS)
+        size = f"L = {row['L']}, D = {row['D']}, B = {row['B']}"
+        sized.setdefault((row["mode"], size), {})[row["side"]] = row
+
+    def over(mode: str, column: str) -> dict[str, float]:
+        """The best rival's over ours, by size."""
+        return {
+            size: min(sides[r][column] for r in RIVALS if r in sides) / sides[OURS][column]
+            for (m, size), sides in sized.items()
+            if m == mode and any(r in sides for r in RIVALS)
         }
-        if ratios:
-            worst = min(ratios, key=lambda k: ratios[k])
-            met = sum(r >= 2 for r in ratios.values())
-            note = f"at L={worst[1]}, D={worst[2]}, B={worst[3]}; {met} of {len(ratios)} sizes pass"
-            name = f"latte {mode}: times faster than the best rival, worst size"
-            goals.append(Goal(name, 2.0, ratios[worst], True, note))
-    saved = {
-        k: v[OURS]["saved_mb"] / min(v[r]["saved_mb"] for r in RIVALS if r in v)
-        for k, v in sized.items()
-        if k[0] == MODES[1] and any(r in v for r in RIVALS)
-    }
-    if saved:
-        most = max(saved, key=lambda k: saved[k])
-        note = f"at L={most[1]}, D={most[2]}, B={most[3]}"
-        goals.append(
-            Goal("latte: saved activations over a rival's", 1 / 3, saved[most], False, note)
-        )
-    shares = {k: v[OURS]["of_copy"] for k, v in sized.items() if k[0] == "forward"}
-    if shares:
-        least = min(shares, key=lambda k: shares[k])
-        note = f"at L={least[1]}, D={least[2]}, B={least[3]}; best {max(shares.values()):.2f}"
-        goals.append(Goal("latte forward: share of copy bandwidth", 0.6, shares[least], True, note))
+
+    goals = []
+    for mode in MODES:
+        name = f"latte {mode}: times faster than the best rival, worst size"
+        goals += worst(name, 2.0, over(mode, "median_ms"), True)
+    saved = {size: 1 / x for size, x in over(MODES[1], "saved_mb").items()}
+    goals += worst("latte: saved activations over a rival's", 1 / 3, saved, False)
+    shares = {size: s[OURS]["of_copy"] for (mode, size), s in sized.items() if mode == MODES[0]}
+    goals += worst("latte forward: share of copy bandwidth", 0.6, shares, True)
     if OURS in wrong and any(r in wrong for r in RIVALS):
-        over = {
+        errors = {
             n: wrong[OURS][n] / min(wrong[r][n] for r in RIVALS if r in wrong) for n in wrong[OURS]
         }
-        name = max(over, key=lambda n: over[n])
-        goals.append(
-            Goal("latte: largest error over the best rival's", 1.0, over[name], False, name)
-        )
+        goals += worst("latte: largest error over the best rival's", 1.0, errors, False)
     return goals
 
 
+def warm(at: Place, number: int) -> None:
+    """Every fourth of the widths' comparisons and the recurrence's, once."""
+
+    def width(L: int, D: int) -> None:
+        *inputs, dy = make_inputs(at, 1, WARM_TOKENS, L, D)
+        for op in (latte(at.backend), *latte_rivals().values()):
+            call_of(MODES[1], op, inputs, dy)()
+
+    def recurrence() -> None:
+        op = rg_lru_rival()
+        if op is not None:
+            x = torch.randn(1, WARM_TOKENS, 768, device=at.device, dtype=at.dtype)
+            call_of(MODES[1], op, [x, x, x, x[0, 0]], x)()
+
+    jobs: list[Callable[[], None]] = [*(lambda s=s: width(*s) for s in WIDTHS), recurrence]
+    for job in jobs[number::WARMING]:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - the benchmark itself will say what is wrong
+            say(f"warming: {reason(error)}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    at = place(options(__doc__, 110).parse_args(argv))
+    parser = options(__doc__, 110)
+    parser.add_argument("--warm", type=int, choices=range(WARMING), help="compile, measure nothing")
+    args = parser.parse_args(argv)
+    at = place(args)
+    if args.warm is not None:
+        warm(at, args.warm)
+        return
     rivals = latte_rivals() if at.cuda else {}
     say(f"latte: {at.dtype}, H = {H}, {at.device}, backend {at.backend}")
     say(f"copy: {copy_bandwidth(at.device) / 1e9:.0f} GB/s read and written")
@@ -203,22 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for side, found in wrong.items():
         table.add({"side": side, "L": L, "D": D, **found})
         say(f"errors {side:18} " + ", ".join(f"{n[6:]} {e:.2e}" for n, e in found.items()))
-    table, left_out = at.table("gpu_latte.csv"), 0
-    for B, T, L, D in sizes(at.quick):
-        if at.left() <= 0:
-            left_out += 1
-            continue
-        for row in compare(at, rivals, B, T, L, D):
-            table.add(row)
-            say(
-                f"L = {L} D = {D:3} B = {B:2} {row['mode']:17} {row['side']:17} "
-                f"{row['median_ms']:8.3f} ms (p10 {row['p10_ms']:.3f}, p90 {row['p90_ms']:.3f}), "
-                f"{row['times_latte']:.2f} x latte, {100 * row['of_copy']:.0f}% of copy, "
-                f"saved {row['saved_mb']} MB"
-            )
-        forget()
-    if left_out:
-        say(f"out of time: {left_out} sizes left out (--budget)")
+    table = at.table("gpu_latte.csv")
+    for size in at.while_time(sizes(at.quick)):
+        rows_of_size(at, table, rivals, *size)
     at.goals("gpu_latte", goals_of(table.rows, wrong))
 
 

@@ -17,20 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import Row
-from gpu_common import (
-    MODES,
-    Place,
-    call_of,
-    forget,
-    measure,
-    normal,
-    options,
-    place,
-    reason,
-    say,
-)
-from records import Goal
+from gpu_common import Place, compare, normal, options, place, reason
+from records import MODES, Goal, Row, call_of, say, worst
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -118,41 +106,26 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
                 goals.append(Goal(name, target, rival / ours, True, f"{ours:.3f} ms"))
     for mode in MODES:
         over = {
-            T: ours / max(ms[mode, T, branch] for branch in BRANCHES)
+            f"T = {T}": ours / max(ms[mode, T, branch] for branch in BRANCHES)
             for (m, T, side), ours in ms.items()
             if m == mode and side == OURS and all((mode, T, b) in ms for b in BRANCHES)
         }
-        if over:
-            worst = max(over, key=lambda T: over[T])
-            name = f"macchiato {mode}: time over the slower of its branches, worst length"
-            goals.append(Goal(name, 1.15, over[worst], False, f"at T = {worst}"))
+        name = f"macchiato {mode}: time over the slower of its branches, worst length"
+        goals += worst(name, 1.15, over, False)
     return goals
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     at = place(options(__doc__, 70).parse_args(argv))
     say(f"macchiato: {at.dtype}, H = {H}, L = {L}, K = D = {K}, window {WINDOW}, {at.device}")
-    table, left_out = at.table("gpu_macchiato.csv"), 0
-    for T in (128, 256) if at.quick else LENGTHS:
-        for mode in MODES:
-            if at.left() <= 0:
-                left_out += 1
-                continue
-            times, failed = measure(at, sides_of(at, mode, T), budget=0.05 if at.quick else 0.3)
-            if OURS not in times:
-                raise RuntimeError(f"macchiato did not run: {failed[OURS]}")
-            for side, t in times.items():
-                row: Row = {"side": side, "mode": mode, "B": 1, "T": T, "H": H, "L": L, "D": K}
-                row |= {"dtype": str(at.dtype).removeprefix("torch."), **t.row()}
-                row |= {"times_macchiato": round(t.median / times[OURS].median, 3)}
-                table.add(row)
-                say(
-                    f"T = {T:6} {mode:17} {side:12} {t.median:9.3f} ms "
-                    f"(p10 {t.p10:.3f}, p90 {t.p90:.3f}), {row['times_macchiato']:.2f} x macchiato"
-                )
-            forget()
-    if left_out:
-        say(f"out of time: {left_out} lengths and modes left out (--budget)")
+    table = at.table("gpu_macchiato.csv")
+    lengths = (128, 256) if at.quick else LENGTHS
+    for T, mode in at.while_time((T, mode) for T in lengths for mode in MODES):
+        sizes = {"mode": mode, "B": 1, "T": T, "H": H, "L": L, "D": K}
+        if not compare(
+            at, table, OURS, sides_of(at, mode, T), sizes, ratio="times_macchiato", budget=0.3
+        ):
+            raise RuntimeError("macchiato did not run")
     at.goals("gpu_macchiato", goals_of(table.rows))
 
 

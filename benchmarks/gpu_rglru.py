@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import Row
-from gpu_common import MODES, Place, call_of, forget, measure, normal, options, place, say
+from gpu_common import Place, compare, normal, options, place
 from gpu_rivals import find, rg_lru_inputs, rg_lru_rival
-from records import Goal
+from records import MODES, Goal, Row, call_of, say, worst
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -78,14 +77,12 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     for op, rivals in RIVALS.items():
         for mode in MODES:
             ratios = {
-                B: min(ms[op, mode, B, s] for s in rivals if (op, mode, B, s) in ms) / ours
+                f"B = {B}": min(ms[op, mode, B, s] for s in rivals if (op, mode, B, s) in ms) / ours
                 for (o, m, B, side), ours in ms.items()
                 if (o, m, side) == (op, mode, op) and any((op, mode, B, s) in ms for s in rivals)
             }
-            if ratios:
-                worst = min(ratios, key=lambda B: ratios[B])
-                name = f"{op} {mode}: times faster than the best rival, worst size"
-                goals.append(Goal(name, 1.0, ratios[worst], True, f"at B = {worst}"))
+            name = f"{op} {mode}: times faster than the best rival, worst size"
+            goals += worst(name, 1.0, ratios, True)
     return goals
 
 
@@ -93,31 +90,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     at = place(options(__doc__, 40).parse_args(argv))
     tokens, width = (128, 16) if at.quick else (TOKENS, E)
     say(f"rglru: {at.dtype}, {width} channels, {tokens} tokens, {at.device}")
-    table, left_out, ops = at.table("gpu_rglru.csv"), 0, ops_of(at)
-    for B in (1, 2) if at.quick else BATCHES:
-        for op, sides in ops.items():
-            for mode in MODES:
-                if at.left() <= 0:
-                    left_out += 1
-                    continue
-                inputs, dy = make_inputs(at, op, B, tokens // B, width)
-                calls = {side: call_of(mode, fn, inputs, dy) for side, fn in sides.items()}
-                times, failed = measure(at, calls, budget=0.05 if at.quick else 0.2)
-                if op not in times:
-                    say(f"{op} is left out: {failed[op]}")
-                    continue
-                for side, t in times.items():
-                    row: Row = {"op": op, "side": side, "mode": mode, "B": B, "T": tokens // B}
-                    row |= {"E": width, "dtype": str(at.dtype).removeprefix("torch."), **t.row()}
-                    row |= {"times_ours": round(t.median / times[op].median, 3)}
-                    table.add(row)
-                    say(
-                        f"B = {B:2} {mode:17} {side:26} {t.median:8.3f} ms "
-                        f"(p10 {t.p10:.3f}, p90 {t.p90:.3f}), {row['times_ours']:.2f} x {op}"
-                    )
-        forget()
-    if left_out:
-        say(f"out of time: {left_out} sizes left out (--budget)")
+    table, ops = at.table("gpu_rglru.csv"), ops_of(at)
+    batches = (1, 2) if at.quick else BATCHES
+    for B, op, mode in at.while_time((B, op, m) for B in batches for op in ops for m in MODES):
+        inputs, dy = make_inputs(at, op, B, tokens // B, width)
+        calls = {side: call_of(mode, fn, inputs, dy) for side, fn in ops[op].items()}
+        sizes = {"op": op, "mode": mode, "B": B, "T": tokens // B, "E": width}
+        compare(at, table, op, calls, sizes, ratio="times_ours", budget=0.2)
     at.goals("gpu_rglru", goals_of(table.rows))
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_common import reason, say
+from gpu_common import reason
+from records import say
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -16,9 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from common import Row
-from gpu_common import Place, forget, measure, options, place, say
-from gpu_models import attention_by, make_model, parameters, tokens
+from gpu_common import (
+    Place,
+    attention_by,
+    forget,
+    make_model,
+    measure,
+    options,
+    parameters,
+    place,
+    tokens,
+)
+from records import Row, say
 
 from latte.ops import use_backend
 
@@ -58,13 +67,10 @@ def points(quick: bool) -> Iterator[tuple[str, int, int]]:
 def main(argv: Sequence[str] | None = None) -> None:
     at = place(options(__doc__, 80).parse_args(argv))
     say(f"runtime: {at.dtype}, {at.device}, backend {at.backend}")
-    table, left_out = at.table("gpu_runtime.csv"), 0
+    table = at.table("gpu_runtime.csv")
     models: dict[str, Any] = {}
     built = ""
-    for size, total, T in points(at.quick):
-        if at.left() <= 0:
-            left_out += 1
-            continue
+    for size, total, T in at.while_time(points(at.quick)):
         if size != built:
             models.clear()
             forget()
@@ -75,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for side, t in times.items():
             row: Row = {"side": side, "size": size, "B": B, "T": T}
             row |= {"parameters": parameters(models[side.partition(",")[0]])}
-            row |= {"dtype": str(at.dtype).removeprefix("torch."), **t.row()}
+            row |= {"dtype": at.precision, **t.row()}
             row |= {"tokens_per_s": round(total / (t.median / 1e3), 1)}
             faster = times[FLASH].median / t.median if FLASH in times else ""
             row |= {"times_faster_than_flash": faster and round(faster, 3)}
@@ -84,9 +90,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{size} T = {T:5} B = {B:2} {side:23} {t.median:9.2f} ms "
                 f"(p10 {t.p10:.2f}, p90 {t.p90:.2f}), {row['tokens_per_s']:.0f} tokens/s"
             )
-        forget()
-    if left_out:
-        say(f"out of time: {left_out} sizes and lengths left out (--budget)")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import Row
-from gpu_common import Place, forget, measure, options, place, reason, say, stop_if_broken
-from gpu_models import attention_by, make_model, parameters, tokens
-from records import Goal
+from gpu_common import (
+    Place,
+    attention_by,
+    forget,
+    make_model,
+    measure,
+    options,
+    parameters,
+    place,
+    reason,
+    stop_if_broken,
+    tokens,
+    wait,
+)
+from records import Goal, Row, say
 
-from latte.machine import flops_per_token, gpu_peak_flops
+from latte import machine
 from latte.ops import use_backend
 from latte.train.speed import compile_blocks
 
@@ -56,11 +67,11 @@ def peak_mb(at: Place, step: Callable[[], Any], before: int) -> float | str:
     """Most memory allocated during a step beyond what was there before; "" on a CPU."""
     if not at.cuda:
         return ""
-    torch.cuda.synchronize(at.device)
-    torch.cuda.reset_peak_memory_stats(at.device)
+    wait(at.device)
+    machine.reset_peak_memory(at.device)
     step()
-    torch.cuda.synchronize(at.device)
-    return round((torch.cuda.max_memory_allocated(at.device) - before) / 2**20, 1)
+    wait(at.device)
+    return round((machine.peak_memory_bytes(at.device) - before) / 2**20, 1)
 
 
 def compare(at: Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
@@ -69,7 +80,7 @@ def compare(at: Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
     peaks: dict[str, float | str] = {}
     for name in (OURS, RIVAL):
         try:
-            before = torch.cuda.memory_allocated(at.device) if at.cuda else 0
+            before = machine.memory_bytes(at.device)
             step = Training(at, name, size, compiled, B, T)
             step()
             peaks[name] = peak_mb(at, step, before)
@@ -79,12 +90,12 @@ def compare(at: Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
             say(f"  {name}, T = {T}, compiled {compiled}: {reason(error)}")
             forget()
     times, _ = measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
-    peak = gpu_peak_flops(torch.cuda.get_device_name(at.device)) if at.cuda else None
+    peak = machine.gpu_peak_flops(torch.cuda.get_device_name(at.device)) if at.cuda else None
     rows = []
     for name, t in times.items():
         rate = B * T / (t.median / 1e3)
         model = steps[name].model
-        flops = flops_per_token(model, T)
+        flops = machine.flops_per_token(model, T)
         row: Row = {"side": name, "compiled": compiled, "size": size, "B": B, "T": T}
         row |= {"parameters": parameters(model), "dtype": "bfloat16", **t.row()}
         row |= {"tokens_per_s": round(rate, 1), "peak_mb": peaks[name]}
@@ -123,26 +134,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"training: bf16 autocast, {at.device}, backend {at.backend}")
     size, total = ("tiny", 128) if at.quick else ("paper", TOKENS)
     lengths = (64,) if at.quick else LENGTHS
-    table, left_out = at.table("gpu_training.csv"), 0
+    table = at.table("gpu_training.csv")
     # Compiling takes long: everything plain first, for a run that is cut off.
-    for compiled in (False,) if at.quick else (False, True):
-        for T in lengths:
-            if at.left() <= 0:
-                left_out += 1
-                continue
-            for row in compare(at, size, total // T, T, compiled):
-                table.add(row)
-                share = "" if row["mfu"] == "" else f", MFU {100 * row['mfu']:.0f}%"
-                say(
-                    f"T = {T:5} {row['side']:14} compiled {compiled!s:5} "
-                    f"{row['tokens_per_s']:9.0f} tokens/s (step {row['median_ms']:.1f} ms, "
-                    f"p10 {row['p10_ms']:.1f}, p90 {row['p90_ms']:.1f}){share}, "
-                    f"peak {row['peak_mb']} MB"
-                )
-            forget()
-            torch._dynamo.reset()
-    if left_out:
-        say(f"out of time: {left_out} lengths left out (--budget)")
+    points = ((c, T) for c in ((False,) if at.quick else (False, True)) for T in lengths)
+    for compiled, T in at.while_time(points):
+        for row in compare(at, size, total // T, T, compiled):
+            table.add(row)
+            share = "" if row["mfu"] == "" else f", MFU {100 * row['mfu']:.0f}%"
+            say(
+                f"T = {T:5} {row['side']:14} compiled {compiled!s:5} "
+                f"{row['tokens_per_s']:9.0f} tokens/s (step {row['median_ms']:.1f} ms, "
+                f"p10 {row['p10_ms']:.1f}, p90 {row['p90_ms']:.1f}){share}, "
+                f"peak {row['peak_mb']} MB"
+            )
+        torch._dynamo.reset()
     at.goals("gpu_training", goals_of(table.rows))
 
 

@@ -1,72 +1,123 @@
-"""Rows of results: the machine they came from, the CSV files, and the goals."""
+"""What all the benchmarks share: options, calls, CSV files that name their machine, goals.
+
+Figures of a full run go to docs/figures, which the documentation shows; tables to
+benchmarks/results. A quick run's mean nothing: they go to build/benchmarks, as any other ``--out``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
-import datetime
-import functools
-import importlib.metadata
+import math
 import os
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from common import Row
+
+from latte.machine import CPU, describe, in_fresh_process
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+QUICK_RESULTS = ROOT / "build" / "benchmarks"
+FIGURES = ROOT / "docs" / "figures"
+# The last columns of every row; those of a GPU script begin with the first ones.
+MACHINE = ("threads", "cpu", "cores", "torch", "jax", "python", "latte", "date")
+OF_A_GPU = ("device", "cuda", "triton", "fla", "transformers")
+
+MODES = ("forward", "forward+backward")
+# The sizes of the goals on a CPU: heads, latents per head, value width.
+H, L, D = 8, 32, 64
+
+Row = dict[str, Any]
 
 
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
-def cpu_name() -> str:
-    """The processor's name, as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+# --- the command line ------------------------------------------------------------------------
 
 
-@functools.cache
-def _machine() -> Row:
-    import latte
+def parser(description: str | None, budget: float | None = None) -> argparse.ArgumentParser:
+    """The options that all the benchmarks have."""
+    lines = (description or "").strip().splitlines()
+    options = argparse.ArgumentParser(description=lines[0] if lines else None)
+    options.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to see that the script works (seconds)"
+    )
+    options.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the CSV files and figures (default: benchmarks/results and docs/figures; "
+        "with --quick build/benchmarks)",
+    )
+    what = "of timed calls per side, mode and size" if budget is None else "(default: %(default)g)"
+    options.add_argument("--budget", type=float, default=budget, help=f"seconds {what}")
+    return options
 
-    return {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "jax": version("jax"),
-        "python": platform.python_version(),
-        "latte": version("latte-attention") or getattr(latte, "__version__", ""),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+
+def output_folder(args: argparse.Namespace) -> Path:
+    """The folder that the results go to, made if need be."""
+    out: Path = args.out or (QUICK_RESULTS if args.quick else RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
-def machine() -> Row:
-    """Processor, threads, versions and date: the last columns of every row."""
-    return {"threads": torch.get_num_threads(), **_machine()}
+def use_all_threads() -> int:
+    """Give torch every core of this process, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return torch.get_num_threads()
+
+
+class Apart:
+    """`in_fresh_process`; of a quick run the first call alone, to see that it works."""
+
+    def __init__(self, quick: bool) -> None:
+        self.quick, self.calls = quick, 0
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.calls += 1
+        if self.quick and self.calls > 1:
+            return function(*arguments)
+        return in_fresh_process(function, *arguments)
+
+
+def call_of(
+    mode: str, op: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dy: torch.Tensor
+) -> Callable[[], Any]:
+    """A call of the op: the output, or the gradients of <dy, output> for all inputs."""
+    if mode == "forward":
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return op(*inputs)
+
+        return forward
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def columns(device: torch.device | None) -> Row:
+    """The machine and its versions; of a GPU script (any device) what its rows name besides."""
+    return describe(device or CPU, MACHINE if device is None else (*OF_A_GPU, *MACHINE))
 
 
 class Table:
-    """A CSV file that is written row by row, so that an interrupted run leaves what it has.
+    """A CSV file that is written row by row, so that an interrupted run leaves what it has."""
 
-    ``extra`` gives columns to stand before the machine's.
-    """
-
-    def __init__(self, path: Path, extra: Callable[[], Row] = dict) -> None:
-        self.path, self.extra = path, extra
+    def __init__(self, path: Path, device: torch.device | None = None) -> None:
+        self.path, self.device = path, device
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Append the row, with the machine's columns, to the file; the first one starts it."""
-        row = row | self.extra() | machine()
+        row = row | columns(self.device)
         with self.path.open("a" if self.rows else "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(row))
             if not self.rows:
@@ -79,6 +130,17 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV file, every value as text."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def exponent(tokens: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of the least-squares line through (log tokens, log value)."""
+    x, y = ([math.log(z) for z in zs] for zs in (tokens, values))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    moment = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return moment / sum((a - mean_x) ** 2 for a in x)
+
+
+# --- goals -------------------------------------------------------------------------------------
 
 
 class Goal(NamedTuple):
@@ -95,26 +157,31 @@ class Goal(NamedTuple):
         return self.measured >= self.target if self.at_least else self.measured <= self.target
 
 
-def write_goals(
-    path: Path, script: str, goals: Sequence[Goal], extra: Callable[[], Row] = dict
-) -> list[Row]:
+def worst(name: str, target: float, found: dict[str, float], at_least: bool) -> list[Goal]:
+    """The goal where it is missed most, of several sizes; none if nothing was measured."""
+    if not found:
+        return []
+    where = (min if at_least else max)(found, key=lambda size: found[size])
+    goals = [Goal(name, target, value, at_least) for value in found.values()]
+    note = f"at {where}; {sum(goal.met for goal in goals)} of {len(goals)} pass"
+    return [Goal(name, target, found[where], at_least, note)]
+
+
+def write_goals(path: Path, script: str, goals: Sequence[Goal], machine: Row) -> list[Row]:
     """Put this script's goals into a file beside the other scripts'; all of them."""
     kept = [row for row in read_rows(path) if row["script"] != script] if path.exists() else []
-    new = []
-    for goal in goals:
-        sign, verdict = ">=" if goal.at_least else "<=", "pass" if goal.met else "miss"
-        new.append(
-            {
-                "script": script,
-                "goal": goal.name,
-                "target": f"{sign} {goal.target:g}",
-                "measured": f"{goal.measured:.3f}",
-                "verdict": verdict,
-                "note": goal.note,
-                **extra(),
-                **machine(),
-            }
-        )
+    new = [
+        {
+            "script": script,
+            "goal": goal.name,
+            "target": f"{'>=' if goal.at_least else '<='} {goal.target:g}",
+            "measured": f"{goal.measured:.3f}",
+            "verdict": "pass" if goal.met else "miss",
+            "note": goal.note,
+            **machine,
+        }
+        for goal in goals
+    ]
     rows = sorted([*kept, *new], key=lambda row: row["script"])
     if rows:
         with path.open("w", newline="") as file:
@@ -126,16 +193,16 @@ def write_goals(
 
 def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
     """Put this script's goals into goals.csv and print the whole table."""
-    rows = write_goals(out / "goals.csv", script, goals)
-    if rows:
-        print_goals(rows)
+    print_goals(write_goals(out / "goals.csv", script, goals, columns(None)))
 
 
 def print_goals(rows: Sequence[Row]) -> None:
     """The table of goals, targets and verdicts."""
-    columns = ("goal", "target", "measured", "verdict", "note")
-    widths = [max(len(c), *(len(str(row[c])) for row in rows)) for c in columns]
+    if not rows:
+        return
+    shown = ("goal", "target", "measured", "verdict", "note")
+    widths = [max(len(c), *(len(str(row[c])) for row in rows)) for c in shown]
     print()
-    for row in ({c: c for c in columns}, *rows):
-        cells = (str(row[c]).ljust(w) for c, w in zip(columns, widths, strict=True))
+    for row in ({c: c for c in shown}, *rows):
+        cells = (str(row[c]).ljust(w) for c, w in zip(shown, widths, strict=True))
         print("  ".join(cells).rstrip())

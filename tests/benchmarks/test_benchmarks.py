@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import common
 import listing1
 import pytest
 import records
@@ -55,7 +54,7 @@ def test_scaling(tmp_path, environment):
     assert len(rows) == 4
     # Inputs and outputs alone: q and k of L, v and out of D, in fp32.
     for row in rows:
-        least = int(row["tokens"]) * common.H * 2 * (common.L + common.D) * 4
+        least = int(row["tokens"]) * records.H * 2 * (records.L + records.D) * 4
         assert float(row["peak_process_mb"]) * 2**20 > least
     goals = records.read_rows(tmp_path / "goals.csv")
     assert {goal["script"] for goal in goals} == {"cpu_scaling"} and len(goals) == 4
@@ -90,36 +89,7 @@ def test_listing_1_is_latte(mode):
 
 def test_exponent_of_a_power_law():
     tokens = [4096 * 2**i for i in range(7)]
-    assert common.exponent(tokens, [3e-4 * t**1.25 for t in tokens]) == pytest.approx(1.25)
-
-
-def test_statistics():
-    times = common.Times.of([0.003, 0.001, 0.002, 0.005, 0.004])
-    assert times == pytest.approx((3.0, 1.4, 4.6, 1.0, 5))
-
-
-def test_sides_take_turns():
-    calls = []
-    sides = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
-    times = common.interleave(sides, budget=1e-9)
-    # One call to warm up, as it is over the budget; then one call in each of three rounds.
-    assert calls == ["a", "b"] * 4
-    assert [t.calls for t in times.values()] == [3, 3]
-
-
-def test_peak_memory_is_of_the_child_alone(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import json, sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport common\n"
-        "job = common.child_job()\nbefore = common.resident_bytes()\ncommon.reset_peak()\n"
-        "kept = bytearray(job['bytes'])\n"
-        "print(json.dumps({'net': common.peak_bytes() - before}))\n"
-    )
-    ballast = bytearray(300_000_000)
-    net = [common.in_fresh_process(str(script), {"bytes": n})["net"] for n in (1000, 50_000_000)]
-    assert len(ballast) == 300_000_000
-    assert net[0] < 10_000_000
-    assert 49_000_000 < net[1] < 60_000_000
+    assert records.exponent(tokens, [3e-4 * t**1.25 for t in tokens]) == pytest.approx(1.25)
 
 
 def test_goals_of_several_scripts_are_kept(tmp_path, capsys):
@@ -132,6 +102,14 @@ def test_goals_of_several_scripts_are_kept(tmp_path, capsys):
     verdicts = {row["script"]: (row["measured"], row["verdict"]) for row in rows}
     assert verdicts == {"one": ("2.000", "miss"), "two": ("1.200", "miss")}
     assert "too steep" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_worst_of_several_sizes_is_the_goal():
+    (goal,) = records.worst("faster", 2.0, {"T = 1": 3.0, "T = 2": 1.5}, True)
+    assert (goal.measured, goal.met, goal.note) == (1.5, False, "at T = 2; 1 of 2 pass")
+    (goal,) = records.worst("memory", 2.0, {"T = 1": 3.0, "T = 2": 1.5}, False)
+    assert (goal.measured, goal.met, goal.note) == (3.0, False, "at T = 1; 1 of 2 pass")
+    assert records.worst("nothing ran", 2.0, {}, True) == []
 
 
 def test_interrupted_runs_leave_their_rows(tmp_path):

@@ -2,11 +2,11 @@
 
 import sys
 
+import figures
 import gpu_check
 import gpu_common
 import gpu_correctness
 import gpu_decode
-import gpu_figures
 import gpu_latte
 import gpu_macchiato
 import gpu_rglru
@@ -15,9 +15,9 @@ import gpu_runtime
 import gpu_training
 import pytest
 import torch
-from common import Times
-from records import read_rows
+from records import MODES, read_rows
 
+from latte.machine import Times
 from latte.ops import causal_conv1d, latte_attention, rg_lru
 
 MACHINE = {"device", "cuda", "triton", "fla", "transformers", "torch", "python", "latte", "date"}
@@ -34,7 +34,7 @@ def rows_of(script, out, columns, *more):
     rows = read_rows(out / f"{script.__name__}.csv")
     assert rows and set(rows[0]) >= columns | MACHINE
     assert all(row["device"] == "cpu" and row["torch"] == torch.__version__ for row in rows)
-    (figure,) = gpu_figures.draw_all(out)
+    (figure,) = figures.draw_all(out)
     assert figure.name == f"{script.__name__}.png"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size < 200_000
     return rows
@@ -47,9 +47,7 @@ def a_place(tmp_path, **changes):
 
 def test_latte(tmp_path, capsys):
     rows = rows_of(gpu_latte, tmp_path, TIMES | {"side", "mode", "times_latte", "saved_mb"})
-    assert {(r["mode"], r["B"]) for r in rows} == {
-        (mode, B) for mode in gpu_common.MODES for B in ("1", "2")
-    }
+    assert {(r["mode"], r["B"]) for r in rows} == {(mode, B) for mode in MODES for B in ("1", "2")}
     for row in rows:
         # q, k and v of 64 tokens, 8 heads, 16 wide, fp32: saved once each, and not much more.
         assert 3 * 64 * 8 * 16 * 4 <= float(row["saved_mb"]) * 2**20 * 1.01 <= 4 * 64 * 8 * 16 * 4
@@ -64,7 +62,7 @@ def test_macchiato(tmp_path):
     rows = rows_of(gpu_macchiato, tmp_path, TIMES | {"side", "mode", "times_macchiato"})
     sides = {"macchiato", "its latents", "its window", "flash"}
     found = {(r["mode"], r["side"]) for r in rows}
-    assert found == {(m, s) for m in gpu_common.MODES for s in sides} | {("forward", "flex window")}
+    assert found == {(m, s) for m in MODES for s in sides} | {("forward", "flex window")}
     goals = read_rows(tmp_path / gpu_common.TARGETS)
     assert {g["target"] for g in goals} == {"<= 1.15"}
 
@@ -179,8 +177,10 @@ def test_a_failed_check_or_part_gives_exit_code_1(tmp_path, monkeypatch):
 
 def test_a_part_beyond_its_time_is_ended():
     line = [sys.executable, "-c", "import time; time.sleep(60)"]
-    slow = gpu_check.Running("slow", line, 0.0)
-    assert slow.ended() and slow.broken() == "out of time"
+    assert gpu_check.run(line, 0.1) == "out of time"
+    assert gpu_check.run([sys.executable, "-c", "raise SystemExit(3)"], 60) == (
+        "ended with exit code 3"
+    )
 
 
 @pytest.mark.parametrize(
