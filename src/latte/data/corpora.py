@@ -13,8 +13,9 @@ import lzma
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from latte.data.embedded import EmbeddedSource
 from latte.data.files import FileSource, Meter, find_files, kind_of
@@ -77,15 +78,15 @@ def _document_chance(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
-class HashSplit:
-    """The documents of a source whose hash falls below ``held_out``, or the others.
+class SourcePart:
+    """One side of a source that is split in two, the held-out one if ``validation``."""
 
-    A copy of a document falls on the side of the original, whatever its case or white space.
-    """
+    kind: ClassVar[str]  # how it is split
+    held_out_name: ClassVar[str]
 
     def __init__(self, source: Source, held_out: float, validation: bool) -> None:
         self._source, self._held_out, self._validation = source, held_out, validation
-        self.name = f"{source.name} ({'held out' if validation else 'train'})"
+        self.name = f"{source.name} ({self.held_out_name if validation else 'train'})"
         self.unit = source.unit
 
     @property
@@ -93,8 +94,20 @@ class HashSplit:
         return self._source.total
 
     def fingerprint(self) -> str:
-        parts = f"hash {self._held_out!r} {self._validation} {self._source.fingerprint()}"
-        return hashlib.sha256(parts.encode()).hexdigest()
+        how = f"{self.kind} {self._held_out!r} {self._validation}"
+        return hashlib.sha256(f"{how} {self._source.fingerprint()}".encode()).hexdigest()
+
+    def documents(self, meter: Meter | None = None) -> Iterator[str]:
+        raise NotImplementedError
+
+
+class HashSplit(SourcePart):
+    """The documents of a source whose hash falls below ``held_out``, or the others.
+
+    A copy of a document falls on the side of the original, whatever its case or white space.
+    """
+
+    kind, held_out_name = "hash", "held out"
 
     def documents(self, meter: Meter | None = None) -> Iterator[str]:
         for text in self._source.documents(meter):
@@ -102,17 +115,10 @@ class HashSplit:
                 yield text
 
 
-class TailSplit:
+class TailSplit(SourcePart):
     """A single text file, cut at a line's end: the last ``held_out`` of it, or what precedes."""
 
-    def __init__(self, source: Source, held_out: float, validation: bool) -> None:
-        self._source, self._held_out, self._validation = source, held_out, validation
-        self.name = f"{source.name} ({'last part' if validation else 'train'})"
-        self.unit, self.total = source.unit, source.total
-
-    def fingerprint(self) -> str:
-        parts = f"tail {self._held_out!r} {self._validation} {self._source.fingerprint()}"
-        return hashlib.sha256(parts.encode()).hexdigest()
+    kind, held_out_name = "tail", "last part"
 
     def documents(self, meter: Meter | None = None) -> Iterator[str]:
         for text in self._source.documents(meter):
@@ -180,27 +186,21 @@ def open_corpus(
     if is_hub:
         if validation is not None:
             raise LatteError("a 'hub:' corpus takes validation_split, not validation")
-        name = str(spec)[len(PREFIX) :]
-
-        def source(part: str) -> HubSource:
-            return HubSource(
-                name,
-                config=config,
-                split=part,
-                column=field,
-                revision=revision,
-                data_files=data_files,
-                cache_dir=cache_dir,
-            )
-
+        source = partial(
+            HubSource,
+            str(spec)[len(PREFIX) :],
+            config=config,
+            column=field,
+            revision=revision,
+            data_files=data_files,
+            cache_dir=cache_dir,
+        )
         if validation_split == split:
             raise LatteError(f"validation_split must differ from split, both are {split!r}")
         if validation_split is not None:
-            return Corpus(str(spec), source(split), source(validation_split))
-        whole: Source = source(split)
-        return Corpus(
-            str(spec), HashSplit(whole, held_out, False), HashSplit(whole, held_out, True)
-        )
+            validation_source = source(split=validation_split)
+            return Corpus(str(spec), source(split=split), validation_source)
+        return _split(str(spec), source(split=split), HashSplit, held_out)
     if isinstance(spec, str) and spec == "embedded":
         if validation is not None:
             raise LatteError("the embedded corpus has its own held-out part: drop validation")
@@ -215,8 +215,11 @@ def open_corpus(
             raise LatteError(f"{min(both)}: in both the training and the validation files")
         return Corpus(title, files, FileSource(others, field))
     single_text = len(paths) == 1 and kind_of(paths[0])[0] in (".txt", ".md", ".py")
-    cut = TailSplit if single_text else HashSplit
-    return Corpus(title, cut(files, held_out, False), cut(files, held_out, True))
+    return _split(title, files, TailSplit if single_text else HashSplit, held_out)
+
+
+def _split(name: str, whole: Source, part: type[SourcePart], held_out: float) -> Corpus:
+    return Corpus(name, part(whole, held_out, False), part(whole, held_out, True))
 
 
 class CorpusBar:

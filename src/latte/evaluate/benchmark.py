@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from latte import machine, ops
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
 from latte.models.registry import find_model, other_models
@@ -100,8 +100,7 @@ def check(settings: Settings) -> list[Case]:
     try:
         torch.empty(1, device=settings.place)
     except (RuntimeError, AssertionError) as error:
-        line = " ".join(str(error).split())
-        raise LatteError(f"device {settings.device!r} cannot be used: {line[:200]}") from None
+        raise LatteError(f"device {settings.device!r} cannot be used: {one_line(error)}") from None
     for name in settings.models:
         find_model(name).check()
     cases = [Case("op", n, m) for m in settings.modes for n in settings.ops if m != "decode"]
@@ -206,7 +205,7 @@ def _peaks(case: Case, settings: Settings) -> dict[int, float] | str:
             return in_fresh_process(measure_memory, case, settings)
         return measure_memory(case, settings)
     except (WorkFailed, torch.OutOfMemoryError) as error:
-        return f"memory: {' '.join(str(error).split())[:120]}"
+        return f"memory: {one_line(error)[:120]}"
 
 
 def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
@@ -228,8 +227,7 @@ def _refused(case: Case, settings: Settings) -> None:
     try:
         _maker(case, settings)(WARM_UP)()
     except (ValueError, TypeError) as error:
-        line = " ".join(str(error).split())
-        raise LatteError(f"{case.name}, {case.mode}: {line}") from None
+        raise LatteError(f"{case.name}, {case.mode}: {one_line(error)}") from None
 
 
 def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:

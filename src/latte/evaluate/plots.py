@@ -11,18 +11,22 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
+def note(
+    axis: Any, text: str, at: tuple[float, float], units: Any, offset: tuple[int, int], **style: Any
+) -> None:
+    """A small text near a point.
+
+    Args:
+        at: the point, in `units`, such as ("axes fraction", "data").
+        offset: from there to the text, in typographic points.
+    """
+    style = {"fontsize": 8, "color": "#555555"} | style
+    axis.annotate(text, at, xycoords=units, xytext=offset, textcoords="offset points", **style)
+
+
 def note_on_line(axis: Any, value: float, text: str) -> None:
     """A small text at the right end of a horizontal line, just above it."""
-    axis.annotate(
-        text,
-        (1, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color="#555555",
-    )
+    note(axis, text, (1, value), ("axes fraction", "data"), (-4, 3), ha="right")
 
 
 def evaluation_figure(
@@ -129,17 +133,8 @@ def draw_lengths(
         note_on_line(axis, value, f"{label} {value:.2f}")
     if train_length is not None:
         axis.axvline(train_length, color="#777777", linewidth=1, linestyle=":")
-        axis.annotate(
-            "training length",
-            (train_length, 0.98),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            rotation=90,
-            va="top",
-            fontsize=8,
-            color="#555555",
-        )
+        at, units = (train_length, 0.98), ("data", "axes fraction")
+        note(axis, "training length", at, units, (4, 0), rotation=90, va="top")
     axis.set_xlabel("context length (tokens)")
     axis.set_ylabel("held-out bits per byte")
     axis.set_title("The same text at several context lengths")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from latte.evaluate.plots import canvas, save
+from latte.evaluate.plots import canvas, note, save
 from latte.inspect.statistics import UNUSED, Share, Summary, Usage
 
 MUTED = "#6b7280"
@@ -61,17 +61,9 @@ def collapse_figure(path: Path, rows: Sequence[Usage], title: str) -> None:
     )
     bar.ax.axhline(1, color="white", linewidth=1)
     count = int((grid[int(windowed) :] < UNUSED).sum())
-    axis.annotate(
-        f"x: below {UNUSED:.0%} of an equal share; {count} of {latents * len(heads)} latents",
-        (1, -0.01),
-        xycoords="axes fraction",
-        xytext=(0, -24),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color=MUTED,
-    )
+    words = f"x: below {UNUSED:.0%} of an equal share; {count} of {latents * len(heads)} latents"
+    look = {"ha": "right", "va": "top", "color": MUTED}
+    note(axis, words, (1, -0.01), "axes fraction", (0, -24), **look)
     save(figure, path)
 
 
@@ -104,17 +96,9 @@ def effective_figure(path: Path, rows: Sequence[Summary], title: str) -> None:
         )
     latents = max(row.latents for row in rows)
     axis.axhline(latents, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axis.annotate(
-        f"all {latents} latents alike",
-        (1, latents),
-        xycoords=("axes fraction", "data"),
-        xytext=(-2, -3),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color=MUTED,
-    )
+    look = {"ha": "right", "va": "top", "color": MUTED}
+    units = ("axes fraction", "data")
+    note(axis, f"all {latents} latents alike", (1, latents), units, (-2, -3), **look)
     axis.set_xticks(range(len(layers)), [str(layer) for layer in layers])
     axis.set(xlabel="layer", ylabel="effective number of latents", ylim=(0, latents * 1.08))
     axis.set_title(title, fontsize=11)
@@ -157,26 +141,12 @@ def share_figure(
     left.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     left.axhline(equal, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     # The words stand outside the axes: inside, lines may run anywhere.
-    marks: list[tuple[Any, ...]] = [
-        ("equal\nshare", (1, equal), ("axes fraction", "data"), (3, 0), "left", "center")
-    ]
+    at, units = (1, equal), ("axes fraction", "data")
+    note(left, "equal\nshare", at, units, (3, 0), ha="left", va="center", color=MUTED)
     if width is not None:
         left.axvline(width, color=MUTED, linewidth=1, linestyle=":")
-        marks.append(
-            ("window full", (width, 1), ("data", "axes fraction"), (0, 2), "center", "bottom")
-        )
-    for text, place_, coordinates, offset, across, along in marks:
-        left.annotate(
-            text,
-            place_,
-            xycoords=coordinates,
-            xytext=offset,
-            textcoords="offset points",
-            ha=across,
-            va=along,
-            fontsize=8,
-            color=MUTED,
-        )
+        at, units = (width, 1), ("data", "axes fraction")
+        note(left, "window full", at, units, (0, 2), ha="center", va="bottom", color=MUTED)
     left.set(xlabel="position (tokens)", ylabel="p(l=0), mean over heads", ylim=(0, 1))
     if len(layers) <= MOST_IN_LEGEND:
         left.legend(

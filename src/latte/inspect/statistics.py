@@ -10,6 +10,7 @@ tokens apart by none: it is the ratio of the two that shows a division of labour
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,16 +43,16 @@ class Summary:
 
     layer: int
     head: int
-    latents: int
-    window_share: float | None  # mean of p(l=0|t)
-    effective_states: float | None
-    effective_states_per_token: float | None
-    effective_latents: float | None  # over l >= 1, renormalised
-    effective_latents_per_token: float | None
-    unused_latents: int | None  # below 1% of an equal share of all states
-    unused_among_latents: int | None  # below 1% of an equal share of the latents' own mass
-    effective_sources: float  # of p(s|t), per token, over the tokens shown
-    mean_distance: float  # of p(s|t), tokens back, over the tokens shown
+    latents: int = 0
+    window_share: float | None = None  # mean of p(l=0|t)
+    effective_states: float | None = None
+    effective_states_per_token: float | None = None
+    effective_latents: float | None = None  # over l >= 1, renormalised
+    effective_latents_per_token: float | None = None
+    unused_latents: int | None = None  # below 1% of an equal share of all states
+    unused_among_latents: int | None = None  # below 1% of an equal share of the latents' own mass
+    effective_sources: float = math.nan  # of p(s|t), per token, over the tokens shown
+    mean_distance: float = math.nan  # of p(s|t), tokens back, over the tokens shown
 
 
 @dataclass(frozen=True)
@@ -72,23 +73,12 @@ def usage_rows(inspection: Inspection) -> list[Usage]:
         if mixing.states_THS is None:
             continue
         p_THS = mixing.states_THS.double()
-        mean_HS, largest_HS = p_THS.mean(0), p_THS.amax(0)
-        distance_HS = _distances(mixing, inspection.shown)
+        found = (p_THS.mean(0), p_THS.amax(0), _distances(mixing, inspection.shown))
         for head in range(mixing.heads):
-            for index, state in enumerate(mixing.names):
-                relative = float(mean_HS[head, index]) * len(mixing.names)
-                rows.append(
-                    Usage(
-                        layer,
-                        head,
-                        state,
-                        float(mean_HS[head, index]),
-                        relative,
-                        float(largest_HS[head, index]),
-                        float(distance_HS[head, index]),
-                        relative < UNUSED,
-                    )
-                )
+            numbers = (x_HS[head].tolist() for x_HS in found)
+            for state, mean, largest, back in zip(mixing.names, *numbers, strict=True):
+                share = mean * len(mixing.names)
+                rows.append(Usage(layer, head, state, mean, share, largest, back, share < UNUSED))
     return rows
 
 
@@ -98,30 +88,30 @@ def summary_rows(inspection: Inspection) -> list[Summary]:
     for layer, mixing in inspection.layers.items():
         for head in range(mixing.heads):
             sources, distance = _sources(mixing, head, inspection.shown)
+            shared = {"effective_sources": sources, "mean_distance": distance}
             if mixing.states_THS is None:
-                nothing = (None,) * 7
-                rows.append(Summary(layer, head, 0, *nothing, sources, distance))
+                rows.append(Summary(layer, head, **shared))
                 continue
             p_TS = mixing.states_THS[:, head].double()
             mean_S = p_TS.mean(0)
             has_window = mixing.names[0] == 0
             latent_TL, latent_L = (x[..., int(has_window) :] for x in (p_TS, mean_S))
-            rows.append(
-                Summary(
-                    layer,
-                    head,
-                    mixing.latents,
-                    float(mean_S[0]) if has_window else None,
-                    _effective(mean_S[None]),
-                    _effective(p_TS),
-                    _effective(latent_L[None]),
-                    _effective(latent_TL),
-                    int((latent_L * len(mean_S) < UNUSED).sum()),
-                    int((latent_L * mixing.latents < UNUSED * latent_L.sum()).sum()),
-                    sources,
-                    distance,
-                )
+            row = Summary(
+                layer,
+                head,
+                latents=mixing.latents,
+                window_share=float(mean_S[0]) if has_window else None,
+                effective_states=_effective(mean_S[None]),
+                effective_states_per_token=_effective(p_TS),
+                effective_latents=_effective(latent_L[None]),
+                effective_latents_per_token=_effective(latent_TL),
+                unused_latents=int((latent_L * len(mean_S) < UNUSED).sum()),
+                unused_among_latents=int(
+                    (latent_L * mixing.latents < UNUSED * latent_L.sum()).sum()
+                ),
+                **shared,
             )
+            rows.append(row)
     return rows
 
 
