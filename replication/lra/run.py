@@ -61,7 +61,7 @@ class LRASweep(Sweep):
         """Raise LatteError for a checkpoint that no run can begin with, and write nothing."""
         import torch
 
-        from latte.evaluate.checkpoint import load_encoder
+        from replication.lra.initial import load_encoder
         from replication.lra.training import fresh_model
 
         with torch.random.fork_rng():

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from latte.compare.grid import csv_text
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_encoder
 from latte.train.run_folder import write_text
 from replication.grids import model_config
 from replication.loop import Log, Loop, autocast
 from replication.lra.data import Examples, Task
+from replication.lra.initial import load_encoder
 from replication.lra.pairs import LatteForPairClassification
 from replication.lra.recipe import LRARun, LRATraining
 

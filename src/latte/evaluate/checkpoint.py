@@ -65,10 +65,10 @@ def load_checkpoint(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_checkpoint(path)
-    config = _load_config(folder)
+    config = load_config(folder)
     if mixing is not None:
         _set_mixing(config, mixing, folder)
-    _check_weights(folder)
+    check_weights(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -108,67 +108,6 @@ def load_checkpoint(
     return model.eval(), _load_tokenizer(folder)
 
 
-# Fields of a config by which weights of the same shapes compute something else. Whether both sides
-# are read is left to the classifier.
-DECISIVE = (
-    "mixer", "latent_input", "num_attention_heads", "norm", "norm_eps", "mlp", "position",
-    "rope_theta", "attn_logit_softcapping", "feature_map", "embedding_scale",
-)  # fmt: skip
-
-
-def load_encoder(model: Any, path: str | Path) -> list[str]:
-    """Give a classifier the encoder of a checkpoint of Latte, and its head if it fits.
-
-    The encoder's weights, those under `model.`, must all be there with the same shapes: a language
-    model of bytes, or the same classifier trained on shorter sequences.
-
-    Returns:
-        the names of the weights that are the model's own, those of a head that did not fit.
-
-    Raises:
-        LatteError: no checkpoint, a damaged one, a model of another kind, weights of other
-            shapes, or a field by which the same weights compute something else; the first one is
-            named.
-    """
-    from safetensors.torch import load_file
-
-    folder = find_checkpoint(path)
-    config = _load_config(folder)
-    if config.model_type != model.config.model_type:
-        raise LatteError(
-            f"checkpoint {folder} holds a model of another kind: expected"
-            f" {model.config.model_type!r}, found {config.model_type!r}"
-        )
-    windowed = "sliding_window" in getattr(config, "mixer_uses", ())
-    for name in (*DECISIVE, "sliding_window") if windowed else DECISIVE:
-        there, here = getattr(config, name, None), getattr(model.config, name, None)
-        if there != here:
-            raise LatteError(
-                f"checkpoint {folder} does not fit: {name} is {there!r} there and {here!r} here"
-            )
-    _check_weights(folder)
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    own, fresh = model.state_dict(), []
-    for name, value in own.items():
-        there = tuple(found[name].shape) if name in found else None
-        if there == tuple(value.shape):
-            own[name] = found[name]
-        elif name.startswith(f"{model.base_model_prefix}."):
-            raise LatteError(
-                f"checkpoint {folder} does not fit: {name} is {there or 'missing'} there and"
-                f" {tuple(value.shape)} here"
-            )
-        else:
-            fresh.append(name)
-    for name in found:
-        if name not in own and name.startswith(f"{model.base_model_prefix}."):
-            raise LatteError(f"checkpoint {folder} does not fit: {name} is there and not here")
-    model.load_state_dict(own)
-    return fresh
-
-
 def training_recipe(path: str | Path) -> Recipe | None:
     """The recipe that a checkpoint was trained by, if it is there."""
     file = find_checkpoint(path) / "recipe.json"
@@ -180,7 +119,8 @@ def training_recipe(path: str | Path) -> Recipe | None:
         raise LatteError(f"{file} is damaged: {one_line(error)}") from None
 
 
-def _load_config(folder: Path) -> Any:
+def load_config(folder: Path) -> Any:
+    """The configuration in a checkpoint's folder. Raises LatteError if it is damaged."""
     from transformers import AutoConfig
 
     try:
@@ -221,7 +161,7 @@ def _set_mixing(config: Any, mixing: str, folder: Path) -> None:
     config.mixing = mixing
 
 
-def _check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> None:
     """The safetensors files are there, whole, and (if a manifest is there) as they were written."""
     from safetensors import SafetensorError, safe_open
 

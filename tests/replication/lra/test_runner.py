@@ -327,8 +327,8 @@ def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, ca
 def test_a_language_model_is_a_beginning_for_a_causal_classifier(
     recipe_file: Path, tmp_path: Path
 ) -> None:
-    from latte.evaluate.checkpoint import load_encoder
     from latte.models import LatteForCausalLM, preset_config
+    from replication.lra.initial import load_encoder
 
     run = runs(load(recipe_file, ["shared.is_causal=true"]))[0]
     fields = {name: value for name, value in run.config.items() if name != "num_labels"}
