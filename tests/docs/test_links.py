@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+
+import pytest
 
 
 def slugs(text):
@@ -50,17 +53,50 @@ def test_every_recipe_is_listed(read, root):
 
 
 def defined(path, name):
-    text = path.read_text(encoding="utf-8")
-    return re.search(rf"^(?:def|class) {re.escape(name)}\b", text, re.M) is not None
+    """Whether a file has a function, a class or (`Class.method`) a method of that name."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [
+            node
+            for node in nodes
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
+        ]
+        if not found:
+            return False
+        nodes = found[0].body
+    return True
+
+
+def located(root, file):
+    """The path of a file that a document names: of the package where no other folder is said."""
+    elsewhere = ("benchmarks", "docs", "examples", "replication", "src", "tests")
+    return root / file if file.split("/")[0] in elsewhere else root / "src/latte" / file
 
 
 def test_functions_and_tests_named_exist(document, root):
-    for file, name in re.findall(r"`([\w/.-]+\.py)::(\w+)`", document.text):
-        path = root / file if file.startswith("tests/") else root / "src/latte" / file
-        assert path.is_file(), f"{document.name}: {file}"
-        assert defined(path, name), f"{document.name}: {file}::{name}"
-    for file in re.findall(r"`((?:benchmarks|docs|tests|src)/[\w/.-]+\.py)`", document.text):
+    for file, name in re.findall(r"`([\w/.-]+\.py)::([\w.]+)`", document.text):
+        assert located(root, file).is_file(), f"{document.name}: {file}"
+        assert defined(located(root, file), name), f"{document.name}: {file}::{name}"
+    for file in re.findall(
+        r"`((?:benchmarks|docs|examples|replication|src|tests)/[\w/.-]+\.py)`", document.text
+    ):
         assert (root / file).is_file(), f"{document.name}: {file}"
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/paper-to-code.md"])
+def test_files_and_folders_named_exist(name, read, root):
+    """On the pages that say where things are, also without a name in them, folders too."""
+    text = read(name).text
+    named = re.findall(r"`([\w/.-]+\.py)`", text) + re.findall(r"`((?:\w+/)+)`", text)
+    assert named and not [file for file in named if not located(root, file).exists()]
+
+
+def test_every_room_is_in_the_picture(read, root):
+    (_, picture), *_ = read("docs/architecture.md").blocks("text")
+    rooms = [
+        path.name for path in (root / "src/latte").iterdir() if (path / "__init__.py").exists()
+    ]
+    assert rooms and not [room for room in rooms if not re.search(rf"\b{room}\b", picture)]
 
 
 def test_the_paper_table_is_there(read):
