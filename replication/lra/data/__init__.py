@@ -14,19 +14,13 @@ from typing import Any
 
 from latte.errors import LatteError
 from replication.lra.data.examples import Balance, Examples, Task, TaskOptions, class_balance
-from replication.lra.data.image import ImageOptions, load_image
-from replication.lra.data.listops import ListOpsOptions, load_listops
-from replication.lra.data.pathfinder import PathfinderOptions, load_pathfinder
-from replication.lra.data.retrieval import RetrievalOptions, load_retrieval
-from replication.lra.data.text import TextOptions, load_text
+from replication.lra.data.image import ImageOptions
+from replication.lra.data.listops import ListOpsOptions
+from replication.lra.data.pathfinder import PathfinderOptions
+from replication.lra.data.text import RetrievalOptions, TextOptions
 
-OPTIONS: dict[str, type[Any]] = {
-    "listops": ListOpsOptions,
-    "text": TextOptions,
-    "retrieval": RetrievalOptions,
-    "image": ImageOptions,
-    "pathfinder": PathfinderOptions,
-}
+KINDS = (ListOpsOptions, TextOptions, RetrievalOptions, ImageOptions, PathfinderOptions)
+OPTIONS: dict[str, type[Any]] = {kind.name: kind for kind in KINDS}
 
 __all__ = [
     "OPTIONS",
@@ -54,7 +48,7 @@ def options_of(name: str) -> type[Any]:
 
 def load_task(
     name: str,
-    options: Any,
+    options: TaskOptions,
     cache: str | os.PathLike[str],
     progress: bool = False,
     workers: int = 1,
@@ -67,14 +61,5 @@ def load_task(
     kind = options_of(name)
     if not isinstance(options, kind):
         raise LatteError(f"task {name}: expected {kind.__name__}, got {type(options).__name__}")
-    folder = Path(cache).expanduser()
-    match options:
-        case ListOpsOptions():
-            return load_listops(options, folder, progress, workers)
-        case PathfinderOptions():
-            return load_pathfinder(options, folder, progress, workers)
-        case RetrievalOptions():
-            return load_retrieval(options)
-        case ImageOptions():
-            return load_image(options)
-    return load_text(options)
+    options.check()
+    return options.load(Path(cache).expanduser(), progress, workers)

@@ -1,19 +1,34 @@
-"""Labelled token sequences of different lengths, in one array, and batches of them.
+"""Labelled token sequences of different lengths, batches of them, and tasks made of them.
+
+Generated tasks are made once, by several processes if wanted, and kept in a folder.
 
 B: examples of a batch, T: tokens of its longest one, N: examples, S: tokens of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+import contextlib
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from latte.errors import LatteError
+
+BLOCK = 1024  # results that are computed ahead of their use, at most
+SPLITS = ("train", "validation", "test")
+Tell = Callable[[int], object]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,9 @@ class TaskOptions(Protocol):
     def check(self) -> None:
         """Raise LatteError for impossible values."""
 
+    def load(self, cache: Path, progress: bool = False, workers: int = 1) -> Task:
+        """The splits. What is generated, by `workers` processes, is kept in `cache`."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -132,3 +150,98 @@ def class_balance(examples: Examples, classes: int) -> Balance:
     """The class counts of a split."""
     counts = np.bincount(examples.labels_N, minlength=classes)
     return Balance(tuple(int(count) for count in counts))
+
+
+# ---- generated tasks
+
+
+def in_order(function: Callable[[int], R], workers: int = 1) -> Generator[R, None, None]:
+    """function(0), function(1), ... without end, by so many processes; the same for any number.
+
+    The function is pickled for them: a function of a module, or a partial of one.
+    """
+    if workers == 1:
+        yield from map(function, itertools.count())
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for start in itertools.count(0, BLOCK):
+            yield from pool.imap(function, range(start, start + BLOCK), chunksize=32)
+
+
+def generated(
+    options: Any,
+    made_by: int,
+    make: Callable[[Any, Tell, int], dict[str, Examples]],
+    cache: Path,
+    progress: bool = False,
+    workers: int = 1,
+) -> Task:
+    """A generator's task, from the file in `cache` if it is there, else made and kept.
+
+    Args:
+        options: all that decides what is made, with a number of examples for each split; the
+            file's name has the task's name and their digest.
+        made_by: the generator's version; part of the digest.
+        make: ``make(options, tell, workers)``; it tells how many more examples are done.
+
+    Raises:
+        LatteError: a damaged file, or a folder that cannot be written (before anything is made).
+    """
+    key = json.dumps({"format": made_by, **asdict(options)}, sort_keys=True)
+    name = options.name
+    file = cache / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.npz"
+    if file.exists():
+        return Task(options, **_read(file))
+    from tqdm import tqdm
+
+    with _kept_in(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache, os.W_OK):
+            raise PermissionError(13, "not writable")
+    total = sum(getattr(options, f"{split}_examples") for split in SPLITS)
+    bar = tqdm(total=total, desc=f"making {name}", unit="", leave=False,
+               disable=not progress or None)  # fmt: skip
+    with bar:
+        splits = make(options, bar.update, workers)
+    _write(file, splits)
+    return Task(options, **splits)
+
+
+def _write(file: Path, splits: dict[str, Examples]) -> None:
+    arrays: dict[str, Any] = {}
+    for split, examples in splits.items():
+        arrays[f"{split}_tokens"] = examples.tokens_S
+        arrays[f"{split}_bounds"] = examples.bounds
+        arrays[f"{split}_labels"] = examples.labels_N
+    temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+    with _kept_in(file.parent):
+        try:
+            with open(temporary, "wb") as stream:
+                np.savez(stream, **arrays)
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _kept_in(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LatteError(
+            f"{cache}: generated data cannot be kept here ({error.strerror or error}); choose"
+            " another cache_dir"
+        ) from error
+
+
+def _read(file: Path) -> dict[str, Examples]:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return {
+                split: Examples(
+                    arrays[f"{split}_tokens"], arrays[f"{split}_bounds"], arrays[f"{split}_labels"]
+                )
+                for split in SPLITS
+            }
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise LatteError(f"{file} is damaged ({error}); delete it to make it again") from error

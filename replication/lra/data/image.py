@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,34 +53,29 @@ class ImageOptions:
         check_counts(self, "max_train_examples", "max_test_examples")
         check_share(self.validation_share)
 
+    def load(self, cache: Path, progress: bool = False, workers: int = 1) -> Task:
+        """The task in grey pixels, row by row.
 
-def load_image(options: ImageOptions) -> Task:
-    """The task in grey pixels, row by row.
-
-    Raises:
-        LatteError: a missing, malformed or unsafe file, a wrong column, a label that is no class.
-    """
-    options.check()
-    read: Callable[..., tuple[np.ndarray, np.ndarray]]
-    if options.source.startswith(PREFIX):
-        read = _from_hub
-    else:
-        read = _from_folder
-    pixels, labels = (part[: options.max_train_examples] for part in read(options, "train"))
-    held_out = round(options.validation_share * len(labels))
-    if not 0 < held_out < len(labels):
-        raise LatteError(
-            f"{options.source}: a validation split of {options.validation_share} of"
-            f" {len(labels)} images leaves one side empty"
+        Raises:
+            LatteError: a missing, malformed or unsafe file, a wrong column, a label that is no
+                class.
+        """
+        read = _from_hub if self.source.startswith(PREFIX) else _from_folder
+        pixels, labels = (part[: self.max_train_examples] for part in read(self, "train"))
+        held_out = round(self.validation_share * len(labels))
+        if not 0 < held_out < len(labels):
+            raise LatteError(
+                f"{self.source}: a validation split of {self.validation_share} of"
+                f" {len(labels)} images leaves one side empty"
+            )
+        cut = len(labels) - held_out
+        test = (part[: self.max_test_examples] for part in read(self, "test"))
+        return Task(
+            self,
+            of_pixels(pixels[:cut], labels[:cut]),
+            of_pixels(pixels[cut:], labels[cut:]),
+            of_pixels(*test),
         )
-    cut = len(labels) - held_out
-    test = (part[: options.max_test_examples] for part in read(options, "test"))
-    return Task(
-        options,
-        of_pixels(pixels[:cut], labels[:cut]),
-        of_pixels(pixels[cut:], labels[cut:]),
-        of_pixels(*test),
-    )
 
 
 def of_pixels(pixels: np.ndarray, labels: np.ndarray) -> Examples:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -24,8 +24,14 @@ from typing import ClassVar
 import numpy as np
 
 from latte.errors import LatteError
-from replication.lra.data.cache import Tell, cached_splits, in_order
-from replication.lra.data.examples import Examples, Task, check_counts
+from replication.lra.data.examples import (
+    Examples,
+    Task,
+    Tell,
+    check_counts,
+    generated,
+    in_order,
+)
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 TOKENS = ("<pad>", *map(str, range(10)), *OPERATORS, "]")
@@ -77,6 +83,15 @@ class ListOpsOptions:
                 f"data.min_length: expected below {longest}, the longest expression of max_depth"
                 f" {self.max_depth} and max_args {self.max_args}, got {self.min_length}"
             )
+
+    def load(self, cache: Path, progress: bool = False, workers: int = 1) -> Task:
+        """The task; its splits are made once and kept in `cache`.
+
+        Raises:
+            LatteError: as for :func:`make_splits` and
+                :func:`replication.lra.data.examples.generated`.
+        """
+        return generated(self, FORMAT, make_splits, cache, progress, workers)
 
 
 class _TooLong(Exception):
@@ -191,24 +206,3 @@ def make_splits(
         splits[split] = Examples.pack(sequences, values)
     candidates.close()  # and the processes with it
     return splits
-
-
-def load_listops(
-    options: ListOpsOptions, cache: Path, progress: bool = False, workers: int = 1
-) -> Task:
-    """The task; its splits are made once and kept in `cache`.
-
-    Raises:
-        LatteError: as for :func:`make_splits` and :func:`replication.lra.data.cache.cached_splits`.
-    """
-    options.check()
-    total = options.train_examples + options.validation_examples + options.test_examples
-    splits = cached_splits(
-        cache,
-        "listops",
-        {"format": FORMAT, **asdict(options)},
-        total,
-        lambda tell: make_splits(options, tell, workers),
-        progress,
-    )
-    return Task(options, splits["train"], splits["validation"], splits["test"])

@@ -11,14 +11,25 @@ units* (NeurIPS 2018), with the parameters of Long Range Arena (Tay et al., arXi
 
 The published generator works on pixel masks that it widens by `margin`; here dashes are line
 segments whose distance is held above `clearance`, and are drawn by their distance to the pixels'
-centres. The law is the published one, the pictures are not those of its files: see
-:mod:`replication.lra.data.pathfinder_files` for them.
+centres. The law is the published one, the pictures are not those of its files.
+
+The released files: lists of pictures under `metadata/`, PNG files under `imgs/`.
+
+    curv_contour_length_14/
+      metadata/0.npy ...      a line per picture: folder, file, number, label, parameters
+      imgs/0/sample_0.png ... 32 x 32
+
+The lists of Long Range Arena's release are text files in spite of their names; those of the
+published generator are NumPy arrays of strings. Both are read. Splits: 80% train, 10% validation,
+10% test, as in Long Range Arena, by a hash of the seed and each picture's name.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -26,8 +37,15 @@ from typing import ClassVar
 import numpy as np
 
 from latte.errors import LatteError
-from replication.lra.data.cache import Tell, cached_splits, in_order
-from replication.lra.data.examples import Examples, Task, check_counts
+from replication.lra.data.examples import (
+    Examples,
+    Task,
+    Tell,
+    check_counts,
+    generated,
+    in_order,
+)
+from replication.lra.data.image import of_pixels
 
 FORMAT = 1  # of what the generator makes; part of the cached file's name
 TURNS = np.linspace(-math.pi, math.pi, 32, endpoint=False)  # candidates for a change of direction
@@ -37,6 +55,7 @@ PADDING = 1.0  # pixels along the border that no dash enters
 CONTRAST = 1.5  # 2 * 0.75, cut at the markers' 1
 MAX_TRIES = 10_000
 SHORT_PATH_TRIES = 5
+SIDE = 32  # pixels of a released picture
 
 
 @dataclass
@@ -101,6 +120,16 @@ class PathfinderOptions:
                 f"data.size: expected at least {least:g} pixels for seed_distance"
                 f" {self.seed_distance:g}, got {self.size}"
             )
+
+    def load(self, cache: Path, progress: bool = False, workers: int = 1) -> Task:
+        """The task: generated, once, and kept in `cache`; or read from the released files.
+
+        Raises:
+            LatteError: options that leave no room; missing or malformed files.
+        """
+        if self.source == "generated":
+            return generated(self, FORMAT, make_splits, cache, progress, workers)
+        return Task(self, **read_released(Path(self.source).expanduser(), self.seed, progress))
 
 
 class _DeadEnd(Exception):
@@ -250,8 +279,6 @@ def make_splits(
 
     `tell` is called with 1 for every picture; `workers` processes share the work.
     """
-    from replication.lra.data.image import of_pixels
-
     options.check()
     splits = {}
     pictures = in_order(partial(picture, options), workers)
@@ -269,27 +296,80 @@ def make_splits(
     return splits
 
 
-def load_pathfinder(
-    options: PathfinderOptions, cache: Path, progress: bool = False, workers: int = 1
-) -> Task:
-    """The task: generated, once, and kept in `cache`; or read from the released files.
+# ---- the released files
+
+
+def read_released(folder: Path, seed: int, progress: bool = False) -> dict[str, Examples]:
+    """The three splits of a folder.
 
     Raises:
-        LatteError: impossible options; missing or malformed files.
+        LatteError: no such folder, no lists in it, a malformed list, a missing or wrong picture.
     """
-    options.check()
-    if options.source != "generated":
-        from replication.lra.data.pathfinder_files import read_released
+    from tqdm import tqdm
 
-        splits = read_released(Path(options.source).expanduser(), options.seed, progress)
-    else:
-        total = options.train_examples + options.validation_examples + options.test_examples
-        splits = cached_splits(
-            cache,
-            "pathfinder",
-            {"format": FORMAT, **asdict(options)},
-            total,
-            lambda tell: make_splits(options, tell, workers),
-            progress,
-        )
-    return Task(options, splits["train"], splits["validation"], splits["test"])
+    entries = [entry for file in _lists(folder) for entry in _entries(file)]
+    if len(entries) < 10:
+        raise LatteError(f"{folder}: expected at least 10 pictures, found {len(entries)}")
+    entries.sort(key=lambda entry: hashlib.blake2b(f"{seed} {entry[0]}".encode()).digest())
+    pixels = np.empty((len(entries), SIDE * SIDE), dtype=np.uint8)
+    bar = tqdm(entries, desc="reading pathfinder", leave=False, disable=not progress or None)
+    for row, (name, _) in enumerate(bar):
+        pixels[row] = _pixels(folder / name)
+    labels = np.array([label for _, label in entries], dtype=np.int64)
+    tenth = len(entries) // 10
+    parts = {
+        "test": slice(0, tenth),
+        "validation": slice(tenth, 2 * tenth),
+        "train": slice(2 * tenth, None),
+    }
+    return {split: of_pixels(pixels[part], labels[part]) for split, part in parts.items()}
+
+
+def _lists(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise LatteError(f"{folder}: no such folder (expected 'generated' or the released files)")
+    found = sorted((folder / "metadata").glob("*.npy"), key=lambda file: (len(file.name), file))
+    if not found:
+        raise LatteError(f"{folder}: no metadata/*.npy in it; expected a folder such as"
+                         " pathfinder32/curv_contour_length_14")  # fmt: skip
+    return found
+
+
+def _entries(file: Path) -> Iterator[tuple[str, int]]:
+    """(path below the folder, label) of each picture of a list."""
+    try:
+        data = file.read_bytes()
+        if data.startswith(b"\x93NUMPY"):
+            table = np.load(file, allow_pickle=False)
+            rows = [[str(cell) for cell in row] for row in np.atleast_2d(table)]
+        else:
+            rows = [line.split() for line in data.decode("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, TypeError) as error:
+        raise LatteError(f"{file}: not a list of pictures ({error})") from None
+    for number, row in enumerate(rows, 1):
+        if len(row) < 4 or row[3] not in ("0", "1"):
+            raise LatteError(
+                f"{file}, line {number}: expected folder, file, number and label 0 or 1, found"
+                f" {' '.join(row)[:80]!r}"
+            )
+        yield f"{row[0]}/{row[1]}", int(row[3])
+
+
+def _pixels(path: Path) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise LatteError(
+            f"{path}: reading it needs the package pillow: pip install pillow"
+        ) from None
+    try:
+        with Image.open(path) as image:
+            if image.size != (SIDE, SIDE):
+                raise LatteError(f"{path}: expected {SIDE} x {SIDE} pixels, found {image.size}")
+            return np.asarray(image.convert("L")).reshape(-1)
+    except FileNotFoundError:
+        raise LatteError(f"{path}: no such picture, though the list names it") from None
+    except (OSError, SyntaxError) as error:  # Pillow's answers to a damaged file
+        raise LatteError(
+            f"{path}: damaged picture ({error}); delete its line in the list"
+        ) from None

@@ -1,8 +1,12 @@
-"""Text classification by bytes: film reviews, good or bad, read byte by byte.
+"""Texts byte by byte: film reviews, good or bad; and whether one paper cites the other.
 
-Source: the IMDB reviews of Maas et al. (ACL 2011), at byte level as in Long Range Arena (Tay et
-al., arXiv 2011.04006), cut to the first 4,096 bytes. The published task has no validation split
-and selects on the test split; here a part of the training reviews is held out for that.
+Reviews. Source: the IMDB reviews of Maas et al. (ACL 2011), at byte level as in Long Range Arena
+(Tay et al., arXiv 2011.04006), cut to the first 4,096 bytes. The published task has no validation
+split and selects on the test split; here a part of the training reviews is held out for that.
+
+Retrieval: two texts, read by the same encoder. Source: pairs from the ACL Anthology Network (Radev
+et al., 2013), as in Long Range Arena: the released files `new_aan_pairs.{train,eval,test}.tsv`,
+without a header, with five fields between tabs: label (0 or 1), id1, id2, text1, text2. No quoting.
 """
 
 from __future__ import annotations
@@ -15,7 +19,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from latte.data.files import JSON_SUFFIXES, find_files, json_rows, kind_of, text_field
+from latte.data.files import (
+    JSON_SUFFIXES,
+    find_files,
+    json_rows,
+    kind_of,
+    numbered_lines,
+    text_field,
+)
 from latte.data.hub import PREFIX, load_split, require_columns
 from latte.errors import LatteError
 from replication.lra.data.examples import Examples, Task, check_counts, check_share
@@ -48,26 +59,24 @@ class TextOptions:
         check_counts(self, "max_length", "max_train_examples", "max_test_examples")
         check_share(self.validation_share)
 
+    def load(self, cache: Path, progress: bool = False, workers: int = 1) -> Task:
+        """The task in bytes.
 
-def load_text(options: TextOptions) -> Task:
-    """The task in bytes.
-
-    Raises:
-        LatteError: missing or unreadable files, a wrong field, a label that is not 0 or 1, or a
-            split without one of the classes.
-    """
-    options.check()
-    parts: dict[bool, list[tuple[str, int]]] = {False: [], True: []}
-    for text, label in _reviews(options.train, "train", options, options.max_train_examples):
-        share = _hash(text, f"validation {options.seed}")
-        parts[share < options.validation_share].append((text, label))
-    test = _reviews(options.test, "test", options, options.max_test_examples)
-    return Task(
-        options,
-        _examples(parts[False], options, f"{options.train}, without the validation part"),
-        _examples(parts[True], options, f"{options.train}, validation part"),
-        _examples(test, options, options.test),
-    )
+        Raises:
+            LatteError: missing or unreadable files, a wrong field, a label that is not 0 or 1, or a
+                split without one of the classes.
+        """
+        parts: dict[bool, list[tuple[str, int]]] = {False: [], True: []}
+        for text, label in _reviews(self.train, "train", self, self.max_train_examples):
+            share = _hash(text, f"validation {self.seed}")
+            parts[share < self.validation_share].append((text, label))
+        test = _reviews(self.test, "test", self, self.max_test_examples)
+        return Task(
+            self,
+            _examples(parts[False], self, f"{self.train}, without the validation part"),
+            _examples(parts[True], self, f"{self.train}, validation part"),
+            _examples(test, self, self.test),
+        )
 
 
 def _hash(text: str, purpose: str) -> float:
@@ -135,3 +144,69 @@ def _hub_rows(source: str, split: str, options: TextOptions) -> Iterator[tuple[s
     require_columns(dataset, [options.text_field, options.label_field], name)
     for number, row in enumerate(dataset, 1):
         yield f"{name}, row {number}", row
+
+
+# ---- retrieval
+
+FIELDS = ("label", "id1", "id2", "text1", "text2")
+LABELS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
+
+
+@dataclass
+class RetrievalOptions:
+    """`data` of a retrieval recipe: three files of pairs, plain or compressed."""
+
+    name: ClassVar[str] = "retrieval"
+    vocab_size: ClassVar[int] = 256
+    classes: ClassVar[tuple[str, ...]] = ("unrelated", "citing")
+    towers: ClassVar[int] = 2
+
+    train: str = "data/lra/new_aan_pairs.train.tsv"
+    validation: str = "data/lra/new_aan_pairs.eval.tsv"
+    test: str = "data/lra/new_aan_pairs.test.tsv"
+    max_length: int = 4000  # bytes of each text, from its beginning
+    max_examples: int | None = None  # of each split, the first ones; None: all
+
+    @property
+    def longest(self) -> int:
+        return self.max_length
+
+    def check(self) -> None:
+        check_counts(self, "max_length", "max_examples")
+
+    def load(self, cache: Path, progress: bool = False, workers: int = 1) -> Task:
+        """The task in bytes.
+
+        Raises:
+            LatteError: a missing or unreadable file, or a line that is no pair, with its number.
+        """
+        files = (self.train, self.validation, self.test)
+        return Task(self, *(_split(Path(file), self) for file in files))
+
+
+def _split(path: Path, options: RetrievalOptions) -> Examples:
+    pieces: list[np.ndarray] = []
+    labels: list[int] = []
+    for label, first, second in pairs(path.expanduser()):
+        pieces += [to_bytes(first, options.max_length), to_bytes(second, options.max_length)]
+        labels.append(label)
+        if len(labels) == options.max_examples:
+            break
+    if not labels:
+        raise LatteError(f"{path}: expected pairs, found no line")
+    return Examples.pack(pieces, labels, towers=2)
+
+
+def pairs(path: Path) -> Iterator[tuple[int, str, str]]:
+    """(label, text, text) of each line of a file of pairs."""
+    for where, line in numbered_lines(path):
+        fields = line.rstrip("\r\n").split("\t")
+        if len(fields) != len(FIELDS):
+            raise LatteError(
+                f"{where}: expected {len(FIELDS)} fields between tabs ({', '.join(FIELDS)}), found"
+                f" {len(fields)}"
+            )
+        if fields[0] not in LABELS:
+            shown = fields[0] if len(fields[0]) <= 40 else fields[0][:37] + "..."
+            raise LatteError(f"{where}: expected label 0 or 1 in the first field, found {shown!r}")
+        yield LABELS[fields[0]], fields[3], fields[4]

@@ -15,10 +15,10 @@ block's length if it was scored, else at the shortest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean, stdev
 from typing import Any
 
 from latte.compare.grid import Outcome, csv_text, table
@@ -111,11 +111,11 @@ def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
     finished = [outcome for outcome in outcomes if outcome.result is not None]
     parts = []
     if finished:
-        lengths = _lengths(finished)
-        baseline = _baseline(recipe, finished)
-        parts += [_caption(finished, recipe), _means(finished, lengths)]
-        parts += _differences(finished, lengths, baseline)
-        parts += _orders(losses(finished, _judged(lengths, recipe)), _judged(lengths, recipe))
+        presets = recipe.comparison.presets
+        usual = "transformer++" if "transformer++" in presets else presets[0]
+        parts += [_caption(finished, recipe), _means(finished)]
+        parts += _differences(finished, recipe.comparison.baseline or usual)
+        parts += _orders(finished, _judged(finished, recipe))
     missing: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if outcome.result is None:
@@ -134,7 +134,6 @@ def losses(finished: Iterable[Outcome], length: int) -> Losses:
     """Rows of one context length by preset and seed."""
     found: Losses = {}
     for outcome in finished:
-        assert outcome.result is not None
         for row in outcome.result.rows:
             if row.length == length:
                 found.setdefault(outcome.run.preset, {})[outcome.run.seed] = row
@@ -164,17 +163,19 @@ def verdict(difference: Mean) -> str:
     return "holds" if difference.sign > 0 else "reversed"
 
 
-def _one_sided(difference: Mean) -> str:
+def excludes_zero(difference: Mean) -> str:
+    """Whether the interval of a difference does, in a word."""
     if difference.half_width is None:
         return "one seed"
     return "yes" if difference.sign else "no"
 
 
-def _means(finished: Sequence[Outcome], lengths: Sequence[int]) -> str:
+def _means(finished: Sequence[Outcome]) -> str:
+    lengths = _lengths(finished)
     head = ["model", "parameters", "seeds", *(f"perplexity at {x:,}" for x in lengths)]
     lines = [[*head, "tokens/s", "peak memory, MB"]]
     for preset in _presets(finished):
-        group = [o.result for o in finished if o.run.preset == preset and o.result is not None]
+        group = [outcome.result for outcome in finished if outcome.run.preset == preset]
         line = [f"`{preset}`", f"{group[0].parameters / 1e6:.2f}M", str(len(group))]
         for length in lengths:
             values = [row.perplexity for m in group for row in m.rows if row.length == length]
@@ -185,21 +186,20 @@ def _means(finished: Sequence[Outcome], lengths: Sequence[int]) -> str:
     return table(lines)
 
 
-def _differences(finished: Sequence[Outcome], lengths: Sequence[int], baseline: str) -> list[str]:
-    presets = [preset for preset in _presets(finished) if preset != baseline]
+def _differences(finished: Sequence[Outcome], baseline: str) -> list[str]:
+    lengths = _lengths(finished)
+    by_length = [losses(finished, length) for length in lengths]
     lines = [["model", *(f"at {length:,}" for length in lengths), "seeds"]]
-    for preset in presets:
+    for preset in _presets(finished):
         line, count = [f"`{preset}`"], 0
-        for length in lengths:
-            found = losses(finished, length)
-            difference = paired(found, preset, baseline)
+        for found in by_length:
+            difference = None if preset == baseline else paired(found, preset, baseline)
             if difference is None:
                 line.append("-")
                 continue
             count = difference.count
-            base = mean(found[baseline][seed].perplexity for seed in
-                        set(found[baseline]) & set(found[preset]))  # fmt: skip
-            percent = 100 * difference.value / base
+            both = set(found[baseline]) & set(found[preset])
+            percent = 100 * difference.value / mean(found[baseline][s].perplexity for s in both)
             line.append(f"{_value(difference, '+.2f')} ({percent:+.1f}%)")
         if count:
             lines.append([*line, str(count)])
@@ -208,33 +208,38 @@ def _differences(finished: Sequence[Outcome], lengths: Sequence[int], baseline: 
     return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", table(lines)]
 
 
-def _orders(found: Losses, length: int) -> list[str]:
-    claimed = [["claim", "difference", "seeds", ""]]
-    for left, right in CLAIMS:
-        difference = paired(found, left, right)
-        if difference is not None:
-            sign = ">=" if left == "transformer++" else ">"
-            claimed.append([f"`{left}` {sign} `{right}`", _value(difference, "+.2f"),
-                            str(difference.count), verdict(difference)])  # fmt: skip
+def _orders(finished: Sequence[Outcome], length: int) -> list[str]:
+    """What was claimed, judged; and the order found, neighbour by neighbour."""
+    found = losses(finished, length)
     order = found_order(found)
-    pairs = [["neighbours", "difference", "seeds", "interval excludes 0"]]
-    for left, right in zip(order, order[1:], strict=False):
-        difference = paired(found, left, right)
-        if difference is not None:
-            pairs.append([f"`{left}`, `{right}`", _value(difference, "+.2f"),
-                          str(difference.count), _one_sided(difference)])  # fmt: skip
     parts = []
-    if len(claimed) > 1:
-        parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n"]
-        parts += [table(claimed)]
-    if len(pairs) > 1:
-        parts += ["The order found: " + " > ".join(f"`{name}`" for name in order) + "\n"]
-        parts += [table(pairs)]
+    if claimed := _pairs(found, CLAIMS, ("claim", ""), verdict):
+        parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n", claimed]
+    neighbours = list(zip(order, order[1:], strict=False))
+    if pairs := _pairs(found, neighbours, ("neighbours", "interval excludes 0"), excludes_zero):
+        parts += ["The order found: " + " > ".join(f"`{name}`" for name in order) + "\n", pairs]
     return parts
 
 
+def _pairs(
+    found: Losses,
+    pairs: Iterable[tuple[str, str]],
+    head: tuple[str, str],
+    judge: Callable[[Mean], str],
+) -> str:
+    """A line for each pair that has seeds in common; nothing if none has."""
+    lines = [[head[0], "difference", "seeds", head[1]]]
+    for left, right in pairs:
+        if (difference := paired(found, left, right)) is not None:
+            sign = " >=" if left == "transformer++" else " >"
+            sign = "," if judge is excludes_zero else sign
+            cells = [_value(difference, "+.2f"), str(difference.count), judge(difference)]
+            lines.append([f"`{left}`{sign} `{right}`", *cells])
+    return table(lines) if len(lines) > 1 else ""
+
+
 def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
-    measured = [outcome.result for outcome in finished if outcome.result is not None]
+    measured = [outcome.result for outcome in finished]
     tokens = sorted({m.tokens for m in measured})
     scored = sorted({row.tokens for m in measured for row in m.rows})
     places = sorted({(m.hardware["device"], m.hardware["threads"], m.hardware["torch"])
@@ -253,7 +258,7 @@ def seeds_figure(path: Path, outcomes: Sequence[Outcome], recipe: Recipe, title:
     """Learning curves averaged over seeds, beside each preset's perplexities and interval."""
     finished = [outcome for outcome in outcomes if outcome.result is not None]
     presets = _presets(finished)
-    length = _judged(_lengths(finished), recipe)
+    length = _judged(finished, recipe)
     found = losses(finished, length)
     figure, axes = canvas(2, (12.0, max(4.3, 0.45 * len(presets) + 1.2)))
     draw_curves(axes[0], {preset: _curve(finished, preset) for preset in presets})
@@ -289,18 +294,12 @@ def _presets(finished: Iterable[Outcome]) -> list[str]:
 
 
 def _lengths(finished: Iterable[Outcome]) -> list[int]:
-    return sorted({row.length for o in finished if o.result for row in o.result.rows})
+    return sorted({row.length for outcome in finished for row in outcome.result.rows})
 
 
-def _judged(lengths: Sequence[int], recipe: Recipe) -> int:
-    block = recipe.data.block_length
+def _judged(finished: Sequence[Outcome], recipe: Recipe) -> int:
+    lengths, block = _lengths(finished), recipe.data.block_length
     return block if block in lengths else lengths[0]
-
-
-def _baseline(recipe: Recipe, finished: Sequence[Outcome]) -> str:
-    chosen = recipe.comparison.baseline
-    presets = recipe.comparison.presets
-    return chosen or ("transformer++" if "transformer++" in presets else presets[0])
 
 
 def _value(entry: Mean, form: str = ".2f") -> str:
@@ -351,11 +350,10 @@ class Mean:
 def mean_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
     """The mean of at least one value, with its interval from two on."""
     count = len(values)
-    mean = math.fsum(values) / count
     if count < 2:
-        return Mean(mean, None, count)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Mean(mean, student_t(confidence, count - 1) * math.sqrt(variance / count), count)
+        return Mean(values[0], None, count)
+    half = student_t(confidence, count - 1) * stdev(values) / math.sqrt(count)
+    return Mean(fmean(values), half, count)
 
 
 def student_t(confidence: float, freedom: int) -> float:
