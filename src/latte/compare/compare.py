@@ -141,6 +141,7 @@ class Comparison(Grid):
 
 def runs_of(recipe: Recipe) -> list[Run]:
     """All runs of `recipe.comparison`, seed by seed. Raises as :class:`Comparison` does."""
+    recipe.import_plugins()  # for the models that they register
     section = recipe.comparison
     for name, values in (("presets", section.presets), ("seeds", section.seeds)):
         if len(set(values)) != len(values) or not section.presets:
@@ -179,7 +180,7 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
     Raises:
         LatteError: the recipe is about a model that is no preset, which would be every one of them.
     """
-    from latte.models import PRESETS, preset_config
+    from latte.models.registry import find_model, preset_names
 
     for name, value in (
         ("model.architecture", recipe.model.architecture),
@@ -190,8 +191,8 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
     each = copy.deepcopy(recipe)
     each.model.preset = preset
     each.output_dir = str(Path(recipe.output_dir) / preset)
-    if preset in PRESETS:
-        own = preset_config(preset)
+    if preset in preset_names():
+        own = find_model(preset).config("tiny")
         for name in ("num_latents", "sliding_window"):
             if getattr(own, name) is None:
                 each.model.overrides.pop(name, None)
@@ -199,13 +200,13 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
 
 
 def _lacks(preset: str) -> str:
-    """Why a comparator cannot run on this machine; empty if it can."""
-    comparator = other_models().get(preset)
-    if comparator is None:
+    """Why a model to compare with cannot run on this machine; empty if it can."""
+    model = other_models().get(preset)
+    if model is None:
         return ""
-    if not comparator.causal:
+    if not model.causal:
         raise LatteError(f"{preset!r} reads both ways: it has no perplexity to compare")
-    return comparator.missing() or ""
+    return model.missing() or ""
 
 
 def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Byte-level reviews from local files and datasets, and batches of them."""
+"""Reviews and pairs of papers by bytes, from files and datasets, and batches of them."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from latte.errors import LatteError
-from replication.lra.data import ListOpsOptions, TextOptions, load_task
+from replication.lra.data import ListOpsOptions, RetrievalOptions, TextOptions, load_task
 from replication.lra.data.examples import Examples
 
 ROWS = [{"text": f"review {i} " + "ä good film " * (i % 5), "label": i % 2} for i in range(200)]
@@ -137,3 +138,68 @@ def test_two_towers() -> None:
     batch = examples.batch([1, 0])
     assert batch["input_ids"].tolist() == [[[3, 3, 3], [1, 0, 0]], [[1, 0, 0], [2, 2, 0]]]
     assert batch["attention_mask"].sum(-1).tolist() == [[3, 1], [1, 2]]
+
+
+# ---- retrieval
+
+LINES = ["1.0\tP1\tP2\tb'first \"text'\ta second one", "0.0\tP3\tP4\tshort\täö", "0\ta\tb\t\tx"]
+
+
+def write_pairs(path: Path, lines: list[str]) -> str:
+    data = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> RetrievalOptions:
+    return RetrievalOptions(
+        train=write_pairs(tmp_path / "train.tsv", LINES),
+        validation=write_pairs(tmp_path / "eval.tsv.gz", LINES[:2]),
+        test=write_pairs(tmp_path / "test.tsv", LINES[1:]),
+        max_length=12,
+    )
+
+
+def test_pairs_in_bytes(pairs: RetrievalOptions) -> None:
+    task = load_task("retrieval", pairs, "unused")
+    assert [len(examples) for examples in task.splits().values()] == [3, 2, 2]
+    assert task.train.labels_N.tolist() == [1, 0, 0]
+    assert task.train.sequence(0, 0).tobytes() == b"b'first \"text'"[:12]
+    assert task.train.sequence(0, 1).tobytes() == b"a second one"
+    assert task.train.sequence(1, 1).tobytes() == "äö".encode()
+    batch = task.train.batch([0, 2])
+    assert batch["input_ids"].shape == (2, 2, 12)
+    assert batch["attention_mask"].sum(-1).tolist() == [[12, 12], [0, 1]]
+    few = load_task("retrieval", replace(pairs, max_examples=1), "unused")
+    assert [len(examples) for examples in few.splits().values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1\tP1\tP2\tonly one text", r"line 3: expected 5 fields between tabs \(label, id1, id2,"
+                                     r" text1, text2\), found 4"),
+        ("1\ta\tb\tx\ty\tz", "line 3: expected 5 fields .* found 6"),
+        ("yes\ta\tb\tx\ty", "line 3: expected label 0 or 1 in the first field, found 'yes'"),
+    ],
+)  # fmt: skip
+def test_a_malformed_line(pairs: RetrievalOptions, tmp_path: Path, line: str, message: str) -> None:
+    bad = write_pairs(tmp_path / "bad.tsv", [*LINES[:2], line])
+    with pytest.raises(LatteError, match=f"{bad}, {message}") as caught:
+        load_task("retrieval", replace(pairs, validation=bad), "unused")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_empty_and_binary_files(pairs: RetrievalOptions, tmp_path: Path) -> None:
+    with pytest.raises(LatteError, match="none.tsv: cannot be read .No such file"):
+        load_task("retrieval", replace(pairs, test=str(tmp_path / "none.tsv")), "unused")
+    with pytest.raises(LatteError, match="empty.tsv: expected pairs, found no line"):
+        load_task(
+            "retrieval", replace(pairs, test=write_pairs(tmp_path / "empty.tsv", [])), "unused"
+        )
+    (tmp_path / "latin.tsv").write_bytes(LINES[1].encode("latin-1"))
+    with pytest.raises(LatteError, match="latin.tsv, line 1: expected UTF-8 text"):
+        load_task("retrieval", replace(pairs, test=str(tmp_path / "latin.tsv")), "unused")
+    with pytest.raises(LatteError, match="data.max_length: expected at least 1, got 0"):
+        load_task("retrieval", replace(pairs, max_length=0), "unused")
