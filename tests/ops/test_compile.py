@@ -15,7 +15,7 @@ from latte.ops import (
     sliding_window_attention,
 )
 from latte.ops.torch_backend.latte import bidirectional_op, causal_op
-from latte.ops.torch_backend.scan import linear_recurrence
+from latte.ops.torch_backend.recurrence import linear_recurrence
 from latte.ops.torch_backend.window import window_op
 
 OPS = {

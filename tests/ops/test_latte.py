@@ -17,8 +17,8 @@ from helpers import (
 )
 
 from latte.ops import LatteState, latte_attention
-from latte.ops.torch_backend import fast, safe
 from latte.ops.torch_backend import latte as torch_latte
+from latte.ops.torch_backend import linear_domain, pairwise
 from latte.ops.torch_backend.carry import Carry
 from latte.ops.torch_backend.latte import Segment
 
@@ -164,7 +164,7 @@ def test_fast_and_safe_kernels_agree(masked, monkeypatch):
     inputs = latte_inputs(1, 192, 2, 4, 6)
     mask = key_mask(1, 192) if masked else None
     taken = []
-    for module in (fast, safe):
+    for module in (linear_domain, pairwise):
 
         def spy(*args, module=module, forward=module.forward):
             taken.append(module)
@@ -176,11 +176,11 @@ def test_fast_and_safe_kernels_agree(masked, monkeypatch):
         return latte_attention(q, k, v, key_mask=mask, output_final_state=True, backend="torch")
 
     quick = values_and_gradients(fn, inputs)
-    assert taken == [fast]
+    assert taken == [linear_domain]
     run = Segment.run
     monkeypatch.setattr(Segment, "run", lambda self, t, state, short: run(self, t, state, True))
     slow = values_and_gradients(fn, inputs)
-    assert taken == [fast, safe]
+    assert taken == [linear_domain, pairwise]
     assert_same(quick, slow, 1e-12)
 
 
@@ -188,9 +188,9 @@ def test_runs_end_before_a_key_out_of_reach():
     """One reference for logits that span +-20 within a chunk is the family's classic NaN."""
     k = torch.linspace(0, 64, 65).view(1, 65, 1)
     nothing = Carry.of(torch.full((1, 1), -torch.inf), torch.zeros(1, 1, 1))
-    reference = fast.reference_logits(k, nothing, None)
-    assert reference.item() == 0.0 and fast.run_length(k, reference) == 17
-    assert fast.run_length(k.flip(1), k.flip(1)[:, 0]) == 65
+    reference = linear_domain.reference_logits(k, nothing, None)
+    assert reference.item() == 0.0 and linear_domain.run_length(k, reference) == 17
+    assert linear_domain.run_length(k.flip(1), k.flip(1)[:, 0]) == 65
 
 
 def test_outputs_do_not_depend_on_old_memory(monkeypatch):

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from latte.layers.parts import token_positions
 from latte.layers.state import Piece
-from latte.ops.state import WindowState
-from latte.ops.window_state import final_window_state
+from latte.ops.state import WindowState, final_window_state
 
 
 def sink_positions(position_ids: Tensor, window: int, num_sinks: int) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
-from latte.ops.state import LinearState, WindowState
-from latte.ops.window_state import final_window_state
+from latte.ops.state import LinearState, WindowState, final_window_state
 
 T = TypeVar("T")
 

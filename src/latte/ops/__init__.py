@@ -1,18 +1,24 @@
 """Tensors in, tensors out: everything that Latte computes, with exact gradients.
 
 See ``docs/mathematics.md`` for the equations and :mod:`latte.ops.api` for the shared keywords.
+
+Five words for a part, the same in all backends. A *chunk* is what one matrix product covers, a
+*segment* what is computed at once, a *row* one sequence of one head: rows are cut into segments,
+segments into chunks. A *tile* belongs to a kernel: what one program holds of a tensor. A *block*
+is none of these but a stretch of training data.
 """
 
 from latte.ops.api import (
+    attention_weights,
+    causal_conv1d,
     latte_attention,
     linear_attention,
     macchiato_attention,
+    rg_lru,
     sliding_window_attention,
 )
-from latte.ops.default import default_backend, set_default_backend, use_backend
-from latte.ops.recurrence import causal_conv1d, rg_lru
+from latte.ops.backend import default_backend, set_default_backend, use_backend
 from latte.ops.state import LatteState, LinearState, WindowState
-from latte.ops.weights import attention_weights
 
 __all__ = [
     "LatteState",

@@ -1,7 +1,7 @@
-"""The public ops: checks, choice of backend, dtypes; the work is done in the backends.
+"""The public ops: check, choose a backend, dispatch. The work is done in the backends.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents per head, K key
-width, D value width, F feature width, E channels, N packed sequences, W window.
+width, D value width, F feature width, E channels, N states (B, or the packed sequences), W window.
 
 Keywords that every op shares:
 
@@ -12,7 +12,7 @@ Keywords that every op shares:
 * ``initial_state``, ``output_final_state``: carry a sequence on; the state goes back in as it
   came out, and gradients flow through it.
 * ``backend``: ``"reference"``, ``"torch"`` or ``"triton"`` is exactly that one; None takes the
-  default, which is ``"torch"`` unless set (:mod:`latte.ops.default`).
+  default, which is ``"torch"`` unless set (:mod:`latte.ops.backend`).
 
 Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32, states are fp32 (fp64
 for fp64 inputs), the output has the dtype of ``v``. Bad arguments raise ``ValueError``.
@@ -29,18 +29,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference, triton_backend
-from latte.ops.buffers import nothing_out
-from latte.ops.decoding import latte_step, macchiato_step, runs_as_step
-from latte.ops.precision import full_precision
-from latte.ops.state import LatteState, LinearState, WindowState
-from latte.ops.torch_backend import latte as torch_latte
-from latte.ops.torch_backend import linear as torch_linear
-from latte.ops.torch_backend import window as torch_window
-from latte.ops.triton_backend.launch import unavailable, window_unavailable
-from latte.ops.validation import (
-    BACKENDS,
+from latte.ops.backend import choose, is_step
+from latte.ops.checks import (
     check_floats,
     check_groups,
+    check_inputs,
+    check_latent_queries,
+    check_latte_state,
+    check_parameters,
     check_sequences,
     check_shape,
     check_softcap,
@@ -48,12 +44,53 @@ from latte.ops.validation import (
     check_tangents,
     check_widths,
     check_window,
-    choose_backend,
-    computation_dtype,
+    check_window_state,
 )
-from latte.ops.window_state import check_window_state, final_window_state
+from latte.ops.state import LatteState, LinearState, WindowState, begun, final_window_state
+from latte.ops.tensors import computation_dtype, full_precision, nothing_out
+from latte.ops.torch_backend import latte as torch_latte
+from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import recurrence as torch_recurrence
+from latte.ops.torch_backend import window as torch_window
+from latte.ops.triton_backend.launch import (
+    WIDEST_VALUE,
+    unavailable,
+    unavailable_for,
+    window_unavailable,
+)
 
-AVAILABLE = ("reference", "torch")
+# Of each op, who serves it: called with inputs that have been checked, and all keywords.
+LATTE: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
+    "reference": reference.latte_attention,
+    "torch": torch_latte.latte_attention,
+    "triton": triton_backend.latte_attention,
+}
+MACCHIATO: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
+    "reference": reference.macchiato_attention,
+    "torch": torch_latte.macchiato_attention,
+    "triton": triton_backend.macchiato_attention,
+}
+WINDOW: dict[str, Callable[..., Tensor]] = {
+    "reference": reference.sliding_window_attention,
+    "torch": torch_window.sliding_window_attention,
+    "triton": triton_backend.sliding_window_attention,
+}
+LINEAR: dict[str, Callable[..., tuple[Tensor, LinearState]]] = {
+    "reference": reference.linear_attention,
+    "torch": torch_linear.linear_attention,
+}
+RG_LRU: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": reference.rg_lru,
+    "torch": torch_recurrence.rg_lru,
+    "triton": triton_backend.rg_lru,
+}
+CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": reference.causal_conv1d,
+    "torch": torch_recurrence.causal_conv1d,
+    "triton": triton_backend.causal_conv1d,
+}
+# Full softmax attention has no kernels of its own: by default it stays with PyTorch's.
+FULL = ("reference", "torch")
 
 
 @full_precision
@@ -88,46 +125,34 @@ def latte_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "latte_attention"
-    chosen = choose_backend(backend, op, BACKENDS)
-    check_floats(op, {"q": q, "k": k, "v": v})
-    sizes: dict[str, int] = {}
-    check_shape(op, "q", q, "BTHL", sizes)
-    check_shape(op, "k", k, "BTHL", sizes)
-    check_shape(op, "v", v, "BTGD", sizes)
+    sizes = check_inputs(op, q=(q, "BTHL"), k=(k, "BTHL"), v=(v, "BTGD"))
     B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
-    check_widths(op, sizes)
     check_groups(op, H, G, "v")
-    if chosen == "triton" and (reason := unavailable(q, L, D)):
-        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
     N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     dtype = computation_dtype(q.dtype)
-    if initial_state is not None:
-        check_state(op, initial_state, LatteState._fields, ((N, H, L), (N, H, L, D)), q.device)
-        initial_state = LatteState(*(x.to(dtype) for x in initial_state))
+    initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
+    step = is_step((q, k, v, initial_state), causal, cu_seqlens)
+    chosen = choose(op, backend, LATTE, q.device, lambda: unavailable(q, L, D), step=step)
     if chosen != "reference":
         check_tangents(op, q, k, v, *(initial_state or ()))
-    if runs_as_step(op, backend, (q, k, v, initial_state), (L, 1, D), causal, cu_seqlens):
-        out, after = latte_step(q, k, v, key_mask, initial_state)
-        return out, after if output_final_state else None
+    start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
+    if step and chosen == "triton":
+        from latte.ops.triton_backend.step import latte_step_op
+
+        out, *after = latte_step_op(q, k, v, key_mask, *start)
+        return out, LatteState(*after) if output_final_state else None
     if G != H:
         v = v.repeat_interleave(H // G, 2)
     if T == 0:
-        start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
         return nothing_out(v, q, k), start if output_final_state else None
-    options: dict[str, Any] = {
-        "causal": causal,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-    }
-    if chosen == "reference":
-        out, state = reference.latte_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
-    elif chosen == "triton":
-        out, state = triton_backend.latte_attention(q, k, v, **options)
-    else:
-        out, state = torch_latte.latte_attention(q, k, v, **options)
-    return out.to(v.dtype), state
+    out, state = LATTE[chosen](
+        *(q, k, v),
+        causal=causal,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+    )
+    return out, state if output_final_state else None
 
 
 @full_precision
@@ -170,25 +195,20 @@ def macchiato_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "macchiato_attention"
-    chosen = choose_backend(backend, op, BACKENDS)
-    check_floats(op, {"latent_q": latent_q, "latent_k": latent_k, "q": q, "k": k, "v": v})
-    sizes: dict[str, int] = {}
-    check_shape(op, "latent_k", latent_k, "BTHL", sizes)
-    plus_one = {**sizes, "L": sizes["L"] + 1}
-    if latent_q.ndim != 4 or latent_q.shape[-1] != plus_one["L"]:
-        B, T, H, L = (sizes[c] for c in "BTHL")
-        raise ValueError(
-            f"{op}: latent_q must have shape (B={B}, T={T}, H={H}, L+1={L + 1}), one column more "
-            f"than latent_k (column 0 is the window), got {tuple(latent_q.shape)}"
-        )
-    check_shape(op, "latent_q", latent_q, "BTHL", plus_one)
-    check_shape(op, "q", q, "BTHK", sizes)
-    check_shape(op, "k", k, "BTGK", sizes)
-    check_shape(op, "v", v, "BTGD", sizes)
-    check_widths(op, sizes)
-    check_groups(op, sizes["H"], sizes["G"], "k and v")
+    sizes = check_inputs(
+        op,
+        latent_q=(latent_q, None),
+        latent_k=(latent_k, "BTHL"),
+        q=(q, "BTHK"),
+        k=(k, "BTGK"),
+        v=(v, "BTGD"),
+    )
+    check_latent_queries(op, latent_q, sizes, window=True)
+    B, T, H, L, G, K, D = (sizes[c] for c in "BTHLGKD")
+    check_groups(op, H, G, "k and v")
     check_window(op, window)
     check_softcap(op, softcap)
+    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     if initial_state is not None and (
         not isinstance(initial_state, tuple) or len(initial_state) != 2
     ):
@@ -196,85 +216,55 @@ def macchiato_attention(
             f"{op}: initial_state must be the tuple (LatteState, WindowState) that came out, "
             f"got {type(initial_state).__name__}"
         )
-    latte_state, window_state = (None, None) if initial_state is None else initial_state
-    shared: dict[str, Any] = {
-        "causal": causal,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "output_final_state": output_final_state,
-        "backend": backend,
-    }
-    L, K, D = (sizes[c] for c in "LKD")
-    inputs = (latent_q, latent_k, q, k, v, initial_state)
-    step = runs_as_step(op, backend, inputs, (L, K, D), causal, cu_seqlens)
-    if step or (chosen == "triton" and sizes["T"]):
-        if not step and (reason := window_unavailable(q, window, K, D, L)):
-            raise ValueError(f"{op}: backend 'triton' is not available {reason}")
-        return _fused_macchiato(
-            *(latent_q, latent_k, q, k, v, latte_state, window_state, output_final_state, step),
+    if not causal and (initial_state is not None or output_final_state):
+        raise ValueError(f"{op}: a bidirectional window has no state to carry on")
+    latents, tail = (None, None) if initial_state is None else initial_state
+    latents = check_latte_state(op, latents, (N, H, L, D), q)
+    tail = check_window_state(op, tail, window, N, k, v)
+    step = is_step((latent_q, latent_k, q, k, v, initial_state), causal, cu_seqlens)
+
+    def refusal() -> str | None:
+        if not step:
+            return window_unavailable(q, window, K, D, L)
+        if K > WIDEST_VALUE:
+            return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
+        return unavailable(q, L, D)
+
+    chosen = choose(op, backend, MACCHIATO, q.device, refusal, step=step)
+    if chosen != "reference":
+        check_tangents(op, latent_q, latent_k, q, k, v, *(latents or ()), *(tail or ()))
+    scale = 1.0 / math.sqrt(K) if scale is None else float(scale)
+    start = latents or LatteState.empty(
+        N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
+    )
+    if step and chosen == "triton":
+        from latte.ops.triton_backend.step import macchiato_step_op
+
+        before = tail or WindowState.empty(k, v, window)
+        out, A, mu, *after = macchiato_step_op(
+            *(latent_q, latent_k, q, k, v, key_mask, *start, *before, scale, softcap)
+        )
+        state = (LatteState(A, mu), WindowState(*after))
+        return out, state if output_final_state else None
+    window_state = None
+    if output_final_state:
+        window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
+    if T == 0:
+        out = nothing_out(v.repeat_interleave(H // G, 2), latent_q, latent_k, q, k)
+        latte_state = start
+    else:
+        out, latte_state = MACCHIATO[chosen](
+            *(latent_q, latent_k, q, k, v),
             window=window,
-            scale=1.0 / math.sqrt(K) if scale is None else float(scale),
+            scale=scale,
             softcap=softcap,
             causal=causal,
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
+            latte_state=latents,
+            window_state=tail,
         )
-    local, window_state = sliding_window_attention(
-        q, k, v, window=window, scale=scale, softcap=softcap, initial_state=window_state, **shared
-    )
-    # Softmax over the L+1 logits factors: p(l|t) = (1 - p(0|t)) softmax_{l>=1}. Both gates come
-    # from the same difference, so neither suffers cancellation.
-    dtype = computation_dtype(latent_q.dtype)
-    logits = latent_q.to(dtype)
-    odds = logits[..., 0] - torch.logsumexp(logits[..., 1:], -1)
-    latent, latte_state = latte_attention(
-        latent_q[..., 1:], latent_k, v, initial_state=latte_state, **shared
-    )
-    p_window = torch.sigmoid(odds)[..., None]
-    p_latent = torch.sigmoid(-odds)[..., None]
-    out = (p_window * local.to(dtype) + p_latent * latent.to(dtype)).to(v.dtype)
-    if latte_state is None or window_state is None:
-        return out, None
-    return out, (latte_state, window_state)
-
-
-def _fused_macchiato(
-    latent_q: Tensor,
-    latent_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    latte_state: LatteState | None,
-    window_state: WindowState | None,
-    output_final_state: bool,
-    step: bool,
-    **options: Any,
-) -> tuple[Tensor, tuple[LatteState, WindowState] | None]:
-    """Both branches in one kernel; shapes have been checked, states have not."""
-    op, window = "macchiato_attention", options["window"]
-    key_mask, cu_seqlens = options["key_mask"], options["cu_seqlens"]
-    (B, T, H, L), D = latent_k.shape, v.shape[-1]
-    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
-    carried = latte_state is not None or window_state is not None
-    if not options["causal"] and (carried or output_final_state):
-        raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    if latte_state is not None:
-        check_state(op, latte_state, LatteState._fields, ((N, H, L), (N, H, L, D)), q.device)
-        latte_state = LatteState(*(x.float() for x in latte_state))
-    if window_state is not None:
-        window_state = check_window_state(op, window_state, window, N, k, v)
-    check_tangents(op, latent_q, latent_k, q, k, v, *(latte_state or ()), *(window_state or ()))
-    if step:
-        local = (window_state, window, options["scale"], options["softcap"])
-        out, after = macchiato_step(latent_q, latent_k, q, k, v, key_mask, latte_state, *local)
-        return out, after if output_final_state else None
-    out, latte_state_1 = triton_backend.macchiato_attention(
-        latent_q, latent_k, q, k, v, latte_state=latte_state, window_state=window_state, **options
-    )
-    if not output_final_state:
-        return out, None
-    tail = final_window_state(k, v, window, key_mask, cu_seqlens, window_state)
-    return out, (latte_state_1, tail)
+    return out, None if window_state is None else (latte_state, window_state)
 
 
 @full_precision
@@ -314,53 +304,38 @@ def sliding_window_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "sliding_window_attention"
-    # Full attention has no kernels here: by default it stays with PyTorch's own.
-    by_default = AVAILABLE if window is None else BACKENDS
-    chosen = choose_backend(backend, op, by_default if backend is None else BACKENDS)
-    check_floats(op, {"q": q, "k": k, "v": v})
-    sizes: dict[str, int] = {}
-    check_shape(op, "q", q, "BTHK", sizes)
-    check_shape(op, "k", k, "BTGK", sizes)
-    check_shape(op, "v", v, "BTGD", sizes)
-    check_widths(op, sizes)
-    check_groups(op, sizes["H"], sizes["G"], "k and v")
+    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"), v=(v, "BTGD"))
+    B, T, H, G, K, D = (sizes[c] for c in "BTHGKD")
+    check_groups(op, H, G, "k and v")
     check_window(op, window, optional=True)
     check_softcap(op, softcap)
-    if chosen == "triton" and (reason := window_unavailable(q, window, sizes["K"], sizes["D"])):
-        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
-    N = check_sequences(op, sizes["B"], sizes["T"], q.device, key_mask, cu_seqlens)
-    if not causal and (initial_state is not None or output_final_state):
-        raise ValueError(f"{op}: a bidirectional window has no state to carry on")
+    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     carried = initial_state is not None or output_final_state
+    if not causal and carried:
+        raise ValueError(f"{op}: a bidirectional window has no state to carry on")
     if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
-    if initial_state is not None:
-        initial_state = check_window_state(op, initial_state, window, N, k, v)
+    initial_state = check_window_state(op, initial_state, window, N, k, v)
+    serves = FULL if window is None and backend is None else WINDOW
+    chosen = choose(op, backend, serves, q.device, lambda: window_unavailable(q, window, K, D))
     if chosen != "reference" and window is not None:
         check_tangents(op, q, k, v, *(initial_state or ()))
-    scale = 1.0 / math.sqrt(sizes["K"]) if scale is None else float(scale)
     state = None
     if output_final_state:
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
-    if sizes["T"] == 0:
-        return nothing_out(v.repeat_interleave(sizes["H"] // sizes["G"], 2), q, k), state
-    options: dict[str, Any] = {
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "causal": causal,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "initial_state": initial_state,
-    }
-    if chosen == "reference":
-        dtype = computation_dtype(q.dtype)
-        out = reference.sliding_window_attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
-    elif chosen == "triton":
-        out = triton_backend.sliding_window_attention(q, k, v, **options)
-    else:
-        out = torch_window.sliding_window_attention(q, k, v, **options)
-    return out.to(v.dtype), state
+    if T == 0:
+        return nothing_out(v.repeat_interleave(H // G, 2), q, k), state
+    out = WINDOW[chosen](
+        *(q, k, v),
+        window=window,
+        scale=1.0 / math.sqrt(K) if scale is None else float(scale),
+        softcap=softcap,
+        causal=causal,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+    )
+    return out, state
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -411,7 +386,6 @@ def linear_attention(
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "linear_attention"
-    chosen = choose_backend(backend, op, AVAILABLE)
     check_floats(op, {"q": q, "k": k, "v": v})
     named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS
     if not (named or feature_map is None or callable(feature_map)):
@@ -425,30 +399,192 @@ def linear_attention(
     if phi is not None:
         q, k = phi(q), phi(k)
     sizes: dict[str, int] = {}
-    check_shape(op, "q", q, "BTHF", sizes)
-    check_shape(op, "k", k, "BTHF", sizes)
-    check_shape(op, "v", v, "BTHD", sizes)
+    for name, x, letters in (("q", q, "BTHF"), ("k", k, "BTHF"), ("v", v, "BTHD")):
+        check_shape(op, name, x, letters, sizes)
     check_widths(op, sizes)
-    B, T, H, F_, D = (sizes[c] for c in "BTHFD")
+    B, T, H, features, D = (sizes[c] for c in "BTHFD")
     N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
     if initial_state is not None:
-        check_state(op, initial_state, LinearState._fields, ((N, H, F_, D), (N, H, F_)), q.device)
+        shapes = ((N, H, features, D), (N, H, features))
+        check_state(op, initial_state, LinearState._fields, shapes, q.device)
         initial_state = LinearState(*(x.to(dtype) for x in initial_state))
+    chosen = choose(op, backend, LINEAR, q.device, lambda: None)
     if chosen != "reference" and cu_seqlens is not None:
         check_tangents(op, q, k, v, *(initial_state or ()))
     if T == 0:
-        zeros = q.new_zeros(N, H, F_, D)
+        zeros = q.new_zeros(N, H, features, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])
         return nothing_out(v, q, k), start if output_final_state else None
-    backends = {"reference": reference.linear_attention, "torch": torch_linear.linear_attention}
-    out, state = backends[chosen](
-        q,
-        k,
-        v.to(dtype),
+    out, state = LINEAR[chosen](
+        *(q, k, v.to(dtype)),
         causal=causal,
         key_mask=key_mask,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
-        output_final_state=output_final_state,
     )
-    return out.to(v.dtype), state
+    return out.to(v.dtype), state if output_final_state else None
+
+
+@full_precision
+def rg_lru(
+    x: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    theta: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Real-gated linear recurrent unit (Griffin, arXiv 2402.19427; paper, eq. 18-19).
+
+    ``r, i = sigmoid(recurrence_gate), sigmoid(input_gate)``, ``log a_t = -8 r_t softplus(theta)``
+    and ``h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)``. At the start of a sequence a = 0 and
+    the factor is 1. A masked token leaves the state as it is.
+
+    Args:
+        x: input, (B, T, E).
+        recurrence_gate: logits of r, (B, T, E).
+        input_gate: logits of i, (B, T, E).
+        theta: (E,).
+        initial_state: (B or N, E). A row of zeros is the empty state, the one before a sequence:
+            the sequence then starts at its first real token.
+        reverse: run from the end of every sequence to its beginning.
+
+    Returns:
+        h (B, T, E) in the dtype of x, and the last state (B or N, E) in fp32 (fp64 for fp64
+        inputs; None unless ``output_final_state``).
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+    """
+    op = "rg_lru"
+    gates = {"recurrence_gate": (recurrence_gate, "BTE"), "input_gate": (input_gate, "BTE")}
+    sizes = check_inputs(op, x=(x, "BTE"), **gates, empty="BTE")
+    check_parameters(op, x.device, sizes, theta=(theta, "E"))
+    B, T, E = (sizes[c] for c in "BTE")
+    N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
+    dtype = computation_dtype(x.dtype)
+    if initial_state is not None:
+        check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
+        initial_state = initial_state.to(dtype)
+    every = (x, recurrence_gate, input_gate, theta, initial_state)
+    step = is_step(every, True, cu_seqlens)
+    chosen = choose(op, backend, RG_LRU, x.device, lambda: unavailable_for(x), step=step)
+    if chosen != "reference":
+        check_tangents(op, *every)
+    if x.numel() == 0:
+        last = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
+        out = nothing_out(x, recurrence_gate, input_gate, theta)
+        return out, last if output_final_state else None
+    out, last = RG_LRU[chosen](
+        *(x, recurrence_gate, input_gate, theta),
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        reverse=reverse,
+    )
+    return out, begun(last, key_mask, cu_seqlens) if output_final_state else None
+
+
+@full_precision
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal depthwise convolution, ``y_t = bias + sum_i weight[:, i] x_{t-K+1+i}``, i = 0..K-1.
+
+    No activation. Masked inputs count as 0; taps do not cross the bounds of packed sequences.
+
+    Args:
+        x: (B, T, E).
+        weight: (E, K), the last tap is the present token's.
+        bias: (E,) or None.
+        initial_state: the last K-1 inputs, oldest first, (B or N, K-1, E).
+
+    Returns:
+        y (B, T, E) in the dtype of x, and the new tail (B or N, K-1, E), or None.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+    """
+    op = "causal_conv1d"
+    sizes = check_inputs(op, x=(x, "BTE"), empty="BTE")
+    parameters = {"weight": (weight, "EK")} | ({} if bias is None else {"bias": (bias, "E")})
+    check_parameters(op, x.device, sizes, **parameters)
+    B, T, E, K = (sizes[c] for c in "BTEK")
+    if K < 1:
+        raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
+    N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
+    if initial_state is not None:
+        check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
+    every = (x, weight, bias, initial_state)
+    step = is_step(every, True, cu_seqlens)
+    chosen = choose(op, backend, CONVOLUTION, x.device, lambda: unavailable_for(x), step=step)
+    if chosen == "triton" and x.numel() == 0:
+        chosen = "torch"  # there is nothing to launch kernels for
+    if chosen == "triton":
+        check_tangents(op, *every)
+    out, tail = CONVOLUTION[chosen](
+        *(x, weight, bias),
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+    )
+    return out, tail if output_final_state else None
+
+
+@full_precision
+def attention_weights(
+    latent_q: Tensor,
+    latent_k: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    *,
+    window: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The probabilities p(s|t) themselves, (B, H, T, T), for looking at: O(T^2) memory.
+
+    Without local ``q`` and ``k``: Latte (eq. 6-8), with latent_q and latent_k (B, T, H, L). With
+    them: Latte-Macchiato (eq. 15), latent_q (B, T, H, L+1), q (B, T, H, K), k (B, T, G, K). Every
+    row sums to 1, less p(0|t) where the window holds no source at all; a row without any source
+    is all zeros.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    op = "attention_weights"
+    if (q is None) != (k is None):
+        raise ValueError(f"{op}: local q and k go together, got one of them")
+    local: dict[str, Any] = {} if q is None or k is None else {"q": (q, "BTHK"), "k": (k, "BTGK")}
+    sizes = check_inputs(op, latent_q=(latent_q, None), latent_k=(latent_k, "BTHL"), **local)
+    check_latent_queries(op, latent_q, sizes, window=bool(local))
+    if local:
+        check_window(op, window)
+        check_softcap(op, softcap)
+        check_groups(op, sizes["H"], sizes["G"], "k")
+    check_sequences(op, sizes["B"], sizes["T"], latent_q.device, key_mask, cu_seqlens)
+    return reference.attention_weights(
+        *(latent_q, latent_k, q, k),
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+    )

@@ -1,9 +1,11 @@
-"""The equations, spelled out in O(T^2): the judge of every backend, meant for fp64.
+"""The equations of every op, spelled out in O(T^2) or token by token: the judge, meant for fp64.
+
+Nothing here knows a backend. Inputs come checked, states in the dtype of the sums; half-precision
+inputs are computed in fp32 and rounded at the end. Autograd gives the gradients.
 
 Shape suffixes: B batch, T queries, S sources, H query heads, G key/value heads, L latents per
-head, K key width, D value width, E channels, N packed sequences.
-
-Half-precision inputs are computed in fp32 and rounded at the end. Autograd gives the gradients.
+head, K key width (of a convolution: taps), D value width, F feature width, E channels, N states
+(B, or the packed sequences), P tail slots.
 """
 
 from __future__ import annotations
@@ -15,9 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.buffers import without_masked
-from latte.ops.packing import sequence_ids, sequence_starts
-from latte.ops.state import LatteState, LinearState, WindowState, merge_states
+from latte.ops.state import LatteState, LinearState, WindowState, last_tokens, merge_states
+from latte.ops.tensors import (
+    computation_dtype,
+    sequence_ids,
+    sequence_starts,
+    without_masked,
+)
+
+
+def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The inputs in the dtype in which they are computed."""
+    return tuple(x.to(computation_dtype(x.dtype)) for x in tensors)
 
 
 def visible_sources(
@@ -63,6 +74,16 @@ def _per_token(state_NX: Tensor, cu_seqlens: Tensor | None, B: int, T: int) -> T
     return state_NX[sequence_ids(cu_seqlens, T)][None]
 
 
+def _own_sources(like: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """(N, T) bool: the tokens of each sequence that are not masked; ``like``: (B, T, ...)."""
+    B, T = like.shape[:2]
+    real = like.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    if cu_seqlens is None:
+        return real
+    N = cu_seqlens.shape[0] - 1
+    return real & (sequence_ids(cu_seqlens, T) == torch.arange(N, device=like.device)[:, None])
+
+
 def latte_weights(
     k_BTHL: Tensor,
     seen_BTS: Tensor,
@@ -88,9 +109,10 @@ def latte_attention(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: LatteState | None,
-    output_final_state: bool,
-) -> tuple[Tensor, LatteState | None]:
+) -> tuple[Tensor, LatteState]:
     """y_t = sum_l p(l|t) sum_s p(s|l,t) v_s (paper, eq. 6-14)."""
+    dtype = v_BTHD.dtype
+    q_BTHL, k_BTHL, v_BTHD = wide(q_BTHL, k_BTHL, v_BTHD)
     B, T, H, L = q_BTHL.shape
     seen = visible_sources(
         T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHL.device
@@ -108,42 +130,66 @@ def latte_attention(
             mu_BTHD = _per_token(initial_state.mean[..., latent, :], cu_seqlens, B, T)
             mean_BHTD = weights[..., 1:] @ v_BHTD + weights[..., :1] * mu_BTHD.transpose(1, 2)
         out_BHTD = out_BHTD + p_BTHL[..., latent].transpose(1, 2)[..., None] * mean_BHTD
-    state = None
-    if output_final_state:
-        state = _final_latte_state(k_BTHL, v_BTHD, key_mask, cu_seqlens, initial_state)
-    return out_BHTD.transpose(1, 2), state
+    seen_NT = _own_sources(k_BTHL, key_mask, cu_seqlens)
+    state = _latte_state(k_BTHL, v_BTHD, seen_NT, initial_state)
+    return out_BHTD.transpose(1, 2).to(dtype), state
 
 
-def _final_latte_state(
-    k_BTHL: Tensor,
-    v_BTHD: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: LatteState | None,
+def _latte_state(
+    k_BTHL: Tensor, v_BTHD: Tensor, seen_NT: Tensor, earlier: LatteState | None
 ) -> LatteState:
     """Log-mass and mean over all the sources of a sequence, then merged with the earlier state."""
-    B, T = k_BTHL.shape[:2]
-    real_NT = k_BTHL.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
-    if cu_seqlens is not None:
-        N = cu_seqlens.shape[0] - 1
-        ids = sequence_ids(cu_seqlens, T)
-        real_NT = real_NT & (ids[None] == torch.arange(N, device=ids.device)[:, None])
-        k_BTHL, v_BTHD = k_BTHL.expand(N, -1, -1, -1), v_BTHD.expand(N, -1, -1, -1)
-    k_NHLT = k_BTHL.permute(0, 2, 3, 1)
-    seen = real_NT[:, None, None, :].expand_as(k_NHLT)
-    mean = masked_softmax(k_NHLT, seen) @ v_BTHD.transpose(1, 2)
-    if T == 0:
-        log_mass = k_NHLT.new_full(k_NHLT.shape[:-1], -torch.inf)
-    else:
-        logits = k_NHLT.masked_fill(~seen, -torch.inf)
-        top = logits.detach().amax(-1)
-        top = torch.where(torch.isneginf(top), 0.0, top)
-        mass = torch.exp(logits - top[..., None]).sum(-1)
-        empty = mass == 0
-        log_mass = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, mass)))
-    if initial_state is not None:
-        log_mass, mean = merge_states(*initial_state, log_mass, mean)
+    N = seen_NT.shape[0]
+    k_NHLT = k_BTHL.expand(N, -1, -1, -1).permute(0, 2, 3, 1)
+    seen = seen_NT[:, None, None, :].expand_as(k_NHLT)
+    mean = masked_softmax(k_NHLT, seen) @ v_BTHD.expand(N, -1, -1, -1).transpose(1, 2)
+    logits = k_NHLT.masked_fill(~seen, -torch.inf)
+    top = logits.detach().amax(-1)
+    top = torch.where(torch.isneginf(top), 0.0, top)
+    mass = torch.exp(logits - top[..., None]).sum(-1)
+    empty = mass == 0
+    log_mass = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, mass)))
+    if earlier is not None:
+        log_mass, mean = merge_states(*earlier, log_mass, mean)
     return LatteState(log_mass, mean)
+
+
+def macchiato_attention(
+    latent_q_BTHL: Tensor,
+    latent_k_BTHL: Tensor,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    *,
+    window: int,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    latte_state: LatteState | None,
+    window_state: WindowState | None,
+) -> tuple[Tensor, LatteState]:
+    """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
+
+    With p(0|t) = sigmoid(q_0 - logsumexp_{l>=1} q_l), and the others the rest of it.
+    """
+    shared: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    local = sliding_window_attention(
+        *(q_BTHK, k_BTGK, v_BTGD),
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        initial_state=window_state,
+        **shared,
+    )
+    v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
+    latent, state = latte_attention(
+        latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, initial_state=latte_state, **shared
+    )
+    logits, local, latent = wide(latent_q_BTHL, local, latent)
+    odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
+    return (torch.sigmoid(odds) * local + torch.sigmoid(-odds) * latent).to(v_BTGD.dtype), state
 
 
 def window_logits(q_BTHK: Tensor, k_BSGK: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -167,6 +213,8 @@ def sliding_window_attention(
     initial_state: WindowState | None,
 ) -> Tensor:
     """Softmax attention over the last ``window`` keys, self included; over all keys if None."""
+    dtype = v_BTGD.dtype
+    q_BTHK, k_BTGK, v_BTGD = wide(q_BTHK, k_BTGK, v_BTGD)
     B, T, H, _ = q_BTHK.shape
     k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
     seen = visible_sources(
@@ -181,7 +229,8 @@ def sliding_window_attention(
     repeats = H // v_BTGD.shape[2]
     v_BTHD = v_BTGD.repeat_interleave(repeats, 2)
     if initial_state is None:
-        return torch.einsum("bhts,bshd->bthd", masked_softmax(logits, seen[:, None]), v_BTHD)
+        weights = masked_softmax(logits, seen[:, None])
+        return torch.einsum("bhts,bshd->bthd", weights, v_BTHD).to(dtype)
     # The earlier keys sit before the sequence's own: tail slot j of P lies at distance
     # (position in the sequence) + P - j from a query.
     P = initial_state.keys.shape[1]
@@ -208,7 +257,7 @@ def sliding_window_attention(
     )
     pattern = "bhts,bshd->bthd" if cu_seqlens is None else "bhts,tshd->bthd"
     old = torch.einsum(pattern, weights[..., :P], tail_v.repeat_interleave(repeats, 2))
-    return old + torch.einsum("bhts,bshd->bthd", weights[..., P:], v_BTHD)
+    return (old + torch.einsum("bhts,bshd->bthd", weights[..., P:], v_BTHD)).to(dtype)
 
 
 def linear_attention(
@@ -220,8 +269,7 @@ def linear_attention(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: LinearState | None,
-    output_final_state: bool,
-) -> tuple[Tensor, LinearState | None]:
+) -> tuple[Tensor, LinearState]:
     """y_t = S_t phi(q_t) / (phi(q_t) z_t) on features that are already positive (eq. 4-5)."""
     B, T = q_BTHF.shape[:2]
     k_BTHF, v_BTHD = without_masked(key_mask, k_BTHF), without_masked(key_mask, v_BTHD)
@@ -237,29 +285,106 @@ def linear_attention(
         above = above + torch.einsum("bthf,bthfd->bthd", q_BTHF, memory)
         below = below + torch.einsum("bthf,bthf->bth", q_BTHF, normaliser)
     out = above / torch.where(below == 0, 1.0, below)[..., None]
-    if not output_final_state:
-        return out, None
-    real_NT = k_BTHF.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
-    if cu_seqlens is not None:
-        N = cu_seqlens.shape[0] - 1
-        ids = sequence_ids(cu_seqlens, T)
-        real_NT = real_NT & (ids[None] == torch.arange(N, device=ids.device)[:, None])
-        k_BTHF, v_BTHD = k_BTHF.expand(N, -1, -1, -1), v_BTHD.expand(N, -1, -1, -1)
-    k_real = k_BTHF.masked_fill(~real_NT[:, :, None, None], 0.0)
-    memory, normaliser = torch.einsum("nshf,nshd->nhfd", k_real, v_BTHD), k_real.sum(1)
+    seen_NT = _own_sources(k_BTHF, key_mask, cu_seqlens)
+    N = seen_NT.shape[0]
+    k_real = k_BTHF.expand(N, -1, -1, -1).masked_fill(~seen_NT[:, :, None, None], 0.0)
+    memory = torch.einsum("nshf,nshd->nhfd", k_real, v_BTHD.expand(N, -1, -1, -1))
+    normaliser = k_real.sum(1)
     if initial_state is not None:
         memory = memory + initial_state.memory
         normaliser = normaliser + initial_state.normaliser
     return out, LinearState(memory, normaliser)
 
 
-def linear_recurrence(a_BTE: Tensor, b_BTE: Tensor, h0_BE: Tensor) -> Tensor:
-    """h_t = a_t h_{t-1} + b_t, one step at a time."""
-    h_BE, outputs = h0_BE, []
-    for t in range(a_BTE.shape[1]):
-        h_BE = a_BTE[:, t] * h_BE + b_BTE[:, t]
+def rg_lru(
+    x_BTE: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    theta_E: Tensor,
+    *,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t), token by token (Griffin; eq. 18-19)."""
+    dtype = x_BTE.dtype
+    inputs = wide(x_BTE, recurrence_gate, input_gate)
+    x, r, i = (without_masked(key_mask, z) for z in inputs)
+    B, T, E = x.shape
+    # log a = -8 r softplus(theta). It may underflow to 0, where the square root has no slope.
+    log_a = -8.0 * torch.sigmoid(r) * F.softplus(theta_E.to(x.dtype))
+    log_a = log_a.clamp(max=-torch.finfo(x.dtype).tiny)
+    decay, factor = torch.exp(log_a), torch.sqrt(-torch.expm1(2.0 * log_a))
+    gated = torch.sigmoid(i) * x
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    before_NE = x.new_zeros(N, E) if initial_state is None else initial_state
+    started_N1 = (before_NE != 0).any(-1, keepdim=True)
+    # Row b of the batch holds, at time t, sequence id_BT[b, t].
+    if cu_seqlens is None:
+        id_BT = torch.arange(B, device=x.device)[:, None].expand(B, T)
+    else:
+        id_BT = sequence_ids(cu_seqlens, T)[None]
+    h_BE, started_B1, outputs = before_NE[id_BT[:, 0]], started_N1[id_BT[:, 0]], []
+    order = range(T - 1, -1, -1) if reverse else range(T)
+    last: int | None = None
+    for t in order:
+        here = id_BT[:, t]
+        other = torch.ones_like(started_B1) if last is None else (here != id_BT[:, last])[:, None]
+        h_BE = torch.where(other, before_NE[here], h_BE)
+        started_B1 = torch.where(other, started_N1[here], started_B1)
+        kept, share = decay[:, t] * h_BE, factor[:, t] * gated[:, t]
+        new_BE = torch.where(started_B1, kept + share, gated[:, t])
+        if key_mask is None:
+            h_BE, started_B1 = new_BE, torch.ones_like(started_B1)
+        else:
+            real_B1 = key_mask[:, t, None]
+            h_BE, started_B1 = torch.where(real_B1, new_BE, h_BE), started_B1 | real_B1
         outputs.append(h_BE)
-    return torch.stack(outputs, 1) if outputs else torch.zeros_like(b_BTE)
+        last = t
+    h_BTE = torch.stack(outputs[::-1] if reverse else outputs, 1)
+    if cu_seqlens is None:
+        return h_BTE.to(dtype), h_BTE[:, 0 if reverse else -1]
+    start_N, stop_N = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    end_N = start_N.clamp(max=T - 1) if reverse else (stop_N - 1).clamp(min=0)
+    final_NE = torch.where((start_N == stop_N)[:, None], before_NE, h_BTE[0, end_N])
+    return h_BTE.to(dtype), final_NE
+
+
+def causal_conv1d(
+    x_BTE: Tensor,
+    weight_EK: Tensor,
+    bias_E: Tensor | None,
+    *,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """y_t = bias + sum_i weight[:, i] x_{t-K+1+i}: taps before a sequence come from its tail."""
+    dtype, (B, T, E), K = x_BTE.dtype, x_BTE.shape, weight_EK.shape[1]
+    (x_BTE,) = wide(without_masked(key_mask, x_BTE))
+    weight_EK = weight_EK.to(x_BTE.dtype)
+    N, P = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1), K - 1
+    tail_NPE = x_BTE.new_zeros(N, P, E)
+    if initial_state is not None:
+        tail_NPE = initial_state.to(x_BTE.dtype)
+    place = torch.arange(T, device=x_BTE.device)
+    position = place if cu_seqlens is None else place - sequence_starts(cu_seqlens, T)
+    y_BTE = torch.zeros_like(x_BTE)
+    for i in range(K):
+        back = P - i
+        tap_BTE = x_BTE[:, (place - back).clamp(min=0)]
+        if back:
+            slot_T = (position + i).clamp(max=P - 1)
+            if cu_seqlens is None:
+                earlier_BTE = tail_NPE[:, slot_T]
+            else:
+                earlier_BTE = tail_NPE[sequence_ids(cu_seqlens, T), slot_T][None]
+            tap_BTE = torch.where((position >= back)[None, :, None], tap_BTE, earlier_BTE)
+        y_BTE = y_BTE + weight_EK[:, i] * tap_BTE
+    if bias_E is not None:
+        y_BTE = y_BTE + bias_E.to(y_BTE.dtype)
+    return y_BTE.to(dtype), last_tokens(x_BTE, P, cu_seqlens, tail_NPE).to(dtype)
 
 
 def attention_weights(
@@ -276,12 +401,16 @@ def attention_weights(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """p(s|t) = sum_l p(l|t) p(s|l,t), with the window as state 0 if q and k are given."""
+    latent_q, latent_k = wide(latent_q, latent_k)
     T, L = latent_k.shape[1], latent_k.shape[-1]
+    if T == 0:
+        return latent_q.new_zeros(latent_q.shape[0], latent_q.shape[2], 0, 0)
     common: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
     seen = visible_sources(T, device=latent_k.device, **common)
     p_BHTL = F.softmax(latent_q, -1).transpose(1, 2)
     total = p_BHTL.new_zeros(p_BHTL.shape[0], p_BHTL.shape[1], T, T)
     if q is not None and k is not None:
+        q, k = wide(q, k)
         near = visible_sources(T, device=q.device, window=window, **common)
         scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         local = masked_softmax(window_logits(q, k, scale, softcap), near[:, None])

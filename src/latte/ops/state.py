@@ -1,7 +1,8 @@
 """The states that carry a sequence on: what a decoder keeps instead of a growing cache.
 
-Shape suffixes: B batch (or N packed sequences), H query heads, G key/value heads, L latents per
-head, D value width, K key width, F feature width, W window.
+Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), H query heads, G
+key/value heads, L latents per head, D value width, K key width, F feature width, W window, P tail
+slots (W-1).
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from latte.ops.tensors import without_masked
 
 
 class LatteState(NamedTuple):
@@ -64,6 +68,13 @@ class WindowState(NamedTuple):
     values: Tensor
     mask: Tensor
 
+    @classmethod
+    def empty(cls, k_BTGK: Tensor, v_BTGD: Tensor, window: int) -> WindowState:
+        """A tail without a key, for keys and values like these."""
+        B, slots = k_BTGK.shape[0], window - 1
+        keys, values = (x.new_zeros(B, slots, *x.shape[2:]) for x in (k_BTGK, v_BTGD))
+        return cls(keys, values, k_BTGK.new_zeros(B, slots, dtype=torch.bool))
+
 
 class LinearState(NamedTuple):
     """Undirected linear attention: ``sum_s phi(k_s) v_s`` and ``sum_s phi(k_s)`` (eq. 4-5).
@@ -91,3 +102,77 @@ def merge_states(a1: Tensor, mu1: Tensor, a2: Tensor, mu2: Tensor) -> tuple[Tens
     safe = torch.where(empty, 1.0, mass)
     mean = (e1 / safe).unsqueeze(-1) * mu1 + (e2 / safe).unsqueeze(-1) * mu2
     return torch.where(empty, -torch.inf, top + torch.log(safe)), mean
+
+
+def final_window_state(
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    window: int | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: WindowState | None,
+) -> WindowState:
+    """The last W-1 keys and values of every sequence; masked tokens are kept, as masked slots.
+
+    ``window=None`` keeps them all.
+    """
+    B, T = k_BTGK.shape[:2]
+    real_BT = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    if window is not None:
+        earlier = (None, None, None) if initial_state is None else initial_state
+        parts = zip((k_BTGK, v_BTGD, real_BT), earlier, strict=True)
+        return WindowState(*(last_tokens(x, window - 1, cu_seqlens, old) for x, old in parts))
+    state = WindowState(without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD), real_BT)
+    if initial_state is not None:
+        both = zip(initial_state, state, strict=True)
+        return WindowState(*(torch.cat(pair, 1) for pair in both))
+    return WindowState(*(x.clone() for x in state))
+
+
+def last_tokens(
+    x_BTX: Tensor, P: int, cu_seqlens: Tensor | None, earlier_NPX: Tensor | None
+) -> Tensor:
+    """The last P tokens (N, P, ...) of every sequence; before its first the earlier tail, or 0.
+
+    A copy: the tail must not keep the whole sequence's buffer alive.
+    """
+    T = x_BTX.shape[1]
+    if cu_seqlens is None:
+        if earlier_NPX is None and T < P:
+            earlier_NPX = x_BTX.new_zeros(x_BTX.shape[0], P - T, *x_BTX.shape[2:])
+        if earlier_NPX is not None:
+            x_BTX = torch.cat([earlier_NPX, x_BTX], 1)
+        return x_BTX.narrow(1, x_BTX.shape[1] - P, P).clone()
+    # Slot j of sequence n holds its token end - P + j, or the earlier tail's slot.
+    start_N1, end_N1 = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
+    token_NP = end_N1 - P + torch.arange(P, device=x_BTX.device)
+    if T == 0:
+        x_BTX = x_BTX.new_zeros(1, 1, *x_BTX.shape[2:])
+    new_NPX = x_BTX[0, token_NP.clamp(0, max(T - 1, 0))]
+    if earlier_NPX is None:
+        old_NPX = torch.zeros_like(new_NPX)
+    else:
+        rows_N1 = torch.arange(new_NPX.shape[0], device=x_BTX.device)[:, None]
+        old_NPX = earlier_NPX[rows_N1, (token_NP - start_N1 + P).clamp(0, max(P - 1, 0))]
+    own_NP = token_NP >= start_N1
+    return torch.where(own_NP.view(*own_NP.shape, *[1] * (x_BTX.ndim - 2)), new_NPX, old_NPX)
+
+
+def begun(state_NE: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The RG-LRU's state, never a row of zeros where a real token was read: that is the empty one.
+
+    A token may be 0 itself, as the embedding of padding is. What is added is below the last digit
+    of any state but 0.
+    """
+    dtype = state_NE.dtype
+    tiny = torch.finfo(dtype).tiny
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.long()
+        if key_mask is not None:
+            bounds = F.pad(key_mask[0].long().cumsum(0), (1, 0))[bounds]
+        read_N = bounds.diff() > 0
+    elif key_mask is not None:
+        read_N = key_mask.any(1)
+    else:
+        return state_NE + tiny
+    return state_NE + tiny * read_N[:, None].to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from latte.layers.checks import check_input, check_positive
 from latte.layers.parts import Drawn
-from latte.ops.precision import full_precision
+from latte.ops.tensors import full_precision
 
 
 class ComparatorMixer(Drawn):

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.checks import check_divides, check_positive
-from latte.ops.precision import full_precision
-from latte.ops.validation import computation_dtype
+from latte.ops.tensors import computation_dtype, full_precision
 from latte.rivals.base import ComparatorMixer, masked
 
 

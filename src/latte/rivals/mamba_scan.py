@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from latte.ops.torch_backend.scan import linear_recurrence
+from latte.ops.torch_backend.recurrence import linear_recurrence
 
 LIBRARY = "transformers.models.mamba.modeling_mamba"
 FUNCTION = "mamba_selective_scan"

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from latte.layers.checks import check_input, check_positive
 from latte.layers.parts import RotaryEmbedding, apply_rotary
-from latte.ops.precision import full_precision
-from latte.ops.validation import computation_dtype
+from latte.ops.tensors import computation_dtype, full_precision
 from latte.rivals.base import ComparatorMixer, long_convolution, masked
 
 

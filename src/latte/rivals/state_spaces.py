@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from latte.layers.checks import check_divides, check_positive
 from latte.ops import causal_conv1d
-from latte.ops.precision import full_precision
-from latte.ops.validation import computation_dtype
+from latte.ops.tensors import computation_dtype, full_precision
 from latte.rivals.base import ComparatorMixer, long_convolution, masked
 
 MIN_STEP, MAX_STEP = 0.001, 0.1  # of time, log-uniform at the start

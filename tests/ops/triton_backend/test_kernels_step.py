@@ -28,8 +28,8 @@ from kernel_helpers import DEVICE, Fences
 from transformers import GenerationConfig
 
 from latte.models import LatteCache, LatteForCausalLM, preset_config
-from latte.ops import LatteState, decoding, latte_attention, macchiato_attention, use_backend
-from latte.ops.decoding import backend_of_step
+from latte.ops import LatteState, api, latte_attention, macchiato_attention, use_backend
+from latte.ops.backend import choose
 from latte.ops.triton_backend import launch, step
 from latte.ops.triton_backend.step import latte_step_op, macchiato_step_op
 
@@ -265,16 +265,23 @@ def test_which_calls_are_steps(steps):
 
 
 def test_what_none_means():
-    gpu, cpu = (SimpleNamespace(device=torch.device(d)) for d in ("cuda", "cpu"))
-    assert backend_of_step(None, gpu, None) == "triton"
-    assert backend_of_step(None, gpu, "for L=300") is None
-    assert backend_of_step(None, cpu, None) is None
-    assert backend_of_step("torch", gpu, None) == "torch"
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def chosen(backend, device, refusal):
+        served = ("reference", "torch", "triton")
+        return choose("op", backend, served, device, lambda: refusal, step=True)
+
+    assert chosen(None, gpu, None) == "triton"
+    assert chosen(None, gpu, "for L=300") == "torch"
+    assert chosen(None, cpu, None) == "torch"
+    assert chosen("torch", gpu, None) == "torch"
     with use_backend("torch"):
-        assert backend_of_step(None, gpu, None) == "torch"
+        assert chosen(None, gpu, None) == "torch"
     with use_backend("triton"):
-        assert backend_of_step(None, cpu, "for L=300") == "triton"
-    assert backend_of_step(None, gpu, None) == "triton"
+        assert chosen(None, cpu, None) == "triton"
+        with pytest.raises(ValueError, match="'triton' is not available for L=300"):
+            chosen(None, cpu, "for L=300")
+    assert chosen(None, gpu, None) == "triton"
 
 
 def test_what_the_kernel_cannot_serve_is_told():
@@ -321,8 +328,12 @@ def generate(model, ids, mask, **options):
 @contextmanager
 def steps_on(backend):
     """What steps run on if nobody names a backend; prompts stay on PyTorch."""
+
+    def chosen(op, asked, *rest, step=False):
+        return choose(op, backend if step else asked, *rest, step=step)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "named_backend", lambda: backend)
+        patch.setattr(api, "choose", chosen)
         yield
 
 

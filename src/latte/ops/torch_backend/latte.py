@@ -1,9 +1,9 @@
-"""Latte in linear time: the driver over pieces and segments, as custom ops with closed gradients.
+"""Latte in linear time: the driver over batches and segments, as custom ops; and Macchiato.
 
 Saved activations are the inputs and one state per segment of time: O(T / 2048) states, never
-O(T L D). A segment is one run of the linear-domain kernel (``fast``) wherever one reference can
-serve all of it; else it is cut into runs of that kernel and of the pairwise one (``safe``). On a
-GPU it is always the latter, as asking would wait for the device.
+O(T L D). A segment is one run in the linear domain (``linear_domain``) wherever one reference can
+serve all of it; else it is cut into such runs and pairwise ones (``pairwise``). On a GPU all are
+pairwise, as asking would wait for the device.
 
 Shape suffixes: B batch, T tokens, n rows of a piece, X = n H, S tokens of a segment, t of them
 not padding, H heads, L latents, D value width, N states.
@@ -11,18 +11,24 @@ not padding, H heads, L latents, D value width, N states.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.buffers import empty_gradients, without_masked
-from latte.ops.gradients import connect_gradients
-from latte.ops.precision import full_precision
-from latte.ops.state import LatteState
-from latte.ops.torch_backend import fast, safe
+from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import (
+    computation_dtype,
+    connect_gradients,
+    empty_gradients,
+    full_precision,
+    without_masked,
+)
+from latte.ops.torch_backend import linear_domain, pairwise
+from latte.ops.torch_backend.batching import CHUNK, PIECE, Rows, rows_of, spans
 from latte.ops.torch_backend.carry import Carry, divide, exp_difference
-from latte.ops.torch_backend.pieces import CHUNK, PIECE, Rows, rows_of, spans
-from latte.ops.validation import computation_dtype
+from latte.ops.torch_backend.window import sliding_window_attention
 
 LONGEST_SEGMENT = 2048
 # Tokens given to the pairwise kernel where the linear-domain kernel's runs are short.
@@ -38,13 +44,51 @@ def latte_attention(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: LatteState | None,
-    output_final_state: bool,
-) -> tuple[Tensor, LatteState | None]:
+) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
     earlier = (None, None) if initial_state is None else tuple(initial_state)
     op = causal_op if causal else bidirectional_op
     out, log_mass, mean = op(q_BTHL, k_BTHL, v_BTHD, key_mask, cu_seqlens, *earlier)[:3]
-    return out, LatteState(log_mass, mean) if output_final_state else None
+    return out, LatteState(log_mass, mean)
+
+
+def macchiato_attention(
+    latent_q_BTHL: Tensor,
+    latent_k_BTHL: Tensor,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    *,
+    window: int,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    latte_state: LatteState | None,
+    window_state: WindowState | None,
+) -> tuple[Tensor, LatteState]:
+    """See :func:`latte.ops.macchiato_attention`: the window and the latents, each by its own op."""
+    shared: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    local = sliding_window_attention(
+        *(q_BTHK, k_BTGK, v_BTGD),
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        initial_state=window_state,
+        **shared,
+    )
+    v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
+    latent, state = latte_attention(
+        latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, initial_state=latte_state, **shared
+    )
+    # Softmax over the L+1 logits factors: p(l|t) = (1 - p(0|t)) softmax_{l>=1}. Both gates come
+    # from the same difference, so neither suffers cancellation.
+    dtype = computation_dtype(v_BTGD.dtype)
+    logits = latent_q_BTHL.to(dtype)
+    odds = logits[..., 0] - torch.logsumexp(logits[..., 1:], -1)
+    p_window, p_latents = torch.sigmoid(odds)[..., None], torch.sigmoid(-odds)[..., None]
+    return (p_window * local.to(dtype) + p_latents * latent.to(dtype)).to(v_BTGD.dtype), state
 
 
 def segment_length(H: int, L: int, D: int) -> int:
@@ -126,8 +170,8 @@ class Segment:
             return Run(self, slice(start, self.S), state, None)
         if after_short:
             return Run(self, slice(start, min(self.S, start + SAFE_RUN)), state, None)
-        reference = fast.reference_logits(k, state, seen)
-        stop = start + fast.run_length(k, reference)
+        reference = linear_domain.reference_logits(k, state, seen)
+        stop = start + linear_domain.run_length(k, reference)
         return Run(self, slice(start, stop), state, reference)
 
     def forward(self, state: Carry) -> tuple[Tensor, Carry]:
@@ -182,14 +226,14 @@ class Run:
             self.padded(x[:, span], fill)
             for x, fill in zip(whole, (0.0, -torch.inf, 0.0), strict=True)
         )
-        self.keys: fast.Scaled | None = None
+        self.keys: linear_domain.Scaled | None = None
         if reference is not None:
             seen = None
             if segment.seen_XS is not None:
                 seen = segment.seen_XS[:, span]
                 rest = self.p.shape[1] - self.length
                 seen = torch.cat([seen, seen[:, -1:].expand(-1, rest)], 1)
-            self.keys = fast.scaled_keys(self.k, reference, state, seen)
+            self.keys = linear_domain.scaled_keys(self.k, reference, state, seen)
 
     def padded(self, x_XSD: Tensor, fill: float) -> Tensor:
         """Whole chunks, of the segment's size whatever the length: rounding depends on it."""
@@ -199,24 +243,24 @@ class Run:
     def forward(self) -> tuple[Tensor, Carry]:
         """Outputs of these tokens and the state after them."""
         if self.keys is None:
-            out, state = safe.forward(self.p, self.k, self.v, self.state)
+            out, state = pairwise.forward(self.p, self.k, self.v, self.state)
         else:
-            out, state = fast.forward(self.p, self.keys, self.v, self.state.mean)
+            out, state = linear_domain.forward(self.p, self.keys, self.v, self.state.mean)
         return out[:, : self.length], state
 
     def state_after(self) -> Carry:
         """Only the state after these tokens."""
         if self.keys is None:
-            return safe.state_after(self.k, self.v, self.state)
-        return fast.state_after(self.keys, self.v, self.state.mean)
+            return pairwise.state_after(self.k, self.v, self.state)
+        return linear_domain.state_after(self.keys, self.v, self.state.mean)
 
     def backward(self, dy: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Tensor, ...]:
         """Gradients of these tokens and of the state before them."""
         dy = self.padded(dy, 0.0)
         if self.keys is None:
-            grads = safe.backward(self.p, self.k, self.v, self.state, dy, dA, dmu)
+            grads = pairwise.backward(self.p, self.k, self.v, self.state, dy, dA, dmu)
         else:
-            grads = fast.backward(self.p, self.keys, self.v, self.state.mean, dy, dA, dmu)
+            grads = linear_domain.backward(self.p, self.keys, self.v, self.state.mean, dy, dA, dmu)
         return *(x[:, : self.length] for x in grads[:3]), *grads[3:]
 
 

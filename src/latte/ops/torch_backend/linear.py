@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.buffers import without_masked
-from latte.ops.packing import sequence_ids
 from latte.ops.state import LinearState
-from latte.ops.torch_backend.scan import linear_recurrence
+from latte.ops.tensors import sequence_ids, without_masked
+from latte.ops.torch_backend.recurrence import linear_recurrence
 
 CHUNK = 64
 
@@ -63,8 +62,7 @@ def linear_attention(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: LinearState | None,
-    output_final_state: bool,
-) -> tuple[Tensor, LinearState | None]:
+) -> tuple[Tensor, LinearState]:
     """See :func:`latte.ops.linear_attention`; features, in the dtype of the sums."""
     B, T, H, D = v_BTHD.shape
     k_BTHF = without_masked(key_mask, k_BTHF)
@@ -107,8 +105,6 @@ def linear_attention(
     out = out[..., :D] / torch.where(below == 0, 1.0, below)
     out = out.transpose(2, 3).flatten(1, 2)
     out = out[:, :T] if layout is None else out[:, layout.slot_T]
-    if not output_final_state:
-        return out, None
     # Copies: views would keep the states of all chunks alive.
     return out, LinearState(final[..., :D].clone(), final[..., D].clone())
 

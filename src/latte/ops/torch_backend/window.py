@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from latte.ops.buffers import empty_gradients
-from latte.ops.precision import full_precision
+from latte.ops import reference
 from latte.ops.state import WindowState
-from latte.ops.torch_backend.full import full_attention
-from latte.ops.torch_backend.pieces import PIECE, Rows, rows_of, spans
-from latte.ops.validation import computation_dtype
+from latte.ops.tensors import computation_dtype, empty_gradients, full_precision, without_masked
+from latte.ops.torch_backend.batching import PIECE, Rows, rows_of, spans
 
 
 def sliding_window_attention(
@@ -38,11 +37,17 @@ def sliding_window_attention(
     initial_state: WindowState | None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
-    if window is None:
-        return full_attention(
-            q_BTHK,
-            k_BTGK,
-            v_BTGD,
+    if window is not None:
+        tail = (None, None, None) if initial_state is None else tuple(initial_state)
+        return window_op(
+            *(q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail),
+            *(window, scale, softcap or 0.0, causal),
+        )
+    if softcap is not None:
+        # No kernel of PyTorch's takes a soft cap on the CPU: the weights are formed.
+        return reference.sliding_window_attention(
+            *(q_BTHK, k_BTGK, v_BTGD),
+            window=None,
             scale=scale,
             softcap=softcap,
             causal=causal,
@@ -50,10 +55,68 @@ def sliding_window_attention(
             cu_seqlens=cu_seqlens,
             initial_state=initial_state,
         )
-    tail = (None, None, None) if initial_state is None else tuple(initial_state)
-    return window_op(
-        q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail, window, scale, softcap or 0.0, causal
-    )
+    if cu_seqlens is None:
+        return _full(q_BTHK, k_BTGK, v_BTGD, scale, causal, key_mask, initial_state)
+    T = q_BTHK.shape[1]
+    if torch.compiler.is_compiling():
+        seen = reference.visible_sources(
+            T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHK.device
+        )
+        k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
+        return _sdpa(q_BTHK, k_BTGK, v_BTGD, scale, seen[:, None], False)
+    out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
+    everything = slice(0, T)
+    for rows in rows_of(q_BTHK, q_BTHK[0, 0].numel(), T, cu_seqlens):
+        q, k, v = (rows.take(x, everything) for x in (q_BTHK, k_BTGK, v_BTGD))
+        y = _full(q, k, v, scale, causal, rows.visible(key_mask, everything), None)
+        out = rows.scattered(out, y.to(out.dtype))
+    return out
+
+
+def _full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    key_mask: Tensor | None,
+    earlier: WindowState | None,
+) -> Tensor:
+    """Softmax attention over all (visible) keys of rows that are not packed, in O(T^2)."""
+    T, P = q.shape[1], 0
+    k, v = without_masked(key_mask, k), without_masked(key_mask, v)
+    if earlier is not None:
+        P = earlier.keys.shape[1]
+        k, v = torch.cat([earlier.keys, k], 1), torch.cat([earlier.values, v], 1)
+        own = k.new_ones(k.shape[0], T, dtype=torch.bool) if key_mask is None else key_mask
+        key_mask = torch.cat([earlier.mask, own], 1)
+    if key_mask is None:
+        return _sdpa(q, k, v, scale, None, causal)
+    seen = key_mask[:, None, None, :]
+    if causal:
+        gap = torch.arange(T, device=q.device)[:, None] + P
+        seen = seen & (gap >= torch.arange(T + P, device=q.device)[None])
+    else:
+        seen = seen.expand(-1, 1, T, -1)
+    return _sdpa(q, k, v, scale, seen, False)
+
+
+def _sdpa(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGD: Tensor, scale: float, seen: Tensor | None, causal: bool
+) -> Tensor:
+    repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+    if repeats > 1:
+        k_BSGK = k_BSGK.repeat_interleave(repeats, 2)
+        v_BSGD = v_BSGD.repeat_interleave(repeats, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGD))
+    if seen is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(
+            1, 2
+        )
+    # A query without a visible key would be NaN, or an average: let it look at all, then zero it.
+    alive = seen.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~alive, scale=scale)
+    return (out * alive).transpose(1, 2)
 
 
 class Blocks(NamedTuple):

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from latte.ops.buffers import without_masked
 from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import without_masked
 
 
 def latte_attention(
@@ -25,8 +25,7 @@ def latte_attention(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: LatteState | None,
-    output_final_state: bool,
-) -> tuple[Tensor, LatteState | None]:
+) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
     from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
     from latte.ops.triton_backend.latte_causal import causal_op
@@ -35,7 +34,7 @@ def latte_attention(
     op = causal_op if causal else bidirectional_op
     v_BTHD = without_masked(key_mask, v_BTHD)
     out, log_mass, mean = op(q_BTHL, k_BTHL, v_BTHD, key_mask, cu_seqlens, *earlier)[:3]
-    return out, LatteState(log_mass, mean) if output_final_state else None
+    return out, LatteState(log_mass, mean)
 
 
 def macchiato_attention(

@@ -40,9 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients
-from latte.ops.gradients import connect_gradients
-from latte.ops.precision import full_precision
+from latte.ops.tensors import connect_gradients, empty_gradients, full_precision
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
     SIZES,

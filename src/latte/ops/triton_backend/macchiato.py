@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.buffers import empty_gradients
-from latte.ops.precision import full_precision
+from latte.ops.tensors import empty_gradients, full_precision
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_gradients
 from latte.ops.triton_backend.latte_causal import (
     begin,

@@ -11,23 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.default import BACKENDS, default_backend
+from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import computation_dtype
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def choose_backend(backend: str | None, op: str, available: tuple[str, ...]) -> str:
-    """The backend to use: exactly the one asked for; for ``None`` the default, if the op has it."""
-    if backend is None:
-        default = default_backend()
-        return default if default in available else "torch"
-    if backend not in BACKENDS:
-        raise ValueError(f"{op}: backend must be None or one of {BACKENDS}, got {backend!r}")
-    if backend not in available:
-        raise ValueError(
-            f"{op}: backend {backend!r} is not available for this op, expected one of {available}"
-        )
-    return backend
 
 
 def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
@@ -63,17 +50,49 @@ def check_shape(op: str, name: str, x: Tensor, letters: str, sizes: dict[str, in
             raise ValueError(f"{op}: {name} must have shape {expected}, got {tuple(x.shape)}")
 
 
+def check_inputs(
+    op: str, *, empty: str = "BT", **inputs: tuple[Tensor, str | None]
+) -> dict[str, int]:
+    """Dtypes, devices, then shapes of inputs named with their letters: the size of each letter.
+
+    Args:
+        empty: the letters that may be 0; rows and tokens may, heads and widths may not.
+        inputs: tensor and letters, or None in the place of the letters to check no shape.
+    """
+    check_floats(op, {name: x for name, (x, _) in inputs.items()})
+    sizes: dict[str, int] = {}
+    for name, (x, letters) in inputs.items():
+        if letters is not None:
+            check_shape(op, name, x, letters, sizes)
+    check_widths(op, sizes, empty)
+    return sizes
+
+
+def check_latent_queries(op: str, latent_q: Tensor, sizes: dict[str, int], window: bool) -> None:
+    """``latent_q`` fits ``latent_k``, with one column more, the first, if there is a window."""
+    B, T, H, L = (sizes[c] for c in "BTHL")
+    if tuple(latent_q.shape) == (B, T, H, L + window):
+        return
+    wanted = f"(B={B}, T={T}, H={H}, L={L}), the shape of latent_k"
+    if window:
+        wanted = (
+            f"(B={B}, T={T}, H={H}, L+1={L + 1}), one column more than latent_k (column 0 is the "
+            "window)"
+        )
+    raise ValueError(f"{op}: latent_q must have shape {wanted}, got {tuple(latent_q.shape)}")
+
+
 def check_groups(op: str, H: int, G: int, name: str) -> None:
     """G key/value heads serve H query heads."""
     if G == 0 or H % G:
         raise ValueError(f"{op}: {name} must have a number of heads that divides {H}, got {G}")
 
 
-def check_widths(op: str, sizes: dict[str, int]) -> None:
+def check_widths(op: str, sizes: dict[str, int], empty: str = "BT") -> None:
     """There may be no rows and no tokens, but heads and widths are at least 1."""
-    empty = [f"{letter}=0" for letter, size in sizes.items() if size == 0 and letter not in "BT"]
-    if empty:
-        raise ValueError(f"{op}: heads and widths must be at least 1, got {', '.join(empty)}")
+    missing = [f"{letter}=0" for letter, size in sizes.items() if not size and letter not in empty]
+    if missing:
+        raise ValueError(f"{op}: heads and widths must be at least 1, got {', '.join(missing)}")
 
 
 def check_tangents(op: str, *tensors: Tensor | None) -> None:
@@ -160,15 +179,46 @@ def check_state(
             raise ValueError(f"{op}: initial_state.{name} must be {wanted}, got {x.dtype}")
 
 
-def check_parameters(op: str, device: torch.device, tensors: dict[str, Tensor]) -> None:
-    """Parameters are floating point, of whatever dtype, and on the device of the inputs."""
-    for name, x in tensors.items():
+def check_latte_state(
+    op: str, state: LatteState | None, sizes: tuple[int, int, int, int], q: Tensor
+) -> LatteState | None:
+    """The state fits N, H, L, D; as wide as what is computed with inputs like ``q``."""
+    if state is None:
+        return None
+    check_state(op, state, LatteState._fields, (sizes[:3], sizes), q.device)
+    return LatteState(*(x.to(computation_dtype(q.dtype)) for x in state))
+
+
+def check_window_state(
+    op: str,
+    state: WindowState | None,
+    window: int | None,
+    N: int,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+) -> WindowState | None:
+    """The state fits the window (any length of tail if that is None); as wide as k and v."""
+    if state is None:
+        return None
+    if not isinstance(state, tuple) or len(state) != 3 or not isinstance(state[0], Tensor):
+        raise ValueError(
+            f"{op}: initial_state must be a tuple (keys, values, mask), got {type(state).__name__}"
+        )
+    P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
+    G, K, D = *k_BTGK.shape[2:], v_BTGD.shape[-1]
+    shapes = ((N, P, G, K), (N, P, G, D), (N, P))
+    check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
+    keys, values, mask = state
+    return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
+
+
+def check_parameters(
+    op: str, device: torch.device, sizes: dict[str, int], **parameters: tuple[Tensor, str]
+) -> None:
+    """Parameters have these shapes, a floating dtype, whichever, and the device of the inputs."""
+    for name, (x, letters) in parameters.items():
+        check_shape(op, name, x, letters, sizes)
         if x.dtype not in FLOATS:
             raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
-
-
-def computation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64; everything else is computed, and carried, in fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

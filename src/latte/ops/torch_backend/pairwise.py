@@ -4,7 +4,7 @@ With M_t the largest logit up to t and m_t = sum_{s<=t} exp(k_s - M_t), for s <=
 of exp(k_s - A_t) = exp(k_s - M_u) * exp(M_u - M_t) / m_t are both at most 1, so that nothing
 overflows and underflow is harmless. The state before a chunk is one reference. Inside a chunk
 neighbouring halves are paired at every scale, C/2, C/4, ... 1, with u the left half's last token;
-the diagonal is left. Slower than ``fast.py``, and never wrong.
+the diagonal is left. Slower than ``linear_domain``, and never wrong.
 
 Shape suffixes: X rows (batch x heads), S tokens, N chunks, C chunk length, P pairs of halves,
 h length of a half, L latents, D value width.
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.torch_backend.batching import CHUNK
 from latte.ops.torch_backend.carry import Carry, divide, exp_difference
-from latte.ops.torch_backend.pieces import CHUNK
 
 
 def running_mass(k_XNCL: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def backward(
     dlog_mass_XL: Tensor,
     dmean_XLD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dlog_mass_0, dmean_0); the equations are those of ``fast.py``.
+    """Gradients (dq, dk, dv, dlog_mass_0, dmean_0); equations as in ``linear_domain``.
 
     Between chunks the reverse state is the gradient with respect to the (log-mass, mean) there,
     which is bounded like the state itself.

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.torch_backend.batching import CHUNK
 from latte.ops.torch_backend.carry import Carry
-from latte.ops.torch_backend.pieces import CHUNK
 
 # exp(k - r) is as exact as its argument: at 16 half a unit in the last place of fp32 is 1e-6.
 REACH = 16.0

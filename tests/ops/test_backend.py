@@ -28,8 +28,8 @@ def calls(monkeypatch):
         seen.append(1)
         return original(*args, **kwargs)
 
-    original = api.reference.latte_attention
-    monkeypatch.setattr(api.reference, "latte_attention", counted)
+    original = api.LATTE["reference"]
+    monkeypatch.setitem(api.LATTE, "reference", counted)
     return seen
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_default_is_told():
 def test_from_the_environment(value, printed):
     code = (
         "import importlib.util as u, sys\n"
-        f"s = u.spec_from_file_location('d', {sys.modules['latte.ops.default'].__file__!r})\n"
+        f"s = u.spec_from_file_location('d', {sys.modules['latte.ops.backend'].__file__!r})\n"
         "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
         "try:\n    print(m.default_backend())\nexcept ValueError as e:\n    print(e)"
     )

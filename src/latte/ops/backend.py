@@ -1,0 +1,137 @@
+"""Which backend serves a call.
+
+Where a caller names none (``backend=None``), the default does: ``LATTE_BACKEND`` from the
+environment, else ``"torch"``. Models and layers name no backend, so this is the one place that
+decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
+have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
+it, or raises ``ValueError`` where it cannot serve the inputs. Nothing switches by size, but for
+one token at a time:
+
+A *step* of decoding is a call with one token per row (T = 1) that is causal, not packed, and of
+which nobody wants a gradient.
+
+| ``backend``, or the default that somebody named | a step |
+|---|---|
+| ``"triton"`` | the step's kernel: on CUDA tensors, or anywhere under Triton's interpreter |
+| neither | on CUDA tensors the step's kernel if Triton, dtype and widths allow it; else ``torch`` |
+| another | that one |
+
+What the kernel cannot serve when it was asked for raises ``ValueError``. The RG-LRU and the
+convolution follow the same rule with their own kernels. ``LATTE_BACKEND=torch`` or ``with
+use_backend("torch"):`` keeps steps off the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("reference", "torch", "triton")
+
+# None: nobody has named one. A plain value, so that torch.compile can guard on it.
+_default: str | None = os.environ.get("LATTE_BACKEND")
+
+
+def default_backend() -> str:
+    """The backend of ops whose caller names none.
+
+    Raises:
+        ValueError: ``LATTE_BACKEND`` names no backend.
+    """
+    return named_backend() or "torch"
+
+
+def named_backend() -> str | None:
+    """The default backend if somebody has named it, else None.
+
+    Raises:
+        ValueError: ``LATTE_BACKEND`` names no backend.
+    """
+    if _default is not None and _default not in BACKENDS:
+        raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {_default!r}")
+    return _default
+
+
+def set_default_backend(backend: str) -> None:
+    """Let ops whose caller names no backend take this one from now on.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    global _default
+    if backend not in BACKENDS:
+        raise ValueError(f"the default backend must be one of {BACKENDS}, got {backend!r}")
+    _default = backend
+
+
+@contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """``set_default_backend`` for the time of a ``with`` block.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    global _default
+    before = _default
+    set_default_backend(backend)
+    try:
+        yield
+    finally:
+        _default = before
+
+
+def choose(
+    op: str,
+    backend: str | None,
+    serves: Collection[str],
+    device: torch.device,
+    refusal: Callable[[], str | None],
+    *,
+    step: bool = False,
+) -> str:
+    """The backend of one call: exactly the one asked for, which None leaves open.
+
+    Args:
+        serves: the backends that have this op.
+        device: of the inputs.
+        refusal: why the Triton kernels cannot serve the inputs, or None if they can; asked only
+            where it matters.
+        step: this is a step of decoding, and ``op`` has a kernel for it.
+
+    Raises:
+        ValueError: the op has no such backend, or that one cannot serve the inputs.
+    """
+    if backend is None:
+        named = named_backend()
+        if named is None and step and device.type == "cuda" and refusal() is None:
+            return "triton"
+        backend = named if named is not None and named in serves else "torch"
+    elif backend not in BACKENDS:
+        raise ValueError(f"{op}: backend must be None or one of {tuple(serves)}, got {backend!r}")
+    elif backend not in serves:
+        raise ValueError(
+            f"{op}: backend {backend!r} is not available for this op, "
+            f"expected one of {tuple(serves)}"
+        )
+    if backend == "triton" and (reason := refusal()) is not None:
+        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
+    return backend
+
+
+def is_step(inputs: tuple[Any, ...], causal: bool, cu_seqlens: Tensor | None) -> bool:
+    """One token per row of ``inputs[0]`` (B, T, ...), causal, not packed, no gradient wanted."""
+    B, T = inputs[0].shape[:2]
+    if T != 1 or B == 0 or not causal or cu_seqlens is not None:
+        return False
+    return not torch.is_grad_enabled() or not _requires_grad(inputs)
+
+
+def _requires_grad(tree: Any) -> bool:
+    if isinstance(tree, tuple):
+        return any(_requires_grad(x) for x in tree)
+    return isinstance(tree, Tensor) and tree.requires_grad
