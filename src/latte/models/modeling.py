@@ -72,16 +72,18 @@ def make_mixer(config: LatteConfig) -> Mixer:
 class LatteBlock(GradientCheckpointingLayer):
     """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
 
+    make_mixer = staticmethod(make_mixer)
+
     def __init__(self, config: LatteConfig) -> None:
         super().__init__()
         self.mixer_norm = make_norm(config)
-        self.mixer = make_mixer(config)
+        self.mixer = self.make_mixer(config)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        for output in (self.mixer.o_proj, self.mlp.down_proj):
-            # Read when weights are initialised.
-            output.writes_residual = True  # type: ignore[union-attr]
+        for output in (getattr(self.mixer, "o_proj", None), self.mlp.down_proj):
+            if output is not None:  # read when weights are initialised
+                output.writes_residual = True  # type: ignore[union-attr]
 
     def forward(
         self,

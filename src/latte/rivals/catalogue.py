@@ -204,17 +204,15 @@ def _width(size: Any) -> Fields:
 def _griffin(size: Any) -> Fields:
     # Two recurrent blocks, then one that attends; with fewer layers, the last one attends.
     pattern = ["recurrent"] * min(2, size.num_hidden_layers - 1) + ["attention"]
-    return (
-        _common(size)
-        | _width(size)
-        | {
-            "num_attention_heads": size.num_attention_heads,
-            "num_key_value_heads": 1,  # multi-query attention, as in the paper
-            "attention_window_size": size.sliding_window,
-            "block_types": pattern,
-            "rms_norm_eps": size.norm_eps,
-        }
-    )
+    return {
+        **_common(size),
+        **_width(size),
+        "num_attention_heads": size.num_attention_heads,
+        "num_key_value_heads": 1,  # multi-query attention, as in the paper
+        "attention_window_size": size.sliding_window,
+        "block_types": pattern,
+        "rms_norm_eps": size.norm_eps,
+    }
 
 
 def _mamba(size: Any) -> Fields:
@@ -234,19 +232,17 @@ def _rwkv4(size: Any) -> Fields:
 
 def _lightning(size: Any) -> Fields:
     # MiniMax without its softmax layers and with a single expert, that is, a plain SwiGLU.
-    return (
-        _common(size)
-        | _width(size)
-        | {
-            "num_attention_heads": size.num_attention_heads,
-            "num_key_value_heads": size.num_attention_heads,
-            "layer_types": ["linear_attention"] * size.num_hidden_layers,
-            "num_local_experts": 1,
-            "num_experts_per_tok": 1,
-            "initializer_range": size.initializer_range,
-            "rms_norm_eps": size.norm_eps,
-        }
-    )
+    return {
+        **_common(size),
+        **_width(size),
+        "num_attention_heads": size.num_attention_heads,
+        "num_key_value_heads": size.num_attention_heads,
+        "layer_types": ["linear_attention"] * size.num_hidden_layers,
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+        "initializer_range": size.initializer_range,
+        "rms_norm_eps": size.norm_eps,
+    }
 
 
 def _longformer(size: Any) -> Fields:
@@ -256,20 +252,18 @@ def _longformer(size: Any) -> Fields:
     pad = size.pad_token_id
     if pad is None:
         pad = size.vocab_size if size.vocab_size <= size.max_position_embeddings else 0
-    values = (
-        _common(size)
-        | _width(size)
-        | {
-            "pad_token_id": pad,
-            "num_attention_heads": size.num_attention_heads,
-            "vocab_size": max(size.vocab_size, pad + 1),
-            "max_position_embeddings": size.max_position_embeddings + pad + 1,
-            "attention_window": size.sliding_window + size.sliding_window % 2,  # must be even
-            "hidden_dropout_prob": size.hidden_dropout,
-            "attention_probs_dropout_prob": 0.0,
-            "initializer_range": size.initializer_range,
-        }
-    )
+    values = {
+        **_common(size),
+        **_width(size),
+        "pad_token_id": pad,
+        "num_attention_heads": size.num_attention_heads,
+        "vocab_size": max(size.vocab_size, pad + 1),
+        "max_position_embeddings": size.max_position_embeddings + pad + 1,
+        "attention_window": size.sliding_window + size.sliding_window % 2,  # must be even
+        "hidden_dropout_prob": size.hidden_dropout,
+        "attention_probs_dropout_prob": 0.0,
+        "initializer_range": size.initializer_range,
+    }
     del values["tie_word_embeddings"]
     return values
 

@@ -7,16 +7,14 @@ packed sequences, and ``generate`` reads the text anew for every token.
 
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor
 
 from latte.models.auto import register_family
 from latte.models.modeling import (
+    LatteBlock,
     LatteForCausalLM,
     LatteForSequenceClassification,
     LatteModel,
-    make_mlp,
-    make_norm,
 )
 from latte.rivals.base import ComparatorMixer
 from latte.rivals.config import ComparatorConfig
@@ -24,42 +22,35 @@ from latte.rivals.low_rank import Linformer, Luna
 from latte.rivals.mega import Mega
 from latte.rivals.state_spaces import H3, S5
 
+# The layers, and what each remembers by: `state_size`.
+MIXERS: dict[str, tuple[Any, str]] = {
+    "mega": (Mega, "num_averages"),
+    "h3": (H3, "num_states"),
+    "s5": (S5, "num_states"),
+    "luna": (Luna, "num_memories"),
+    "linformer": (Linformer, "projected_length"),
+}
+
 
 def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
     """The token mixer of a configuration. Raises ValueError for sizes that do not fit."""
-    size, heads = config.hidden_size, config.num_attention_heads
-    causal: dict[str, Any] = {"causal": config.is_causal}
-    names = {"mega": "num_averages", "h3": "num_states", "s5": "num_states"}
-    names |= {"luna": "num_memories", "linformer": "projected_length"}
-    if config.state_size is not None:
-        causal[names[config.mixer]] = config.state_size
-    match config.mixer:
-        case "mega":
-            return Mega(size, chunk_size=config.chunk_size, **causal)
-        case "h3":
-            return H3(size, head_dim=config.head_dim or 1, **causal)
-        case "s5":
-            return S5(size, num_blocks=heads, **causal)
-        case "luna":
-            return Luna(size, heads, **causal)
-        case "linformer":
-            return Linformer(size, heads, max_length=config.max_position_embeddings, **causal)
-    raise ValueError(f"unknown mixer {config.mixer!r}")
+    kind, memory = MIXERS[config.mixer]
+    heads = config.num_attention_heads
+    own: dict[str, dict[str, Any]] = {
+        "mega": {"chunk_size": config.chunk_size},
+        "h3": {"head_dim": config.head_dim or 1},
+        "s5": {"num_blocks": heads},
+        "luna": {"num_heads": heads},
+        "linformer": {"num_heads": heads, "max_length": config.max_position_embeddings},
+    }
+    size = {} if config.state_size is None else {memory: config.state_size}
+    return kind(config.hidden_size, causal=config.is_causal, **own[config.mixer], **size)
 
 
-class ComparatorBlock(GradientCheckpointingLayer):
-    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``, called as :class:`LatteBlock` is."""
+class ComparatorBlock(LatteBlock):
+    """A block of Latte with a comparator for its mixer, which has no state and no weights."""
 
-    def __init__(self, config: ComparatorConfig) -> None:
-        super().__init__()
-        self.mixer_norm = make_norm(config)
-        self.mixer = make_comparator(config)
-        self.mlp_norm = make_norm(config)
-        self.mlp = make_mlp(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        for output in (getattr(self.mixer, "o_proj", None), self.mlp.down_proj):
-            if output is not None:
-                output.writes_residual = True  # type: ignore[union-attr]
+    make_mixer = staticmethod(make_comparator)
 
     def forward(
         self,
