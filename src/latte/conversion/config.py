@@ -106,11 +106,6 @@ class MacchiatoFields:
 OWN_FIELDS = tuple(MacchiatoFields.__dataclass_fields__)
 
 
-def own_values(config: Any) -> dict[str, Any]:
-    """The values of the fields above, of a converted model's configuration."""
-    return {name: getattr(config, name) for name in OWN_FIELDS}
-
-
 def _converted(base: Any) -> Any:
     """The configuration class of a base's converted models, as ``@strict`` as the base's."""
     fields = {"model_type": f"macchiato_{base.model_type}", "__module__": __name__}

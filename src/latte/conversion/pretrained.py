@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from latte.conversion.config import MacchiatoFields
-from latte.errors import LatteError, check_seed
+from latte.errors import LatteError, check_seed, one_line
 from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
@@ -101,7 +101,7 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
-    from latte.conversion.config import CONFIGS
+    from latte.conversion.config import CONFIGS, OWN_FIELDS
 
     folder = Path(base)
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
@@ -111,7 +111,7 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     try:
         config: Any = AutoConfig.from_pretrained(base)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise LatteError(f"base {base} cannot be read: {_line(error)}") from None
+        raise LatteError(f"base {base} cannot be read: {one_line(error)}") from None
     kind = config.model_type
     if kind in MULTIMODAL:
         raise LatteError(
@@ -129,10 +129,10 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise LatteError(f"base {base} is bidirectional; expected a causal decoder")
-    own = set(MacchiatoFields.__dataclass_fields__)
-    unknown = sorted(set(values) - own)
+    unknown = sorted(set(values) - set(OWN_FIELDS))
     if unknown:
-        raise LatteError(f"unknown field {unknown[0]!r}, expected one of {', '.join(sorted(own))}")
+        expected = ", ".join(sorted(OWN_FIELDS))
+        raise LatteError(f"unknown field {unknown[0]!r}, expected one of {expected}")
     inherited = config.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
         inherited.pop(name, None)
@@ -159,11 +159,11 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
                 ignore_mismatched_sizes=True,  # to name them below
             )
         except (ValueError, RuntimeError, OSError, KeyError) as error:
-            raise LatteError(f"base {base} cannot be loaded: {_line(error)}") from None
+            raise LatteError(f"base {base} cannot be loaded: {one_line(error)}") from None
         except Exception as error:  # safetensors raises its own, of no common base
             if type(error).__module__.partition(".")[0] not in ("safetensors", "safetensors_rust"):
                 raise
-            raise LatteError(f"base {base} has damaged weights: {_line(error)}") from None
+            raise LatteError(f"base {base} has damaged weights: {one_line(error)}") from None
     missing = [name for name in found["missing_keys"] if NEW_WEIGHTS not in name]
     for what, names in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
@@ -187,7 +187,9 @@ def load_tokenizer(base: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(base)
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
-        raise LatteError(f"the tokenizer of base {base} cannot be read: {_line(error)}") from None
+        raise LatteError(
+            f"the tokenizer of base {base} cannot be read: {one_line(error)}"
+        ) from None
 
 
 def save(model: Any, tokenizer: Any, target: Path) -> None:
@@ -215,25 +217,17 @@ def is_converted(folder: str | Path) -> bool:
     return isinstance(values, dict) and str(values.get("model_type", "")).startswith("macchiato_")
 
 
-class quiet_transformers:
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
     """Within it, Transformers' reports of new weights (which are expected) are off."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._level = logging.get_verbosity()
-        self._bar = logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *_: Any) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self._level)
-        if self._bar:
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
             logging.enable_progress_bar()
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
