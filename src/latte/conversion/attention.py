@@ -116,8 +116,7 @@ class MacchiatoAttention(nn.Module):
             return teacher(self, local, piece), None
         out_BTHK, after, log = self.mix(local, piece)
         if carry:
-            after = piece.end(after, log)
-            past_key_values.update(after, hidden_states.shape[1], self.layer_idx)
+            past_key_values.update(piece.end(after, log), hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
 
     def project(

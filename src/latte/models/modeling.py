@@ -72,12 +72,12 @@ def make_mixer(config: LatteConfig) -> Mixer:
 class LatteBlock(GradientCheckpointingLayer):
     """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    make_mixer = staticmethod(make_mixer)
+    make_mixer: Any = staticmethod(make_mixer)
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__()
         self.mixer_norm = make_norm(config)
-        self.mixer = self.make_mixer(config)
+        self.mixer: Any = self.make_mixer(config)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
         self.dropout = nn.Dropout(config.hidden_dropout)

@@ -57,7 +57,7 @@ class ComparatorBlock(LatteBlock):
         x_BTE: Tensor,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        rotary: None = None,
+        rotary: Any = None,
         state: Any = None,
         output_final_state: bool = False,
         output_attentions: bool = False,
