@@ -367,6 +367,35 @@ def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
         assert not hasattr(comparator_config(name, **wanted), "embedding_multiplier")
 
 
+def test_a_model_says_itself_whether_it_carries_a_state() -> None:
+    from latte.models import LatteForCausalLM
+    from latte.models.registry import carries_state, entry_of_type
+
+    assert not carries_state(build("s5")) and not carries_state(build("griffin"))
+    config = preset_config("latte++", **{**SMALL, "num_latents": 8, "sliding_window": None})
+    assert carries_state(LatteForCausalLM(config)) and carries_state(object())
+    assert entry_of_type("recurrent_gemma") is COMPARATORS["griffin"]
+    assert entry_of_type("latte") is None and entry_of_type("llama") is None
+
+
+def test_any_model_can_be_registered(monkeypatch: Any) -> None:
+    """A name that nobody knew stands for a model from then on, in recipes too."""
+    from latte.models import registry
+    from latte.train.recipe import ModelSection
+
+    class Narrow(registry.ModelEntry):
+        def config(self, size: str, **overrides: Any) -> Any:
+            return preset_config("swa++", size, **{"hidden_size": 32, **overrides})
+
+    monkeypatch.setattr(registry, "_models", {**registry.other_models()})
+    assert not ModelSection(preset="narrow").is_comparator
+    registry.register_model(Narrow("narrow", causal=False))
+    assert ModelSection(preset="narrow").is_comparator
+    assert find_model("narrow").config("tiny", vocab_size=50).hidden_size == 32
+    with pytest.raises(LatteError, match="'narrow' reads both ways: .* no language model"):
+        find_model("narrow").check(causal=True)
+
+
 def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe: Any) -> None:
     from latte.train.run import train
 
