@@ -41,7 +41,6 @@ RESERVED = {
 # Imports against the direction that are still to go: room -> rooms; and circles.
 PENDING = {
     "evaluate": {"cli"},
-    "cli": {"replication"},
 }
 PENDING_CIRCLES: set[str] = set()
 

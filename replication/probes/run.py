@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.cli.commands import at_least_one, evaluation_folder
-from latte.cli.evaluate_command import fractions, names
-from latte.cli.parser import integers
+from latte.cli.parser import integers, names
 from latte.compare.grid import exit_code
 from latte.errors import LatteError, OneLineParser
 
@@ -52,6 +51,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="such as cpu or cuda; a GPU if there is one")
     add("--output", help="folder of the table and the figure; RUN/evaluation[-MIXING]")
     return parser
+
+
+def fractions(text: str) -> list[float]:
+    """`0,0.5,1` -> [0.0, 0.5, 1.0]."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= value <= 1 for value in found):
+        raise argparse.ArgumentTypeError(
+            f"expected numbers from 0 to 1 separated by commas, got {text!r}"
+        )
+    return found
 
 
 def ask(options: argparse.Namespace) -> None:

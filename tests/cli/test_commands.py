@@ -23,6 +23,7 @@ COMMANDS: list[list[str]] = [
     ["evaluate"],
     ["generate"],
     ["compare"],
+    ["convert"],
     ["inspect"],
     ["benchmark"],
 ]
@@ -210,6 +211,3 @@ def test_evaluate_scores_nothing_that_was_trained_on(
     capsys.readouterr()
     assert main(["evaluate", str(run), "--lengths", "32", "--output", str(tmp_path / "out")]) == 0
     assert "the same 101 tokens (100 bytes)" in capsys.readouterr().out
-    probe = ["--probes", "copy", "--lengths", "256", "--output", str(tmp_path / "out")]
-    assert main(["evaluate", str(run), *probe]) == 2
-    assert "give more with --corpus" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`latte evaluate` beyond held-out text: tasks, probes, and the controls of converted models."""
+"""`latte evaluate` beyond held-out text: tasks, and the controls of converted models."""
 
 import csv
 import importlib.util
@@ -13,21 +13,6 @@ import pytest
 from latte.cli import main
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_probes_write_a_table_a_csv_and_a_plot(place: Any, tmp_path: Path, capsys: Any) -> None:
-    arguments = ["evaluate", str(place.trained()), "--probes", "copy,retrieval", "--cases", "2"]
-    arguments += ["--lengths", "256,230", "--depths", "0,1", "--segment", "100"]
-    assert main([*arguments, "--output", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "retrieval (2 cases each)" in out and "token_match_unseen" in out
-    with open(tmp_path / "probes.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    cells = {(row["probe"], row["length"], row["depth"]) for row in rows}
-    depths = {("retrieval", n, d) for n in ("230", "256") for d in ("0.0", "1.0")}
-    assert cells == depths | {("copy", "230", ""), ("copy", "256", "")}
-    assert (tmp_path / "probes.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["probes.csv", "probes.png"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is missing")
@@ -47,16 +32,12 @@ def test_tasks_write_a_table_a_csv_and_a_record(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--probes", "needle"], "expected some of retrieval, copy, continuation, got 'needle'"),
-        (["--probes", "copy", "--lengths", "20"], "too few for the copy probe"),
-        (["--probes", "copy", "--lengths", "99999"], "give more with --corpus"),
-        (["--probes", "copy", "--cases", "0"], "--cases: expected at least 1, got 0"),
-        (["--probes", "retrieval", "--depths", "2"], "numbers from 0 to 1"),
+        (["--tasks", "a", "--limit", "0"], "--limit: expected at least 1, got 0"),
+        (["--num-fewshot", "-1"], "--num-fewshot: expected 0 or more"),
         (["--tasks", "gone.yaml"], "gone.yaml"),
         (["--tasks", ","], "expected names separated by commas"),
         (["--mixing", "window"], "expected a converted model"),
         (["--mixing", "half"], "expected one of learned, window, latents, base, got 'half'"),
-        (["--probes", "copy", "--mixing", "window"], "expected a converted model"),
     ],
 )
 def test_mistakes(

@@ -75,6 +75,7 @@ def test_a_mixer_of_a_plugin_is_trained_and_used(
         ["evaluate", str(run), "--lengths", "32", "--max-tokens", "100"],
         ["generate", str(run), "--prompt", "latent", "--max-new-tokens", "2"],
         ["inspect", str(run), "--text", "latent mean"],
+        ["compare", str(plugin_recipe), "--presets=doubled++,latte++", "--seeds=0", "--dry-run"],
         ["train", str(plugin_recipe)],  # goes on after step 1
     ):
         forget()

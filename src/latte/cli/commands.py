@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from latte.errors import LatteError
+
+# Option, keyword of `latte.conversion.convert`, type, help.
+CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
+    ("--window", "window", int, "keys that the window sees, self included (128)"),
+    ("--latents", "num_latents", int, "latents over all query heads, which divide it (128)"),
+    ("--latent-input", "latent_input", str, "none, conv or rglru (rglru)"),
+    ("--window-probability", "window_probability", float, "what p(l=0) starts at (0.95)"),
+    ("--sinks", "num_sinks", int, "first tokens that stay visible to the window (0)"),
+    ("--seed", "seed", int, "of the new weights (0)"),
+    ("--dtype", "dtype", str, "of the base's weights, such as bfloat16 (the checkpoint's)"),
+    ("--decay-range", "rglru_decay_range", float, "initial decays of the RG-LRU (0.9 0.999)"),
+)
 
 
 def train(options: Namespace) -> int:
@@ -20,20 +34,43 @@ def train(options: Namespace) -> int:
 
 
 def evaluate(options: Namespace) -> int:
-    """latte evaluate CHECKPOINT ..."""
+    """latte evaluate CHECKPOINT [--tasks ...]"""
+    if (options.num_fewshot or 0) < 0:
+        raise LatteError("--num-fewshot: expected 0 or more")
+    at_least_one(options, "limit", "batch_size", "max_length")
     at_least_one(options, "segment", "batch_tokens", "max_tokens")
-    from latte.evaluate.checkpoint import find_checkpoint
-
-    folder = find_checkpoint(options.checkpoint)
+    from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
     from latte.train.run_folder import writable_folder
 
-    output = writable_folder(evaluation_folder(options, folder))
+    folder = find_checkpoint(options.checkpoint)
+    recipe = training_recipe(folder)
+    label = recipe.name if recipe is not None else folder.name
+    label += f" ({options.mixing})" if options.mixing else ""
+    output = evaluation_folder(options, folder)
+    if options.tasks is not None:
+        from latte.evaluate import tasks
+
+        chosen = tasks.load_tasks(options.tasks)  # a name that is not there, before weights load
+        model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
+        scores = tasks.evaluate_tasks(
+            model,
+            tokenizer,
+            chosen,
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            batch_size=options.batch_size,
+            max_length=options.max_length,
+            bf16=options.bf16,
+        )
+        table_file, record_file = tasks.write_tasks(writable_folder(output), scores, label)
+        print(tasks.tasks_table(scores.rows))
+        print(f"written: {table_file} and {record_file}")
+        return 0
+    writable_folder(output)
     from latte.data.preparing import evaluation_text, held_out_text
-    from latte.evaluate.checkpoint import load_checkpoint, training_recipe
     from latte.evaluate.lengths import evaluate_lengths, table, write_csv
     from latte.evaluate.plots import evaluation_figure
 
-    recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     shape = {"join": options.join, "max_tokens": options.max_tokens}
     if options.corpus:
@@ -43,8 +80,6 @@ def evaluate(options: Namespace) -> int:
         text = held_out_text(recipe.data, tokenizer, **shape)
     else:
         raise LatteError(f"{folder} does not say what it was trained on; give --corpus")
-    label = recipe.name if recipe is not None else folder.name
-    label += f" ({options.mixing})" if options.mixing else ""
     rows = evaluate_lengths(
         model,
         text,
@@ -72,21 +107,14 @@ def generate(options: Namespace) -> int:
     from latte.evaluate.generate import check_sampling
     from latte.evaluate.generate import generate as run
 
-    check_sampling(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed
-    )
+    sampling = {
+        name: getattr(options, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    }
+    check_sampling(**sampling)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     print(options.prompt, end="", flush=True)
-    run(
-        model,
-        tokenizer,
-        options.prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    run(model, tokenizer, options.prompt, **sampling)
     return 0
 
 
@@ -122,8 +150,94 @@ def compare(options: Namespace) -> int:
     return 0
 
 
+def convert(options: Namespace) -> int:
+    """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
+    names = [name for _, name, _, _ in CONVERSION_SHAPE] + ["delay_latents"]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.recipe is not None:
+        return _convert_and_train(options, given)
+    if options.overrides:
+        raise LatteError(
+            f"key=value overrides belong to a recipe: expected --recipe with"
+            f" {options.overrides[0]!r}"
+        )
+    from latte.conversion import convert as run
+
+    model = run(options.base, options.output, **given)
+    new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
+    total = sum(p.numel() for p in model.parameters())
+    if not options.quiet:
+        print(
+            f"written: {options.output}, {model.config.model_type},"
+            f" {(total - new) / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones,"
+            " which are not trained yet (see latte convert --recipe)"
+        )
+    return 0
+
+
+def _convert_and_train(options: Namespace, given: dict[str, Any]) -> int:
+    if given:
+        raise LatteError(
+            f"with --recipe the model's shape is the recipe's: expected conversion.KEY=VALUE, got"
+            f" --{next(iter(given)).replace('_', '-')}"
+        )
+    from latte.train.convert import convert_and_train, load_conversion_recipe
+
+    recipe = load_conversion_recipe(options.recipe, options.overrides)
+    folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
+    if int(os.environ.get("RANK", "0")) == 0:  # the other processes have nothing left to do
+        from latte.evaluate.conversion_report import report
+
+        report(options.base, folder, recipe, quiet=options.quiet)
+        print(f"written: {folder} holds the model; evaluation.csv, .md and .png compare it")
+    return 0
+
+
+def inspect(options: Namespace) -> int:
+    """latte inspect CHECKPOINT --text ..."""
+    from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
+    from latte.inspect.report import inspect_model, outline, page_size, read_text, write_report
+    from latte.train.run_folder import writable_folder
+
+    folder = find_checkpoint(options.checkpoint)
+    text = read_text(options.text, options.file)
+    recipe = training_recipe(folder)
+    model, tokenizer = load_checkpoint(folder, options.device)
+    inspection = inspect_model(
+        model,
+        tokenizer,
+        text,
+        shown=options.tokens,
+        read=options.statistics_tokens,
+        layers=options.layers,
+        at=options.at or (),
+        label=recipe.name if recipe is not None else folder.name,
+    )
+    output = writable_folder(Path(options.output) if options.output else folder / "inspection")
+    written = write_report(inspection, output)
+    print(outline(inspection))
+    print(f"written into {output}: {', '.join(written)}")
+    print(f"open {output / 'index.html'} ({page_size(output)}) in a browser")
+    return 0
+
+
+def benchmark(options: Namespace) -> int:
+    """latte benchmark ..."""
+    from latte.evaluate.benchmark import Settings
+    from latte.evaluate.benchmark import benchmark as run
+
+    given = {k: v for k, v in vars(options).items() if k in Settings.__dataclass_fields__}
+    for name in ("ops", "models", "modes", "lengths"):
+        if name in given:
+            given[name] = () if given[name] == ["none"] else tuple(given[name])
+    settings = Settings(**given, memory=not options.no_memory)
+    run(settings, Path(options.output))
+    print(f"written: {Path(options.output) / 'benchmark.csv'}")
+    return 0
+
+
 def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
-    """Where `latte evaluate` writes: a control's results beside the model's own, not over them."""
+    """Where an evaluation writes: a control's results beside the model's own, not over them."""
     if options.output:
         return Path(options.output)
     return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))

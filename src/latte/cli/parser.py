@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from latte.cli import (
-    benchmark_command,
-    commands,
-    convert_command,
-    evaluate_command,
-    inspect_command,
-)
+from latte.cli import commands
 from latte.errors import OneLineParser
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `latte`, with a function under `run` for each command."""
-    parser = OneLineParser(
-        prog="latte",
-        description="Train, evaluate and sample Latte language models.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action=Version, help="show the version and exit")
-    kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_train(kinds)
-    _add_evaluate(kinds)
-    _add_generate(kinds)
-    _add_compare(kinds)
-    _add_convert(kinds)
-    _add_inspect(kinds)
-    _add_benchmark(kinds)
-    return parser
+RUN = "a folder written by latte train or save_pretrained"
+DEVICE = "such as cpu or cuda; a GPU if there is one"
+OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,6 +30,33 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `latte`, with a function under `run` for each command."""
+    parser = OneLineParser(
+        prog="latte",
+        description="Train, evaluate and sample Latte language models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=Version, help="show the version and exit")
+    kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(run: Callable[..., int], summary: str, details: str) -> Any:
+        """A command named as its function; gives its `add_argument`."""
+        each = kinds.add_parser(
+            run.__name__,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}. {details}",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+        each.set_defaults(run=run)
+        return each
+
+    for add_options in (_train, _evaluate, _generate, _compare, _convert, _inspect, _benchmark):
+        add_options(command)
+    return parser
+
+
 class Version(argparse.Action):
     """Looks the version up only when asked."""
 
@@ -63,7 +70,10 @@ class Version(argparse.Action):
         parser.exit(0)
 
 
-def integers(text: str) -> list[int]:
+# ---- what an option's text becomes
+
+
+def integers(text: str, least: int = 1) -> list[int]:
     """`256,1024` -> [256, 1024]."""
     try:
         values = [int(part) for part in text.split(",")]
@@ -71,184 +81,195 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"expected whole numbers separated by commas, got {text!r}"
         ) from None
-    if any(value < 1 for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, got {text!r}")
+    if any(value < least for value in values):
+        raise argparse.ArgumentTypeError(f"expected numbers of at least {least}, got {text!r}")
     return values
 
 
-def presets(text: str) -> list[str]:
+def numbers(text: str) -> list[int]:
+    """`0,3` -> [0, 3]: numbers that count from 0."""
+    return integers(text, least=0)
+
+
+def listed(text: str) -> list[str]:
     """`latte++,swa++` -> ['latte++', 'swa++']; whether they differ is looked at later."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def seeds(text: str) -> list[int]:
-    """`0,1,2` -> [0, 1, 2]."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers of at least 0 separated by commas, got {text!r}"
-        )
-    return [int(part) for part in parts]
+def names(text: str) -> list[str]:
+    """`retrieval,copy` -> ['retrieval', 'copy'], each once."""
+    found = listed(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
+    return list(dict.fromkeys(found))
 
 
-def _command(kinds, name: str, summary: str, details: str, run):  # type: ignore[no-untyped-def]
-    parser = kinds.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. {details}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser
+# ---- the commands
 
 
-def _add_train(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "train",
+def _train(command: Any) -> None:
+    add = command(
+        commands.train,
         "train a model by a recipe",
         "Run again after an interruption, it goes on from the last complete checkpoint. With"
         " several processes: torchrun --nproc-per-node 2 -m latte.cli train RECIPE.",
-        commands.train,
-    )
-    parser.add_argument("recipe", help="a YAML recipe")
-    parser.add_argument(
+    ).add_argument
+    add("recipe", help="a YAML recipe")
+    add(
         "overrides",
-        nargs="*",
-        metavar="key=value",
         help="dotted overrides, such as training.max_steps=200 model.preset=latte++",
+        **OVERRIDES,
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no lines")
+    add("--quiet", action="store_true", help="no progress bar and no lines")
 
 
-def _add_evaluate(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "evaluate",
-        "score a checkpoint: held-out text at several context lengths, tasks or probes",
+def _evaluate(command: Any) -> None:
+    parser = command(
+        commands.evaluate,
+        "score a checkpoint: held-out text at several context lengths, or tasks",
         "Perplexity and bits per byte as a table, a CSV and a plot. Every length scores the same"
         " tokens: each document is cut into windows of that length, the state is carried inside"
-        " a window and starts empty in the next. With --tasks or --probes it runs those instead.",
-        evaluate_command.run,
+        " a window and starts empty in the next. With --tasks it runs those instead.",
     )
-    parser.add_argument("checkpoint", help="a folder written by latte train or save_pretrained")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", help=RUN)
+    add(
         "--corpus",
         nargs="+",
         help="'embedded', 'hub:NAME', or files, folders and globs, scored whole; by default the"
         " held-out text of the run that made the checkpoint",
     )
-    parser.add_argument("--field", default="text", help="JSON field or Parquet column of the text")
-    parser.add_argument(
-        "--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens"
+    add("--field", default="text", help="JSON field or Parquet column of the text")
+    add("--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens")
+    add("--join", action="store_true", help="one long document of all, for contexts beyond them")
+    add("--max-tokens", type=int, help="score about so many, spread evenly")
+    tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument
+    tasks("--tasks", type=names, help="names or YAML files, separated by commas")
+    tasks("--limit", type=int, help="documents per task; all")
+    tasks("--num-fewshot", type=int, help="examples before each question; as the task says")
+    tasks("--batch-size", type=int, default=8, help="prompts side by side")
+    tasks(
+        "--max-length", type=int, help="tokens of a prompt that the model sees; as its config says"
     )
-    parser.add_argument(
-        "--join", action="store_true", help="one long document of all, for contexts beyond them"
-    )
-    parser.add_argument("--max-tokens", type=int, help="score about so many, spread evenly")
-    evaluate_command.add_options(parser)
-    parser.add_argument("--segment", type=int, default=1024, help="tokens read at a time")
-    parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens side by side")
-    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--device", help="such as cpu or cuda; a GPU if there is one")
-    parser.add_argument(
-        "--output", help="folder of the tables and figures; CHECKPOINT/evaluation[-MIXING]"
-    )
+    add("--mixing", help="of a converted model: learned, or the controls window, latents and base")
+    add("--segment", type=int, default=1024, help="tokens read at a time")
+    add("--batch-tokens", type=int, default=16384, help="tokens side by side")
+    add("--bf16", action="store_true", help="autocast to bfloat16")
+    add("--device", help=DEVICE)
+    add("--output", help="folder of the tables and figures; CHECKPOINT/evaluation[-MIXING]")
 
 
-def _add_generate(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "generate",
+def _generate(command: Any) -> None:
+    add = command(
+        commands.generate,
         "continue a prompt, streaming",
         "Prints the prompt and its continuation as it comes.",
-        commands.generate,
-    )
-    parser.add_argument("checkpoint", help="a folder written by latte train or save_pretrained")
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="at most so many")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, help="sample among the k most likely tokens")
-    parser.add_argument("--top-p", type=float, default=0.95, help="sample within this mass")
-    parser.add_argument("--seed", type=int, help="for the same sample again")
-    parser.add_argument("--device", help="such as cpu or cuda; a GPU if there is one")
+    ).add_argument
+    add("checkpoint", help=RUN)
+    add("--prompt", default="", help="text to continue")
+    add("--max-new-tokens", type=int, default=200, help="at most so many")
+    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add("--top-k", type=int, help="sample among the k most likely tokens")
+    add("--top-p", type=float, default=0.95, help="sample within this mass")
+    add("--seed", type=int, help="for the same sample again")
+    add("--device", help=DEVICE)
 
 
-def _add_compare(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "compare",
+def _compare(command: Any) -> None:
+    add = command(
+        commands.compare,
         "train several presets by one recipe and put them side by side",
         "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order;"
         " writes comparison.csv, .md and .png. With --seeds it trains each preset by each seed, in"
         " OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with 95% intervals,"
         " differences paired by seed, the order claimed and found. Run again, it goes on where it"
         " stopped.",
-        commands.compare,
-    )
-    parser.add_argument("recipe", help="a YAML recipe; its model.preset is not used")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-    parser.add_argument(
+    ).add_argument
+    add("recipe", help="a YAML recipe; its model.preset is not used")
+    add("overrides", help="dotted overrides", **OVERRIDES)
+    add(
         "--presets",
-        type=presets,
+        type=listed,
         help="names separated by commas, such as latte++,swa++; the recipe's comparison.presets",
     )
-    parser.add_argument(
-        "--seeds", type=seeds, help="such as 0,1,2, of initialisation and data order"
-    )
-    parser.add_argument(
-        "--baseline", help="with --seeds, what to take differences to; transformer++ or the first"
-    )
-    parser.add_argument(
+    add("--seeds", type=numbers, help="such as 0,1,2, of initialisation and data order")
+    add("--baseline", help="with --seeds, what to take differences to; transformer++ or the first")
+    add(
         "--lengths",
         type=integers,
         help="context lengths in tokens; 1, 4 and 16 times the block, with --seeds the block",
     )
-    parser.add_argument("--max-tokens", type=int, help="held-out tokens scored at the end")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="with --seeds, list the runs and do none"
-    )
-    parser.add_argument(
-        "--report", action="store_true", help="with --seeds, report what is done, train nothing"
-    )
+    add("--max-tokens", type=int, help="held-out tokens scored at the end")
+    add("--dry-run", action="store_true", help="with --seeds, list the runs and do none")
+    add("--report", action="store_true", help="with --seeds, report what is done, train nothing")
 
 
-def _add_convert(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "convert",
+def _convert(command: Any) -> None:
+    add = command(
+        commands.convert,
         "give a pretrained decoder a window and latents in the place of full attention",
         "Keeps all of the base's weights and adds the latents'. With a recipe it also trains them"
         " and compares base, controls and result; run again, it goes on where it stopped.",
-        convert_command.run,
+    ).add_argument
+    add("base", help="a pretrained decoder: a folder, or a name on the Hub")
+    add("output", help="a new folder")
+    add("overrides", help="dotted overrides of the recipe", **OVERRIDES)
+    add("--recipe", help="train by it too: attention transfer, then next tokens, then a comparison")
+    for option, name, kind, text in commands.CONVERSION_SHAPE:
+        two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name == "rglru_decay_range" else {}
+        add(option, dest=name, type=kind, help=text, **two)
+    add(
+        "--delay-latents",
+        action="store_true",
+        default=None,
+        help="feed the latents only with tokens that have left the window",
     )
-    convert_command.add_options(parser)
+    add("--quiet", action="store_true", help="no progress bar and no lines")
 
 
-def _add_inspect(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "inspect",
+def _inspect(command: Any) -> None:
+    add = command(
+        commands.inspect,
         "show which tokens a model looks at, and through which latents",
         "Writes index.html, where a token can be picked, figures and CSVs of how the latents are"
         " used, such as the collapse figure.",
-        inspect_command.run,
-    )
-    inspect_command.add_options(parser)
+    ).add_argument
+    add("checkpoint", help="a folder written by latte train or latte convert")
+    add("--text", help="the text to look at")
+    add("--file", help="a file with it: plain text, or the first JSON line's")
+    add("--layers", type=numbers, help="their numbers from 0, such as 0,3; all")
+    add("--tokens", type=int, default=256, help="shown in the page, with all their weights")
+    add("--statistics-tokens", type=int, default=4096, help="read for means, CSVs and figures")
+    add("--at", type=numbers, help="positions whose weights go into weights.csv, such as 40,80")
+    add("--device", help=DEVICE)
+    add("--output", help="folder of the results; CHECKPOINT/inspection")
 
 
-def _add_benchmark(kinds) -> None:  # type: ignore[no-untyped-def]
-    parser = _command(
-        kinds,
-        "benchmark",
+def _benchmark(command: Any) -> None:
+    add = command(
+        commands.benchmark,
         "time and memory of the ops and of models, on the device at hand",
         "Medians of interleaved calls and peak memory, as lines and as benchmark.csv with device,"
         " threads, version and date. By default Latte, Latte-Macchiato, the window and softmax"
         " attention, latte-r-swa++ and transformer++, at 1,024 and 4,096 tokens.",
-        benchmark_command.run,
-    )
-    benchmark_command.add_options(parser)
-    parser.add_argument(
-        "--lengths", type=integers, default=argparse.SUPPRESS, help="tokens; 1024,4096"
-    )
+    ).add_argument
+    options: list[tuple[str, Any, str]] = [
+        ("--ops", names, "latte, macchiato, window, linear, rg-lru, softmax, or none"),
+        ("--models", names, "presets and comparators, or none"),
+        ("--modes", names, "forward, forward+backward, decode (of models); all"),
+        ("--size", str, "of the models: tiny, small, paper, 400m, 2.6b; tiny"),
+        ("--batch", int, "sequences side by side; 1"),
+        ("--heads", int, "of the ops; 8"),
+        ("--latents", int, "of the ops, per head; 32"),
+        ("--head-dim", int, "of the ops, width of keys and values; 64"),
+        ("--window", int, "of the ops, in keys; 128"),
+        ("--dtype", str, "float32, bfloat16 or float16; float32"),
+        ("--backend", str, "of the ops: reference, torch or triton; the library's choice"),
+        ("--device", str, DEVICE),
+        ("--budget", float, "seconds of timed calls of each; 1"),
+        ("--lengths", integers, "tokens; 1024,4096"),
+    ]
+    for option, kind, text in options:  # what is not given is left to `evaluate.benchmark`
+        add(option, type=kind, default=argparse.SUPPRESS, help=text)
+    add("--no-memory", action="store_true", help="times alone; memory costs a process per case")
+    add("--output", default="runs/benchmark", help="folder of benchmark.csv")
