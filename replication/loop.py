@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from latte.errors import LatteError
 from latte.train.run_folder import STAGING, rotate, seal
-from latte.train.steps import decayed_names
-from latte.train.trainer import learning_rate_factor
+from latte.train.trainer import decayed_names, learning_rate_factor
 
 STATE_FILE = "state.pt"
 

@@ -40,11 +40,21 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def make_recipe(words: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
+def make_recipe(recipe_in: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """make_recipe(preset, name, **training) -> a checked recipe in tmp_path / name."""
-    from latte.train.recipe import recipe_from_dict
 
     def make(preset: str = "latte-r-swa++", name: str = "run", **training: Any) -> Any:
+        return recipe_in(tmp_path / name, preset, **training)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def recipe_in(words: dict[str, str]) -> Callable[..., Any]:
+    """recipe_in(folder, preset, **training) -> a checked recipe that writes there."""
+    from latte.train.recipe import recipe_from_dict
+
+    def make(folder: Path, preset: str = "latte-r-swa++", **training: Any) -> Any:
         overrides = dict(MODEL)
         if preset in ("transformer++", "swa++"):
             del overrides["num_latents"]
@@ -63,7 +73,7 @@ def make_recipe(words: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
                 "model": {"preset": preset, "size": "tiny", "overrides": overrides},
                 "data": {**words, "block_length": 32, "max_validation_tokens": 1000},
                 "training": {**values, **training},
-                "output_dir": str(tmp_path / name),
+                "output_dir": str(folder),
             }
         )
 

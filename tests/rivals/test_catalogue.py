@@ -26,7 +26,7 @@ from latte.models import count_parameters, preset_config
 from latte.models.registry import find_model
 from latte.rivals.__main__ import main
 from latte.rivals.catalogue import COMPARATORS, Comparator
-from latte.train.steps import decayed_names
+from latte.train.trainer import decayed_names
 from replication.loop import adamw
 from replication.lra.pairs import check_pairs
 

@@ -16,7 +16,7 @@ from latte.ops.triton_backend import launch
 from latte.train import speed
 from latte.train.recipe import recipe_from_dict
 from latte.train.run import train
-from latte.train.speed import compile_blocks, use_chunked_loss, use_liger
+from latte.train.speed import compile_blocks, use_liger
 
 
 def a_recipe(preset: str = "latte-r-swa++", **training: Any) -> Any:
@@ -63,7 +63,9 @@ def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
     monkeypatch.setattr("latte.train.speed.use_liger", lambda model: called.append("liger"))
     model = torch.nn.Linear(1, 1)
     speed.quicken(model, a_recipe())
-    assert called == []
+    assert called == [] and not hasattr(model, "chunked_loss")
+    speed.quicken(model, a_recipe(chunked_loss=True))
+    assert model.chunked_loss is True
     speed.quicken(model, a_recipe(torch_compile=True, liger=True))
     assert called == ["liger", "blocks"]
     converted = a_recipe(torch_compile=True)
@@ -132,7 +134,7 @@ def test_the_loss_in_chunks_is_the_loss(items):
     plain = loss_and_gradients(model, **options)
     ids = torch.arange(96).view(1, 96)
     assert largest_saved(model, ids=ids) >= 95 * 300  # the logits
-    use_chunked_loss(model)
+    model.chunked_loss = True
     torch.testing.assert_close(loss_and_gradients(model, **options), plain)
     assert model(ids, labels=ids).logits is None
     assert largest_saved(model, ids=ids) < 95 * 300
@@ -145,7 +147,7 @@ def test_the_loss_in_chunks_under_autocast():
     model = make_model("latte++", vocab_size=300)
     with torch.autocast("cpu", torch.bfloat16):
         plain = loss_and_gradients(model)
-        use_chunked_loss(model)
+        model.chunked_loss = True
         found = loss_and_gradients(model)
     assert found[0].dtype == torch.float32
     for x, y in zip(found, plain, strict=True):
@@ -156,13 +158,7 @@ def test_the_loss_in_chunks_under_autocast():
 def test_no_loss_in_chunks_is_told(monkeypatch):
     monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
     with pytest.raises(LatteError, match="needs PyTorch 2.13 or newer, this is "):
-        use_chunked_loss(make_model("latte++"))
-
-
-@chunks
-def test_the_loss_in_chunks_is_for_own_models():
-    with pytest.raises(LatteError, match="serves Latte's own models, got Linear"):
-        use_chunked_loss(nn.Linear(1, 1))
+        speed.check_speed(a_recipe(chunked_loss=True))
 
 
 def test_liger_missing_is_one_line(monkeypatch):

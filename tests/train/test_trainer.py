@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from latte.errors import LatteError
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import load_recipe
-from latte.train.run import train
+from latte.train.run import Result, train
 from latte.train.run_folder import checkpoints
 from latte.train.trainer import learning_rate_factor
 
@@ -29,10 +31,16 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: fl
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=atol, msg=name)
 
 
+@pytest.fixture(scope="session")
+def whole(recipe_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The run of a recipe as `make_recipe()` gives it, to be looked at or copied."""
+    return train(recipe_in(tmp_path_factory.mktemp("whole") / "run"), quiet=True)
+
+
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
-def test_a_run_reports_and_exports(make_recipe: Any, preset: str) -> None:
-    recipe = make_recipe(preset)
-    result = train(recipe, quiet=True)
+def test_a_run_reports_and_exports(make_recipe: Any, preset: str, whole: Result) -> None:
+    own = preset == "latte-r-swa++"
+    result = whole if own else train(make_recipe(preset), quiet=True)
     assert result.finished and result.steps == 6 and result.tokens == 6 * 2 * 32
     records = read_metrics(result.folder, "train")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
@@ -50,24 +58,23 @@ def test_a_run_reports_and_exports(make_recipe: Any, preset: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_run_learns_the_same(make_recipe: Any) -> None:
+def test_a_compiled_run_learns_the_same(make_recipe: Any, whole: Result) -> None:
     """`training.torch_compile`, packed documents included; the export has plain names."""
-    plain = train(make_recipe(name="plain"), quiet=True)
     compiled = train(make_recipe(name="compiled", torch_compile=True), quiet=True)
     assert compiled.steps == 6
-    assert_same(weights(compiled.folder), weights(plain.folder), atol=2e-3)
+    assert_same(weights(compiled.folder), weights(whole.folder), atol=2e-3)
 
 
-def test_a_finished_run_is_left_alone(make_recipe: Any) -> None:
-    result = train(make_recipe(), quiet=True)
+def test_a_finished_run_is_left_alone(make_recipe: Any, whole: Result) -> None:
+    result = dataclasses.replace(whole, folder=Path(make_recipe().output_dir))
+    shutil.copytree(whole.folder, result.folder)
     before = {p: p.stat().st_mtime_ns for p in result.folder.rglob("*") if p.name != ".lock"}
     assert train(make_recipe(), quiet=True) == result
     after = {p: p.stat().st_mtime_ns for p in result.folder.rglob("*") if p.name != ".lock"}
     assert after == before
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any) -> None:
-    whole = train(make_recipe(name="whole"), quiet=True)
+def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any, whole: Result) -> None:
     stopped = train(make_recipe(name="parts", max_minutes=1e-6), quiet=True)
     assert not stopped.finished and stopped.steps == 1
     resumed = train(make_recipe(name="parts"), quiet=True)
@@ -75,16 +82,18 @@ def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any) -> None:
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(make_recipe: Any, capsys: Any) -> None:
-    whole = train(make_recipe(), quiet=True)
-    expected = weights(whole.folder)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    make_recipe: Any, whole: Result, capsys: Any
+) -> None:
+    folder = Path(make_recipe().output_dir)
+    shutil.copytree(whole.folder, folder)
     for name in ("finished.json", "model.safetensors", "manifest.json"):
-        (whole.folder / name).unlink()
-    newest = whole.folder / "checkpoint-6" / "optimizer.pt"
+        (folder / name).unlink()
+    newest = folder / "checkpoint-6" / "optimizer.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     resumed = train(make_recipe(), quiet=False)
     assert "passing over a damaged checkpoint" in capsys.readouterr().err
-    assert_same(expected, weights(resumed.folder), atol=0)
+    assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
 def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any) -> None:

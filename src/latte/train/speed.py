@@ -74,7 +74,7 @@ def chosen_backend(recipe: Recipe) -> AbstractContextManager[None]:
 def quicken(model: Any, recipe: Recipe) -> None:
     """Apply liger, chunked_loss and, to Latte's own models, torch_compile, in place."""
     if recipe.training.chunked_loss:
-        use_chunked_loss(model)
+        model.chunked_loss = True  # of training steps, without all the logits in memory
     if recipe.training.liger:
         use_liger(model)
     if recipe.training.torch_compile and of_own_blocks(recipe):
@@ -91,20 +91,6 @@ def compile_blocks(model: nn.Module) -> int:
     for block in blocks:
         block.compile()
     return len(blocks)
-
-
-def use_chunked_loss(model: nn.Module) -> None:
-    """Compute the loss of training steps without all the logits in memory; they are not returned.
-
-    Raises:
-        LatteError: this PyTorch cannot, or the model is no language model of Latte's.
-    """
-    check_chunked_loss()
-    if not hasattr(model, "chunked_loss"):
-        raise LatteError(
-            f"training.chunked_loss serves Latte's own models, got {type(model).__name__}"
-        )
-    model.chunked_loss = True  # type: ignore[assignment]
 
 
 def liger_functions() -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,10 @@ from latte.train.recipe import Recipe, dump
 from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
 from latte.train.speed import of_own_blocks, quicken
-from latte.train.steps import decayed_names
+
+# What libraries keep in more than one dimension and is no matrix: biases by head, Mamba's rates of
+# forgetting, RWKV's rates, mixing shares and bonuses.
+_RATES = re.compile(r"(bias|bonus|A_log|time_\w+)$")
 
 
 class Diverged(LatteError):
@@ -299,6 +303,24 @@ class LatteTrainer(Trainer):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
+
+
+def decayed_names(model: torch.nn.Module) -> list[str]:
+    """Parameters that weight decay is for: matrices.
+
+    Not norms, biases and rates of forgetting, whichever library's, nor what a layer names in its
+    ``undecayed``.
+    """
+    spared = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name in getattr(module, "undecayed", ())
+    }
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and name not in spared and not _RATES.search(name)
+    ]
 
 
 def next_token_loss(

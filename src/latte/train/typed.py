@@ -97,68 +97,51 @@ def build(kind: type[D], values: Any, path: str = "") -> D:
         if key not in names:
             full = f"{path}.{key}" if path else str(key)
             raise LatteError(f"unknown key {full!r}{_nearest(str(key), names, path, kind)}")
-    arguments = {
-        key: convert(hints[key], value, f"{path}.{key}" if path else key)
-        for key, value in values.items()
-    }
-    try:
-        return kind(**arguments)
-    except TypeError as error:  # a field without default is missing
-        missing = [
-            field.name
-            for field in dataclasses.fields(kind)  # type: ignore[arg-type]
-            if field.name not in arguments
-            and field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-        ]
-        if not missing:
-            raise
-        full = f"{path}.{missing[0]}" if path else missing[0]
-        raise LatteError(f"missing key {full!r}: expected {describe(hints[missing[0]])}") from error
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        wanted = field.default is field.default_factory is dataclasses.MISSING
+        if wanted and field.name in names and field.name not in values:
+            full = f"{path}.{field.name}" if path else field.name
+            raise LatteError(f"missing key {full!r}: expected {describe(hints[field.name])}")
+    return kind(
+        **{
+            key: convert(hints[key], value, f"{path}.{key}" if path else key)
+            for key, value in values.items()
+        }
+    )
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
     """`value` as the annotated type `hint`, or a LatteError that names `path`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if not _fits(hint, value):
+        close = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1)
+        nearest = f"; did you mean {close[0]!r}?" if close and origin is Literal else ""
+        raise LatteError(f"{path}: expected {describe(hint)}, got {_show(value)}{nearest}")
+    if origin in (Union, types.UnionType):
+        return convert(next(a for a in arguments if _fits(a, value)), value, path)
     if dataclasses.is_dataclass(hint):
         return build(hint, value, path)  # type: ignore[arg-type, type-var]
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        for option in arguments:
-            if option is not type(None) and _fits(option, value):
-                return convert(option, value, path)
-    elif origin is Literal:
-        if value in arguments:
-            return value
-        close = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1)
-        nearest = f"; did you mean {close[0]!r}?" if close else ""
-        raise LatteError(f"{path}: expected {describe(hint)}, got {_show(value)}{nearest}")
-    elif origin is list:
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return [convert(arguments[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
-    elif origin is dict:
-        if isinstance(value, Mapping):
-            return dict(value)
-    elif _fits(hint, value):
-        return float(value) if hint is float else value
-    raise LatteError(f"{path}: expected {describe(hint)}, got {_show(value)}")
+    if origin is list:
+        return [convert(arguments[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
+    if origin is dict:
+        return dict(value)
+    return float(value) if hint is float else value
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if dataclasses.is_dataclass(hint):
-        return isinstance(value, Mapping)
+    """Whether a value is of an annotated type, its parts aside."""
     origin = get_origin(hint)
-    if origin is list:
-        return isinstance(value, Sequence) and not isinstance(value, str)
-    if origin is dict:
-        return isinstance(value, Mapping)
+    if origin in (Union, types.UnionType):
+        return any(_fits(option, value) for option in get_args(hint))
     if origin is Literal:
         return value in get_args(hint)
+    if origin is list:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    if origin is dict or dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping)
+    if hint in (int, float):  # a bool is an int, but not where a number is meant
+        kinds = int | float if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
     return hint is Any or isinstance(value, hint)
 
 
