@@ -54,10 +54,13 @@ def test_families_by_hand():
     assert a == c and d == e and len({a, b, d}) == 3
 
 
-def test_split_is_the_same_in_another_process():
+def test_another_process_has_the_same_split_and_imports_little():
+    """Neither importing the package nor opening a corpus loads what only a few functions need."""
     code = (
-        "from latte.data import open_corpus; c = open_corpus('embedded');"
-        "print(c.fingerprint('train'), c.fingerprint('validation'))"
+        "from latte.data import open_corpus; import sys; c = open_corpus('embedded');"
+        "print(c.fingerprint('train'), c.fingerprint('validation'), *[name for name in "
+        "('datasets', 'transformers', 'tokenizers', 'pyarrow', 'pandas', 'torch')"
+        " if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     corpus = open_corpus("embedded")

@@ -159,10 +159,10 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
     window = width = None
     delay = 0
     if isinstance(layer, MacchiatoAttention):
-        given = [arguments[n] for n in ("hidden_states", "position_embeddings", "tokens")]
+        given: Any = [arguments[n] for n in ("hidden_states", "position_embeddings", "tokens")]
         latent_q, latent_k, q, _ = layer.mixing_logits(*given)
         if q is not None:
-            window = layer.window_weights(*given, first=shown)
+            window = layer.window_weights(*given, shown)
             width = layer.base_window if layer.mixing == "base" else layer.window
         if latent_k is not None and layer.delay_latents:
             delay = layer.window
@@ -185,5 +185,7 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
         if q is not None:
             # While no token has reached the latents, all of the distribution is the window's.
             states[:, :delay] = torch.eye(states.shape[-1], device=states.device)[0]
-    parts = (None if x is None else x[0].float().cpu() for x in (states, latent_k, window))
-    return Mixing(*parts, width=width, delay=delay)
+    states_THS, latent_k_THL, window_HPP = (
+        None if x is None else x[0].float().cpu() for x in (states, latent_k, window)
+    )
+    return Mixing(states_THS, latent_k_THL, window_HPP, width, delay)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def summary_rows(inspection: Inspection) -> list[Summary]:
     for layer, mixing in inspection.layers.items():
         for head in range(mixing.heads):
             sources, distance = _sources(mixing, head, inspection.shown)
-            shared = {"effective_sources": sources, "mean_distance": distance}
+            shared: Any = {"effective_sources": sources, "mean_distance": distance}
             if mixing.states_THS is None:
                 rows.append(Summary(layer, head, **shared))
                 continue
