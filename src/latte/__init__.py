@@ -6,10 +6,10 @@ Auto classes know Latte's models.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from latte._auto_registration import install as _install
+from latte import _auto
+from latte._lazy import lazy_names
 from latte.errors import LatteError
 from latte.models.registry import register_provider as _register_provider
 
@@ -50,20 +50,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_SUBMODULES = (
-    "cli",
-    "compare",
-    "conversion",
-    "data",
-    "evaluate",
-    "inspect",
-    "layers",
-    "models",
-    "ops",
-    "rivals",
-    "train",
-)
-_NAMES = {
+_MODULES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("cli", "compare", "data", "evaluate", "inspect", "rivals", "train"), ()),
     "ops": (
         "LatteState",
         "attention_weights",
@@ -85,8 +73,6 @@ _NAMES = {
         "preset_config",
     ),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
-
 __all__ = [
     "RGLRU",
     "LatteAttention",
@@ -122,17 +108,36 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"latte.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"latte.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'latte' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-_install()
+# Models to compare with are looked for there, once a name is asked for that is none of our own.
 _register_provider("latte.rivals")
+
+# What Transformers' Auto classes are told: model types, and where their classes are.
+for _type, _config, _modeling, _prefix in (
+    ("latte", "latte.models.config", "latte.models.modeling", "Latte"),
+    ("latte_comparator", "latte.rivals.config", "latte.rivals.modeling", "Comparator"),
+):
+    _auto.register_family(
+        _type,
+        f"{_config}:{_prefix}Config",
+        f"{_modeling}:{_prefix}Model",
+        f"{_modeling}:{_prefix}ForCausalLM",
+        f"{_modeling}:{_prefix}ForSequenceClassification",
+    )
+for _base, _prefix in (
+    ("gemma", "Gemma"),
+    ("gemma2", "Gemma2"),
+    ("gemma3_text", "Gemma3Text"),
+    ("llama", "Llama"),
+    ("mistral", "Mistral"),
+    ("qwen2", "Qwen2"),
+    ("qwen3", "Qwen3"),
+):
+    _auto.register_family(
+        f"macchiato_{_base}",
+        f"latte.conversion.config:Macchiato{_prefix}Config",
+        f"latte.conversion.modeling:Macchiato{_prefix}Model",
+        f"latte.conversion.modeling:Macchiato{_prefix.removesuffix('Text')}ForCausalLM",
+    )
+_auto.install()

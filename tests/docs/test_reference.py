@@ -52,7 +52,7 @@ def test_every_public_name_is_there(module, read):
 
 def test_names_at_the_top(read):
     documented = "\n".join(read(page).text for page in PAGES.values())
-    modules = {*latte._SUBMODULES, "__version__"}
+    modules = {*latte._MODULES, "__version__"}
     missing = [n for n in latte.__all__ if n not in modules and f"{n}" not in documented]
     assert not missing
 

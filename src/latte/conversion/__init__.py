@@ -5,7 +5,9 @@ Names are loaded when first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from latte._lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte.conversion.pretrained import convert
@@ -13,13 +15,4 @@ if TYPE_CHECKING:
 __all__ = ["convert"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "convert":
-        from latte.conversion.pretrained import convert
-
-        return convert
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, {"pretrained": ("convert",)})

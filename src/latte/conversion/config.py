@@ -1,6 +1,6 @@
 """The configurations of converted models: the base's own, with ours added, and the checks of it.
 
-Imports of Transformers by full path: this is loaded while its Auto classes are.
+Their names stand in the package's table for Transformers' Auto classes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.gemma.configuration_gemma import GemmaConfig
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
@@ -127,9 +126,3 @@ CONFIGS: dict[str, Any] = {
         Qwen3Config,
     )
 }
-
-
-def register_configs() -> None:
-    """``AutoConfig`` knows ``model_type: macchiato_*``. Calling it again does no harm."""
-    for config in CONFIGS.values():
-        AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaForCausalLM, GemmaModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM, Gemma2Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextModel
@@ -184,10 +183,3 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": _family("qwen2", Qwen2Model, Qwen2ForCausalLM, masks_by_kind=True),
     "qwen3": _family("qwen3", Qwen3Model, Qwen3ForCausalLM, masks_by_kind=True),
 }
-
-
-def register_models() -> None:
-    """The Auto model classes know the configurations. Calling it again does no harm."""
-    for family, (decoder, language_model) in FAMILIES.items():
-        AutoModel.register(CONFIGS[family], decoder, exist_ok=True)
-        AutoModelForCausalLM.register(CONFIGS[family], language_model, exist_ok=True)

@@ -12,8 +12,9 @@ the names that need it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from latte._lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte.data.blocks import (
@@ -32,13 +33,12 @@ if TYPE_CHECKING:
         train_bpe,
     )
 
-_NAMES = {
+_NAMES: dict[str, tuple[str, ...]] = {
     "blocks": ("BlockCollator", "EvaluationText", "PackedBlocks", "bits_per_byte", "perplexity"),
     "corpora": ("Corpus", "compression_baselines", "open_corpus", "sample_text"),
     "tokenfile": ("TokenFile", "tokenize_corpus"),
     "tokenizers": ("byte_tokenizer", "load_tokenizer", "model_vocab_size", "train_bpe"),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BlockCollator",
@@ -58,12 +58,4 @@ __all__ = [
     "train_bpe",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

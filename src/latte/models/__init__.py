@@ -5,12 +5,13 @@ Names are loaded when first used, so that a configuration can be read without th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from latte._lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte.models.cache import LatteCache
-    from latte.models.config import LatteConfig
+    from latte.models.config import PRESETS, SIZES, LatteConfig, preset_config
     from latte.models.modeling import (
         LatteForCausalLM,
         LatteForSequenceClassification,
@@ -18,20 +19,6 @@ if TYPE_CHECKING:
         LattePreTrainedModel,
         count_parameters,
     )
-    from latte.models.presets import PRESETS, SIZES, preset_config
-
-_HOMES = {
-    "LatteCache": "cache",
-    "LatteConfig": "config",
-    "LatteForCausalLM": "modeling",
-    "LatteForSequenceClassification": "modeling",
-    "LatteModel": "modeling",
-    "LattePreTrainedModel": "modeling",
-    "PRESETS": "presets",
-    "SIZES": "presets",
-    "count_parameters": "modeling",
-    "preset_config": "presets",
-}
 
 __all__ = [
     "PRESETS",
@@ -46,12 +33,18 @@ __all__ = [
     "preset_config",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "cache": ("LatteCache",),
+        "config": ("LatteConfig", "PRESETS", "SIZES", "preset_config"),
+        "modeling": (
+            "LatteForCausalLM",
+            "LatteForSequenceClassification",
+            "LatteModel",
+            "LattePreTrainedModel",
+            "count_parameters",
+        ),
+        "registry": (),
+    },
+)

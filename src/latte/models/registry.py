@@ -20,7 +20,7 @@ from typing import Any
 
 from latte.errors import LatteError
 
-PRESETS = "latte.models.presets"  # registers the library's own when it is imported
+PRESETS = "latte.models.config"  # registers the library's own when it is imported
 
 # Classes, or where they are: "module:name".
 _mixers: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from latte.models.config import LatteConfig, one_line_errors
 
@@ -57,8 +56,3 @@ class ComparatorConfig(LatteConfig):
 
 
 one_line_errors(ComparatorConfig)
-
-
-def register_config() -> None:
-    """``AutoConfig`` knows ``model_type: latte_comparator``. Calling it again does no harm."""
-    AutoConfig.register(ComparatorConfig.model_type, ComparatorConfig, exist_ok=True)

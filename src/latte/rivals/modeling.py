@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from latte.models.auto import register_family
 from latte.models.modeling import (
     LatteBlock,
     LatteForCausalLM,
@@ -106,9 +105,3 @@ class ComparatorForSequenceClassification(LatteForSequenceClassification):
     config: ComparatorConfig
     backbone_class = ComparatorModel
     _no_split_modules = ["ComparatorBlock"]
-
-
-def register_models() -> None:
-    """Transformers' Auto classes know the models. Calling it again does no harm."""
-    models = ComparatorModel, ComparatorForCausalLM, ComparatorForSequenceClassification
-    register_family(ComparatorConfig, *models)

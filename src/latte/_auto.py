@@ -1,0 +1,98 @@
+"""Make Transformers' Auto classes know Latte's models, without importing either to say so.
+
+Transformers keeps names of classes by model type, and the modules that it has loaded them from.
+Latte's names are added to those tables, and in the place of a module of Transformers stands one
+that loads a name when it is read. The tables are filled when Transformers has made them, be that
+before or after ``import latte``: importing them takes seconds, and ``latte --help`` needs none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+CONFIGS = "transformers.models.auto.configuration_auto"
+MODELS = "transformers.models.auto.modeling_auto"
+KINDS = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION")
+
+_configs: dict[str, str] = {}  # model type -> name of the class
+_models: dict[str, tuple[str, ...]] = {}  # model type -> names of the classes, in KINDS' order
+_homes: dict[str, str] = {}  # name of a class -> its module
+_classes: Any = ModuleType("latte_classes", "Classes of Latte's models, loaded when first read.")
+
+
+def _load(name: str) -> Any:
+    if name not in _homes:
+        raise AttributeError(f"{name} is no class of Latte's")
+    return getattr(importlib.import_module(_homes[name]), name)
+
+
+_classes.__getattr__ = _load
+
+
+def register_family(model_type: str, config: str, *models: str) -> None:
+    """The Auto classes know a model type, from now on or from when they are loaded.
+
+    Args:
+        config: its configuration, as ``"module:class"``.
+        models: its decoder, language model and classifier, those that there are.
+    """
+    for place in (config, *models):
+        module, _, name = place.partition(":")
+        _homes[name] = module
+    _configs[model_type] = config.partition(":")[2]
+    _models[model_type] = tuple(place.partition(":")[2] for place in models)
+
+
+def _fill_configs() -> None:
+    auto: Any = sys.modules[CONFIGS]
+    for model_type, name in _configs.items():
+        auto.CONFIG_MAPPING_NAMES[model_type] = name  # of which CONFIG_MAPPING is a view
+        auto.CONFIG_MAPPING._modules[auto.model_type_to_module_name(model_type)] = _classes
+
+
+def _fill_models() -> None:
+    auto, to_module = sys.modules[MODELS], sys.modules[CONFIGS].model_type_to_module_name
+    for model_type, models in _models.items():
+        for kind, name in zip(KINDS, models, strict=False):
+            mapping = getattr(auto, f"{kind}_MAPPING")
+            getattr(auto, f"{kind}_MAPPING_NAMES")[model_type] = name
+            mapping._reverse_config_mapping[_configs[model_type]] = model_type
+            mapping._modules[to_module(model_type)] = _classes
+
+
+_FILL: dict[str, Callable[[], None]] = {CONFIGS: _fill_configs, MODELS: _fill_models}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the two modules with the tables as ever, and has them filled once they have run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _FILL:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_fill(module: ModuleType) -> None:
+                run(module)
+                _FILL[fullname]()
+
+            spec.loader.exec_module = run_and_fill  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Fill the tables that are there, and the others once they are."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name, last in ((CONFIGS, "AutoConfig"), (MODELS, "AutoModelForCausalLM")):
+        if hasattr(sys.modules.get(name), last):  # not only begun
+            _FILL[name]()
