@@ -1,36 +1,77 @@
 """The backend that ops take where their caller names none."""
 
+import inspect
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import latte_inputs, macchiato_inputs
+from helpers import latte_inputs, macchiato_inputs, randn
 
 from latte.ops import (
     api,
+    causal_conv1d,
     default_backend,
     latte_attention,
     linear_attention,
+    macchiato_attention,
+    reference,
+    rg_lru,
     set_default_backend,
     sliding_window_attention,
     use_backend,
 )
 
+X = randn(1, 9, 4)
+LATTE, MACCHIATO = latte_inputs(1, 9), macchiato_inputs(1, 9)
+CALLS = {
+    "LATTE": lambda **o: latte_attention(*LATTE, **o),
+    "MACCHIATO": lambda **o: macchiato_attention(*MACCHIATO, window=4, **o),
+    "WINDOW": lambda **o: sliding_window_attention(*MACCHIATO[2:], window=4, **o),
+    "LINEAR": lambda **o: linear_attention(*LATTE, feature_map="elu", **o),
+    "RG_LRU": lambda **o: rg_lru(X, X, X, randn(4), **o),
+    "CONVOLUTION": lambda **o: causal_conv1d(X, randn(4, 3), **o),
+}
+
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the equations themselves were run."""
+    """Which backends have been run, one entry a call."""
     seen = []
 
-    def counted(*args, **kwargs):
-        seen.append(1)
-        return original(*args, **kwargs)
+    def counted(name, original):
+        def run(*args, **kwargs):
+            seen.append(name)
+            return original(*args, **kwargs)
 
-    original = api.LATTE["reference"]
-    monkeypatch.setitem(api.LATTE, "reference", counted)
+        return run
+
+    for op in CALLS:
+        for name, original in getattr(api, op).items():
+            monkeypatch.setitem(getattr(api, op), name, counted(name, original))
     return seen
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_backend_that_is_asked_for_serves_alone(op, calls):
+    CALLS[op](backend="reference")
+    CALLS[op](backend="torch")
+    CALLS[op]()
+    with use_backend("reference"):
+        CALLS[op]()
+    assert calls == ["reference", "torch", "torch", "reference"]
+    with pytest.raises(ValueError, match="'triton' is not available"):  # for fp64, or at all
+        CALLS[op](backend="triton")
+    with pytest.raises(ValueError, match="must be None or one of .*'torch'.*, got 'cuda'"):
+        CALLS[op](backend="cuda")
+    assert len(calls) == 4
+
+
+def test_the_equations_stand_alone():
+    """The judge imports neither a backend nor what only backends share."""
+    names = {x.__module__ for x in vars(reference).values() if inspect.isfunction(x)}
+    assert names <= {f"latte.ops.{m}" for m in ("reference", "state", "tensors")}
 
 
 def test_the_default_serves_ops_whose_caller_names_none(calls):
@@ -40,14 +81,14 @@ def test_the_default_serves_ops_whose_caller_names_none(calls):
         assert default_backend() == "reference"
         latte_attention(q, k, v)
         latte_attention(q, k, v, backend="torch")
-    assert len(calls) == 1 and default_backend() == "torch"
+    assert calls == ["reference", "torch"] and default_backend() == "torch"
     set_default_backend("reference")
     try:
         latte_attention(q, k, v)
     finally:
         set_default_backend("torch")
     latte_attention(q, k, v)
-    assert len(calls) == 2
+    assert calls == ["reference", "torch", "reference", "torch"]
 
 
 def test_a_default_that_an_op_has_not_is_torch():

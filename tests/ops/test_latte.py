@@ -19,7 +19,7 @@ from helpers import (
 from latte.ops import LatteState, latte_attention
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear_domain, pairwise
-from latte.ops.torch_backend.carry import Carry
+from latte.ops.torch_backend.batching import Carry
 from latte.ops.torch_backend.latte import Segment
 
 

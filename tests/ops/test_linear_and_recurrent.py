@@ -201,7 +201,8 @@ def test_rg_lru_long_sequence_matches_one_step_at_a_time():
 
 @FLAGS
 @pytest.mark.parametrize("taps", [1, 3, 4])
-def test_convolution_is_its_sum(taps, masked, packed, carried):
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_convolution_is_its_sum(backend, taps, masked, packed, carried):
     for T in (1, 2, 33):
         B, E = (1 if packed else 2), 3
         cu = boundaries(T) if packed else None
@@ -220,6 +221,7 @@ def test_convolution_is_its_sum(taps, masked, packed, carried):
                 cu_seqlens=cu,
                 initial_state=tail,
                 output_final_state=True,
+                backend=backend,
             )
 
         def by_hand(x, w, b, tail=None, mask=mask, cu=cu, N=N, T=T):

@@ -203,11 +203,12 @@ def test_macchiato_agrees_with_the_reference(causal, masked, packed, scale):
             compare_macchiato(T, masked=masked, packed=packed, carried=True, scale=scale)
 
 
-def test_macchiato_is_the_equation():
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_macchiato_is_the_equation(backend):
     """y = p(0|t) SWA + sum_l p(l|t) mu[l], spelled out with loops (eq. 15-17)."""
     T, H, L, W = 9, 2, 3, 4
     latent_q, latent_k, q, k, v = macchiato_inputs(1, T, H, H, L, 6, 5)
-    out, _ = macchiato_attention(latent_q, latent_k, q, k, v, window=W)
+    out, _ = macchiato_attention(latent_q, latent_k, q, k, v, window=W, backend=backend)
     for t in range(T):
         for h in range(H):
             p = latent_q[0, t, h].softmax(-1)

@@ -1,10 +1,11 @@
-"""How a batch, packed or not, is cut into pieces that fit the cache and the allocator.
+"""How a batch, packed or not, is cut into segments that fit the cache and the allocator.
 
 On a CPU intermediates above some 32 MB are mapped and unmapped again and again, and page faults
-then dominate. All the torch kernels therefore work on pieces of rows and of time, carrying the
-state; and packed sequences of similar length are padded into common batches.
+then dominate. All ops here therefore compute a segment at once, some sequences for some time, and
+carry the state on; packed sequences of similar length are padded into common batches.
 
-Shape suffixes: T tokens, n sequences of a piece.
+Shape suffixes: B batch, T tokens, n sequences computed together, X rows (n sequences of H heads
+each), L latents, D value width.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tokens whose weights are formed as one block. Measured on two cores: 32 beats 64 and 128.
+# Tokens whose weights are formed at once. Measured on two cores: 32 beats 64 and 128.
 CHUNK = 32
 # Elements of the largest intermediate, 1 MB in fp32: a core's second-level cache.
-PIECE = 1 << 18
+AT_ONCE = 1 << 18
 
 
 class Rows(NamedTuple):
@@ -80,10 +81,10 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor, width: int, segment: int, cu_seqlens: Tensor | None) -> Iterator[Rows]:
-    """Groups of rows of x (B, T, ...) with about ``PIECE`` elements in one segment of time."""
+    """Groups of sequences of x (B, T, ...) with about ``AT_ONCE`` elements in a segment."""
     B, T = x.shape[:2]
     if cu_seqlens is None:
-        together = max(1, PIECE // (min(T, segment) * width))
+        together = max(1, AT_ONCE // (min(T, segment) * width))
         for first in range(0, B, together):
             yield Rows(slice(first, min(B, first + together)), T, None, None)
         return
@@ -96,7 +97,7 @@ def rows_of(x: Tensor, width: int, segment: int, cu_seqlens: Tensor | None) -> I
             groups[math.ceil(math.log(length, 1.25)), -(-length // segment)].append(n)
     for members in groups.values():
         longest = max(bounds[n + 1] - bounds[n] for n in members)
-        together = max(1, PIECE // (min(longest, segment) * width))
+        together = max(1, AT_ONCE // (min(longest, segment) * width))
         for first in range(0, len(members), together):
             yield _packed_rows(members[first : first + together], bounds, x.device)
 
@@ -113,5 +114,45 @@ def _packed_rows(members: list[int], bounds: list[int], device: torch.device) ->
 
 
 def spans(length: int, segment: int) -> list[slice]:
-    """Consecutive stretches of at most ``segment`` tokens."""
+    """Consecutive segments of at most ``segment`` tokens."""
     return [slice(t, min(length, t + segment)) for t in range(0, length, segment)]
+
+
+def exp_difference(a: Tensor, b: Tensor) -> Tensor:
+    """exp(a - b) for a <= b, and 0 where a is -inf, also when b is."""
+    return torch.exp(a - torch.where(torch.isneginf(b), 0.0, b))
+
+
+def divide(a: Tensor, mass: Tensor) -> Tensor:
+    """a / mass, and 0 where nothing has been seen (there a is 0 as well)."""
+    return a / torch.where(mass == 0, 1.0, mass)
+
+
+class Carry(NamedTuple):
+    """The state between two segments: ``sum_s exp(k_s - top)`` and the mean value of the sources.
+
+    ``log_mass = top + log(mass)`` with ``top`` a logit that occurred. A log-mass of 1e4 is rounded
+    to 1e-3 in fp32, and every probability with it; differences from ``top`` are not.
+    """
+
+    top: Tensor  # (X, L), -inf if nothing has been seen
+    mass: Tensor  # (X, L), 0 if nothing has been seen
+    mean: Tensor  # (X, L, D)
+
+    @classmethod
+    def of(cls, log_mass: Tensor, mean: Tensor) -> Carry:
+        """From a state (log-mass, mean)."""
+        return cls(log_mass, (~torch.isneginf(log_mass)).to(log_mass.dtype), mean)
+
+    def log_mass(self) -> Tensor:
+        """top + log(mass), -inf if nothing has been seen."""
+        return self.top + torch.log(self.mass)
+
+    def merge(self, other: Carry) -> Carry:
+        """This, followed by the other one."""
+        top = torch.maximum(self.top, other.top)
+        mass1 = self.mass * exp_difference(self.top, top)
+        mass2 = other.mass * exp_difference(other.top, top)
+        mass = mass1 + mass2
+        mean = divide(mass1, mass)[..., None] * self.mean
+        return Carry(top, mass, mean + divide(mass2, mass)[..., None] * other.mean)

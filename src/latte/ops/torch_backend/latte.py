@@ -5,8 +5,8 @@ O(T L D). A segment is one run in the linear domain (``linear_domain``) wherever
 serve all of it; else it is cut into such runs and pairwise ones (``pairwise``). On a GPU all are
 pairwise, as asking would wait for the device.
 
-Shape suffixes: B batch, T tokens, n rows of a piece, X = n H, S tokens of a segment, t of them
-not padding, H heads, L latents, D value width, N states.
+Shape suffixes: B batch, T tokens, n sequences computed together, X = n H rows, S tokens of a
+segment, t of them not padding, H heads, L latents, D value width, N states.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from latte.ops.tensors import (
     without_masked,
 )
 from latte.ops.torch_backend import linear_domain, pairwise
-from latte.ops.torch_backend.batching import CHUNK, PIECE, Rows, rows_of, spans
-from latte.ops.torch_backend.carry import Carry, divide, exp_difference
+from latte.ops.torch_backend.batching import (
+    AT_ONCE,
+    CHUNK,
+    Carry,
+    Rows,
+    divide,
+    exp_difference,
+    rows_of,
+    spans,
+)
 from latte.ops.torch_backend.window import sliding_window_attention
 
 LONGEST_SEGMENT = 2048
@@ -92,9 +100,9 @@ def macchiato_attention(
 
 
 def segment_length(H: int, L: int, D: int) -> int:
-    """Tokens computed at once: about ``PIECE`` elements, a power of two, at most 2048."""
+    """Tokens computed at once: about ``AT_ONCE`` elements, a power of two, at most 2048."""
     length = LONGEST_SEGMENT
-    while length > CHUNK and length * H * max(L, D, 2 * CHUNK) > PIECE:
+    while length > CHUNK and length * H * max(L, D, 2 * CHUNK) > AT_ONCE:
         length //= 2
     return length
 
@@ -130,7 +138,7 @@ def heads_first(x_ntHD: Tensor, S: int, dtype: torch.dtype, fill: float = 0.0) -
 
 
 class Segment:
-    """One segment of one piece: its inputs, heads first and in the dtype of the sums."""
+    """What is computed at once: its inputs, heads first and in the dtype of the sums."""
 
     def __init__(
         self, rows: Rows, span: slice, qkv: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None
@@ -210,7 +218,7 @@ class Run:
     """Consecutive tokens of a segment that one kernel serves.
 
     The linear-domain kernel needs a reference that no key exceeds by far; it ends where one does.
-    Where such runs are short (logits that rise by leaps) the pairwise kernel takes a stretch. The
+    Where such runs are short (logits that rise by leaps) the pairwise kernel takes some tokens. The
     choice depends on the past alone.
     """
 
@@ -372,9 +380,9 @@ def causal_backward_op(
     segment = segment_length(H, L, D)
     for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, cu_seqlens):
         dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
-        stretches = spans(rows.length, segment)
+        segments = spans(rows.length, segment)
         n = dA.shape[0] // H
-        for i, span in reversed(list(enumerate(stretches))):
+        for i, span in reversed(list(enumerate(segments))):
             part = Segment(rows, span, (q, k, v), key_mask)
             if i:
                 state = kept.load(n, i - 1)
@@ -384,7 +392,7 @@ def causal_backward_op(
             part.put(dq, dq_)
             part.put(dk, dk_)
             part.put(dv, dv_)
-        kept.next += (len(stretches) - 1) * n
+        kept.next += (len(segments) - 1) * n
         dA_0[rows.ids] = dA.view(-1, H, L)
         dmu_0[rows.ids] = dmu[..., :D].unflatten(0, (-1, H))
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)

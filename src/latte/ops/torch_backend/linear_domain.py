@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.torch_backend.batching import CHUNK
-from latte.ops.torch_backend.carry import Carry
+from latte.ops.torch_backend.batching import CHUNK, Carry
 
 # exp(k - r) is as exact as its argument: at 16 half a unit in the last place of fp32 is 1e-6.
 REACH = 16.0
@@ -150,7 +149,7 @@ def backward(
     ratio_XSL = p_XSL / keys.alpha_XSL
     ratio, e, v, dy = chunk(ratio_XSL), chunk(keys.e_XSL), chunk(v_XSD), chunk(dy_XSD)
 
-    # (C, C) blocks: a_ts without the other chunks, and <dy_t, v_s>.
+    # (C, C) each: a_ts without the other chunks, and <dy_t, v_s>.
     scores = torch.bmm(ratio, e.mT).tril_()
     pairs = torch.bmm(dy, v.mT).tril_()
 

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.torch_backend.batching import CHUNK
-from latte.ops.torch_backend.carry import Carry, divide, exp_difference
+from latte.ops.torch_backend.batching import CHUNK, Carry, divide, exp_difference
 
 
 def running_mass(k_XNCL: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,8 @@ from latte.ops.torch_backend.batching import spans
 
 # Griffin's constant c: log a_t = -c r_t softplus(theta).
 GATE_STRENGTH = 8.0
-# Elements of one stretch of time, 16 MB in fp32.
-PIECE = 1 << 22
+# Elements of one segment of time, 16 MB in fp32.
+AT_ONCE = 1 << 22
 
 
 def rg_lru(
@@ -102,7 +102,7 @@ def _first_tokens(
 
 
 def _advance(a_BTE: Tensor, b_BTE: Tensor, h_BE: Tensor, out_BTE: Tensor, back: bool) -> Tensor:
-    """Scan one stretch into ``out`` and return its last state; ``back``: from its end."""
+    """Scan one segment into ``out`` and return its last state; ``back``: from its end."""
     B, T, E = a_BTE.shape
     C = 1 << max(0, round(math.log2(max(T, 1)) / 2))
     N = T // C
@@ -130,12 +130,12 @@ def _advance(a_BTE: Tensor, b_BTE: Tensor, h_BE: Tensor, out_BTE: Tensor, back: 
 
 
 def scan(a_BTE: Tensor, b_BTE: Tensor, h0_BE: Tensor, back: bool = False) -> Tensor:
-    """All h_t, forward in time or backward, in stretches that fit the allocator."""
+    """All h_t, forward in time or backward, in segments that fit the allocator."""
     out_BTE = torch.empty_like(b_BTE, memory_format=torch.contiguous_format)
     B, T, E = a_BTE.shape
-    stretches = spans(T, max(256, PIECE // max(1, B * E)))
+    segments = spans(T, max(256, AT_ONCE // max(1, B * E)))
     h_BE = h0_BE
-    for span in reversed(stretches) if back else stretches:
+    for span in reversed(segments) if back else segments:
         h_BE = _advance(a_BTE[:, span], b_BTE[:, span], h_BE, out_BTE[:, span], back)
     return out_BTE
 

@@ -1,12 +1,12 @@
-"""Sliding-window softmax attention in blocks: linear in time and memory, with its own backward.
+"""Sliding-window softmax attention in chunks: linear in time and memory, with its own backward.
 
-A block of Q queries reads whole blocks of keys: its own, and as many neighbours as the window
+A chunk of Q queries reads whole chunks of keys: its own, and as many neighbours as the window
 reaches. Nothing but the inputs is saved; the backward pass computes the weights again. Full
 attention (``window=None``) goes through PyTorch's own kernels.
 
-Shape suffixes: B batch, T tokens, n rows of a piece, t tokens of a stretch, H query heads, G
-key/value heads, R = H / G, N blocks of Q queries, M keys read by a block, P keys of the earlier
-state, K key width, D value width.
+Shape suffixes: B batch, T tokens, n sequences computed together, t tokens of a segment, H query
+heads, G key/value heads, R = H / G, N chunks of Q queries, M keys read by a chunk, P keys of the
+earlier state, K key width, D value width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from latte.ops import reference
 from latte.ops.state import WindowState
 from latte.ops.tensors import computation_dtype, empty_gradients, full_precision, without_masked
-from latte.ops.torch_backend.batching import PIECE, Rows, rows_of, spans
+from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
 
 
 def sliding_window_attention(
@@ -119,8 +119,8 @@ def _sdpa(
     return (out * alive).transpose(1, 2)
 
 
-class Blocks(NamedTuple):
-    """How queries and keys are blocked: Q queries see ``before + 1 + after`` blocks of keys."""
+class Chunks(NamedTuple):
+    """How queries and keys are chunked: Q queries see ``before + 1 + after`` chunks of keys."""
 
     Q: int
     before: int
@@ -129,8 +129,8 @@ class Blocks(NamedTuple):
     causal: bool
 
     @classmethod
-    def of(cls, window: int, causal: bool, T: int) -> Blocks:
-        """Blocks of about half a window: three blocks of keys then cover it."""
+    def of(cls, window: int, causal: bool, T: int) -> Chunks:
+        """Chunks of about half a window: three chunks of keys then cover it."""
         reach = min(window - 1 if causal else window // 2, max(T - 1, 0))
         Q = min(128, max(16, 1 << (max(reach, 1).bit_length() - 1)))
         before = -(-reach // Q)
@@ -138,7 +138,7 @@ class Blocks(NamedTuple):
 
     @property
     def M(self) -> int:
-        """Keys that a block of queries reads."""
+        """Keys that a chunk of queries reads."""
         return (self.before + 1 + self.after) * self.Q
 
     def band(self, device: torch.device) -> Tensor:
@@ -150,13 +150,13 @@ class Blocks(NamedTuple):
         return gap.abs() <= self.window // 2
 
     def gather(self, x_nGSK: Tensor, N: int) -> Tensor:
-        """Blocks of keys for every block of queries: (n G N, M, K)."""
+        """Chunks of keys for every chunk of queries: (n G N, M, K)."""
         x = x_nGSK.unflatten(2, (-1, self.Q))
         parts = [x[:, :, j : j + N] for j in range(self.before + 1 + self.after)]
         return torch.cat(parts, 3).flatten(0, 2)
 
     def scatter(self, dx_ZMK: Tensor, n: int, G: int, N: int) -> Tensor:
-        """The adjoint of :meth:`gather`: overlapping blocks are added, (n, G, S, K)."""
+        """The adjoint of :meth:`gather`: overlapping chunks are added, (n, G, S, K)."""
         dx = dx_ZMK.view(n, G, N, -1, self.Q, dx_ZMK.shape[-1])
         out = dx.new_zeros(n, G, N + self.before + self.after, self.Q, dx.shape[-1])
         for j in range(self.before + 1 + self.after):
@@ -164,27 +164,27 @@ class Blocks(NamedTuple):
         return out.flatten(2, 3)
 
 
-class Stretch:
-    """A stretch of queries of one piece, with the keys around it."""
+class Segment:
+    """Queries that are computed at once, with the keys around them."""
 
     def __init__(
         self,
         rows: Rows,
         span: slice,
-        blocks: Blocks,
+        chunks: Chunks,
         qkv: tuple[Tensor, Tensor, Tensor],
         key_mask: Tensor | None,
         tail: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> None:
         q, k, v = qkv
-        self.rows, self.span, self.blocks = rows, span, blocks
+        self.rows, self.span, self.chunks = rows, span, chunks
         self.dtype = computation_dtype(q.dtype)
         self.t = span.stop - span.start
-        self.N = -(-self.t // blocks.Q)
+        self.N = -(-self.t // chunks.Q)
         # Keys [low, high) of the sequence stand at [pad, ...) of the buffers; earlier ones come
         # from the state, whose last key is token -1.
-        first = span.start - blocks.before * blocks.Q
-        stop = span.start + (self.N + blocks.after) * blocks.Q
+        first = span.start - chunks.before * chunks.Q
+        stop = span.start + (self.N + chunks.after) * chunks.Q
         self.low, self.high = max(0, first), min(rows.length, stop)
         self.keys_span = slice(self.low, self.high)
         self.pad = self.low - first
@@ -192,7 +192,7 @@ class Stretch:
         P = 0 if tail[0] is None else tail[0].shape[1]
         self.old = min(P, max(0, -first)) if self.low == 0 else 0
         self.k_nGSK, self.v_nGSD = self._keys(k, tail[0]), self._keys(v, tail[1])
-        self.q_ZRQK = self.blocked(rows.take(q, span))
+        self.q_ZRQK = self.chunked(rows.take(q, span))
         self.n, self.G = self.k_nGSK.shape[:2]
         real_nS = torch.zeros(self.n, self.S, dtype=torch.bool, device=q.device)
         own = rows.visible(key_mask, self.keys_span)
@@ -204,12 +204,12 @@ class Stretch:
             for x in (self.k_nGSK, self.v_nGSD):
                 x.masked_fill_(~real_nS[:, None, :, None], 0.0)
         # (n, 1, N, 1, Q, M): band and mask
-        near_nNM = blocks.gather(real_nS[:, None, :, None], self.N).view(self.n, self.N, -1)
-        self.seen = (blocks.band(q.device) & near_nNM[:, :, None])[:, None, :, None]
+        near_nNM = chunks.gather(real_nS[:, None, :, None], self.N).view(self.n, self.N, -1)
+        self.seen = (chunks.band(q.device) & near_nNM[:, :, None])[:, None, :, None]
         self.alive = self.seen.any(-1, keepdim=True)
 
     def _keys(self, x: Tensor, tail: Tensor | None) -> Tensor:
-        """(n, G, S, K) around the stretch, zeros where there is nothing."""
+        """(n, G, S, K) around the segment, zeros where there is nothing."""
         own = self.rows.take(x, self.keys_span)
         out = own.new_zeros((own.shape[0], own.shape[2], self.S, own.shape[3]), dtype=self.dtype)
         out[:, :, self.pad : self.pad + own.shape[1]] = own.transpose(1, 2)
@@ -218,31 +218,31 @@ class Stretch:
             out[:, :, self.pad - self.old : self.pad] = earlier.transpose(1, 2)
         return out
 
-    def blocked(self, own: Tensor) -> Tensor:
+    def chunked(self, own: Tensor) -> Tensor:
         """(n, t, H, K) -> (n G N, R Q, K): the heads of a group read the same keys."""
         n, t, H, K = own.shape
         G = self.k_nGSK.shape[1]
-        out = own.new_zeros((n, G, self.N, H // G, self.blocks.Q, K), dtype=self.dtype)
-        flat = own.new_zeros((n, self.N * self.blocks.Q, H, K), dtype=self.dtype)
+        out = own.new_zeros((n, G, self.N, H // G, self.chunks.Q, K), dtype=self.dtype)
+        flat = own.new_zeros((n, self.N * self.chunks.Q, H, K), dtype=self.dtype)
         flat[:, :t] = own
-        out[:] = flat.view(n, self.N, self.blocks.Q, G, H // G, K).permute(0, 3, 1, 4, 2, 5)
+        out[:] = flat.view(n, self.N, self.chunks.Q, G, H // G, K).permute(0, 3, 1, 4, 2, 5)
         return out.view(n * G * self.N, -1, K)
 
     def back(self, x_ZRQK: Tensor) -> Tensor:
-        """The inverse of :meth:`blocked`, (n, t, H, K)."""
-        x = x_ZRQK.view(self.n, self.G, self.N, -1, self.blocks.Q, x_ZRQK.shape[-1])
+        """The inverse of :meth:`chunked`, (n, t, H, K)."""
+        x = x_ZRQK.view(self.n, self.G, self.N, -1, self.chunks.Q, x_ZRQK.shape[-1])
         x = x.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
         return x[:, : self.t]
 
     def masked(self, x_ZRQM: Tensor, mask: Tensor, fill: float) -> Tensor:
         """Fill where the mask (n, 1, N, 1, Q, M or 1) is False."""
-        shape = (self.n, self.G, self.N, -1, self.blocks.Q, x_ZRQM.shape[-1])
+        shape = (self.n, self.G, self.N, -1, self.chunks.Q, x_ZRQM.shape[-1])
         x_ZRQM.view(shape).masked_fill_(~mask, fill)
         return x_ZRQM
 
     def weights(self, scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         """Attention weights (Z, R Q, M); with a softcap also tanh of the scaled logits."""
-        keys = self.blocks.gather(self.k_nGSK, self.N)
+        keys = self.chunks.gather(self.k_nGSK, self.N)
         logits = torch.bmm(self.q_ZRQK, keys.mT).mul_(scale)
         tanh = None
         if softcap:
@@ -253,13 +253,13 @@ class Stretch:
         return torch.softmax(logits, -1), tanh
 
 
-def _stretches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, blocks: Blocks):
-    """Pieces and stretches whose scores stay small."""
+def _segments(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunks: Chunks):
+    """Segments whose scores stay small."""
     T, H = q.shape[1:3]
-    width = H * max(blocks.M, q.shape[-1], v.shape[-1])
-    segment = max(1, PIECE // (width * blocks.Q)) * blocks.Q
-    for rows in rows_of(q, width, segment, cu_seqlens):
-        for span in spans(rows.length, segment):
+    width = H * max(chunks.M, q.shape[-1], v.shape[-1])
+    length = max(1, AT_ONCE // (width * chunks.Q)) * chunks.Q
+    for rows in rows_of(q, width, length, cu_seqlens):
+        for span in spans(rows.length, length):
             yield rows, span
 
 
@@ -281,11 +281,11 @@ def window_op(
 ) -> Tensor:
     """Windowed softmax attention; ``softcap=0`` is none."""
     out = v.new_empty((*q.shape[:3], v.shape[-1]))
-    blocks = Blocks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
-    for rows, span in _stretches(q, v, cu_seqlens, blocks):
-        part = Stretch(rows, span, blocks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
+    chunks = Chunks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
+    for rows, span in _segments(q, v, cu_seqlens, chunks):
+        part = Segment(rows, span, chunks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
         weights, _ = part.weights(scale, softcap)
-        y = torch.bmm(weights, blocks.gather(part.v_nGSD, part.N))
+        y = torch.bmm(weights, chunks.gather(part.v_nGSD, part.N))
         rows.put(out, span, part.back(part.masked(y, part.alive, 0.0)))
     return out
 
@@ -315,28 +315,28 @@ def window_backward_op(
     """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
     dtype = computation_dtype(q.dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # Keys are shared by neighbouring stretches, so their gradients are added up in fp32.
+    # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     dtail_k = k.new_zeros(0 if tail_k is None else tail_k.shape, dtype=dtype)
     dtail_v = v.new_zeros(0 if tail_v is None else tail_v.shape, dtype=dtype)
-    blocks = Blocks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
-    for rows, span in _stretches(q, v, cu_seqlens, blocks):
-        part = Stretch(rows, span, blocks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
+    chunks = Chunks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
+    for rows, span in _segments(q, v, cu_seqlens, chunks):
+        part = Segment(rows, span, chunks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
         n, G, N = part.n, part.G, part.N
         weights, tanh = part.weights(scale, softcap)
-        dy = part.masked(part.blocked(rows.take_gradient(dout, span)), part.alive, 0.0)
+        dy = part.masked(part.chunked(rows.take_gradient(dout, span)), part.alive, 0.0)
         dvalues = torch.bmm(weights.mT, dy)
-        dweights = torch.bmm(dy, blocks.gather(part.v_nGSD, N).mT)
+        dweights = torch.bmm(dy, chunks.gather(part.v_nGSD, N).mT)
         row = (weights * dweights).sum(-1, keepdim=True)
         dlogits = dweights.sub_(row).mul_(weights).mul_(scale)
         if tanh is not None:
             dlogits = dlogits * (1.0 - tanh.square())
-        dqueries = torch.bmm(dlogits, blocks.gather(part.k_nGSK, N))
+        dqueries = torch.bmm(dlogits, chunks.gather(part.k_nGSK, N))
         dkeys = torch.bmm(dlogits.mT, part.q_ZRQK)
         rows.put(dq, span, part.back(dqueries))
         stop = part.pad + part.high - part.low
-        for target, tail, blocked in ((dk, dtail_k, dkeys), (dv, dtail_v, dvalues)):
-            dx = blocks.scatter(blocked, n, G, N).transpose(1, 2)
+        for target, tail, chunked in ((dk, dtail_k, dkeys), (dv, dtail_v, dvalues)):
+            dx = chunks.scatter(chunked, n, G, N).transpose(1, 2)
             rows.add(target, part.keys_span, dx[:, part.pad : stop])
             if part.old:
                 P = tail.shape[1]
