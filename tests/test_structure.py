@@ -39,9 +39,7 @@ RESERVED = {
     "peft": {"train"},
 }
 # Imports against the direction that are still to go: room -> rooms; and circles.
-PENDING = {
-    "evaluate": {"cli"},
-}
+PENDING: dict[str, set[str]] = {}
 PENDING_CIRCLES: set[str] = set()
 
 
