@@ -96,6 +96,8 @@ def most_stack(kernel: str, dtype: torch.dtype, L: int, D: int, beside: bool) ->
     if kernel in (*WINDOW, EARLIER):
         if dtype != BF16:
             return 640
+        if uneven and beside:
+            return 320
         least = 16 if beside or kernel == EARLIER else 0
         return 96 if D > 64 or L > 32 else 64 if uneven else least
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, "step"), kernel

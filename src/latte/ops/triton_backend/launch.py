@@ -1,7 +1,7 @@
 """What the kernels serve, every number that is tuned, and how a kernel is launched.
 
 Sizes of tiles, warps, stages and limits of registers of all kernels are here, as compiled for
-sm_90: docs/kernels.md has what each takes. None depends on B, and none but the cuts on T.
+sm_90: docs/kernels.md has what each takes. But for the cuts none depends on B or T.
 
 This file loads without Triton.
 
