@@ -159,10 +159,11 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
     window = width = None
     delay = 0
     if isinstance(layer, MacchiatoAttention):
-        given: Any = [arguments[n] for n in ("hidden_states", "position_embeddings", "tokens")]
-        latent_q, latent_k, q, _ = layer.mixing_logits(*given)
+        names = ("hidden_states", "position_embeddings", "tokens")
+        x_BTE, rotation, tokens = (arguments[name] for name in names)
+        latent_q, latent_k, q, _ = layer.mixing_logits(x_BTE, rotation, tokens)
         if q is not None:
-            window = layer.window_weights(*given, shown)
+            window = layer.window_weights(x_BTE, rotation, tokens, shown)
             width = layer.base_window if layer.mixing == "base" else layer.window
         if latent_k is not None and layer.delay_latents:
             delay = layer.window
