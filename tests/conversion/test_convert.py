@@ -197,7 +197,7 @@ def test_an_output_that_exists_is_left_alone(save_base, tmp_path):
 
 
 def test_no_such_base(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when imported
     with pytest.raises(LatteError, match="base no/such-model cannot be read"):
         convert("no/such-model", tmp_path / "out")
     with pytest.raises(LatteError, match="base .*nothing does not exist; expected a folder, or a"):
