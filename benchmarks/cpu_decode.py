@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from generation import Generator, cache_bytes, feed, line, peaks_of
@@ -77,7 +77,7 @@ def time_all(size: str, contexts: Sequence[int], budget: float) -> dict[tuple[st
     sides: dict[str, Generator] = {}
     for name in (LATTE, RIVAL):
         model = make_model(name, size)
-        parameters = sum(p.numel() for p in model.parameters())
+        parameters = model.num_parameters()
         cache, seen, seconds = None, 0, 0.0
         for context in contexts:
             if name == RIVAL:
@@ -101,18 +101,6 @@ def measure_memory(name: str, size: str, contexts: Sequence[int]) -> dict[int, R
     """Peak memory of one model at growing contexts, in this process."""
     use_all_threads()
     return peaks_of(make_model(name, size), fill, contexts)
-
-
-def all_memory(
-    size: str, contexts: Sequence[int], quick: bool
-) -> Iterator[tuple[tuple[str, int], Row]]:
-    """Peak memory of every model and context, as the processes end."""
-    apart = Apart(quick)
-    for name, stations in ((LATTE, [contexts]), (RIVAL, [[c] for c in contexts])):
-        for together in stations:
-            peaks = apart(measure_memory, name, size, list(together))
-            for context in together:
-                yield (name, context), peaks[context]
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
@@ -152,8 +140,13 @@ def main() -> None:
         timed = time_all(size, contexts, budget)
     table = Table(out / "cpu_decode.csv")
     say("peak memory, in processes of its own ...")
-    for (name, context), memory in all_memory(size, contexts, args.quick):
-        row = timed[name, context] | memory
+    apart = Apart(args.quick)
+    # Latte's contexts are stations of one process, the rival's have a process each.
+    memory = {LATTE: apart(measure_memory, LATTE, size, contexts), RIVAL: {}}
+    for context in contexts:
+        memory[RIVAL] |= apart(measure_memory, RIVAL, size, [context])
+    for name, context in timed:
+        row = timed[name, context] | memory[name][context]
         repeated = name == RIVAL and context > 2 * CHUNK
         filled = {"context_is": "repeated keys and values" if repeated else "processed tokens"}
         table.add({"model": name, "size": size, "context": context, **row, **filled, "B": 1})

@@ -24,23 +24,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import listing1
+import records
 import torch
 from figures import of_ops
-from records import (
-    MODES,
-    D,
-    Goal,
-    H,
-    L,
-    Row,
-    Table,
-    call_of,
-    output_folder,
-    parser,
-    report_goals,
-    say,
-    use_all_threads,
-)
+from records import MODES, D, Goal, H, L, Row, call_of, say
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -165,11 +152,6 @@ def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> 
     return int(best)
 
 
-def ratio(times: dict[tuple[str, str, int], Times], rival: str, mode: str, T: int) -> float:
-    """How many times longer the rival's median is than Latte's."""
-    return times[rival, mode, T].median / times["latte", mode, T].median
-
-
 def goals_of(times: dict[tuple[str, str, int], Times], lengths: Sequence[int]) -> list[Goal]:
     """The goals at the lengths that were run."""
     goals = []
@@ -189,8 +171,8 @@ def goals_of(times: dict[tuple[str, str, int], Times], lengths: Sequence[int]) -
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
-    out, threads = output_folder(args), use_all_threads()
+    args = records.parser(__doc__).parse_args()
+    out, threads = records.output_folder(args), records.use_all_threads()
     lengths: Sequence[int] = (128, 256) if args.quick else LENGTHS
     unrolls: Sequence[int] = (1, 4) if args.quick else UNROLLS
     budget = args.budget or (0.05 if args.quick else 1.0)
@@ -199,7 +181,7 @@ def main() -> None:
         say("jax is not installed: leaving out the jax scan (pip install jax)")
     check_sides(64 if args.quick else 256)
 
-    table = Table(out / "cpu_ops.csv")
+    table = records.Table(out / "cpu_ops.csv")
     times: dict[tuple[str, str, int], Times] = {}
     for mode in MODES:
         unroll = 0
@@ -217,7 +199,7 @@ def main() -> None:
             for side, statistics in measured.items():
                 times[side, mode, T] = statistics
                 row: Row = {"side": side, "mode": mode, "tokens": T, **statistics.row()}
-                row |= {"times_latte": round(ratio(times, side, mode, T), 3)}
+                row |= {"times_latte": round(statistics.median / measured["latte"].median, 3)}
                 row |= {"unroll": unroll if side == "jax scan" else ""}
                 table.add(row | {"dtype": "float32", "B": 1, "H": H, "L": L, "D": D})
                 say(
@@ -226,7 +208,7 @@ def main() -> None:
                     f"{statistics.calls} calls), {row['times_latte']:.2f} x latte",
                 )
     say(f"wrote {table.path} and {of_ops(out)}")
-    report_goals(out, "cpu_ops", goals_of(times, lengths))
+    records.report_goals(out, "cpu_ops", goals_of(times, lengths))
 
 
 if __name__ == "__main__":

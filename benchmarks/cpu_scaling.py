@@ -19,23 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import records
 import torch
-from records import (
-    MODES,
-    Apart,
-    D,
-    Goal,
-    H,
-    L,
-    Row,
-    Table,
-    exponent,
-    output_folder,
-    parser,
-    report_goals,
-    say,
-    use_all_threads,
-)
+from records import MODES, D, Goal, H, L, Row, say
 
 from latte import machine
 from latte.ops import latte_attention
@@ -62,19 +48,14 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor | N
 
 def measure(mode: str, tokens: int, budget: float) -> Row:
     """One length and mode, in this process."""
-    use_all_threads()
+    records.use_all_threads()
     gradients = mode == "forward+backward"
     step(*make_inputs(256, gradients))
     before = machine.memory_bytes()
     machine.reset_peak_memory()
     inputs = make_inputs(tokens, gradients)
     times = machine.interleave({"latte": lambda: step(*inputs)}, budget)["latte"]
-    peak = machine.peak_memory_bytes()
-    return {
-        **times.row(),
-        "peak_net_mb": round((peak - before) / 2**20, 3),
-        "peak_process_mb": round(peak / 2**20, 3),
-    }
+    return times.row() | records.peaks(before)
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
@@ -85,22 +66,22 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
             here = [row for row in rows if row["mode"] == mode]
             tokens, values = [row["tokens"] for row in here], [row[column] for row in here]
             upper = max(2, -(-len(here) // 2))
-            longer = exponent(tokens[-upper:], values[-upper:])
+            longer = records.exponent(tokens[-upper:], values[-upper:])
             name = f"{mode}: exponent of {what}, {tokens[0]} to {tokens[-1]} tokens"
             note = f"{longer:.3f} from {tokens[-upper]} tokens"
-            goals.append(Goal(name, 1.05, exponent(tokens, values), False, note))
+            goals.append(Goal(name, 1.05, records.exponent(tokens, values), False, note))
     return goals
 
 
 def main() -> None:
     from figures import of_scaling  # here, so that matplotlib is not part of what is measured
 
-    args = parser(__doc__).parse_args()
-    out, threads = output_folder(args), use_all_threads()
+    args = records.parser(__doc__).parse_args()
+    out, threads = records.output_folder(args), records.use_all_threads()
     lengths = (1024, 2048) if args.quick else LENGTHS
     budget = args.budget or (0.05 if args.quick else 2.0)
     say(f"scaling: fp32, B = 1, H = {H}, L = {L}, D = {D}, {threads} threads")
-    table, apart = Table(out / "cpu_scaling.csv"), Apart(args.quick)
+    table, apart = records.Table(out / "cpu_scaling.csv"), records.Apart(args.quick)
     for mode in MODES:
         for T in lengths:
             row = apart(measure, mode, T, budget)
@@ -112,7 +93,7 @@ def main() -> None:
                 f"{row['peak_net_mb']:.1f} MB, {1024 * row['peak_net_mb'] / T:.1f} kB per token"
             )
     say(f"wrote {table.path} and {of_scaling(out)}")
-    report_goals(out, "cpu_scaling", goals_of(table.rows))
+    records.report_goals(out, "cpu_scaling", goals_of(table.rows))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Panel(NamedTuple):
     """
 
     title: str
-    keep: Keep
+    keep: Keep = lambda row: True
     key: str = "side"
     x: str = "T"
     y: str = "median_ms"
@@ -148,6 +148,9 @@ class Panel(NamedTuple):
     ylabel: str = MS
     steady: bool = False
     finish: Callable[[Axes, Sequence[Row], str], None] = lambda ax, rows, color: None
+
+
+OF_A_CONTEXT: dict[str, Any] = {"key": "model", "x": "context", "xlabel": CONTEXT, "steady": True}
 
 
 def having(**values: str) -> Keep:
@@ -190,10 +193,6 @@ def rows_of(out: Path, name: str) -> list[Row]:
     return rows
 
 
-def everything(row: Row) -> bool:
-    return True
-
-
 def of_ops(out: Path) -> Path | None:
     """Time of every side over the length, a panel per mode."""
     parts = [Panel(mode, having(mode=mode), x="tokens", xlabel="tokens") for mode in MODES]
@@ -229,7 +228,7 @@ def of_scaling(out: Path) -> Path | None:
         ("peak memory beyond the bare process", "peak_net_mb", "MB"),
     )
     parts = [
-        Panel(title, everything, "mode", "tokens", y, "tokens", ylabel, finish=fitted(y))
+        Panel(title, y=y, ylabel=ylabel, finish=fitted(y), key="mode", x="tokens", xlabel="tokens")
         for title, y, ylabel in columns
     ]
     title = f"Latte's time and peak memory on a CPU ({sizes(out, 'cpu_scaling')})"
@@ -243,10 +242,7 @@ def of_cpu_decode(out: Path) -> Path | None:
         ("cache", "cache_mb", "MB"),
         ("peak memory beyond the model", "peak_net_mb", "MB"),
     )
-    parts = [
-        Panel(title, everything, "model", "context", y, CONTEXT, ylabel, steady=True)
-        for title, y, ylabel in columns
-    ]
+    parts = [Panel(title, y=y, ylabel=ylabel, **OF_A_CONTEXT) for title, y, ylabel in columns]
     size = next((row["size"] for row in rows_of(out, "cpu_decode")), "")
     return draw(
         out, "cpu_decode", f"Decoding on a CPU (models of size '{size}', batch of 1)", parts
@@ -260,11 +256,10 @@ def of_generation(out: Path) -> Path | None:
         xs, low, high = ([float(r[c]) for r in rows] for c in ("context", "p10_ms", "p90_ms"))
         ax.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
 
-    where: dict[str, Any] = {"key": "model", "x": "context", "xlabel": CONTEXT, "steady": True}
-    time = Panel("time per token", everything, ylabel=f"{MS[:-1]}; band: p10 to p90)", **where)
+    label = f"{MS[:-1]}; band: p10 to p90)"
     parts = [
-        time._replace(finish=band),
-        Panel("cache", everything, y="cache_mb", ylabel="MB", **where),
+        Panel("time per token", ylabel=label, finish=band, **OF_A_CONTEXT),
+        Panel("cache", y="cache_mb", ylabel="MB", **OF_A_CONTEXT),
     ]
     return draw(out, "generation", "Generation with growing context (batch of 1)", parts)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import Apart, Row, Table, output_folder, parser, say, use_all_threads
+from records import Apart, Row, Table, output_folder, parser, peaks, say, use_all_threads
 
 from latte import machine
 from latte.errors import LatteError
@@ -121,7 +121,7 @@ def peaks_of(model: Any, fill: Fill, contexts: Sequence[int]) -> dict[int, Row]:
     device = model.device
     before = machine.memory_bytes(device)
     machine.reset_peak_memory(device)
-    peaks, seen = {}, 0
+    found, seen = {}, 0
     side = Generator(model, None)
     with torch.inference_mode():
         for context in contexts:
@@ -129,12 +129,8 @@ def peaks_of(model: Any, fill: Fill, contexts: Sequence[int]) -> dict[int, Row]:
             for _ in range(STEPS_FOR_MEMORY):
                 side()
             seen = context + STEPS_FOR_MEMORY
-            peak = machine.peak_memory_bytes(device)
-            peaks[context] = {
-                "peak_net_mb": round((peak - before) / 2**20, 3),
-                "peak_process_mb": round(peak / 2**20, 3),
-            }
-    return peaks
+            found[context] = peaks(before, device)
+    return found
 
 
 def fill(segment: int, model: Any, cache: Any, seen: int, context: int) -> Any:
@@ -168,7 +164,7 @@ def time_all(
         sizes = {name: cache_bytes(side.cache) for name, side in sides.items()}
         times = machine.interleave(sides, budget)
         for name, model in models.items():
-            row: Row = {"parameters": sum(p.numel() for p in model.parameters())}
+            row: Row = {"parameters": model.num_parameters()}
             row |= {"cache_bytes": sizes[name], "prefill_s": round(prefill[name], 3)}
             yield name, context, row | times[name].row()
 
@@ -287,7 +283,7 @@ def main() -> None:
         say(f"generation: batch of 1, {args.device}, {threads} threads")
         say("peak memory, in processes of its own ...")
         apart = Apart(args.quick)
-        peaks = {
+        memory = {
             name: apart(measure_memory, folder, args.device, mixing, segment, contexts)
             for name, (folder, mixing) in chosen.items()
         }
@@ -295,7 +291,7 @@ def main() -> None:
     where = machine.describe(torch.device(args.device), ("device", "transformers"))
     with torch.inference_mode():
         for name, context, row in time_all(models, contexts, segment, budget):
-            row |= peaks[name][context] | {"segment": segment, **where, "B": 1}
+            row |= memory[name][context] | {"segment": segment, **where, "B": 1}
             dtype = str(models[name].dtype).removeprefix("torch.")
             table.add({"model": name, "context": context, **row, "dtype": dtype})
             say(line(name, context, row))

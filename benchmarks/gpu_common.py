@@ -20,18 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import records
 import torch
-from records import (
-    Goal,
-    Row,
-    Table,
-    columns,
-    output_folder,
-    parser,
-    print_goals,
-    say,
-    write_goals,
-)
+from records import Goal, Row, Table, say
 
 from latte import machine
 from latte.machine import Times
@@ -80,13 +71,13 @@ class Place(NamedTuple):
 
     def goals(self, script: str, goals: Sequence[Goal]) -> None:
         """Print the goals of this script and put them beside the others'."""
-        rows = write_goals(self.out / TARGETS, script, goals, columns(self.device))
-        print_goals([row for row in rows if row["script"] == script])
+        rows = records.write_goals(self.out / TARGETS, script, goals, records.columns(self.device))
+        records.print_goals([row for row in rows if row["script"] == script])
 
 
 def options(description: str | None, budget: float) -> argparse.ArgumentParser:
     """The options that all the GPU benchmarks have."""
-    found = parser(description, budget)
+    found = records.parser(description, budget)
     found.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
     found.add_argument("--backend", help="of Latte's ops (default: triton; on a CPU torch)")
     return found
@@ -101,7 +92,7 @@ def place(args: argparse.Namespace) -> Place:
     backend = args.backend or ("triton" if device.type == "cuda" else "torch")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     deadline = time.monotonic() + args.budget
-    return Place(device, backend, dtype, output_folder(args), args.quick, deadline)
+    return Place(device, backend, dtype, records.output_folder(args), args.quick, deadline)
 
 
 # --- time ------------------------------------------------------------------------------------
@@ -254,6 +245,17 @@ def stop_if_broken(at: Place, error: BaseException) -> None:
         raise error from None
 
 
+@contextlib.contextmanager
+def tried(at: Place, label: str) -> Iterator[None]:
+    """What fails within says so in one line, and the rest goes on; but for a broken GPU."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever a rival raises
+        stop_if_broken(at, error)
+        say(f"  {label}: {reason(error)}")
+        forget()
+
+
 @functools.cache
 def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float:
     """Bytes read and written per second by a copy within the device."""
@@ -345,10 +347,6 @@ def make_model(
     with torch.device(at.device):
         model = LatteForCausalLM(preset_config(name, size, **overrides))
     return model.to(dtype).eval()
-
-
-def parameters(model: torch.nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def tokens(at: Place, vocabulary: int, B: int, T: int) -> torch.Tensor:

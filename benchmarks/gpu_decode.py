@@ -17,21 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gpu_common as gpu
 import torch
-from gpu_common import (
-    Place,
-    forget,
-    make_model,
-    measure,
-    options,
-    parameters,
-    place,
-    reason,
-    stop_if_broken,
-    tokens,
-)
 from records import Goal, Row, say
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from latte.layers.state import map_tensors
 from latte.models import LatteCache
@@ -47,9 +37,9 @@ Call = Callable[[], Any]
 class Latte:
     """One more token for a state of constant size, which every call starts from and replaces."""
 
-    def __init__(self, at: Place, model: Any, B: int, context: int) -> None:
+    def __init__(self, at: gpu.Place, model: Any, B: int, context: int) -> None:
         self.at, self.model, self.context = at, model, context
-        ids = tokens(at, model.config.vocab_size, B, FED)
+        ids = gpu.tokens(at, model.config.vocab_size, B, FED)
         self.token = ids[:, :1].contiguous()
         self.cache = LatteCache(model.config)
         with torch.inference_mode(), use_backend(at.backend):
@@ -70,32 +60,21 @@ class Latte:
         with torch.no_grad(), use_backend(self.at.backend):
             out = self.model(self.token, past_key_values=self.cache, use_cache=True)
             for layer, start in zip(self.cache.layers, self.start, strict=True):
-                for old, new in zip(tensors_of(start), tensors_of(layer.state), strict=True):
-                    old.copy_(new)
+                for old, new in zip(tree_leaves(start), tree_leaves(layer.state), strict=True):
+                    if old is not None:
+                        old.copy_(new)
                 layer.state, layer.seen_tokens = start, self.context
         return out.logits
-
-
-def tensors_of(state: Any) -> list[Tensor]:
-    """All tensors of a state, in order."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(note, state)
-    return found
 
 
 class Llama:
     """One more token for keys and values of a fixed number of tokens."""
 
-    def __init__(self, at: Place, model: Any, B: int, context: int) -> None:
+    def __init__(self, at: gpu.Place, model: Any, B: int, context: int) -> None:
         from transformers import StaticCache
 
         self.model, self.context = model, context
-        self.token = tokens(at, model.config.vocab_size, B, 1)
+        self.token = gpu.tokens(at, model.config.vocab_size, B, 1)
         self.position = torch.full_like(self.token, context - 1)
         self.cache = StaticCache(config=model.config, max_cache_len=context)
         self()
@@ -120,7 +99,7 @@ class Llama:
             ).logits
 
 
-def make_llama(at: Place, size: str) -> Any:
+def make_llama(at: gpu.Place, size: str) -> Any:
     """Transformers' Llama of the sizes of ``transformer++``: the same parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -142,7 +121,7 @@ def make_llama(at: Place, size: str) -> Any:
     return model.to(at.dtype).eval()
 
 
-def captured(at: Place, step: Call) -> Call:
+def captured(at: gpu.Place, step: Call) -> Call:
     """The step as a CUDA graph; a call replays it."""
     side = torch.cuda.Stream(at.device)
     side.wait_stream(torch.cuda.current_stream(at.device))
@@ -157,7 +136,7 @@ def captured(at: Place, step: Call) -> Call:
 
 
 def steps_of(
-    at: Place, models: dict[str, Any], B: int, contexts: Sequence[int]
+    at: gpu.Place, models: dict[str, Any], B: int, contexts: Sequence[int]
 ) -> tuple[dict[tuple[str, int, str], Call], dict[tuple[str, int], int]]:
     """A call of every (model, context, eager or graph), and the bytes of each cache."""
     calls: dict[tuple[str, int, str], Call] = {}
@@ -166,16 +145,12 @@ def steps_of(
         for name, kind in ((OURS, Latte), (RIVAL, Llama)):
             if name == RIVAL and context > LONGEST_OF_RIVAL:
                 continue
-            try:
+            with gpu.tried(at, f"{name}, B = {B}, context {context}"):
                 step: Any = kind(at, models[name], B, context)
                 sizes[name, context] = step.cache_bytes
                 calls[name, context, "eager"] = step
                 if at.cuda:
                     calls[name, context, "graph"] = captured(at, step)
-            except Exception as error:  # noqa: BLE001 - the others are measured all the same
-                stop_if_broken(at, error)
-                say(f"  {name}, B = {B}, context {context}: {reason(error)}")
-                forget()
     return calls, sizes
 
 
@@ -195,11 +170,11 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    at = place(options(__doc__, 80).parse_args(argv))
+    at = gpu.place(gpu.options(__doc__, 80).parse_args(argv))
     say(f"decode: {at.dtype}, {at.device}, backend {at.backend}")
     size = "tiny" if at.quick else "paper"
     contexts = (300, 600) if at.quick else CONTEXTS
-    models = {OURS: make_model(at, OURS, size, at.dtype), RIVAL: make_llama(at, size)}
+    models = {OURS: gpu.make_model(at, OURS, size, at.dtype), RIVAL: make_llama(at, size)}
     table = at.table("gpu_decode.csv")
     # All contexts in turns, so that a slow moment meets them all; a batch of 64 holds many keys
     # and values, and takes the long contexts one by one.
@@ -209,11 +184,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         calls, sizes = steps_of(at, models, B, together)
         names = {f"{n} {c} {h}": (n, c, h) for n, c, h in calls}
         sides = {text: calls[key] for text, key in names.items()}
-        times, _ = measure(at, sides, budget=0.05 if at.quick else 0.3, cold_cache=False)
+        times, _ = gpu.measure(at, sides, budget=0.05 if at.quick else 0.3, cold_cache=False)
         for text, t in times.items():
             name, context, how = names[text]
             row: Row = {"side": name, "how": how, "size": size, "B": B, "context": context}
-            row |= {"parameters": parameters(models[name]), "cache_bytes": sizes[name, context]}
+            row |= {
+                "parameters": models[name].num_parameters(),
+                "cache_bytes": sizes[name, context],
+            }
             row |= {"dtype": at.precision, **t.row()}
             row |= {"tokens_per_s": round(B / (t.median / 1e3), 1)}
             table.add(row)

@@ -20,23 +20,10 @@ to measuring: Triton keeps what it compiles on disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+import gpu_common as gpu
 import torch
-from gpu_common import (
-    Memory,
-    Place,
-    compare,
-    copy_bandwidth,
-    forget,
-    memory_of,
-    normal,
-    options,
-    place,
-    reason,
-    relative,
-    stop_if_broken,
-)
 from gpu_rivals import gates, gla_with_given_gates, latte_rivals, rg_lru_rival
 from records import MODES, Goal, Row, Table, call_of, say, worst
 from torch import Tensor
@@ -57,9 +44,9 @@ def latte(backend: str) -> Op:
     return lambda q, k, v: latte_attention(q, k, v, backend=backend)[0]
 
 
-def make_inputs(at: Place, B: int, T: int, L: int, D: int) -> list[Tensor]:
+def make_inputs(at: gpu.Place, B: int, T: int, L: int, D: int) -> list[Tensor]:
     """q, k, v and dy, standard normal."""
-    return [normal(at, B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D))]
+    return [gpu.normal(at, B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D))]
 
 
 def least_bytes(mode: str, tokens: int, L: int, D: int, size: int) -> int:
@@ -69,18 +56,17 @@ def least_bytes(mode: str, tokens: int, L: int, D: int, size: int) -> int:
     return tokens * H * size * (forward if mode == "forward" else forward + backward)
 
 
-def sizes(quick: bool) -> Iterator[tuple[int, int, int, int]]:
+def sizes(quick: bool) -> list[tuple[int, int, int, int]]:
     """(B, T, L, D): the ends of the range first, so that a cut run has seen them."""
     if quick:
-        yield from ((1, 64, 16, 16), (2, 32, 16, 16))
-        return
-    for batches in (BATCHES[:2], BATCHES[2:]):
-        for L, D in WIDTHS:
-            for B in batches:
-                yield B, TOKENS // B, L, D
+        return [(1, 64, 16, 16), (2, 32, 16, 16)]
+    parts = (BATCHES[:2], BATCHES[2:])
+    return [(B, TOKENS // B, L, D) for part in parts for L, D in WIDTHS for B in part]
 
 
-def errors(at: Place, ops: dict[str, Op], T: int, L: int, D: int) -> dict[str, dict[str, float]]:
+def errors(
+    at: gpu.Place, ops: dict[str, Op], T: int, L: int, D: int
+) -> dict[str, dict[str, float]]:
     """Relative errors of every side against the equations in fp64: output, dq, dk, dv."""
     *inputs, dy = make_inputs(at, 1, T, L, D)
 
@@ -91,39 +77,32 @@ def errors(at: Place, ops: dict[str, Op], T: int, L: int, D: int) -> dict[str, d
 
     exact = run(latte("reference"), torch.float64)
     found = {}
+    names = ("error_out", "error_dq", "error_dk", "error_dv")
     for side, op in ops.items():
-        try:
-            got = run(op, at.dtype)
-        except Exception as error:  # noqa: BLE001 - a rival that cannot run is left out
-            stop_if_broken(at, error)
-            say(f"  {side}: {reason(error)}")
-            continue
-        names = ("error_out", "error_dq", "error_dk", "error_dv")
-        found[side] = {n: relative(a, e) for n, a, e in zip(names, got, exact, strict=True)}
+        with gpu.tried(at, side):
+            pairs = zip(names, run(op, at.dtype), exact, strict=True)
+            found[side] = {name: gpu.relative(got, want) for name, got, want in pairs}
     return found
 
 
-def memories(at: Place, ops: dict[str, Op], inputs: Sequence[Tensor]) -> dict[str, Memory]:
+def memories(at: gpu.Place, ops: dict[str, Op], inputs: Sequence[Tensor]) -> dict[str, gpu.Memory]:
     """Memory of every side that can run."""
     found = {}
     for side, op in ops.items():
-        try:
-            found[side] = memory_of(at, op, inputs)
-        except Exception as error:  # noqa: BLE001
-            stop_if_broken(at, error)
-            say(f"  {side}, memory: {reason(error)}")
-        forget()
+        with gpu.tried(at, f"{side}, memory"):
+            found[side] = gpu.memory_of(at, op, inputs)
+        gpu.forget()
     return found
 
 
 def rows_of_size(
-    at: Place, table: Table, rivals: dict[str, Op], B: int, T: int, L: int, D: int
+    at: gpu.Place, table: Table, rivals: dict[str, Op], B: int, T: int, L: int, D: int
 ) -> None:
     """The rows of one size: both modes of every side."""
     ops = {OURS: latte(at.backend), **rivals}
     *inputs, dy = make_inputs(at, B, T, L, D)
     memory = memories(at, ops, inputs)
-    bandwidth = copy_bandwidth(at.device)
+    bandwidth = gpu.copy_bandwidth(at.device)
     for mode in MODES:
         calls = {side: call_of(mode, op, inputs, dy) for side, op in ops.items()}
         given = gla_with_given_gates() if rivals else None
@@ -140,11 +119,11 @@ def rows_of_size(
                 "gb_per_s": round(rate / 1e9, 1),
                 "copy_gb_per_s": round(bandwidth / 1e9, 1),
                 "of_copy": round(rate / bandwidth, 4),
-                **memory.get(side, Memory(0, None, None)).row(),
+                **memory.get(side, gpu.Memory(0, None, None)).row(),
             }
 
         sizes = {"mode": mode, "B": B, "T": T, "H": H, "L": L, "D": D}
-        if not compare(at, table, OURS, calls, sizes, more, ratio="times_latte", budget=0.15):
+        if not gpu.compare(at, table, OURS, calls, sizes, more, ratio="times_latte", budget=0.15):
             raise RuntimeError("latte did not run")
 
 
@@ -179,7 +158,7 @@ def goals_of(rows: Sequence[Row], wrong: dict[str, dict[str, float]]) -> list[Go
     return goals
 
 
-def warm(at: Place, number: int) -> None:
+def warm(at: gpu.Place, number: int) -> None:
     """Every fourth of the widths' comparisons and the recurrence's, once."""
 
     def width(L: int, D: int) -> None:
@@ -195,23 +174,21 @@ def warm(at: Place, number: int) -> None:
 
     jobs: list[Callable[[], None]] = [*(lambda s=s: width(*s) for s in WIDTHS), recurrence]
     for job in jobs[number::WARMING]:
-        try:
+        with gpu.tried(at, "warming"):
             job()
-        except Exception as error:  # noqa: BLE001 - the benchmark itself will say what is wrong
-            say(f"warming: {reason(error)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = options(__doc__, 110)
+    parser = gpu.options(__doc__, 110)
     parser.add_argument("--warm", type=int, choices=range(WARMING), help="compile, measure nothing")
     args = parser.parse_args(argv)
-    at = place(args)
+    at = gpu.place(args)
     if args.warm is not None:
         warm(at, args.warm)
         return
     rivals = latte_rivals() if at.cuda else {}
     say(f"latte: {at.dtype}, H = {H}, {at.device}, backend {at.backend}")
-    say(f"copy: {copy_bandwidth(at.device) / 1e9:.0f} GB/s read and written")
+    say(f"copy: {gpu.copy_bandwidth(at.device) / 1e9:.0f} GB/s read and written")
     L, D = (16, 16) if at.quick else WIDTHS[0]
     wrong = errors(at, {OURS: latte(at.backend), **rivals}, 64 if at.quick else T_OF_ERRORS, L, D)
     table = at.table("gpu_latte_errors.csv")

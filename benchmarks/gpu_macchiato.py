@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu_common import Place, compare, normal, options, place, reason
+from gpu_common import Place, compare, normal, options, place, tried
 from records import MODES, Goal, Row, call_of, say, worst
 from torch import Tensor
 from torch.nn import functional as F
@@ -87,10 +87,8 @@ def sides_of(at: Place, mode: str, T: int) -> dict[str, Callable[[], Any]]:
         FLASH: call_of(mode, flash, heads_first[:3], heads_first[3]),
     }
     if at.cuda or mode == "forward":  # FlexAttention has no backward on a CPU
-        try:
+        with tried(at, FLEX):
             sides[FLEX] = call_of(mode, flex_window(at, T), heads_first[:3], heads_first[3])
-        except Exception as error:  # noqa: BLE001 - the rival is left out
-            say(f"  {FLEX}: {reason(error)}")
     return sides
 
 

@@ -12,21 +12,11 @@ hidden states of all tokens and the logits of each sequence's last one, no cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import gpu_common as gpu
 import torch
-from gpu_common import (
-    Place,
-    attention_by,
-    forget,
-    make_model,
-    measure,
-    options,
-    parameters,
-    place,
-    tokens,
-)
 from records import Row, say
 
 from latte.ops import use_backend
@@ -38,12 +28,12 @@ FLASH = f"{RIVAL}, flash"
 LENGTHS = (1024, 65536, 8192, 32768, 2048, 16384, 4096)
 
 
-def sides_of(at: Place, models: dict[str, Any], B: int, T: int) -> dict[str, Callable[[], Any]]:
+def sides_of(at: gpu.Place, models: dict[str, Any], B: int, T: int) -> dict[str, Callable[[], Any]]:
     """A forward pass of every side."""
-    ids = tokens(at, next(iter(models.values())).config.vocab_size, B, T)
+    ids = gpu.tokens(at, next(iter(models.values())).config.vocab_size, B, T)
 
     def forward(model: Any, kind: str) -> Any:
-        with torch.inference_mode(), attention_by(at, kind), use_backend(at.backend):
+        with torch.inference_mode(), gpu.attention_by(at, kind), use_backend(at.backend):
             return model(ids, use_cache=False, logits_to_keep=1)
 
     sides: dict[str, Callable[[], Any]] = {
@@ -54,33 +44,28 @@ def sides_of(at: Place, models: dict[str, Any], B: int, T: int) -> dict[str, Cal
     return sides
 
 
-def points(quick: bool) -> Iterator[tuple[str, int, int]]:
-    """(size, tokens, T)."""
-    if quick:
-        yield from (("tiny", 128, 64), ("tiny", 128, 128))
-        return
-    for size in ("400m", "2.6b"):
-        for T in LENGTHS:
-            yield size, TOKENS, T
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    at = place(options(__doc__, 80).parse_args(argv))
+    at = gpu.place(gpu.options(__doc__, 80).parse_args(argv))
     say(f"runtime: {at.dtype}, {at.device}, backend {at.backend}")
     table = at.table("gpu_runtime.csv")
     models: dict[str, Any] = {}
     built = ""
-    for size, total, T in at.while_time(points(at.quick)):
+    points = [(size, TOKENS, T) for size in ("400m", "2.6b") for T in LENGTHS]
+    if at.quick:
+        points = [("tiny", 128, 64), ("tiny", 128, 128)]
+    for size, total, T in at.while_time(points):
         if size != built:
             models.clear()
-            forget()
-            models = {name: make_model(at, name, size, at.dtype) for name in (*LATTE, RIVAL)}
+            gpu.forget()
+            models = {name: gpu.make_model(at, name, size, at.dtype) for name in (*LATTE, RIVAL)}
             built = size
         B = total // T
-        times, _ = measure(at, sides_of(at, models, B, T), budget=0.2, rounds=3, cold_cache=False)
+        times, _ = gpu.measure(
+            at, sides_of(at, models, B, T), budget=0.2, rounds=3, cold_cache=False
+        )
         for side, t in times.items():
             row: Row = {"side": side, "size": size, "B": B, "T": T}
-            row |= {"parameters": parameters(models[side.partition(",")[0]])}
+            row |= {"parameters": models[side.partition(",")[0]].num_parameters()}
             row |= {"dtype": at.precision, **t.row()}
             row |= {"tokens_per_s": round(total / (t.median / 1e3), 1)}
             faster = times[FLASH].median / t.median if FLASH in times else ""

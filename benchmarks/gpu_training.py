@@ -12,24 +12,11 @@ The share of the peak (MFU) takes model FLOPs and data-sheet peaks from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import gpu_common as gpu
 import torch
-from gpu_common import (
-    Place,
-    attention_by,
-    forget,
-    make_model,
-    measure,
-    options,
-    parameters,
-    place,
-    reason,
-    stop_if_broken,
-    tokens,
-    wait,
-)
 from records import Goal, Row, say
 
 from latte import machine
@@ -45,17 +32,17 @@ TARGETS = {1024: 0.9, 4096: 1.3, 16384: 3.0}
 class Training:
     """One model and its optimiser; each call is one step."""
 
-    def __init__(self, at: Place, name: str, size: str, compiled: bool, B: int, T: int) -> None:
+    def __init__(self, at: gpu.Place, name: str, size: str, compiled: bool, B: int, T: int) -> None:
         self.at, self.name, self.compiled = at, name, compiled
-        self.model: Any = make_model(at, name, size, torch.float32).train()
+        self.model: Any = gpu.make_model(at, name, size, torch.float32).train()
         if compiled:
             compile_blocks(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = tokens(at, self.model.config.vocab_size, B, T)
+        self.ids = gpu.tokens(at, self.model.config.vocab_size, B, T)
 
     def __call__(self) -> None:
         at = self.at
-        with attention_by(at, "flash"), use_backend(at.backend):
+        with gpu.attention_by(at, "flash"), use_backend(at.backend):
             with torch.autocast(at.device.type, torch.bfloat16):
                 loss = self.model(self.ids, labels=self.ids).loss
             loss.backward()
@@ -63,33 +50,23 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def peak_mb(at: Place, step: Callable[[], Any], before: int) -> float | str:
-    """Most memory allocated during a step beyond what was there before; "" on a CPU."""
-    if not at.cuda:
-        return ""
-    wait(at.device)
-    machine.reset_peak_memory(at.device)
-    step()
-    wait(at.device)
-    return round((machine.peak_memory_bytes(at.device) - before) / 2**20, 1)
-
-
-def compare(at: Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
+def compare(at: gpu.Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
     """The rows of one length."""
     steps: dict[str, Training] = {}
     peaks: dict[str, float | str] = {}
     for name in (OURS, RIVAL):
-        try:
+        with gpu.tried(at, f"{name}, T = {T}, compiled {compiled}"):
             before = machine.memory_bytes(at.device)
             step = Training(at, name, size, compiled, B, T)
             step()
-            peaks[name] = peak_mb(at, step, before)
+            gpu.wait(at.device)
+            machine.reset_peak_memory(at.device)
+            step()
+            gpu.wait(at.device)
+            peak_mb = round((machine.peak_memory_bytes(at.device) - before) / 2**20, 1)
+            peaks[name] = peak_mb if at.cuda else ""
             steps[name] = step
-        except Exception as error:  # noqa: BLE001 - the other model is measured all the same
-            stop_if_broken(at, error)
-            say(f"  {name}, T = {T}, compiled {compiled}: {reason(error)}")
-            forget()
-    times, _ = measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
+    times, _ = gpu.measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
     peak = machine.gpu_peak_flops(torch.cuda.get_device_name(at.device)) if at.cuda else None
     rows = []
     for name, t in times.items():
@@ -97,7 +74,7 @@ def compare(at: Place, size: str, B: int, T: int, compiled: bool) -> list[Row]:
         model = steps[name].model
         flops = machine.flops_per_token(model, T)
         row: Row = {"side": name, "compiled": compiled, "size": size, "B": B, "T": T}
-        row |= {"parameters": parameters(model), "dtype": "bfloat16", **t.row()}
+        row |= {"parameters": model.num_parameters(), "dtype": "bfloat16", **t.row()}
         row |= {"tokens_per_s": round(rate, 1), "peak_mb": peaks[name]}
         row |= {"gflops_per_token": round(flops / 1e9, 4)}
         row |= {"mfu": "" if peak is None else round(rate * flops / peak, 4)}
@@ -130,7 +107,7 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    at = place(options(__doc__, 120).parse_args(argv))
+    at = gpu.place(gpu.options(__doc__, 120).parse_args(argv))
     say(f"training: bf16 autocast, {at.device}, backend {at.backend}")
     size, total = ("tiny", 128) if at.quick else ("paper", TOKENS)
     lengths = (64,) if at.quick else LENGTHS

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from latte.machine import CPU, describe, in_fresh_process
+from latte.machine import CPU, describe, in_fresh_process, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -98,6 +98,15 @@ def call_of(
         return forward
     leaves = [x.detach().requires_grad_() for x in inputs]
     return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+
+
+def peaks(before: int, device: torch.device = CPU) -> Row:
+    """The most memory so far, beyond what was in use before and in all."""
+    peak = peak_memory_bytes(device)
+    return {
+        "peak_net_mb": round((peak - before) / 2**20, 3),
+        "peak_process_mb": round(peak / 2**20, 3),
+    }
 
 
 # --- rows --------------------------------------------------------------------------------------

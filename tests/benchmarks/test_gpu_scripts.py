@@ -104,7 +104,7 @@ def test_decode(tmp_path):
 def test_decoding_steps_are_those_of_the_models(tmp_path):
     """The state goes on from token to token; the rival sees its whole cache."""
     at = a_place(tmp_path)
-    model = gpu_decode.make_model(at, gpu_decode.OURS, "tiny", torch.float32)
+    model = gpu_common.make_model(at, gpu_decode.OURS, "tiny", torch.float32)
     step = gpu_decode.Latte(at, model, 1, 1000)
     first, second = step().clone(), step().clone()
     assert not torch.equal(first, second) and step.cache.get_seq_length() == 1000
