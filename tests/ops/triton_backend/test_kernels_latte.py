@@ -1,6 +1,8 @@
 """Latte's Triton kernels against the reference: values and all gradients; laws; memory manners.
 
-Odd shapes, extreme logits, and sequences that are cut into segments, which must not matter.
+Odd shapes, extreme logits, and sequences that are cut into segments, which must not matter. In
+fp32 a chunk of the walks has 16 tokens, one of the bidirectional form 64: most tests have some
+whole chunks and a rest.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from latte.ops import (
     rg_lru,
     sliding_window_attention,
 )
-from latte.ops.triton_backend import segments
+from latte.ops.triton_backend import launch, segments
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
 from latte.ops.triton_backend.latte_causal import causal_op
 from latte.ops.triton_backend.segments import segment_length
@@ -49,11 +51,13 @@ def combinations():
 @pytest.mark.parametrize(("masked", "packed", "carried"), combinations())
 @pytest.mark.parametrize("causal", [True, False])
 def test_agrees_with_the_reference(causal, masked, packed, carried):
-    compare(66, causal=causal, masked=masked, packed=packed, carried=carried)
+    compare(37 if causal else 66, causal=causal, masked=masked, packed=packed, carried=carried)
 
 
-@pytest.mark.parametrize("T", [1, 63, 64, 130])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "T"),
+    [(True, 1), (True, 32), (True, 63), (False, 1), (False, 63), (False, 64), (False, 130)],
+)
 def test_lengths(causal, T):
     compare(T, causal=causal, B=1, H=1 if T > 64 else 2, carried=True)
 
@@ -61,17 +65,17 @@ def test_lengths(causal, T):
 @pytest.mark.parametrize(("L", "D"), [(1, 5), (3, 64), (16, 96), (32, 64), (130, 5), (256, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_odd_widths(causal, L, D):
-    compare(35 if L != 3 else 65, causal=causal, L=L, D=D, B=1)
+    compare(65 if L == 3 and not causal else 35, causal=causal, L=L, D=D, B=1)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_many_tiles(causal):
-    compare(20, causal=causal, L=3, D=512, B=1, carried=True)
+    compare(20, causal=causal, L=3, D=200, B=1, carried=True)
 
 
 @pytest.mark.parametrize("scale", [30.0, 1e4])
 def test_large_logits(scale):
-    compare(66, masked=True, packed=True, carried=True, scale=scale)
+    compare(50, masked=True, packed=True, carried=True, scale=scale)
 
 
 def extreme(kind: str, T: int, H: int, L: int):
@@ -99,7 +103,7 @@ def extreme(kind: str, T: int, H: int, L: int):
     "kind", ["jump", "fall", "dominant", "rising", "creeping", "alternating", "huge queries"]
 )
 def test_extreme_logits(kind, causal):
-    got = judged(extreme(kind, 66, 1, 3), causal=causal)
+    got = judged(extreme(kind, 37 if causal else 66, 1, 3), causal=causal)
     assert all(torch.isfinite(x).all() for x in got)
 
 
@@ -107,7 +111,7 @@ def test_extreme_logits(kind, causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_low_precision_errs_at_most_twice_the_reference(dtype, causal):
     """Outputs and gradients; the fp32 state is as exact as its products' factors."""
-    low = [x.to(DEVICE, dtype) for x in latte_inputs(1, 90, 1, 16, 64, scale=2.0)]
+    low = [x.to(DEVICE, dtype) for x in latte_inputs(1, 70, 1, 16, 64, scale=2.0)]
 
     def run(backend, inputs, state=False):
         return values_and_gradients(
@@ -128,9 +132,9 @@ def fp32_inputs(*shape, **options):
     return [x.float().to(DEVICE) for x in latte_inputs(*shape, **options)]
 
 
-@pytest.mark.parametrize("cut", [1, 40, 64])
+@pytest.mark.parametrize("cut", [1, 20, 32])
 def test_split_equals_whole(cut):
-    inputs = fp32_inputs(1, 70, 2, 3, 5, scale=3.0)
+    inputs = fp32_inputs(1, 37, 2, 3, 5, scale=3.0)
     whole, last = call("triton", *inputs)
     first, state = call("triton", *(x[:, :cut] for x in inputs))
     second, state = call("triton", *(x[:, cut:] for x in inputs), *state)
@@ -138,10 +142,10 @@ def test_split_equals_whole(cut):
 
 
 @pytest.mark.parametrize("change", [1.0, 90.0, 1e4])
-@pytest.mark.parametrize("t", [3, 63, 64, 68])
+@pytest.mark.parametrize("t", [3, 31, 32, 36])
 def test_the_future_cannot_change_the_past(t, change):
-    """To the last bit, also where the change moves later rows beyond a reference's reach."""
-    q, k, v = fp32_inputs(1, 70, 1, 3, 5, scale=2.0)
+    """To the last bit, also where the change moves later tokens beyond a reference's reach."""
+    q, k, v = fp32_inputs(1, 37, 1, 3, 5, scale=2.0)
     before, _ = call("triton", q, k, v)
     q[:, t:] *= -1.0
     k[:, t:] += change
@@ -154,7 +158,8 @@ def test_the_future_cannot_change_the_past(t, change):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 10.0])
 def test_key_gradients_sum_to_zero(causal, scale):
-    q, k, v = (x.requires_grad_() for x in fp32_inputs(1, 70, 1, 3, 5, scale=scale))
+    T = 37 if causal else 70
+    q, k, v = (x.requires_grad_() for x in fp32_inputs(1, T, 1, 3, 5, scale=scale))
     out, _ = call("triton", q, k, v, causal=causal)
     (dk,) = torch.autograd.grad((out * torch.linspace(-1, 1, 5, device=DEVICE)).sum(), k)
     assert dk.abs().max() > 1e-4
@@ -182,7 +187,7 @@ def test_packed_equals_separate():
 
 
 def test_strided_inputs():
-    q, k, v = fp32_inputs(2, 33, 2, 3, 5)
+    q, k, v = fp32_inputs(2, 18, 2, 3, 5)
     want, _ = call("triton", q, k, v)
     strided = [x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for x in (q, k, v)]
     assert strided[0].stride(-1) != 1
@@ -198,7 +203,7 @@ def test_memory_is_neither_read_nor_written_beyond(causal, packed, monkeypatch):
     """Every element of a buffer is written, and nothing around it; inputs lie among NaN."""
     fences = Fences()
     fences.guard(monkeypatch)
-    T = 70
+    T = 37 if causal else 70
     cu = boundaries(T).to(DEVICE) if packed else None
     N = 1 if cu is None else len(cu) - 1
     inputs = [*fp32_inputs(1, T, 1, 3, 5)]
@@ -222,9 +227,9 @@ def test_a_sequence_that_is_all_masked(causal):
 
 
 def masked_sources():
-    """Op, options, its inputs of 40 tokens, and which of them belong to sources alone."""
-    q, k, v = fp32_inputs(1, 40, 2, 3, 5)
-    window = [x.float().to(DEVICE) for x in macchiato_inputs(1, 40, 2, 2, 3, 6, 5)]
+    """Op, options, its inputs of 20 tokens, and which of them belong to sources alone."""
+    q, k, v = fp32_inputs(1, 20, 2, 3, 5)
+    window = [x.float().to(DEVICE) for x in macchiato_inputs(1, 20, 2, 2, 3, 6, 5)]
     gates = [x[:, :, 0] for x in (v, v + 1.0, v - 1.0)]
     theta, weight = torch.zeros(5, device=DEVICE), torch.ones(5, 4, device=DEVICE)
     recurrent = partial(rg_lru, theta=theta)
@@ -244,8 +249,8 @@ def masked_sources():
 def test_a_masked_source_may_hold_anything(name, junk):
     """Also what is not finite: for outputs, gradients and what follows."""
     op, inputs, sources = masked_sources()[name]
-    mask = torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
-    mask[:, :5] = mask[:, 17:21] = mask[:, 36] = False
+    mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    mask[:, :3] = mask[:, 9:13] = mask[:, 18] = False
     carries = name != "bidirectional"
     results = []
     for fill in (0.0, junk):
@@ -275,19 +280,17 @@ def test_values_with_fewer_heads_and_no_tokens():
 
 @pytest.mark.parametrize(("causal", "packed"), [(True, True), (False, False)])
 def test_compiles_in_one_graph(causal, packed):
-    mask = key_mask(1, 20).to(DEVICE)
-    cu = boundaries(20).to(DEVICE) if packed else None
-    options = {"causal": causal, "key_mask": mask, "cu_seqlens": cu}
-
-    same_when_compiled(lambda *x: call("triton", *x, **options), fp32_inputs(1, 20, 1, 3, 5))
+    cu = torch.tensor([0, 3, 8], device=DEVICE) if packed else None
+    options = {"causal": causal, "key_mask": key_mask(1, 8).to(DEVICE), "cu_seqlens": cu}
+    same_when_compiled(lambda *x: call("triton", *x, **options), fp32_inputs(1, 8, 1, 3, 5))
 
 
 @pytest.mark.parametrize(("op", "packed"), [(causal_op, True), (bidirectional_op, False)])
 def test_custom_ops_keep_their_contracts(op, packed):
     """Schema, fake tensors, autograd registration and dynamic shapes (torch.library.opcheck)."""
-    inputs = [x.requires_grad_() for x in fp32_inputs(1, 20, 1, 3, 5)]
-    cu = boundaries(20).to(DEVICE) if packed else None
-    mask = key_mask(1, 20).to(DEVICE)
+    inputs = [x.requires_grad_() for x in fp32_inputs(1, 5, 1, 3, 5)]
+    cu = torch.tensor([0, 2, 5], device=DEVICE) if packed else None
+    mask = key_mask(1, 5).to(DEVICE)
     checks = torch.library.opcheck(op, (*inputs, mask, cu, None, None))
     assert set(checks.values()) == {"SUCCESS"}
 
@@ -314,7 +317,11 @@ def test_sequences_without_tokens_keep_their_state():
 
 @pytest.fixture(params=[1, 2], ids=["a chunk each", "two chunks each"])
 def cut(request, monkeypatch):
-    """Segments of one or two chunks, which else are cut from long sequences alone."""
+    """Segments of one or two chunks, which else are cut from long sequences alone.
+
+    The scans over them take two at a time.
+    """
+    monkeypatch.setitem(launch.SCAN, "U", 2)
     monkeypatch.setattr(segments, "SHORTEST", request.param)
     return request.param
 
@@ -323,19 +330,19 @@ def cut(request, monkeypatch):
     ("masked", "packed", "carried"), [(False, False, True), (True, True, True)]
 )
 def test_segments_agree_with_the_reference(cut, masked, packed, carried):
-    compare(150, masked=masked, packed=packed, carried=carried)
+    compare(70, masked=masked, packed=packed, carried=carried)
 
 
 @pytest.mark.parametrize("kind", ["jump", "creeping", "dominant"])
 def test_extreme_logits_across_segments(kind, monkeypatch):
     monkeypatch.setattr(segments, "SHORTEST", 1)
-    got = judged(extreme(kind, 135, 1, 3))
+    got = judged(extreme(kind, 70, 1, 3))
     assert all(torch.isfinite(x).all() for x in got)
 
 
 @pytest.mark.parametrize("latents", [3, 130])
 def test_the_cut_does_not_matter(latents, monkeypatch):
-    inputs = [x.float().to(DEVICE) for x in latte_inputs(1, 200, 1, latents, 5, scale=2.0)]
+    inputs = [x.float().to(DEVICE) for x in latte_inputs(1, 52, 1, latents, 5, scale=2.0)]
     results = []
     for shortest in (4, 2, 1):
         monkeypatch.setattr(segments, "SHORTEST", shortest)
@@ -345,9 +352,9 @@ def test_the_cut_does_not_matter(latents, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [1.0, 1e4])
-@pytest.mark.parametrize("t", [100, 128])
+@pytest.mark.parametrize("t", [40, 48])
 def test_the_future_cannot_change_the_past_across_segments(t, change, cut):
-    q, k, v = (x.float().to(DEVICE) for x in latte_inputs(1, 150, 1, 3, 5, scale=2.0))
+    q, k, v = (x.float().to(DEVICE) for x in latte_inputs(1, 70, 1, 3, 5, scale=2.0))
     before, _ = call("triton", q, k, v)
     k[:, t:] += change
     v[:, t:] += 7.0
@@ -360,12 +367,12 @@ def test_the_future_cannot_change_the_past_across_segments(t, change, cut):
 def test_gradients_of_outputs_that_nothing_has_reached(shortest, monkeypatch):
     """Masked tokens come first. Their outputs are 0 whatever follows, so nobody feels them."""
     monkeypatch.setattr(segments, "SHORTEST", shortest)
-    inputs = [x.float().to(DEVICE).requires_grad_() for x in latte_inputs(1, 200, 1, 3, 5)]
-    mask = (torch.arange(200, device=DEVICE) >= 150)[None]
+    inputs = [x.float().to(DEVICE).requires_grad_() for x in latte_inputs(1, 60, 1, 3, 5)]
+    mask = (torch.arange(60, device=DEVICE) >= 45)[None]
     out, _ = call("triton", *inputs, key_mask=mask)
     ones = torch.ones_like(out)
     want = torch.autograd.grad(out, inputs, ones, retain_graph=True)
-    ones[:, :150] = 1e12
+    ones[:, :45] = 1e12
     got = torch.autograd.grad(out, inputs, ones)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
