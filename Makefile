@@ -28,7 +28,7 @@ $(KERNELS): $(READY)
 	touch $(KERNELS)
 
 demo: $(READY)
-	$(BIN)/python -m latte.compare.demo
+	$(BIN)/python -m examples.demo
 
 test: $(KERNELS)
 	$(TEST) -m "not slow"

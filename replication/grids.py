@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
-from latte.compare.grid import Grid, Outcome, exit_code, read_json, unfinished
-from latte.errors import LatteError, OneLineParser, check_seed
+from latte.compare.grid import Grid, Outcome, read_json, unfinished
+from latte.errors import LatteError, OneLineParser, check_seed, exit_code
 
 RESULT_FILE = "result.json"
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from latte.cli.commands import at_least_one, evaluation_folder
 from latte.cli.parser import integers, names
-from latte.compare.grid import exit_code
-from latte.errors import LatteError, OneLineParser
+from latte.errors import LatteError, OneLineParser, exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 
@@ -31,6 +34,19 @@ def check_seed(name: str, seed: int) -> None:
     """Raise LatteError if NumPy and PyTorch do not both take this seed."""
     if not 0 <= seed <= LARGEST_SEED:
         raise LatteError(f"{name}: expected 0 to {LARGEST_SEED}, got {seed}")
+
+
+def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -> int:
+    """Do the work of a command: 0, 2 for a user's mistake, 130 when interrupted; one line each."""
+    try:
+        return work() or 0
+    except LatteError as error:
+        code, line = 2, f"error: {' '.join(str(error).split())}"
+    except KeyboardInterrupt:
+        code, line = 130, f"interrupted; {how_to_go_on}"
+    if os.environ.get("RANK", "0") == "0":  # one line, not one per process of torchrun
+        print(f"{program}: {line}", file=sys.stderr, flush=True)
+    return code
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -47,7 +47,7 @@ def check(words, root):
         at = rest.index("latte.cli")
         assert rest[at - 1] == "-m" and rest[0] == "--nproc-per-node" and rest[1].isdigit()
         check_latte(rest[at + 1 :], root)
-    elif words[:3] == ["python", "-m", "latte.compare.demo"]:
+    elif words[:3] == ["python", "-m", "examples.demo"]:
         load_recipe(root / "recipes/demo.yaml", words[3:])
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2]), words

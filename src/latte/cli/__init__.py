@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from latte.errors import LatteError
+from latte.errors import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,20 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = parse(arguments)
     try:
-        return options.run(options)
-    except LatteError as error:
-        _report(" ".join(str(error).split()))
-        return 2
-    except KeyboardInterrupt:
-        _report("interrupted; a training run goes on from its last checkpoint when run again")
-        return 130
+        return exit_code(
+            "latte",
+            lambda: options.run(options),
+            "a training run goes on from its last checkpoint when run again",
+        )
     except BrokenPipeError:  # such as `latte generate ... | head`
         sys.stderr.close()
         return 0
-
-
-def _report(message: str) -> None:
-    import os
-
-    if os.environ.get("RANK", "0") == "0":  # one line, not one per process of torchrun
-        print(f"latte: error: {message}", file=sys.stderr, flush=True)

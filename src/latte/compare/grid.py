@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,19 +212,6 @@ def read_json(file: Path, *needed: str) -> dict[str, Any]:
 
 def damaged(file: Path, error: Exception) -> LatteError:
     return LatteError(f"{file} is damaged ({error}); delete it to do that again")
-
-
-def exit_code(program: str, work: Callable[[], None], how_to_go_on: str) -> int:
-    """Do the work of a command: 0, 2 for a user's mistake, 130 when interrupted; one line each."""
-    try:
-        work()
-    except LatteError as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; {how_to_go_on}", file=sys.stderr)
-        return 130
-    return 0
 
 
 def table(lines: Sequence[Sequence[str]], texts: int = 1) -> str:

@@ -1,6 +1,6 @@
 """`make demo`: a Latte and a transformer of the same size learn Python's own library, in minutes.
 
-    python -m latte.compare.demo [output_dir=runs/demo]
+    python -m examples.demo [output_dir=runs/demo]
 
 Trains `latte-r-swa++` and `transformer++` by one recipe on the same tokens of the embedded
 corpus, scores both on held-out files at 1, 4 and 16 times the training length beside gzip and
@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import exit_code
-from latte.errors import OneLineParser
+from latte.errors import OneLineParser, exit_code
 
 PRESETS = ("latte-r-swa++", "transformer++")
 PROMPT = 'def read_lines(path):\n    """'
@@ -28,7 +27,7 @@ HELD_OUT_TOKENS = 65_536
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     parser = OneLineParser(
-        prog="python -m latte.compare.demo",
+        prog="python -m examples.demo",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

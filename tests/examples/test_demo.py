@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from latte.compare import demo as demo_module
-from latte.compare.demo import demo, main
+from examples import demo as demo_module
+from examples.demo import demo, main
 from latte.data.preparing import prepare_text
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
