@@ -116,12 +116,12 @@ def first_alone(action: Callable[[], T]) -> T:
             answer[0] = action()
         except LatteError as error:
             answer[1] = error
-    result, error = answer
+    result, mistake = answer
     if processes > 1:
         torch.distributed.broadcast_object_list(answer, src=0)
-        result, error = (result, error) if first else answer
-    if error is not None:
-        raise error
+        result, mistake = (result, mistake) if first else answer
+    if mistake is not None:
+        raise mistake
     return result
 
 
