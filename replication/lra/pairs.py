@@ -51,11 +51,15 @@ class LatteForPairClassification(LattePreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
         """As all models of Transformers; the config's own class is that of the folder's model."""
         if config is None:
-            config = AutoConfig.from_pretrained(path)
-        return super().from_pretrained(path, *args, config=config, **kwargs)
+            config = AutoConfig.from_pretrained(pretrained_model_name_or_path)
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, **kwargs
+        )
 
     def forward(
         self,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,19 @@ def _cells(
 
 def _check_values(recipe: MQARRecipe) -> None:
     training, data = recipe.training, recipe.data
-    above_zero = ("max_epochs", "batch_size", "batch_tokens", "evaluations_per_epoch",
-                  "quick_examples", "max_minutes", "embedding_rate")  # fmt: skip
-    check_numbers({f"training.{key}": getattr(training, key) for key in above_zero})
-    above_zero = ("train_examples", "test_examples", "power_a")
-    check_numbers({f"data.{key}": getattr(data, key) for key in above_zero})
+    for name in (
+        "training.max_epochs",
+        "training.batch_size",
+        "training.batch_tokens",
+        "training.evaluations_per_epoch",
+        "training.quick_examples",
+        "training.max_minutes",
+        "training.embedding_rate",
+        "data.train_examples",
+        "data.test_examples",
+        "data.power_a",
+    ):
+        check_numbers({name: attrgetter(name)(recipe)})
     check_numbers({"mlp_ratio": recipe.mlp_ratio, "init_scale": recipe.init_scale})
     check_optimiser(training)
     if not 0 < training.stop_at <= 1:
