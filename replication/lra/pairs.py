@@ -36,7 +36,7 @@ class LatteForPairClassification(LattePreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels or 2
         # Latte's backbone, or that of a model in the same family.
-        self.model = MODEL_MAPPING[type(config)](config)
+        self.model = MODEL_MAPPING[type(config)](config)  # type: ignore[operator]
         self._no_split_modules = self.model._no_split_modules
         width = config.intermediate_size
         self.head = nn.Sequential(
