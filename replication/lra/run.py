@@ -22,7 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Outcome, table
+from latte.compare.grid import Outcome
+from latte.evaluate.tables import table
 from latte.machine import describe
 from latte.train.metrics import duration
 from latte.train.run_folder import checkpoints, claim, write_json

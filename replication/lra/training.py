@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from latte.compare.grid import csv_text
 from latte.errors import LatteError
+from latte.evaluate.tables import csv_text
 from latte.train.run_folder import write_text
 from replication.grids import model_config
 from replication.loop import Log, Loop, autocast

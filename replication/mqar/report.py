@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from latte.compare.grid import csv_text, table
 from latte.evaluate.plots import canvas, line_style, save
+from latte.evaluate.tables import csv_text, table
 from latte.train.metrics import duration
 from latte.train.run_folder import write_text
 from replication.grids import accuracies

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from latte.evaluate.plots import COLOURS, MARKERS
+from latte.evaluate.tables import write_csv
 from replication.probes.scores import DISTRACTORS, ProbeRow
 
 SHOWN = {
@@ -28,10 +28,8 @@ HEATMAPS = {
 
 def write_probes(path: Path, rows: Sequence[ProbeRow], label: str) -> None:
     """A line per probe, length, depth and metric."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["model", *(field.name for field in fields(ProbeRow))])
-        writer.writeheader()
-        writer.writerows({"model": label, **asdict(row)} for row in rows)
+    columns = ["model", *(field.name for field in fields(ProbeRow))]
+    write_csv(path, columns, ({"model": label, **asdict(row)} for row in rows))
 
 
 def probes_table(rows: Sequence[ProbeRow]) -> str:

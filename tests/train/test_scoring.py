@@ -10,7 +10,7 @@ import torch
 
 from latte.data import byte_tokenizer
 from latte.data.preparing import held_out_text
-from latte.evaluate.lengths import evaluate_lengths, table, write_csv
+from latte.evaluate.lengths import evaluate_lengths, table, write_rows
 from latte.train.recipe import DataSection
 from latte.train.scoring import _share, score
 
@@ -89,7 +89,7 @@ def test_rows_of_all_lengths_score_the_same_tokens(subject: tuple[Any, Any], tmp
     rows = evaluate_lengths(model, text, [16, 64], progress=False)
     assert rows[0].tokens == rows[1].tokens and rows[0].text_bytes == rows[1].text_bytes
     assert len(table(rows).splitlines()) == 4
-    write_csv(tmp_path / "rows.csv", rows, [{"model": "m"}] * 2)
+    write_rows(tmp_path / "rows.csv", {"m": rows})
     lines = (tmp_path / "rows.csv").read_text().splitlines()
     assert lines[0].startswith("model,length,tokens") and len(lines) == 3
 

@@ -68,8 +68,8 @@ def evaluate(options: Namespace) -> int:
         return 0
     writable_folder(output)
     from latte.data.preparing import evaluation_text, held_out_text
-    from latte.evaluate.lengths import evaluate_lengths, table, write_csv
-    from latte.evaluate.plots import evaluation_figure
+    from latte.evaluate.lengths import evaluate_lengths, table, write_rows
+    from latte.evaluate.plots import lengths_figure
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     shape = {"join": options.join, "max_tokens": options.max_tokens}
@@ -89,8 +89,8 @@ def evaluate(options: Namespace) -> int:
         bf16=options.bf16,
         label=label,
     )
-    write_csv(output / "evaluation.csv", rows, [{"model": label}] * len(rows))
-    evaluation_figure(
+    write_rows(output / "evaluation.csv", {label: rows})
+    lengths_figure(
         output / "evaluation.png",
         {label: rows},
         train_length=recipe.data.block_length if recipe is not None else None,
@@ -186,7 +186,7 @@ def _convert_and_train(options: Namespace, given: dict[str, Any]) -> int:
     recipe = load_conversion_recipe(options.recipe, options.overrides)
     folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
     if int(os.environ.get("RANK", "0")) == 0:  # the other processes have nothing left to do
-        from latte.evaluate.conversion_report import report
+        from latte.evaluate.lengths import report
 
         report(options.base, folder, recipe, quiet=options.quiet)
         print(f"written: {folder} holds the model; evaluation.csv, .md and .png compare it")

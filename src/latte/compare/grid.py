@@ -9,13 +9,11 @@ others nothing.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,18 +210,3 @@ def read_json(file: Path, *needed: str) -> dict[str, Any]:
 
 def damaged(file: Path, error: Exception) -> LatteError:
     return LatteError(f"{file} is damaged ({error}); delete it to do that again")
-
-
-def table(lines: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """Markdown: the head, then the lines, the first `texts` columns to the left."""
-    rule = ["---"] * texts + ["---:"] * (len(lines[0]) - texts)
-    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A head and the rows; what a row lacks is left empty."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()

@@ -21,9 +21,10 @@ from pathlib import Path
 from statistics import fmean, mean, stdev
 from typing import Any
 
-from latte.compare.grid import Outcome, csv_text, table
-from latte.evaluate.lengths import Row, write_csv
-from latte.evaluate.plots import canvas, comparison_figure, draw_curves, line_style, save
+from latte.compare.grid import Outcome
+from latte.evaluate.lengths import Row, write_rows
+from latte.evaluate.plots import canvas, draw_curves, lengths_figure, line_style, save
+from latte.evaluate.tables import csv_text, table
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
 from latte.train.run_folder import write_text
@@ -57,15 +58,13 @@ def write_comparison(
     if not finished:
         return ""
     by_preset = {outcome.run.preset: outcome.result.rows for outcome in finished}
-    rows = [(preset, row) for preset, found in by_preset.items() for row in found]
-    labels: list[dict[str, Any]] = [{"preset": preset} for preset, _ in rows]
-    write_csv(folder / "comparison.csv", [row for _, row in rows], labels)
+    write_rows(folder / "comparison.csv", by_preset, "preset")
     text = _comparison(finished)
     write_text(folder / "comparison.md", text)
-    comparison_figure(
+    lengths_figure(
         folder / "comparison.png",
-        {outcome.run.preset: read_metrics(outcome.run.folder, "eval") for outcome in finished},
         by_preset,
+        curves={each.run.preset: read_metrics(each.run.folder, "eval") for each in finished},
         train_length=recipe.data.block_length,
         references=references,
         title=title,

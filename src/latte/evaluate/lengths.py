@@ -4,20 +4,42 @@ The protocol is that of `latte.train.scoring`: windows of n tokens that do not o
 within each held-out document, the state carried inside a window and empty at its start, every
 token of the text scored exactly once at every n. What is compared between lengths is therefore
 the same text, and only how far back a prediction may look differs.
+
+`latte convert BASE OUT --recipe RECIPE` ends with it too (:func:`report`).
 """
 
 from __future__ import annotations
 
-import csv
+import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from latte.conversion.pretrained import converted_config, load_base
 from latte.data.blocks import EvaluationText
+from latte.data.preparing import prepare_text
 from latte.errors import LatteError
+from latte.evaluate import tables
+from latte.evaluate.checkpoint import load_checkpoint
+from latte.evaluate.plots import conversion_figure
 from latte.machine import peak_memory_bytes
+from latte.train.convert import ConversionRecipe
+from latte.train.converted import mixing
+from latte.train.run import data_section
+from latte.train.run_folder import write_json
 from latte.train.scoring import score
+
+CACHE_FILE = "evaluation.json"
+# What a conversion is judged by, and how each of them mixes: the base as it is, and with a window
+# on every layer and nothing else; the result as it is, and with p(l=0) held at 1 and at 0.
+OF_BASE = {"base": "base", "base, window only": "window"}
+OF_RESULT = {
+    "converted": "learned",
+    "converted, p(l=0) = 1": "window",
+    "converted, p(l=0) = 0": "latents",
+}
 
 
 @dataclass(frozen=True)
@@ -74,19 +96,10 @@ def evaluate_lengths(
                 on_batch=bar.update,
             )
             seconds = time.perf_counter() - start
-            rows.append(
-                Row(
-                    length,
-                    found.tokens,
-                    found.text_bytes,
-                    found.loss,
-                    found.perplexity,
-                    found.bits_per_byte,
-                    seconds,
-                    found.tokens / seconds,
-                    peak_memory_bytes(device),
-                )
-            )
+            names = ("tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
+            values = [getattr(found, name) for name in names]
+            values += [seconds, found.tokens / seconds, peak_memory_bytes(device)]
+            rows.append(Row(length, *values))
     return rows
 
 
@@ -108,10 +121,53 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, rows: list[Row], labels: list[dict[str, Any]]) -> None:
-    """The rows as CSV; `labels` gives each row's first columns, such as the model's name."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*labels[0], *(field.name for field in fields(Row))])
-        writer.writeheader()
-        for label, row in zip(labels, rows, strict=True):
-            writer.writerow({**label, **asdict(row)})
+def write_rows(path: Path, by_label: Mapping[str, Sequence[Row]], name: str = "model") -> None:
+    """The rows of each label as CSV; `name` is the first column's, which has the label."""
+    rows = [{name: label, **asdict(row)} for label, found in by_label.items() for row in found]
+    tables.write_csv(path, [name, *(field.name for field in fields(Row))], rows)
+
+
+def report(
+    base: str, folder: Path, recipe: ConversionRecipe, *, quiet: bool = False
+) -> dict[str, list[Row]]:
+    """What a conversion did, all scored on the same held-out tokens.
+
+    Writes evaluation.csv, .md (perplexities) and .png. What an earlier call has scored on the same
+    text at the same lengths is not scored again.
+    """
+    section = recipe.evaluation
+    block = recipe.data.block_length
+    stage = list(recipe.stages(base, folder).values())[0]
+    prepared = prepare_text(data_section(stage), progress=not quiet)
+    held_out = prepared.held_out(section.max_tokens, join=section.join)
+    lengths = section.lengths or [block, 2 * block, 4 * block, 8 * block]
+    wanted = {"lengths": lengths, "max_tokens": section.max_tokens, "join": section.join}
+    file = folder / CACHE_FILE
+    stored: dict[str, Any] = {"wanted": wanted, "rows": {}}
+    if file.exists():
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+        stored = earlier if earlier["wanted"] == wanted else stored
+
+    def score_due(mixings: Mapping[str, str], load: Callable[[], Any]) -> None:
+        due = {name: how for name, how in mixings.items() if name not in stored["rows"]}
+        model = load() if due else None
+        for name, how in due.items():
+            with mixing(model, how):
+                rows = evaluate_lengths(model, held_out, lengths, progress=not quiet, label=name)
+            stored["rows"][name] = [asdict(row) for row in rows]
+            write_json(file, stored)
+
+    plain = converted_config(base, {**recipe.conversion.fields(), "num_sinks": 0})
+    score_due(OF_BASE, lambda: load_base(base, plain, dtype=recipe.conversion.dtype))
+    score_due(OF_RESULT, lambda: load_checkpoint(folder)[0])
+    found = {n: [Row(**row) for row in stored["rows"][n]] for n in (*OF_BASE, *OF_RESULT)}
+    lines = [["model", *(f"{length:,}" for length in lengths)]]
+    lines += [[name, *(f"{row.perplexity:.4g}" for row in found[name])] for name in found]
+    write_rows(folder / "evaluation.csv", found)
+    text = tables.table(lines)
+    (folder / "evaluation.md").write_text(text, encoding="utf-8")
+    close = ("base, window only", "converted")
+    conversion_figure(folder / "evaluation.png", found, close=close, train_length=block)
+    if not quiet:
+        print(text, end="", flush=True)
+    return found

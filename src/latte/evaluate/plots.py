@@ -29,42 +29,30 @@ def note_on_line(axis: Any, value: float, text: str) -> None:
     note(axis, text, (1, value), ("axes fraction", "data"), (-4, 3), ha="right")
 
 
-def evaluation_figure(
+def lengths_figure(
     path: Path,
     rows: Mapping[str, Sequence[Any]],
     *,
+    curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     train_length: int | None = None,
     references: Mapping[str, float] | None = None,
     title: str = "",
 ) -> None:
-    """Bits per byte by context length, one line per model. `rows`: label -> evaluate.Row's."""
-    figure, axis = canvas(1, (6.4, 4.2))
-    draw_lengths(axis[0], rows, train_length, references)
-    axis[0].set_title(title)
-    save(figure, path)
-
-
-def comparison_figure(
-    path: Path,
-    curves: Mapping[str, Sequence[Mapping[str, Any]]],
-    rows: Mapping[str, Sequence[Any]],
-    *,
-    train_length: int | None = None,
-    references: Mapping[str, float] | None = None,
-    title: str = "",
-) -> None:
-    """Held-out learning curves beside bits per byte by context length.
+    """Bits per byte by context length, one line per model; to the left learning curves, if given.
 
     Args:
+        rows: label -> `lengths.Row`s.
         curves: label -> "eval" records of metrics.jsonl.
-        rows: label -> evaluate.Row's.
         train_length: drawn as a vertical line, in tokens.
         references: label -> bits per byte of something that needs no training (gzip, xz).
     """
-    figure, axes = canvas(2, (11.0, 4.3))
-    draw_curves(axes[0], curves)
-    draw_lengths(axes[1], rows, train_length, references)
-    figure.suptitle(title)
+    figure, axes = canvas(1, (6.4, 4.2)) if curves is None else canvas(2, (11.0, 4.3))
+    draw_lengths(axes[-1], rows, train_length, references)
+    if curves is None:
+        axes[0].set_title(title)
+    else:
+        draw_curves(axes[0], curves)
+        figure.suptitle(title)
     save(figure, path)
 
 
@@ -78,7 +66,7 @@ def conversion_figure(
     """Bits per byte by context length: all models, and beside it those of `close` at their scale.
 
     Args:
-        rows: label -> evaluate.Row's.
+        rows: label -> `lengths.Row`s.
         close: labels that the second panel's axis is cut to; other lines leave it.
     """
     figure, axes = canvas(2, (11.0, 4.4))
@@ -120,9 +108,8 @@ def draw_lengths(
         axis.plot(
             [row.length for row in entries],
             [row.bits_per_byte for row in entries],
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
             label=label,
+            **line_style(index) | {"markersize": 6},
         )
     lengths = sorted({row.length for entries in rows.values() for row in entries})
     axis.set_xscale("log", base=2)

@@ -15,7 +15,6 @@ sees.
 from __future__ import annotations
 
 import copy
-import csv
 import difflib
 import json
 import logging
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 
 from latte.errors import LatteError, one_line
+from latte.evaluate.tables import write_csv
 
 INSTALL = 'pip install "latte-attention[eval]"'
 PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
@@ -156,11 +156,10 @@ def evaluate_tasks(
 def write_tasks(folder: Path, scores: TaskScores, label: str) -> tuple[Path, Path]:
     """tasks.csv, a line per metric, and tasks.json, the same with the settings; their paths."""
     table, record = folder / "tasks.csv", folder / "tasks.json"
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["model", *(field.name for field in fields(TaskRow))])
-        writer.writeheader()
-        writer.writerows({"model": label, **asdict(row)} for row in scores.rows)
-    content = {"model": label, **scores.record, "rows": [asdict(row) for row in scores.rows]}
+    rows = [asdict(row) for row in scores.rows]
+    columns = ["model", *(field.name for field in fields(TaskRow))]
+    write_csv(table, columns, ({"model": label, **row} for row in rows))
+    content = {"model": label, **scores.record, "rows": rows}
     record.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
     return table, record
 

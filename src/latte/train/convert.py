@@ -6,7 +6,7 @@
       next-token/         stage 2, a run folder: next-token training
       config.json, model.safetensors, tokenizer.json ...   the result
 
-Run again, it goes on where it stopped. `latte.evaluate.conversion_report` compares base and result.
+Run again, it goes on where it stopped. `latte.evaluate.lengths` compares base and result.
 """
 
 from __future__ import annotations
