@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from latte.data import compression_baselines, open_corpus
-from latte.data.embedded import embedded_files, families
+from latte.data.sources import embedded_files, families
 from latte.errors import LatteError
 
 

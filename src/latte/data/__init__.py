@@ -15,6 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from latte._lazy import lazy_names
+from latte.data.corpora import Corpus, compression_baselines, open_corpus, sample_text
+from latte.data.tokenfile import TokenFile, tokenize_corpus
+from latte.data.tokenizers import byte_tokenizer, load_tokenizer, model_vocab_size, train_bpe
 
 if TYPE_CHECKING:
     from latte.data.blocks import (
@@ -24,21 +27,6 @@ if TYPE_CHECKING:
         bits_per_byte,
         perplexity,
     )
-    from latte.data.corpora import Corpus, compression_baselines, open_corpus, sample_text
-    from latte.data.tokenfile import TokenFile, tokenize_corpus
-    from latte.data.tokenizers import (
-        byte_tokenizer,
-        load_tokenizer,
-        model_vocab_size,
-        train_bpe,
-    )
-
-_NAMES: dict[str, tuple[str, ...]] = {
-    "blocks": ("BlockCollator", "EvaluationText", "PackedBlocks", "bits_per_byte", "perplexity"),
-    "corpora": ("Corpus", "compression_baselines", "open_corpus", "sample_text"),
-    "tokenfile": ("TokenFile", "tokenize_corpus"),
-    "tokenizers": ("byte_tokenizer", "load_tokenizer", "model_vocab_size", "train_bpe"),
-}
 
 __all__ = [
     "BlockCollator",
@@ -58,4 +46,5 @@ __all__ = [
     "train_bpe",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+_BLOCKS = ("BlockCollator", "EvaluationText", "PackedBlocks", "bits_per_byte", "perplexity")
+__getattr__, __dir__ = lazy_names(__name__, {"blocks": _BLOCKS})

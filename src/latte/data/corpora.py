@@ -15,29 +15,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
-from latte.data.embedded import EmbeddedSource
-from latte.data.files import FileSource, Meter, find_files, kind_of
-from latte.data.hub import PREFIX, HubSource
+from latte.data.sources import (
+    PREFIX,
+    TEXT_SUFFIXES,
+    EmbeddedSource,
+    FileSource,
+    HubSource,
+    Meter,
+    Source,
+    find_files,
+    kind_of,
+    no_meter,
+)
 from latte.errors import LatteError
 
 Split = Literal["train", "validation"]
 PathSpec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-class Source(Protocol):
-    """Documents in a fixed order. ``total`` counts ``unit``s (None until known), for a bar."""
-
-    name: str
-    unit: str
-
-    @property
-    def total(self) -> int | None: ...
-
-    def fingerprint(self) -> str: ...
-
-    def documents(self, meter: Meter | None = None) -> Iterator[str]: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Corpus:
             raise LatteError(f"split must be 'train' or 'validation', got {split!r}")
         return self.train if split == "train" else self.validation
 
-    def documents(self, split: Split, meter: Meter | None = None) -> Iterator[str]:
+    def documents(self, split: Split, meter: Meter = no_meter) -> Iterator[str]:
         """The documents of a split, in a fixed order; blank ones are left out."""
         return (text for text in self.source(split).documents(meter) if text.strip())
 
@@ -72,60 +67,43 @@ class Corpus:
         return b"".join(pieces)[:limit]
 
 
-def _document_chance(text: str) -> float:
-    """A number in [0, 1) that a document determines, blind to its case and white space."""
+def _by_hash(text: str, held_out: float) -> tuple[str, str]:
+    """All of a document on one side, where its copies fall too, whatever their case and spaces."""
     key = " ".join(text.casefold().split()).encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
+    chance = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
+    return ("", text) if chance < held_out else (text, "")
 
 
-class SourcePart:
-    """One side of a source that is split in two, the held-out one if ``validation``."""
+def _by_tail(text: str, held_out: float) -> tuple[str, str]:
+    """The text cut at a line's end: what precedes the last ``held_out`` of it, and that."""
+    near = int(len(text) * (1 - held_out))
+    # No further away than the part is long: text without line ends is cut where it is.
+    cut = text.rfind("\n", max(0, 2 * near - len(text)), near) + 1 or near
+    return text[:cut], text[cut:]
 
-    kind: ClassVar[str]  # how it is split
-    held_out_name: ClassVar[str]
 
-    def __init__(self, source: Source, held_out: float, validation: bool) -> None:
-        self._source, self._held_out, self._validation = source, held_out, validation
-        self.name = f"{source.name} ({self.held_out_name if validation else 'train'})"
+class SourcePart(Source):
+    """One side of a source whose documents are split in two, the held-out one if ``validation``."""
+
+    def __init__(self, source: Source, kind: str, held_out: float, validation: bool) -> None:
+        cut, held_out_name = {"hash": (_by_hash, "held out"), "tail": (_by_tail, "last part")}[kind]
+        self._source, self._kind, self._cut = source, kind, cut
+        self._held_out, self._validation = held_out, validation
+        self.name = f"{source.name} ({held_out_name if validation else 'train'})"
         self.unit = source.unit
 
     @property
-    def total(self) -> int | None:
+    def total(self) -> int | None:  # type: ignore[override]
         return self._source.total
 
     def fingerprint(self) -> str:
-        how = f"{self.kind} {self._held_out!r} {self._validation}"
+        how = f"{self._kind} {self._held_out!r} {self._validation}"
         return hashlib.sha256(f"{how} {self._source.fingerprint()}".encode()).hexdigest()
 
-    def documents(self, meter: Meter | None = None) -> Iterator[str]:
-        raise NotImplementedError
-
-
-class HashSplit(SourcePart):
-    """The documents of a source whose hash falls below ``held_out``, or the others.
-
-    A copy of a document falls on the side of the original, whatever its case or white space.
-    """
-
-    kind, held_out_name = "hash", "held out"
-
-    def documents(self, meter: Meter | None = None) -> Iterator[str]:
+    def documents(self, meter: Meter = no_meter) -> Iterator[str]:
         for text in self._source.documents(meter):
-            if (_document_chance(text) < self._held_out) == self._validation:
-                yield text
-
-
-class TailSplit(SourcePart):
-    """A single text file, cut at a line's end: the last ``held_out`` of it, or what precedes."""
-
-    kind, held_out_name = "tail", "last part"
-
-    def documents(self, meter: Meter | None = None) -> Iterator[str]:
-        for text in self._source.documents(meter):
-            near = int(len(text) * (1 - self._held_out))
-            # No further away than the part is long: text without line ends is cut where it is.
-            cut = text.rfind("\n", max(0, 2 * near - len(text)), near) + 1 or near
-            yield text[cut:] if self._validation else text[:cut]
+            if part := self._cut(text, self._held_out)[self._validation]:
+                yield part
 
 
 def _paths(spec: PathSpec) -> list[Path]:
@@ -198,9 +176,8 @@ def open_corpus(
         if validation_split == split:
             raise LatteError(f"validation_split must differ from split, both are {split!r}")
         if validation_split is not None:
-            validation_source = source(split=validation_split)
-            return Corpus(str(spec), source(split=split), validation_source)
-        return _split(str(spec), source(split=split), HashSplit, held_out)
+            return Corpus(str(spec), source(split=split), source(split=validation_split))
+        return _split(str(spec), source(split=split), "hash", held_out)
     if isinstance(spec, str) and spec == "embedded":
         if validation is not None:
             raise LatteError("the embedded corpus has its own held-out part: drop validation")
@@ -214,12 +191,13 @@ def open_corpus(
         if both:
             raise LatteError(f"{min(both)}: in both the training and the validation files")
         return Corpus(title, files, FileSource(others, field))
-    single_text = len(paths) == 1 and kind_of(paths[0])[0] in (".txt", ".md", ".py")
-    return _split(title, files, TailSplit if single_text else HashSplit, held_out)
+    single_text = len(paths) == 1 and kind_of(paths[0])[0] in TEXT_SUFFIXES
+    return _split(title, files, "tail" if single_text else "hash", held_out)
 
 
-def _split(name: str, whole: Source, part: type[SourcePart], held_out: float) -> Corpus:
-    return Corpus(name, part(whole, held_out, False), part(whole, held_out, True))
+def _split(name: str, whole: Source, kind: str, held_out: float) -> Corpus:
+    train, validation = (SourcePart(whole, kind, held_out, side) for side in (False, True))
+    return Corpus(name, train, validation)
 
 
 class CorpusBar:

@@ -1,6 +1,6 @@
 """From a recipe's `data` section to a tokenizer, training blocks and held-out documents.
 
-What needs torch imports it when it is called: a recipe is read without it.
+A recipe is read without torch: `latte.data` imports it with the first of its names that needs it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latte import data
 from latte.data.corpora import Corpus, open_corpus, sample_text
-from latte.data.files import FileSource, find_files
-from latte.data.tokenfile import TokenFile, tokenize_corpus
+from latte.data.sources import FileSource, find_files
+from latte.data.tokenfile import TokenFile, made_once, tokenize_corpus
 from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from latte.errors import LatteError
 
@@ -57,9 +58,7 @@ class Text:
 
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
         """The first `count` training blocks of the order that `seed` chooses."""
-        from latte.data.blocks import PackedBlocks
-
-        return PackedBlocks(
+        return data.PackedBlocks(
             self.train,
             section.block_length,
             seed=seed,
@@ -69,9 +68,7 @@ class Text:
 
     def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
-        from latte.data.blocks import EvaluationText
-
-        return EvaluationText(self.validation, join=join, max_tokens=max_tokens)
+        return data.EvaluationText(self.validation, join=join, max_tokens=max_tokens)
 
     @staticmethod
     def collator(section: DataSection, *, pack: bool = True) -> BlockCollator:
@@ -80,11 +77,9 @@ class Text:
         Without `pack` each document has a row of its own instead, for models that cannot keep
         packed ones apart; the tokens and what they may see are the same.
         """
-        from latte.data.blocks import BlockCollator
-
         if not section.respect_documents:
-            return BlockCollator("rows")
-        return BlockCollator("packed" if pack else "padded")
+            return data.BlockCollator("rows")
+        return data.BlockCollator("packed" if pack else "padded")
 
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
@@ -131,29 +126,15 @@ def make_tokenizer(section: DataSection, corpus: Corpus, cache: Path, progress: 
         return byte_tokenizer()
     if section.tokenizer != "bpe":
         return load_tokenizer(section.tokenizer)
-    from filelock import FileLock
+
+    def learn(folder: Path) -> None:
+        sample = sample_text(corpus, BPE_SAMPLE_BYTES, progress=progress)
+        total = sum(len(text.encode()) for text in sample)
+        tokenizer = train_bpe(sample, section.vocab_size, total_bytes=total, progress=progress)
+        tokenizer.save_pretrained(folder)
 
     name = f"bpe-{section.vocab_size}-{corpus.fingerprint('train')[:20]}"
-    folder = cache / name
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f".{name}.lock"):
-            if not folder.is_dir():
-                sample = sample_text(corpus, BPE_SAMPLE_BYTES, progress=progress)
-                tokenizer = train_bpe(
-                    sample,
-                    section.vocab_size,
-                    total_bytes=sum(len(text.encode()) for text in sample),
-                    progress=progress,
-                )
-                staged = cache / f".{name}.tmp-{os.getpid()}"
-                tokenizer.save_pretrained(staged)
-                staged.rename(folder)
-    except OSError as error:
-        raise LatteError(
-            f"{cache}: the tokenizer cannot be written ({error.strerror or error})"
-        ) from None
-    return load_tokenizer(folder)
+    return load_tokenizer(made_once(cache, name, learn, "tokenizer"))
 
 
 def evaluation_text(
@@ -186,8 +167,6 @@ def held_out_text(
 def _tokenized(
     corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
 ) -> EvaluationText:
-    from latte.data.blocks import EvaluationText
-
     bar = sys.stderr.isatty()
     tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=bar)
-    return EvaluationText(tokens, join=join, max_tokens=max_tokens)
+    return data.EvaluationText(tokens, join=join, max_tokens=max_tokens)

@@ -25,6 +25,7 @@ import os
 import shutil
 import zlib
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,18 +261,35 @@ def tokenize_corpus(
         LatteError: an empty or unreadable corpus, a cache folder that cannot be written, a cached
             file that was truncated or edited, a tokeniser without eos.
     """
-    from filelock import FileLock, Timeout
-
     made_of = {
         "corpus": corpus.fingerprint(split),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
     key = json.dumps({"format": FORMAT, "split": split, **made_of}, sort_keys=True)
     name = f"{split}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
+
+    def write(folder: Path) -> None:
+        _write(folder, corpus, split, tokenizer, made_of, progress)
+
+    return TokenFile(made_once(cache, name, write, "token cache"))
+
+
+def made_once(
+    cache: str | os.PathLike[str], name: str, make: Callable[[Path], None], what: str
+) -> Path:
+    """The folder ``name`` of a cache: found there, or made by one process while others wait.
+
+    ``make`` is given an empty folder, which is renamed when it returns.
+
+    Raises:
+        LatteError: the cache folder cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
     root = Path(cache).expanduser()
     final = root / name
     if final.is_dir():
-        return TokenFile(final)
+        return final
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not root.is_dir() or not os.access(root, os.W_OK):
@@ -285,19 +303,19 @@ def tokenize_corpus(
         with contextlib.ExitStack() as stack:
             stack.callback(lock.release)
             if final.is_dir():  # another process made it while this one waited
-                return TokenFile(final)
+                return final
             # Whoever left these was killed: the lock would still be held otherwise.
             for stale in root.glob(f".{name}.tmp-*"):
                 shutil.rmtree(stale)
             folder = root / f".{name}.tmp-{os.getpid()}"
             folder.mkdir()
             try:
-                _write(folder, corpus, split, tokenizer, made_of, progress)
+                make(folder)
                 folder.rename(final)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise LatteError(
-            f"{root}: the token cache cannot be written ({error.strerror or error})"
+            f"{root}: the {what} cannot be written ({error.strerror or error})"
         ) from error
-    return TokenFile(final)
+    return final

@@ -29,7 +29,7 @@ def generate(
     0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
     text anew for every token, since each library keeps its states in a way of its own.
     """
-    from latte.data.files import without_lone_surrogates
+    from latte.data.sources import without_lone_surrogates
     from latte.data.tokenizers import document_ends
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from latte.data.files import read_documents, without_lone_surrogates
+from latte.data.sources import read_documents, without_lone_surrogates
 from latte.data.tokenizers import byte_alphabet, document_ends
 from latte.errors import LatteError
 from latte.inspect.figures import collapse_figure, effective_figure, share_figure
