@@ -17,9 +17,16 @@ import pytest
 import torch
 
 from latte.errors import LatteError
-from latte.inspect.mixing import Inspection, Mixing
-from latte.inspect.page import build_page
+from latte.inspect.mixing import (
+    Inspection,
+    Mixing,
+    position_edges,
+    share_rows,
+    summary_rows,
+    usage_rows,
+)
 from latte.inspect.report import (
+    build_page,
     inspect_model,
     labels,
     outline,
@@ -27,12 +34,6 @@ from latte.inspect.report import (
     read_text,
     tokenize,
     write_report,
-)
-from latte.inspect.statistics import (
-    position_edges,
-    share_rows,
-    summary_rows,
-    usage_rows,
 )
 from latte.models import PRESETS
 

@@ -14,9 +14,8 @@ from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
 from latte.conversion.transfer import _enter
-from latte.inspect.mixing import Inspection, collect, find_layers
+from latte.inspect.mixing import Inspection, collect, find_layers, summary_rows
 from latte.inspect.report import outline, write_report
-from latte.inspect.statistics import summary_rows
 from latte.layers import Piece
 
 WINDOW, READ, SHOWN = 5, 24, 18

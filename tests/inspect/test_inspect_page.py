@@ -13,10 +13,8 @@ import shutil
 import pytest
 import torch
 
-from latte.inspect.mixing import Inspection, Mixing
-from latte.inspect.page import build_page
-from latte.inspect.report import inspect_model
-from latte.inspect.statistics import summary_rows
+from latte.inspect.mixing import Inspection, Mixing, summary_rows
+from latte.inspect.report import build_page, inspect_model
 
 SHOWN, WINDOW = 48, 16
 TEXT = "a mean of\n<b>all</b> & the latents' window, read by whoever picks a token"

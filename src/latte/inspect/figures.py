@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from latte.evaluate.plots import canvas, note, save
-from latte.inspect.statistics import UNUSED, Share, Summary, Usage
+from latte.inspect.mixing import UNUSED, Share, Summary, Usage
 
 MUTED = "#6b7280"
 MAP = "viridis"
@@ -29,12 +29,10 @@ def collapse_figure(path: Path, rows: Sequence[Usage], title: str) -> None:
     windowed = any(row.state == 0 for row in rows)
     grid = np.full((latents + windowed, len(heads)), np.nan)
     for column, head in enumerate(heads):
-        mine = [row for row in rows if (row.layer, row.head) == head]
-        used = sorted((row.of_equal_share for row in mine if row.state > 0), reverse=True)
-        grid[windowed : windowed + len(used), column] = used
-        for row in mine:
-            if row.state == 0:
-                grid[0, column] = row.of_equal_share
+        shares = {r.state: r.of_equal_share for r in rows if (r.layer, r.head) == head}
+        if windowed:
+            grid[0, column] = shares.pop(0, np.nan)
+        grid[windowed : windowed + len(shares), column] = sorted(shares.values(), reverse=True)
     width = min(16.0, max(6.4, 1.9 + 0.19 * len(heads)))
     figure, (axis,) = canvas(1, (width, min(9.0, max(3.4, 1.7 + 0.16 * len(grid)))))
     # Below the lowest colour a latent is unused; the colours' middle is not an equal share.
@@ -107,7 +105,12 @@ def effective_figure(path: Path, rows: Sequence[Summary], title: str) -> None:
 
 
 def share_figure(
-    path: Path, rows: Sequence[Share], width: int | None, equal: float, title: str
+    path: Path,
+    rows: Sequence[Share],
+    summaries: Sequence[Summary],
+    width: int | None,
+    equal: float,
+    title: str,
 ) -> None:
     """The window's share p(l=0|t): by position for every layer, and averaged for every head.
 
@@ -121,22 +124,13 @@ def share_figure(
     heads = sorted({row.head for row in rows})
     figure, (left, right) = canvas(2, (11.0, max(4.2, 0.2 * len(layers))), (1.5, 1.0))
     colours = matplotlib.colormaps[MAP](np.linspace(0.0, 0.9, len(layers)))
-    means = np.zeros((len(layers), len(heads)))
-    for place, layer in enumerate(layers):
-        mine = [row for row in rows if row.layer == layer]
-        ranges = sorted({(row.first_position, row.last_position) for row in mine})
-        middle = [1 + (first + last) / 2 for first, last in ranges]
-        left.plot(
-            middle,
-            [np.mean([r.window_share for r in mine if r.first_position == f]) for f, _ in ranges],
-            color=colours[place],
-            linewidth=1.6,
-            label=f"layer {layer}",
-        )
-        for head in heads:
-            parts = [(r.last_position - r.first_position + 1, r) for r in mine if r.head == head]
-            total = sum(count for count, _ in parts)
-            means[place, heads.index(head)] = sum(n * r.window_share for n, r in parts) / total
+    for layer, colour in zip(layers, colours, strict=True):
+        curve: dict[float, list[float]] = {}
+        for row in [row for row in rows if row.layer == layer]:
+            middle = 1 + (row.first_position + row.last_position) / 2
+            curve.setdefault(middle, []).append(row.window_share)
+        values = [np.mean(shares) for shares in curve.values()]
+        left.plot(list(curve), values, color=colour, linewidth=1.6, label=f"layer {layer}")
     left.set_xscale("log", base=2)
     left.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     left.axhline(equal, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -158,6 +152,7 @@ def share_figure(
 
         depth = ScalarMappable(Normalize(layers[0], layers[-1]), ListedColormap(colours))
         figure.colorbar(depth, ax=left, pad=0.08).set_label("layer")
+    means = np.array([[r.window_share for r in summaries if r.layer == n] for n in layers])
     right.grid(False)
     picture = right.imshow(means, aspect="auto", cmap=MAP, vmin=0, vmax=1)
     if means.size <= 160:

@@ -1,22 +1,48 @@
-"""`latte inspect`: from a checkpoint and a text to CSV files, figures and the page."""
+"""`latte inspect`: from a checkpoint and a text to CSV files, figures and the page.
+
+The page is one HTML file with the text in it: click a token, see where it looks and through which
+latents. It needs no network and no server. Its arrays are packed with zlib and base64, per layer:
+
+* ``states`` p(l|t) [T][H][S], 16 bits linear in [0, 1];
+* ``keys`` key logits of the latents [T][H][L], fp32: the browser computes p(s|l,t) itself;
+* ``window`` window weights [H][T][T], 8 bits, the square root relative to the row's largest.
+
+T is here the number of tokens shown.
+"""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+import base64
+import html
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from latte.data.sources import read_documents, without_lone_surrogates
 from latte.data.tokenizers import byte_alphabet, document_ends
 from latte.errors import LatteError
+from latte.evaluate.tables import write_csv
 from latte.inspect.figures import collapse_figure, effective_figure, share_figure
-from latte.inspect.mixing import Inspection, Mixing, collect, find_layers
-from latte.inspect.page import build_page
-from latte.inspect.statistics import Share, Summary, Usage, share_rows, summary_rows, usage_rows
+from latte.inspect.mixing import (
+    Inspection,
+    Mixing,
+    Summary,
+    collect,
+    find_layers,
+    share_rows,
+    summary_rows,
+    usage_rows,
+)
 
 # No tokeniser makes tokens of so many characters on average; longer texts are cut before.
 CHARACTERS_PER_TOKEN = 64
@@ -26,6 +52,10 @@ MOST_READ = 65536
 MOST_PAGE_BYTES = 64 << 20
 # Sources in weights.csv, for each state of a token: the largest.
 MOST_SOURCES = 16
+WEIGHTS = (
+    *("layer", "head", "position", "token", "state", "p_state"),
+    *("source", "source_token", "p_source"),
+)
 
 
 def read_text(text: str | None, file: str | None) -> str:
@@ -130,12 +160,13 @@ def write_report(inspection: Inspection, folder: Path) -> list[str]:
     summaries = summary_rows(inspection)
     page = build_page(inspection, summaries)
     written = ["summary.csv", "index.html"]
-    _write_csv(folder / "summary.csv", Summary, summaries)
+    _write_rows(folder / "summary.csv", summaries)
     (folder / "index.html").write_text(page, encoding="utf-8")
     if inspection.has_latents:
         written += _write_usage(inspection, folder, summaries)
     if inspection.at:
-        _write_weights(folder / "weights.csv", inspection)
+        rows = (dict(zip(WEIGHTS, row, strict=True)) for row in _weights_of(inspection))
+        write_csv(folder / "weights.csv", WEIGHTS, rows)
         written.append("weights.csv")
     return written
 
@@ -149,17 +180,18 @@ def page_size(folder: Path) -> str:
 def _write_usage(inspection: Inspection, folder: Path, summaries: list[Summary]) -> list[str]:
     usage, shares = usage_rows(inspection), share_rows(inspection)
     title = f"{inspection.label}, {len(inspection.tokens):,} tokens"
-    _write_csv(folder / "usage.csv", Usage, usage)
+    _write_rows(folder / "usage.csv", usage)
     collapse_figure(folder / "collapse.png", usage, f"Use of the latents: {title}")
     effective_figure(folder / "effective.png", summaries, f"Effective latents: {title}")
     written = ["usage.csv", "collapse.png", "effective.png"]
     if shares:
-        _write_csv(folder / "window_share.csv", Share, shares)
+        _write_rows(folder / "window_share.csv", shares)
         widths = {mixing.width for mixing in inspection.layers.values()}
         latents = {row.latents for row in summaries if row.latents}
         share_figure(
             folder / "window_share.png",
             shares,
+            summaries,
             widths.pop() if len(widths) == 1 else None,
             1 / (min(latents) + 1),
             f"The window's share p(l=0): {title}",
@@ -168,12 +200,9 @@ def _write_usage(inspection: Inspection, folder: Path, summaries: list[Summary])
     return written
 
 
-def _write_csv(path: Path, kind: Any, rows: Sequence[Any]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(kind)])
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _cell(value) for name, value in asdict(row).items()})
+def _write_rows(path: Path, rows: Sequence[Any]) -> None:
+    cells = [{name: _cell(value) for name, value in asdict(row).items()} for row in rows]
+    write_csv(path, cells[0], cells)
 
 
 def _cell(value: Any) -> Any:
@@ -182,21 +211,17 @@ def _cell(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _write_weights(path: Path, inspection: Inspection) -> None:
+def _weights_of(inspection: Inspection) -> Iterator[tuple[Any, ...]]:
     """p(s|t), p(l|t) and p(s|l,t) of chosen tokens, the largest first; state "all" is p(s|t)."""
-    names = ["layer", "head", "position", "token", "state", "p_state", "source", "source_token"]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*names, "p_source"])
-        for layer, mixing in inspection.layers.items():
-            for head in range(mixing.heads):
-                for t in inspection.at:
-                    for state, p, weights in _rows_of(mixing, head, t, inspection.shown):
-                        start = [layer, head, t, inspection.tokens[t], state, _cell(p)]
-                        most = weights.topk(min(MOST_SOURCES, t + 1))
-                        for value, s in zip(*(x.tolist() for x in most), strict=True):
-                            if value > 0:
-                                writer.writerow([*start, s, inspection.tokens[s], _cell(value)])
+    for layer, mixing in inspection.layers.items():
+        for head in range(mixing.heads):
+            for t in inspection.at:
+                for state, p, weights in _rows_of(mixing, head, t, inspection.shown):
+                    start = (layer, head, t, inspection.tokens[t], state, _cell(p))
+                    most = weights.topk(min(MOST_SOURCES, t + 1))
+                    for value, s in zip(*(x.tolist() for x in most), strict=True):
+                        if value > 0:
+                            yield *start, s, inspection.tokens[s], _cell(value)
 
 
 def _rows_of(
@@ -211,6 +236,63 @@ def _rows_of(
         parts = mixing.state_weights(head, shown)[:, t]
         rows += list(zip(mixing.names, p_S, parts, strict=True))
     return rows
+
+
+def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
+    """The page as text."""
+    template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
+    data = {
+        "tokens": inspection.tokens[: inspection.shown],
+        "read": len(inspection.tokens),
+        "layers": [
+            _layer(number, mixing, inspection.shown, [s for s in summaries if s.layer == number])
+            for number, mixing in inspection.layers.items()
+        ],
+    }
+    # "<" never stands in the data, so that no text can close the script element.
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    values = {"title": html.escape(inspection.label), "data": embedded}
+    # One pass over the template alone: nothing in a value is taken for a marker.
+    return re.sub(r"\{\{(\w+)\}\}", lambda marker: values[marker[1]], template)
+
+
+def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) -> dict[str, Any]:
+    states = keys = window = None
+    if mixing.states_THS is not None:
+        states = _packed((mixing.states_THS[:shown].double().numpy() * 65535).round(), "<u2")
+    if mixing.latent_k_THL is not None:
+        keys = _packed(mixing.latent_k_THL[:shown].numpy(), "<f4")
+    if mixing.window_HPP is not None:
+        window = _packed(_companded(mixing.window_HPP[:, :shown, :shown]), "u1")
+    return {
+        "number": number,
+        **{key: getattr(mixing, key) for key in ("heads", "latents", "names", "width", "delay")},
+        "states": states,
+        "keys": keys,
+        "window": window,
+        "summaries": [
+            {key: _plain(value) for key, value in asdict(row).items()} for row in summaries
+        ],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN; six digits are enough to read."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 6)
+    return value
+
+
+def _companded(weights_HPP: Tensor) -> np.ndarray:
+    """Small weights keep their precision: 255 sqrt(w / largest of the row)."""
+    weights = weights_HPP.double().numpy()
+    largest = weights.max(-1, keepdims=True)
+    return (255 * np.sqrt(weights / np.where(largest > 0, largest, 1.0))).round()
+
+
+def _packed(values: np.ndarray, dtype: str) -> str:
+    raw = np.ascontiguousarray(values.astype(dtype)).tobytes()
+    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")
 
 
 def outline(inspection: Inspection) -> str:
