@@ -56,6 +56,25 @@ def test_mistakes(
     assert not output.exists() or not list(output.iterdir())
 
 
+def test_generate_prints_no_prompt_before_its_error(
+    place: Any, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """Nothing is on stdout where the error is one of the tokeniser's."""
+    folder = tmp_path / "endless"
+    shutil.copytree(place.trained(), folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["eos_token"]
+    file.write_text(json.dumps(settings))
+    assert "has no eos token" in refused("generate", folder, "--prompt", "the latent")
+
+
+def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place: Any, capfd: Any) -> None:
+    arguments = ["--prompt", "mean \udcff", "--max-new-tokens", "2", "--seed", "0"]
+    assert main(["generate", str(place.trained()), *arguments]) == 0
+    assert capfd.readouterr().out.startswith("mean \ufffd")
+
+
 def test_a_converted_model_and_its_controls(place: Any, tmp_path: Path, capsys: Any) -> None:
     """Each mixing reaches the model, and its results have a folder of their own."""
     import transformers

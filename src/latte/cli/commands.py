@@ -103,6 +103,8 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
+    from latte.data.files import without_lone_surrogates
+    from latte.data.tokenizers import document_ends
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling
     from latte.evaluate.generate import generate as run
@@ -113,7 +115,8 @@ def generate(options: Namespace) -> int:
     }
     check_sampling(**sampling)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
-    print(options.prompt, end="", flush=True)
+    document_ends(tokenizer)  # one that has no end says so before the prompt is printed
+    print(without_lone_surrogates(options.prompt), end="", flush=True)
     run(model, tokenizer, options.prompt, **sampling)
     return 0
 
