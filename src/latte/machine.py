@@ -17,13 +17,11 @@ import datetime
 import functools
 import gc
 import importlib.metadata
-import math
 import multiprocessing
 import os
 import platform
 import resource
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -32,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -51,21 +50,13 @@ class Times(NamedTuple):
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Times:
-        ms = sorted(1e3 * s for s in seconds)
-        p10, p90 = (quantile(ms, q) for q in (0.1, 0.9))
-        return Times(statistics.median(ms), p10, p90, ms[0], len(ms))
+        ms = [1e3 * s for s in seconds]
+        median, p10, p90 = np.quantile(ms, (0.5, 0.1, 0.9)).tolist()
+        return Times(median, p10, p90, min(ms), len(ms))
 
     def row(self) -> dict[str, Any]:
         values = zip(("median_ms", "p10_ms", "p90_ms", "min_ms"), self[:4], strict=True)
         return {name: round(x, 4) for name, x in values} | {"calls": self.calls}
-
-
-def quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between the closest ranks."""
-    where = q * (len(ordered) - 1)
-    low = math.floor(where)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (where - low) * (ordered[high] - ordered[low])
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -75,21 +66,21 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def interleave(sides: Mapping[str, Callable[[], object]], budget: float) -> dict[str, Times]:
+def interleave(sides: Mapping[Any, Callable[[], object]], budget: float) -> dict[Any, Times]:
     """Time several sides in turns; see the head of this module.
 
     Args:
         budget: seconds of timed calls per side. A side with calls longer than that still gets
             one call in each of 3 rounds; there are 5 rounds if all sides are quicker.
     """
-    expected: dict[str, float] = {}
+    expected: dict[Any, float] = {}
     for name, call in sides.items():
         expected[name] = seconds_of(call)  # the first call allocates, and compiles
         if expected[name] < budget:
             expected[name] = min(seconds_of(call) for _ in range(2))
     rounds = 5 if max(expected.values()) < budget else 3
     bursts = {n: max(1, min(25, int(budget / rounds / s))) for n, s in expected.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[Any, list[float]] = {name: [] for name in sides}
     gc.collect()
     gc.disable()
     try:
@@ -170,7 +161,10 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         good, value = receiver.recv()
     except EOFError:
         process.join()
-        raise WorkFailed(_ending(process.exitcode)) from None
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+            f"ended with exit code {code}"  # fmt: skip
+        raise WorkFailed(f"its process {how}") from None
     except BaseException:  # interrupted: the work must not go on alone
         process.terminate()
         raise
@@ -202,12 +196,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"its process was killed by {signal.Signals(-code).name}"
-    return f"its process ended with exit code {code}"
 
 
 # ---- what it could do

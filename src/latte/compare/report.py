@@ -15,6 +15,7 @@ block's length if it was scored, else at the shortest.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -357,13 +358,9 @@ def mean_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
 
 def student_t(confidence: float, freedom: int) -> float:
     """t with P(|X| <= t) = confidence, X of Student's distribution, by bisection."""
-    low, high = 0.0, 1.0
-    while _within(high, freedom) < confidence:
-        high *= 2
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
-    return high
+    unit = 1e-12
+    steps = range(10**18)
+    return unit * bisect_left(steps, confidence, key=lambda n: _within(unit * n, freedom))
 
 
 def _within(t: float, freedom: int) -> float:

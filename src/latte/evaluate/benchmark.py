@@ -123,8 +123,11 @@ def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[
             arguments (such as a backend that this machine has not).
     """
     cases = check(settings)
-    for case in cases:
-        _refused(case, settings)
+    for case in cases:  # what cannot run here says so before anything is written
+        try:
+            _maker(case, settings)(WARM_UP)()
+        except (ValueError, TypeError) as error:
+            raise LatteError(f"{case.name}, {case.mode}: {one_line(error)}") from None
     place = machine.describe(settings.place)
     rows = []
     with open(writable_folder(output) / "benchmark.csv", "w", newline="", encoding="utf-8") as file:
@@ -182,18 +185,16 @@ def _times(
     makers: dict[Case, Callable[[int], Call]], length: int, budget: float
 ) -> dict[Case, Times | str]:
     """Times of one length, all cases in turns; those that run out of memory stand aside."""
-    calls, found = {}, {}
+    calls: dict[Case, Call] = {}
     for case, make in makers.items():
         try:
             call = make(length)
             call()
             calls[case] = call
         except torch.OutOfMemoryError:
-            found[case] = "out of memory"
-    timed = interleave({str(n): call for n, call in enumerate(calls.values())}, budget) if calls \
-        else {}  # fmt: skip
-    by_case = dict(zip(calls, timed.values(), strict=True))
-    return {case: by_case.get(case, found.get(case, "")) for case in makers}
+            pass
+    timed = interleave(calls, budget) if calls else {}
+    return {case: timed.get(case, "out of memory") for case in makers}
 
 
 def _peaks(case: Case, settings: Settings) -> dict[int, float] | str:
@@ -220,14 +221,6 @@ def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
         make(length)()
         peaks[length] = float(max(0, machine.peak_memory_bytes(device) - before))
     return peaks
-
-
-def _refused(case: Case, settings: Settings) -> None:
-    """Let a case that cannot run here say so before anything is written."""
-    try:
-        _maker(case, settings)(WARM_UP)()
-    except (ValueError, TypeError) as error:
-        raise LatteError(f"{case.name}, {case.mode}: {one_line(error)}") from None
 
 
 def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
@@ -266,10 +259,7 @@ def _op(case: Case, settings: Settings) -> Callable[[int], Call]:
             lambda *x: ops.linear_attention(*x, feature_map="elu", **chosen)[0],
             [latent, latent, local],
         ),
-        "rg-lru": (
-            lambda x, r, i: ops.rg_lru(x, r, i, theta, **chosen)[0],
-            [channels] * 3,
-        ),
+        "rg-lru": (lambda x, r, i: ops.rg_lru(x, r, i, theta, **chosen)[0], [channels] * 3),
         "softmax": (_softmax, [local] * 3),
     }
     op, shapes = table[case.name]
