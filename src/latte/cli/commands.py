@@ -103,7 +103,7 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
-    from latte.data.files import without_lone_surrogates
+    from latte.data.sources import without_lone_surrogates
     from latte.data.tokenizers import document_ends
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling
