@@ -76,13 +76,8 @@ def evaluate_lengths(
             raise LatteError(f"lengths: expected whole numbers of at least 1, got {length}")
     device = next(model.parameters()).device
     rows = []
-    bar = tqdm(
-        total=len(lengths) * text.num_targets,
-        unit="token",
-        unit_scale=True,
-        disable=None if progress else True,
-    )
-    with bar:
+    total, hidden = len(lengths) * text.num_targets, None if progress else True
+    with tqdm(total=total, unit="token", unit_scale=True, disable=hidden) as bar:
         for length in lengths:
             bar.set_description(f"{label} at {length}".strip())
             start = time.perf_counter()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib.metadata
 import json
 import logging
 import os
@@ -166,29 +167,21 @@ def write_tasks(folder: Path, scores: TaskScores, label: str) -> tuple[Path, Pat
 
 def tasks_table(rows: Sequence[TaskRow]) -> str:
     """The rows as aligned text."""
-    header = ("task", "shots", "samples", "metric", "value", "stderr")
-    lines = [header]
+    lines: list[tuple[str, ...]] = [("task", "shots", "samples", "metric", "value", "stderr")]
     for row in rows:
-        metric = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
         lines.append(
             (
                 row.task + (" (group)" if row.kind == "group" else ""),
                 "-" if row.num_fewshot is None else str(row.num_fewshot),
                 str(row.samples),
-                metric,
+                row.metric if row.filter == "none" else f"{row.metric} ({row.filter})",
                 f"{row.value:.4f}",
                 "-" if row.stderr is None else f"{row.stderr:.4f}",
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    left = {0, 3}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>><>>", widths, strict=True))
+    return "\n".join(form.format(*line).rstrip() for line in lines)
 
 
 # --- the harness ------------------------------------------------------------------------------
@@ -248,7 +241,12 @@ def _harness_model(
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = copy.deepcopy(tokenizer)  # the harness sets its padding
-    adds_start = _needs_start(tokenizer)
+    bos = tokenizer.bos_token_id
+    adds_start = (  # there is a start token of its own that `encode` does not add
+        bos not in (None, tokenizer.eos_token_id)
+        and tokenizer.encode("a")[:1] != [bos]
+        and hasattr(tokenizer, "add_bos_token")
+    )
     if adds_start:
         tokenizer.add_bos_token = True
 
@@ -282,14 +280,6 @@ def _harness_model(
     )
     lm.adds_start = adds_start
     return lm
-
-
-def _needs_start(tokenizer: Any) -> bool:
-    """Whether there is a start token of its own that `encode` does not add."""
-    bos = tokenizer.bos_token_id
-    if bos is None or bos == tokenizer.eos_token_id:
-        return False
-    return tokenizer.encode("a")[:1] != [bos] and hasattr(tokenizer, "add_bos_token")
 
 
 @contextmanager
@@ -352,8 +342,6 @@ def _samples(found: dict[str, Any], task: str) -> int:
 
 def _record(found: dict[str, Any]) -> dict[str, Any]:
     """Versions, and of each task what decides its numbers."""
-    import importlib.metadata
-
     keys = ("dataset_path", "dataset_name", "output_type", "num_fewshot")
     return {
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},

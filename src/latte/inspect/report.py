@@ -158,12 +158,28 @@ def inspect_model(
 def write_report(inspection: Inspection, folder: Path) -> list[str]:
     """Write everything into ``folder``; returns the names of the files."""
     summaries = summary_rows(inspection)
-    page = build_page(inspection, summaries)
-    written = ["summary.csv", "index.html"]
+    usage, shares = usage_rows(inspection), share_rows(inspection)
+    title = f"{inspection.label}, {len(inspection.tokens):,} tokens"
     _write_rows(folder / "summary.csv", summaries)
-    (folder / "index.html").write_text(page, encoding="utf-8")
-    if inspection.has_latents:
-        written += _write_usage(inspection, folder, summaries)
+    (folder / "index.html").write_text(build_page(inspection, summaries), encoding="utf-8")
+    written = ["summary.csv", "index.html"]
+    if usage:
+        _write_rows(folder / "usage.csv", usage)
+        collapse_figure(folder / "collapse.png", usage, f"Use of the latents: {title}")
+        effective_figure(folder / "effective.png", summaries, f"Effective latents: {title}")
+        written += ["usage.csv", "collapse.png", "effective.png"]
+    if shares:
+        _write_rows(folder / "window_share.csv", shares)
+        widths = {mixing.width for mixing in inspection.layers.values()}
+        share_figure(
+            folder / "window_share.png",
+            shares,
+            summaries,
+            widths.pop() if len(widths) == 1 else None,
+            1 / (min(row.latents for row in summaries if row.latents) + 1),
+            f"The window's share p(l=0): {title}",
+        )
+        written += ["window_share.csv", "window_share.png"]
     if inspection.at:
         rows = (dict(zip(WEIGHTS, row, strict=True)) for row in _weights_of(inspection))
         write_csv(folder / "weights.csv", WEIGHTS, rows)
@@ -175,29 +191,6 @@ def page_size(folder: Path) -> str:
     """Of the page in ``folder``, for people: ``1.3 MB``, or ``84 kB`` below a megabyte."""
     size = (folder / "index.html").stat().st_size
     return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(1, round(size / 1e3))} kB"
-
-
-def _write_usage(inspection: Inspection, folder: Path, summaries: list[Summary]) -> list[str]:
-    usage, shares = usage_rows(inspection), share_rows(inspection)
-    title = f"{inspection.label}, {len(inspection.tokens):,} tokens"
-    _write_rows(folder / "usage.csv", usage)
-    collapse_figure(folder / "collapse.png", usage, f"Use of the latents: {title}")
-    effective_figure(folder / "effective.png", summaries, f"Effective latents: {title}")
-    written = ["usage.csv", "collapse.png", "effective.png"]
-    if shares:
-        _write_rows(folder / "window_share.csv", shares)
-        widths = {mixing.width for mixing in inspection.layers.values()}
-        latents = {row.latents for row in summaries if row.latents}
-        share_figure(
-            folder / "window_share.png",
-            shares,
-            summaries,
-            widths.pop() if len(widths) == 1 else None,
-            1 / (min(latents) + 1),
-            f"The window's share p(l=0): {title}",
-        )
-        written += ["window_share.csv", "window_share.png"]
-    return written
 
 
 def _write_rows(path: Path, rows: Sequence[Any]) -> None:
@@ -213,29 +206,22 @@ def _cell(value: Any) -> Any:
 
 def _weights_of(inspection: Inspection) -> Iterator[tuple[Any, ...]]:
     """p(s|t), p(l|t) and p(s|l,t) of chosen tokens, the largest first; state "all" is p(s|t)."""
+    shown, tokens = inspection.shown, inspection.tokens
     for layer, mixing in inspection.layers.items():
         for head in range(mixing.heads):
+            all_PP = mixing.source_weights(head, shown)
             for t in inspection.at:
-                for state, p, weights in _rows_of(mixing, head, t, inspection.shown):
-                    start = (layer, head, t, inspection.tokens[t], state, _cell(p))
+                rows: list[tuple[Any, float, Tensor]] = [("all", 1.0, all_PP[t])]
+                if mixing.states_THS is not None:
+                    p_S = mixing.states_THS[t, head].tolist()
+                    parts = mixing.state_weights(head, shown)[:, t]
+                    rows += zip(mixing.names, p_S, parts, strict=True)
+                for state, p, weights in rows:
                     most = weights.topk(min(MOST_SOURCES, t + 1))
                     for value, s in zip(*(x.tolist() for x in most), strict=True):
                         if value > 0:
-                            yield *start, s, inspection.tokens[s], _cell(value)
-
-
-def _rows_of(
-    mixing: Mixing, head: int, t: int, shown: int
-) -> list[tuple[str | int, float, torch.Tensor]]:
-    """(state, p(state|t), p(s|state,t)) of one token, with the mixture first."""
-    rows: list[tuple[str | int, float, torch.Tensor]] = [
-        ("all", 1.0, mixing.source_weights(head, shown)[t])
-    ]
-    if mixing.states_THS is not None:
-        p_S = mixing.states_THS[t, head].tolist()
-        parts = mixing.state_weights(head, shown)[:, t]
-        rows += list(zip(mixing.names, p_S, parts, strict=True))
-    return rows
+                            start = (layer, head, t, tokens[t], state, _cell(p))
+                            yield *start, s, tokens[s], _cell(value)
 
 
 def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
