@@ -19,8 +19,9 @@ from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import attention_with_sinks, delayed, pending_state, sink_keys
 from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
+from latte.layers.latte import mix_macchiato
 from latte.layers.state import Piece, TokenLog
-from latte.ops import latte_attention, macchiato_attention, sliding_window_attention
+from latte.ops import latte_attention, sliding_window_attention
 
 
 class Tokens(NamedTuple):
@@ -202,21 +203,9 @@ class MacchiatoAttention(nn.Module):
         """The mixture of both branches, (B, T, H, K), and their states."""
         if self.mixing == "latents" or self.num_sinks or self.delay_latents:
             return self._combine_apart(latent_q, latent_k, local, piece)
-        initial, state = None, piece.state
-        if state.latent is not None and state.window is not None:
-            initial = (state.latent, state.window)
-        out, carried = macchiato_attention(
-            latent_q,
-            latent_k,
-            *local[:3],
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            initial_state=initial,
-            **piece.sequences,
-        )
-        latent, window = (None, None) if carried is None else carried
-        return out, MixerState(latent=latent, window=window)
+        logits = MixingLogits(latent_q, latent_k, local.q, local.k)
+        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return mix_macchiato(logits, local.v, piece, **options)
 
     def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from latte.layers.checks import check_choice, check_divides, check_positive
+from latte.layers.checks import check_choice, check_multiple
 from latte.layers.latent_input import LatentInput
-from latte.layers.mixer import Mixer, MixingLogits, Projected, local_options
-from latte.layers.parts import RotaryEmbedding
+from latte.layers.mixer import Mixer, MixingLogits, Projected
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
 from latte.ops import linear_attention, sliding_window_attention
@@ -30,7 +29,9 @@ class SlidingWindowAttention(Mixer):
         window: None is full softmax attention, whose state grows with the sequence.
         input_mixing: ``"none"``, or ``"conv"`` or ``"rglru"`` to let queries, keys and values
             come from a convolution or RG-LRU of x: the control without latents.
+        conv_kernel_size, rglru_decay_range, rms_norm_eps: as for :class:`LatentInput`.
         rope_theta, softcap: as for :class:`LatteMacchiato`.
+        heads: the rest, as for :class:`Mixer`.
     """
 
     carries = ("window",)
@@ -42,28 +43,15 @@ class SlidingWindowAttention(Mixer):
         num_heads: int,
         *,
         window: int | None = 128,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
         input_mixing: str = "none",
         conv_kernel_size: int = 3,
         rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rope_theta: float | None = 10000.0,
         softcap: float | None = None,
         rms_norm_eps: float = 1e-6,
-        causal: bool = True,
+        **heads: Any,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            causal=causal,
-        )
-        if window is not None:
-            check_positive(type(self).__name__, window=window)
-        self.window, self.softcap = window, softcap
-        if rope_theta is not None:
-            self.rotary = RotaryEmbedding(self.head_dim, rope_theta)
+        super().__init__(hidden_size, num_heads, **heads)
         self.input = LatentInput(
             hidden_size,
             input_mixing,
@@ -71,15 +59,14 @@ class SlidingWindowAttention(Mixer):
             conv_kernel_size=conv_kernel_size,
             rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
-            causal=causal,
+            causal=self.causal,
         )
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=False)
+        self._add_local(window, rope_theta, softcap)
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
         own = {"window": config.sliding_window, "input_mixing": config.latent_input}
-        local = local_options(config)
+        local = cls.local_options(config)
         return super().options(config) | own | local | LatentInput.options(config)
 
     def mixing_flops(self, length: int) -> float:
@@ -87,9 +74,7 @@ class SlidingWindowAttention(Mixer):
 
     def _project(self, piece: Piece) -> Projected:
         inputs = self.input(piece)
-        q = self._heads(self.q_proj(inputs.z), self.num_heads)
-        k = self._heads(self.k_proj(inputs.z), self.num_key_value_heads)
-        q, k = self._rotate(q, k, piece)
+        q, k = self._local(inputs.z, piece)
         v = self._heads(self.v_proj(inputs.z), self.num_key_value_heads)
         return Projected(v, MixingLogits(q=q, k=k), after=inputs.after, log=inputs.log)
 
@@ -118,26 +103,16 @@ class SoftmaxAttention(SlidingWindowAttention):
         hidden_size: int,
         num_heads: int,
         *,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
         rope_theta: float | None = 10000.0,
         softcap: float | None = None,
-        causal: bool = True,
+        **heads: Any,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            window=None,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            rope_theta=rope_theta,
-            softcap=softcap,
-            causal=causal,
-        )
+        local: Any = {"window": None, "rope_theta": rope_theta, "softcap": softcap}
+        super().__init__(hidden_size, num_heads, **local, **heads)
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        return Mixer.options(config) | local_options(config)
+        return Mixer.options(config) | cls.local_options(config)
 
 
 class LinearAttention(Mixer):
@@ -148,6 +123,7 @@ class LinearAttention(Mixer):
     Args:
         num_features: over all heads, as ``num_latents`` of Latte: the parameters are the same.
         feature_map: phi: ``"elu"`` (elu + 1), ``"exp"``, ``"softplus"`` or ``"relu"``.
+        heads: the rest, as for :class:`Mixer`.
     """
 
     carries = ("linear",)
@@ -159,25 +135,11 @@ class LinearAttention(Mixer):
         num_heads: int,
         num_features: int,
         *,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
         feature_map: str = "elu",
-        causal: bool = True,
+        **heads: Any,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            causal=causal,
-        )
-        check_divides(
-            "LinearAttention",
-            "num_heads",
-            "num_features",
-            num_features=num_features,
-            num_heads=num_heads,
-        )
+        super().__init__(hidden_size, num_heads, **heads)
+        check_multiple("LinearAttention", num_features=num_features, num_heads=num_heads)
         check_choice("LinearAttention", "feature_map", feature_map, tuple(FEATURE_MAPS))
         self.feature_map = feature_map
         self.q_proj = nn.Linear(hidden_size, num_features, bias=False)
@@ -219,13 +181,7 @@ class LinearAttention(Mixer):
         """From the positive features themselves: there is no softmax."""
         assert projected.features is not None
         q, k = projected.features
-        visible = visible_sources(
-            q.shape[1],
-            causal=self.causal,
-            key_mask=piece.key_mask,
-            cu_seqlens=piece.cu_seqlens,
-            device=q.device,
-        )
+        visible = visible_sources(q.shape[1], device=q.device, **self._visibility(piece))
         scores = torch.einsum("bthf,bshf->bhts", q, k).masked_fill(~visible[:, None], 0.0)
         total = scores.sum(-1, keepdim=True)
         return scores / torch.where(total == 0, 1.0, total)

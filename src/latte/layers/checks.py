@@ -13,13 +13,14 @@ def check_positive(layer: str, **sizes: int) -> None:
             raise ValueError(f"{layer}: {name} must be a positive integer, got {size!r}")
 
 
-def check_divides(layer: str, divisor: str, dividend: str, **sizes: int) -> None:
-    """``sizes[divisor]`` divides ``sizes[dividend]``; both are positive integers."""
+def check_multiple(layer: str, **sizes: int) -> None:
+    """Two positive integers, of which the first is a multiple of the second."""
     check_positive(layer, **sizes)
-    if sizes[dividend] % sizes[divisor]:
+    (multiple, large), (divisor, small) = sizes.items()
+    if large % small:
         raise ValueError(
-            f"{layer}: {dividend} must be a multiple of {divisor}, "
-            f"got {dividend}={sizes[dividend]} and {divisor}={sizes[divisor]}"
+            f"{layer}: {multiple} must be a multiple of {divisor}, "
+            f"got {multiple}={large} and {divisor}={small}"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.checks import check_choice, check_divides, check_probability
+from latte.layers.checks import check_choice, check_multiple, check_probability
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU
 from latte.layers.state import MixerState, Piece, TokenLog
@@ -53,11 +53,10 @@ class LatentInput(nn.Module):
         if kind == "conv":
             self.conv = CausalConv1d(hidden_size, conv_kernel_size)
         elif kind == "rglru":
-            self.rglru = RGLRU(hidden_size, num_blocks, decay_range=rglru_decay_range)
+            options: dict[str, Any] = {"decay_range": rglru_decay_range}
+            self.rglru = RGLRU(hidden_size, num_blocks, **options)
             if not causal:
-                self.backward_rglru = RGLRU(
-                    hidden_size, num_blocks, reverse=True, decay_range=rglru_decay_range
-                )
+                self.backward_rglru = RGLRU(hidden_size, num_blocks, reverse=True, **options)
             self.norm = RMSNorm(hidden_size, eps=rms_norm_eps)
 
     @staticmethod
@@ -95,6 +94,7 @@ class LatentLogits(Drawn):
         window_logit: one more query logit per head, in column 0, for the window of Macchiato.
         window_probability: adds a bias to that logit, such that with all other logits at 0 the
             window's probability p(l=0) is this.
+        source: the other arguments of :class:`LatentInput`.
     """
 
     def __init__(
@@ -106,29 +106,16 @@ class LatentLogits(Drawn):
         *,
         window_logit: bool = False,
         window_probability: float | None = None,
-        conv_kernel_size: int = 3,
-        rglru_decay_range: Sequence[float] = DECAY_RANGE,
-        rms_norm_eps: float = 1e-6,
-        causal: bool = True,
+        **source: Any,
     ) -> None:
         super().__init__()
-        check_divides(
-            "Latte", "num_heads", "num_latents", num_latents=num_latents, num_heads=num_heads
-        )
+        check_multiple("Latte", num_latents=num_latents, num_heads=num_heads)
         if window_probability is not None:
             check_probability("Latte: window_probability", window_probability)
             if not window_logit:
                 raise ValueError("Latte: window_probability needs window_logit=True, got False")
         self.num_heads = num_heads
-        self.input = LatentInput(
-            hidden_size,
-            latent_input,
-            num_blocks=num_heads,
-            conv_kernel_size=conv_kernel_size,
-            rglru_decay_range=rglru_decay_range,
-            rms_norm_eps=rms_norm_eps,
-            causal=causal,
-        )
+        self.input = LatentInput(hidden_size, latent_input, num_blocks=num_heads, **source)
         self.q_proj = nn.Linear(hidden_size, num_latents + num_heads * window_logit, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_latents, bias=False)
         self.window_probability = window_probability

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from latte.layers.checks import check_positive
 from latte.layers.latent_input import LatentInput, LatentLogits
-from latte.layers.mixer import Mixer, MixingLogits, Projected, local_options
-from latte.layers.parts import RotaryEmbedding
+from latte.layers.mixer import Mixer, MixingLogits, Projected
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
 from latte.ops import latte_attention, macchiato_attention
@@ -46,13 +45,7 @@ class LatteAttention(Mixer):
         rms_norm_eps: float = 1e-6,
         causal: bool = True,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            causal=causal,
-        )
+        super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
         self.latents = LatentLogits(
             hidden_size,
             num_heads,
@@ -128,19 +121,9 @@ class LatteMacchiato(Mixer):
         rms_norm_eps: float = 1e-6,
         causal: bool = True,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            causal=causal,
-        )
+        super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
         check_positive("LatteMacchiato", window=window)
-        self.window, self.softcap = window, softcap
-        if rope_theta is not None:
-            self.rotary = RotaryEmbedding(self.head_dim, rope_theta)
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.num_key_value_heads * self.head_dim, bias=False)
+        self._add_local(window, rope_theta, softcap)
         self.latents = LatentLogits(
             hidden_size,
             num_heads,
@@ -162,7 +145,7 @@ class LatteMacchiato(Mixer):
             "window_probability": config.window_probability,
             "window": config.sliding_window,
         }
-        local = local_options(config)
+        local = cls.local_options(config)
         return super().options(config) | own | local | LatentInput.options(config)
 
     def mixing_flops(self, length: int) -> float:
@@ -172,30 +155,26 @@ class LatteMacchiato(Mixer):
 
     def _project(self, piece: Piece) -> Projected:
         latent_q, latent_k, inputs = self.latents(piece)
-        q = self._heads(self.q_proj(piece.x), self.num_heads)
-        k = self._heads(self.k_proj(piece.x), self.num_key_value_heads)
-        q, k = self._rotate(q, k, piece)
+        logits = MixingLogits(latent_q, latent_k, *self._local(piece.x, piece))
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
-        return Projected(
-            v, MixingLogits(latent_q, latent_k, q, k), after=inputs.after, log=inputs.log
-        )
+        return Projected(v, logits, after=inputs.after, log=inputs.log)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        initial, state = None, piece.state
-        if state.latent is not None and state.window is not None:
-            initial = (state.latent, state.window)
-        latent_q, latent_k, q, k = projected.logits
-        out, carried = macchiato_attention(
-            latent_q,
-            latent_k,
-            q,
-            k,
-            projected.v,
-            window=self.window,
-            softcap=self.softcap,
-            causal=self.causal,
-            initial_state=initial,
-            **piece.sequences,
-        )
-        latent, window = (None, None) if carried is None else carried
-        return out, MixerState(latent=latent, window=window)
+        local = {"window": self.window, "softcap": self.softcap}
+        return mix_macchiato(projected.logits, projected.v, piece, causal=self.causal, **local)
+
+
+def mix_macchiato(
+    logits: MixingLogits, v_BTGD: Tensor, piece: Piece, **options: Any
+) -> tuple[Tensor, MixerState]:
+    """Heads' outputs (B, T, H, D) of the mixture, and both branches' parts of the state.
+
+    The options are those of :func:`latte.ops.macchiato_attention`.
+    """
+    initial: Any = (piece.state.latent, piece.state.window)
+    if any(part is None for part in initial):
+        initial = None
+    inputs: tuple[Any, Any, Any, Any, Any] = (*logits, v_BTGD)
+    out, carried = macchiato_attention(*inputs, initial_state=initial, **piece.sequences, **options)
+    latent, window = (None, None) if carried is None else carried
+    return out, MixerState(latent=latent, window=window)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from latte.layers.checks import check_divides, check_input, check_positive
+from latte.layers.checks import check_input, check_multiple, check_positive
 from latte.layers.parts import Drawn, Rotary, RotaryEmbedding, apply_rotary, token_positions
 from latte.layers.state import MixerState, Piece, TokenLog
 from latte.ops import attention_weights
@@ -79,7 +79,6 @@ class Mixer(Drawn):
         self,
         hidden_size: int,
         num_heads: int,
-        *,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = True,
@@ -87,17 +86,9 @@ class Mixer(Drawn):
         super().__init__()
         name = type(self).__name__
         groups = num_heads if num_key_value_heads is None else num_key_value_heads
-        check_divides(
-            name,
-            "num_key_value_heads",
-            "num_heads",
-            num_heads=num_heads,
-            num_key_value_heads=groups,
-        )
+        check_multiple(name, num_heads=num_heads, num_key_value_heads=groups)
         if head_dim is None:
-            check_divides(
-                name, "num_heads", "hidden_size", hidden_size=hidden_size, num_heads=num_heads
-            )
+            check_multiple(name, hidden_size=hidden_size, num_heads=num_heads)
             head_dim = hidden_size // num_heads
         check_positive(name, hidden_size=hidden_size, head_dim=head_dim)
         self.hidden_size, self.num_heads, self.num_key_value_heads = hidden_size, num_heads, groups
@@ -122,6 +113,14 @@ class Mixer(Drawn):
             "num_key_value_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
             "causal": config.is_causal,
+        }
+
+    @staticmethod
+    def local_options(config: Any) -> dict[str, Any]:
+        """The arguments of local attention that a configuration gives, but its window."""
+        return {
+            "rope_theta": config.rope_theta if config.position == "rope" else None,
+            "softcap": config.attn_logit_softcapping,
         }
 
     # --- what is called -------------------------------------------------------------------------
@@ -157,21 +156,14 @@ class Mixer(Drawn):
         return self.o_proj(out_BTHD.flatten(-2)), self._end(projected, after, piece)
 
     def with_weights(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        state: MixerState | None = None,
-        output_final_state: bool = False,
-        *,
-        rotary: Rotary | None = None,
+        self, x_BTE: Tensor, *given: Any, **named: Any
     ) -> tuple[Tensor, MixerState | None, Tensor]:
         """As :meth:`forward`, with the tokens' weights (B, H, T, P + T) too: O(T^2) memory.
 
         P is the number of past tokens whose keys the state has kept (its ``sources``). Where
         there are none, gradients of the output flow through the weights.
         """
-        piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
+        piece = self._piece(x_BTE, *given, **named)
         projected = self._project(piece)
         sources = piece.state.sources
         if sources is not None and sources.length:
@@ -228,11 +220,7 @@ class Mixer(Drawn):
     def _weights(self, projected: Projected, piece: Piece) -> Tensor:
         """The weights (B, H, T, T) of a piece without a past: here as the logits' kinds say."""
         latent_q, latent_k, q, k = projected.logits
-        shared: dict[str, Any] = {
-            "causal": self.causal,
-            "key_mask": piece.key_mask,
-            "cu_seqlens": piece.cu_seqlens,
-        }
+        shared = self._visibility(piece)
         local: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
         if latent_q is not None and latent_k is not None:
             own: dict[str, Any] = {} if q is None else local
@@ -240,6 +228,14 @@ class Mixer(Drawn):
         if q is not None and k is not None:
             return softmax_weights(q, k, **local, **shared)
         raise ValueError(f"{type(self).__name__} has no attention weights to show")
+
+    def _visibility(self, piece: Piece) -> dict[str, Any]:
+        """The keywords by which weights are told which tokens see each other."""
+        return {
+            "causal": self.causal,
+            "key_mask": piece.key_mask,
+            "cu_seqlens": piece.cu_seqlens,
+        }
 
     def _local_flops(self, length: int) -> float:
         """:meth:`mixing_flops` of local attention: 2 * 2 * K a head and key that is seen."""
@@ -251,11 +247,11 @@ class Mixer(Drawn):
     def _piece(
         self,
         x_BTE: Tensor,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: MixerState | None,
-        output_final_state: bool,
-        rotary: Rotary | None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: MixerState | None = None,
+        output_final_state: bool = False,
+        rotary: Rotary | None = None,
     ) -> Piece:
         """The arguments of a call, checked."""
         name = type(self).__name__
@@ -289,8 +285,26 @@ class Mixer(Drawn):
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
 
-    def _rotate(self, q_BTHK: Tensor, k_BTGK: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys, by the table given or by the tokens' own positions."""
+    def _add_local(
+        self, window: int | None, rope_theta: float | None, softcap: float | None
+    ) -> None:
+        """What local attention needs: its reach, and queries and keys to be rotated."""
+        if window is not None:
+            check_positive(type(self).__name__, window=window)
+        self.window, self.softcap = window, softcap
+        if rope_theta is not None:
+            self.rotary = RotaryEmbedding(self.head_dim, rope_theta)
+        E, K = self.hidden_size, self.head_dim
+        self.q_proj = nn.Linear(E, self.num_heads * K, bias=False)
+        self.k_proj = nn.Linear(E, self.num_key_value_heads * K, bias=False)
+
+    def _local(self, x_BTE: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Local queries (B, T, H, K) and keys (B, T, G, K) of x.
+
+        Rotated by the table given, or by the tokens' own positions.
+        """
+        q_BTHK = self._heads(self.q_proj(x_BTE), self.num_heads)
+        k_BTGK = self._heads(self.k_proj(x_BTE), self.num_key_value_heads)
         if self.rotary is None:
             return q_BTHK, k_BTGK
         rotary = piece.rotary
@@ -361,11 +375,3 @@ def softmax_weights(
     # A finite lowest logit: where all are masked, -inf would leave NaN in the gradient.
     weights = logits.masked_fill(~visible, torch.finfo(logits.dtype).min / 2).softmax(-1)
     return weights.masked_fill(~visible, 0.0)
-
-
-def local_options(config: Any) -> dict[str, Any]:
-    """The arguments of local attention that a model's configuration gives, but its window."""
-    return {
-        "rope_theta": config.rope_theta if config.position == "rope" else None,
-        "softcap": config.attn_logit_softcapping,
-    }

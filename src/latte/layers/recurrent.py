@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from latte.layers.checks import check_decay_range, check_divides, check_input
+from latte.layers.checks import check_decay_range, check_input, check_multiple
 from latte.layers.parts import Drawn
 from latte.ops import rg_lru
 
@@ -23,13 +23,7 @@ class BlockDiagonalLinear(Drawn):
 
     def __init__(self, hidden_size: int, num_blocks: int) -> None:
         super().__init__()
-        check_divides(
-            "BlockDiagonalLinear",
-            "num_blocks",
-            "hidden_size",
-            hidden_size=hidden_size,
-            num_blocks=num_blocks,
-        )
+        check_multiple("BlockDiagonalLinear", hidden_size=hidden_size, num_blocks=num_blocks)
         width = hidden_size // num_blocks
         self.weight = nn.Parameter(torch.empty(num_blocks, width, width))
         self.bias = nn.Parameter(torch.empty(hidden_size))

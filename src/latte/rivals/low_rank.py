@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.checks import check_divides, check_positive
+from latte.layers.checks import check_multiple, check_positive
 from latte.ops.tensors import computation_dtype, full_precision
 from latte.rivals.base import ComparatorMixer, masked
 
@@ -66,8 +66,7 @@ class Luna(ComparatorMixer):
         self, hidden_size: int, num_heads: int, *, num_memories: int = 16, causal: bool = True
     ) -> None:
         super().__init__(hidden_size, causal)
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
-        check_divides("Luna", "num_heads", "hidden_size", **sizes)
+        check_multiple("Luna", hidden_size=hidden_size, num_heads=num_heads)
         check_positive("Luna", num_memories=num_memories)
         self.num_heads = num_heads
         self.memories = nn.Parameter(torch.empty(num_memories, hidden_size))
@@ -164,8 +163,7 @@ class Linformer(ComparatorMixer):
         causal: bool = False,
     ) -> None:
         super().__init__(hidden_size, causal)
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
-        check_divides("Linformer", "num_heads", "hidden_size", **sizes)
+        check_multiple("Linformer", hidden_size=hidden_size, num_heads=num_heads)
         check_positive("Linformer", max_length=max_length)
         length = max(1, max_length // 4) if projected_length is None else projected_length
         check_positive("Linformer", projected_length=length)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.checks import check_divides, check_positive
+from latte.layers.checks import check_multiple, check_positive
 from latte.ops import causal_conv1d
 from latte.ops.tensors import computation_dtype, full_precision
 from latte.rivals.base import ComparatorMixer, long_convolution, masked
@@ -47,7 +47,7 @@ class H3(ComparatorMixer):
         self, hidden_size: int, *, head_dim: int = 1, num_states: int = 64, causal: bool = True
     ) -> None:
         super().__init__(hidden_size, causal)
-        check_divides("H3", "head_dim", "hidden_size", hidden_size=hidden_size, head_dim=head_dim)
+        check_multiple("H3", hidden_size=hidden_size, head_dim=head_dim)
         check_positive("H3", num_states=num_states)
         if num_states % 2:
             raise ValueError(f"H3: num_states must be even, got {num_states}")
@@ -172,7 +172,7 @@ class S5(ComparatorMixer):
     ) -> None:
         super().__init__(hidden_size, causal)
         states = hidden_size if num_states is None else num_states
-        check_divides("S5", "num_blocks", "num_states", num_states=states, num_blocks=num_blocks)
+        check_multiple("S5", num_states=states, num_blocks=num_blocks)
         if states // num_blocks % 2:
             raise ValueError(
                 f"S5: blocks must have an even number of states, got num_states={states} and"
