@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from latte import _auto
 from latte._lazy import lazy_names
+from latte.conversion import BASES as _BASES
 from latte.errors import LatteError
 from latte.models.registry import register_provider as _register_provider
 
@@ -50,29 +51,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("cli", "compare", "data", "evaluate", "inspect", "rivals", "train"), ()),
-    "ops": (
-        "LatteState",
-        "attention_weights",
-        "causal_conv1d",
-        "latte_attention",
-        "linear_attention",
-        "macchiato_attention",
-        "rg_lru",
-        "sliding_window_attention",
-    ),
-    "conversion": ("convert",),
-    "layers": ("LatteAttention", "LatteMacchiato", "RGLRU"),
-    "models": (
-        "LatteCache",
-        "LatteConfig",
-        "LatteForCausalLM",
-        "LatteForSequenceClassification",
-        "LatteModel",
-        "preset_config",
-    ),
-}
 __all__ = [
     "RGLRU",
     "LatteAttention",
@@ -107,8 +85,11 @@ __all__ = [
     "train",
 ]
 
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+_MODULES = (
+    *("models", "conversion", "ops", "layers"),  # whose names these are
+    *("cli", "compare", "data", "evaluate", "inspect", "rivals", "train"),
+)
+__getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 
 # Models to compare with are looked for there, once a name is asked for that is none of our own.
 _register_provider("latte.rivals")
@@ -125,15 +106,7 @@ for _type, _config, _modeling, _prefix in (
         f"{_modeling}:{_prefix}ForCausalLM",
         f"{_modeling}:{_prefix}ForSequenceClassification",
     )
-for _base, _prefix in (
-    ("gemma", "Gemma"),
-    ("gemma2", "Gemma2"),
-    ("gemma3_text", "Gemma3Text"),
-    ("llama", "Llama"),
-    ("mistral", "Mistral"),
-    ("qwen2", "Qwen2"),
-    ("qwen3", "Qwen3"),
-):
+for _base, _prefix in _BASES.items():
     _auto.register_family(
         f"macchiato_{_base}",
         f"latte.conversion.config:Macchiato{_prefix}Config",

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]]
+    package: str, names: Sequence[str], modules: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: its ``__name__``.
-        modules: its modules, which are names too, and what each of them holds.
+        names: what it shows, its ``__all__``.
+        modules: its modules, which are names too, in the order in which they are loaded and asked
+            for a name: light ones first.
     """
-    homes = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
-        if name in homes:
-            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
+        for module in modules if name in names else ():
+            home = importlib.import_module(f"{package}.{module}")
+            if hasattr(home, name):
+                return getattr(home, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes, *modules})
+    def shown() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names, *modules})
 
-    return get, names
+    return get, shown

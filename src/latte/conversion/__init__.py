@@ -14,5 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["convert"]
 
+# The decoders that can be converted, by model type: how their classes' names begin in Transformers.
+BASES = {
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 
-__getattr__, __dir__ = lazy_names(__name__, {"pretrained": ("convert",)})
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("pretrained",))

@@ -9,15 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import transformers
 from huggingface_hub.dataclasses import strict
-from transformers.models.gemma.configuration_gemma import GemmaConfig
-from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from latte.conversion import BASES
 from latte.layers.checks import check_decay_range, check_probability
 from latte.layers.latent_input import LATENT_INPUTS
 from latte.layers.recurrent import DECAY_RANGE
@@ -115,14 +110,5 @@ def _converted(base: Any) -> Any:
 
 
 CONFIGS: dict[str, Any] = {
-    base.model_type: _converted(base)
-    for base in (
-        GemmaConfig,
-        Gemma2Config,
-        Gemma3TextConfig,
-        LlamaConfig,
-        MistralConfig,
-        Qwen2Config,
-        Qwen3Config,
-    )
+    family: _converted(getattr(transformers, f"{prefix}Config")) for family, prefix in BASES.items()
 }

@@ -8,17 +8,12 @@ sequences.
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.gemma.modeling_gemma import GemmaForCausalLM, GemmaModel
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM, Gemma2Model
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextModel
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
+from latte.conversion import BASES
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.config import CONFIGS
 from latte.conversion.sources import sink_positions
@@ -152,34 +147,28 @@ class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
         self.post_init()  # type: ignore[attr-defined]
 
 
-def _family(family: str, decoder: type, language_model: type, **traits: Any) -> tuple[Any, Any]:
+def _family(family: str, prefix: str, **traits: Any) -> tuple[Any, Any]:
     """The converted classes of a base's decoder and language model; traits as the decoder's."""
     shared = {"__module__": __name__, "__annotations__": {"config": CONFIGS[family]}}
 
-    def derived(own: type, base: type, **attributes: Any) -> Any:
-        made = type(f"Macchiato{base.__name__}", (own, base), {**shared, **attributes})
+    def derived(own: type, base: str, **attributes: Any) -> Any:
+        bases = (own, getattr(transformers, base))
+        made = type(f"Macchiato{base}", bases, {**shared, **attributes})
         globals()[made.__name__] = made  # where pickle looks for it
         return made
 
-    model = derived(MacchiatoDecoder, decoder, **traits)
-    return model, derived(MacchiatoLanguageModel, language_model, decoder=model)
+    model = derived(MacchiatoDecoder, f"{prefix}Model", **traits)
+    causal = f"{prefix.removesuffix('Text')}ForCausalLM"
+    return model, derived(MacchiatoLanguageModel, causal, decoder=model)
 
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "gemma": _family("gemma", GemmaModel, GemmaForCausalLM),
-    "gemma2": _family(
-        "gemma2",
-        Gemma2Model,
-        Gemma2ForCausalLM,
-        softcap_field="attn_logit_softcapping",
-        masks_by_kind=True,
-    ),
+_TRAITS: dict[str, dict[str, Any]] = {
+    "gemma2": {"softcap_field": "attn_logit_softcapping", "masks_by_kind": True},
     # Has a soft cap in its configuration, which its attention ignores.
-    "gemma3_text": _family(
-        "gemma3_text", Gemma3TextModel, Gemma3ForCausalLM, masks_by_kind=True, rotary_by_kind=True
-    ),
-    "llama": _family("llama", LlamaModel, LlamaForCausalLM),
-    "mistral": _family("mistral", MistralModel, MistralForCausalLM),
-    "qwen2": _family("qwen2", Qwen2Model, Qwen2ForCausalLM, masks_by_kind=True),
-    "qwen3": _family("qwen3", Qwen3Model, Qwen3ForCausalLM, masks_by_kind=True),
+    "gemma3_text": {"masks_by_kind": True, "rotary_by_kind": True},
+    "qwen2": {"masks_by_kind": True},
+    "qwen3": {"masks_by_kind": True},
+}
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    family: _family(family, prefix, **_TRAITS.get(family, {})) for family, prefix in BASES.items()
 }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.layers.parts import token_positions
+from latte.layers.parts import in_chunks, token_positions
 from latte.layers.state import Piece
 from latte.ops.state import WindowState, final_window_state
 
@@ -89,7 +89,7 @@ def attention_with_sinks(
     # A step of decoding needs no whole block of queries.
     P, C = window, max(1, min(window, T))
     Z = -(-T // C)
-    q, sink_q = (_blocks(x, C, Z).to(wide) for x in (q_BTHK, sink_q_BTHK))
+    q, sink_q = (in_chunks(x, Z, C).to(wide) for x in (q_BTHK, sink_q_BTHK))
     k, v, visible = (
         _with_past(x, None if tail is None else tail[i], P, C, Z)
         for i, x in enumerate((k_BTGK, v_BTGD, real))
@@ -104,7 +104,7 @@ def attention_with_sinks(
     else:
         token = torch.arange(T, device=q.device)
         sequence_B = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
-        own = WindowState(*(_blocks(x[sequence_B][None], C, Z) for x in sinks))
+        own = WindowState(*(in_chunks(x[sequence_B][None], Z, C) for x in sinks))
         sink_k, sink_v, sink_mask = own
         far = torch.einsum("bzcgrk,bzcngk->bzgrcn", sink_ZGR, sink_k.to(wide)) * scale
     if softcap is not None:
@@ -114,7 +114,7 @@ def attention_with_sinks(
     c = torch.arange(C, device=q.device)
     gap_CM = c[:, None] + P - torch.arange(P + C, device=q.device)[None]
     seen_near = ((gap_CM >= 0) & (gap_CM < window)) & visible[:, :, None]
-    place = _blocks(place_BT.expand(B, T), C, Z)
+    place = in_chunks(place_BT.expand(B, T), Z, C)
     if sequence_B is not None:
         ids = _with_past(sequence_B[None], None, P, C, Z, fill=-1)
         seen_near = seen_near & (ids[:, :, None] == ids[:, :, P:, None])
@@ -137,13 +137,6 @@ def attention_with_sinks(
     if not piece.output_final_state:
         return out, None
     return out, final_window_state(k_BTGK, v_BTGD, window, key_mask, cu_seqlens, tail)
-
-
-def _blocks(x: Tensor, C: int, Z: int) -> Tensor:
-    """(B, T, ...) -> (B, Z, C, ...), zeros behind the end."""
-    pad = Z * C - x.shape[1]
-    x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1) if pad else x
-    return x.unflatten(1, (Z, C))
 
 
 def _with_past(x: Tensor, tail: Tensor | None, P: int, C: int, Z: int, fill: int = 0) -> Tensor:

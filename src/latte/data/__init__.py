@@ -46,5 +46,4 @@ __all__ = [
     "train_bpe",
 ]
 
-_BLOCKS = ("BlockCollator", "EvaluationText", "PackedBlocks", "bits_per_byte", "perplexity")
-__getattr__, __dir__ = lazy_names(__name__, {"blocks": _BLOCKS})
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("blocks",))

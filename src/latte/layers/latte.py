@@ -171,10 +171,12 @@ def mix_macchiato(
 
     The options are those of :func:`latte.ops.macchiato_attention`.
     """
-    initial: Any = (piece.state.latent, piece.state.window)
-    if any(part is None for part in initial):
-        initial = None
-    inputs: tuple[Any, Any, Any, Any, Any] = (*logits, v_BTGD)
-    out, carried = macchiato_attention(*inputs, initial_state=initial, **piece.sequences, **options)
+    latent_q, latent_k, q, k = logits
+    assert latent_q is not None and latent_k is not None and q is not None and k is not None
+    initial, state = None, piece.state
+    if state.latent is not None and state.window is not None:
+        initial = (state.latent, state.window)
+    options |= {"initial_state": initial, **piece.sequences}
+    out, carried = macchiato_attention(latent_q, latent_k, q, k, v_BTGD, **options)
     latent, window = (None, None) if carried is None else carried
     return out, MixerState(latent=latent, window=window)

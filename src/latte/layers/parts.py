@@ -35,6 +35,14 @@ class Drawn(nn.Module):
             self.get_parameter(name).copy_(value)
 
 
+def in_chunks(x: Tensor, chunks: int, length: int) -> Tensor:
+    """(B, T, ...) -> (B, chunks, length, ...), with zeros (False) after the end."""
+    short = chunks * length - x.shape[1]
+    if short:
+        x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
+    return x.unflatten(1, (chunks, length))
+
+
 class GELUMLP(nn.Module):
     """``down(gelu(up(x)))``, with biases: the network of plain Latte (paper, section 5)."""
 

@@ -33,18 +33,4 @@ __all__ = [
     "preset_config",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "cache": ("LatteCache",),
-        "config": ("LatteConfig", "PRESETS", "SIZES", "preset_config"),
-        "modeling": (
-            "LatteForCausalLM",
-            "LatteForSequenceClassification",
-            "LatteModel",
-            "LattePreTrainedModel",
-            "count_parameters",
-        ),
-        "registry": (),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("config", "cache", "modeling", "registry"))

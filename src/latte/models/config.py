@@ -253,62 +253,23 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "linear++": {"mixer": "linear", **_PLAIN},
 }
 
-_SIZES: dict[str, dict[str, Any]] = {
+_SIZE_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "num_latents", "sliding_window", "max_position_embeddings"),
+)
+_SIZE_TABLE = {
     # The demo's model: bytes, and a window well below the training length.
-    "tiny": {
-        "vocab_size": 260,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-        "num_latents": 64,
-        "sliding_window": 64,
-        "max_position_embeddings": 256,
-    },
+    "tiny": (260, 128, 4, 4, 512, 64, 64, 256),
     # About 10M parameters with a vocabulary of about 8,000.
-    "small": {
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "intermediate_size": 1024,
-        "num_latents": 64,
-        "sliding_window": 128,
-        "max_position_embeddings": 512,
-    },
-    "paper": {
-        "vocab_size": 50267,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "intermediate_size": 3072,
-        "num_latents": 128,
-        "sliding_window": 128,
-        "max_position_embeddings": 1024,
-        "embedding_dropout": 0.1,
-        "hidden_dropout": 0.1,
-    },
-    "400m": {
-        "vocab_size": 50267,
-        "hidden_size": 1024,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-        "num_latents": 256,
-        "sliding_window": 128,
-        "max_position_embeddings": 2048,
-    },
-    "2.6b": {
-        "vocab_size": 50267,
-        "hidden_size": 2560,
-        "num_hidden_layers": 23,
-        "num_attention_heads": 20,
-        "intermediate_size": 10240,
-        "num_latents": 320,
-        "sliding_window": 128,
-        "max_position_embeddings": 4096,
-    },
+    "small": (8192, 256, 8, 4, 1024, 64, 128, 512),
+    "paper": (50267, 768, 12, 8, 3072, 128, 128, 1024),
+    "400m": (50267, 1024, 20, 16, 4096, 256, 128, 2048),
+    "2.6b": (50267, 2560, 23, 20, 10240, 320, 128, 4096),
 }
+_SIZES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_SIZE_FIELDS, row, strict=True)) for name, row in _SIZE_TABLE.items()
+}
+_SIZES["paper"] |= {"embedding_dropout": 0.1, "hidden_dropout": 0.1}
 
 for _name, _fields in _PRESETS.items():
     register_preset(_name, **_fields)

@@ -258,12 +258,6 @@ class LatteModel(LattePreTrainedModel):
                 x_BTE = x_BTE + self.positions(position_ids, x_BTE.dtype)
         return self.dropout(x_BTE), rotary
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.embed_tokens = value
-
 
 class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
     """A decoder with a language-modelling head, tied to the embeddings by default."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from latte.errors import LatteError
 
-PRESETS = "latte.models.config"  # registers the library's own when it is imported
+_OWN_PRESETS = "latte.models.config"  # registers the library's own when it is imported
 
 # Classes, or where they are: "module:name".
 _mixers: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Preset(ModelEntry):
     """A preset of Latte's own, by its name."""
 
     def config(self, size: str, **overrides: Any) -> Any:
-        return importlib.import_module(PRESETS).preset_config(self.name, size, **overrides)
+        return importlib.import_module(_OWN_PRESETS).preset_config(self.name, size, **overrides)
 
 
 def register_model(entry: ModelEntry) -> None:
@@ -139,7 +139,7 @@ def register_provider(module: str) -> None:
 
 def preset_names() -> tuple[str, ...]:
     """The library's presets, and those registered beside them."""
-    importlib.import_module(PRESETS)
+    importlib.import_module(_OWN_PRESETS)
     return tuple(_presets)
 
 

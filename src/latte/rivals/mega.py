@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.checks import check_input, check_positive
-from latte.layers.parts import RotaryEmbedding, apply_rotary
+from latte.layers.parts import RotaryEmbedding, apply_rotary, in_chunks
 from latte.ops.tensors import computation_dtype, full_precision
 from latte.rivals.base import ComparatorMixer, long_convolution, masked
 
@@ -172,7 +172,7 @@ class Mega(ComparatorMixer):
         C = min(T, self.chunk_size or T)
         J = -(-T // C)
         seen = q_BTZ.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
-        q, k, v, seen = (_chunks(x, J, C) for x in (q_BTZ, k_BTZ, v_BTV, seen))
+        q, k, v, seen = (in_chunks(x, J, C) for x in (q_BTZ, k_BTZ, v_BTV, seen))
         logits = q @ k.mT / math.sqrt(q.shape[-1]) + self.relative_bias(C, q.dtype)
         visible = seen[:, :, None, :]
         if self.causal:
@@ -193,11 +193,3 @@ class Mega(ComparatorMixer):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, chunk_size={self.chunk_size}"
-
-
-def _chunks(x: Tensor, J: int, C: int) -> Tensor:
-    """(B, T, ...) -> (B, J, C, ...), with zeros (False) after the end."""
-    short = J * C - x.shape[1]
-    if short:
-        x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
-    return x.unflatten(1, (J, C))
