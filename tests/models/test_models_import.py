@@ -1,9 +1,12 @@
 """What ``import latte`` pulls in, and that Auto classes know Latte in either import order."""
 
+import ast
+import importlib
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +80,15 @@ def test_lazy_names():
     assert set(latte.__all__) <= set(dir(latte))
     with pytest.raises(AttributeError, match="no attribute 'espresso'"):
         latte.espresso  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["latte", "latte.models", "latte.data", "latte.conversion"])
+def test_lazy_names_are_those_that_type_checkers_see(package):
+    """A name is looked for in one module after the other: the first that has it is its own."""
+    home = importlib.import_module(package)
+    tree = ast.parse(Path(home.__file__).read_text(encoding="utf-8"))
+    told = next(n for n in tree.body if isinstance(n, ast.If)).body
+    for node in told:
+        module = importlib.import_module(node.module)
+        for name in [alias.name for alias in node.names]:
+            assert getattr(home, name) is getattr(module, name), name
