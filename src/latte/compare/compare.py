@@ -31,7 +31,7 @@ from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, evaluate_lengths
 from latte.machine import describe
-from latte.models.registry import other_models
+from latte.models.registry import find_model, other_models, preset_names
 from latte.train.metrics import read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
 from latte.train.run import check_model, first_alone, train
@@ -180,8 +180,6 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
     Raises:
         LatteError: the recipe is about a model that is no preset, which would be every one of them.
     """
-    from latte.models.registry import find_model, preset_names
-
     for name, value in (
         ("model.architecture", recipe.model.architecture),
         ("conversion.base", recipe.conversion.base),
