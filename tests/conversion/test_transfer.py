@@ -250,7 +250,7 @@ def one_process():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_fully_sharded_blocks_are_gathered_in_turn(checkpointing, one_process):
     """FSDP2's own hooks, on one process: a block's weights are there when its losses need them."""
-    from latte.train.sharding import shard
+    from latte.train.trainer import shard
 
     plain, sharded = latents_alone(), latents_alone()
     if checkpointing:

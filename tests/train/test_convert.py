@@ -19,7 +19,7 @@ from latte.errors import LatteError
 from latte.train.convert import convert_and_train, load_conversion_recipe
 from latte.train.recipe import ConversionSection, load_recipe
 from latte.train.run_folder import FolderInUse, take
-from latte.train.sharding import SHARDS
+from latte.train.trainer import SHARDS
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
 STAGE = ["max_tokens=null", "max_steps=3", "batch_size=2", "warmup_steps=1", "log_steps=1",
@@ -242,7 +242,7 @@ def test_a_conversion_under_way_is_left_to_its_process(base, small, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(LatteError, match="transfer was stopped at step 1"):
         convert_and_train(str(base), out, small("transfer.max_minutes=1e-6"), quiet=True)
-    held, _ = take(out, "conversion.json", {}, lambda file: None)
+    held, _ = take(out, "conversion.json", {}, {}, identity=dict)
     with pytest.raises(FolderInUse, match="another process is training in"):
         convert_and_train(str(base), out, small(), quiet=True)
     held.lock.close()

@@ -56,11 +56,7 @@ def evaluate(options: Namespace) -> int:
             model,
             tokenizer,
             chosen,
-            limit=options.limit,
-            num_fewshot=options.num_fewshot,
-            batch_size=options.batch_size,
-            max_length=options.max_length,
-            bf16=options.bf16,
+            **picked(options, "limit", "num_fewshot", "batch_size", "max_length", "bf16"),
         )
         table_file, record_file = tasks.write_tasks(writable_folder(output), scores, label)
         print(tasks.tasks_table(scores.rows))
@@ -72,7 +68,7 @@ def evaluate(options: Namespace) -> int:
     from latte.evaluate.plots import lengths_figure
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
-    shape = {"join": options.join, "max_tokens": options.max_tokens}
+    shape = picked(options, "join", "max_tokens")
     if options.corpus:
         corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus
         text = evaluation_text(corpus, tokenizer, field=options.field, **shape)
@@ -84,9 +80,7 @@ def evaluate(options: Namespace) -> int:
         model,
         text,
         sorted(set(options.lengths)),
-        segment=options.segment,
-        batch_tokens=options.batch_tokens,
-        bf16=options.bf16,
+        **picked(options, "segment", "batch_tokens", "bf16"),
         label=label,
     )
     write_rows(output / "evaluation.csv", {label: rows})
@@ -109,10 +103,7 @@ def generate(options: Namespace) -> int:
     from latte.evaluate.generate import check_sampling
     from latte.evaluate.generate import generate as run
 
-    sampling = {
-        name: getattr(options, name)
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    }
+    sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
@@ -155,8 +146,8 @@ def compare(options: Namespace) -> int:
 
 def convert(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
-    names = [name for _, name, _, _ in CONVERSION_SHAPE] + ["delay_latents"]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    shape = picked(options, *(name for _, name, _, _ in CONVERSION_SHAPE), "delay_latents")
+    given = {name: value for name, value in shape.items() if value is not None}
     if options.recipe is not None:
         return _convert_and_train(options, given)
     if options.overrides:
@@ -246,9 +237,13 @@ def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
     return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
 
 
+def picked(options: Namespace, *names: str) -> dict[str, Any]:
+    """Some of the options, by the names of the keywords that they become."""
+    return {name: getattr(options, name) for name in names}
+
+
 def at_least_one(options: Namespace, *names: str) -> None:
     """Refuse options below 1; None means that it was not given."""
-    for name in names:
-        value = getattr(options, name)
+    for name, value in picked(options, *names).items():
         if value is not None and value < 1:
             raise LatteError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from latte import __version__
 from latte.cli import commands
 from latte.errors import OneLineParser
 
@@ -37,7 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train, evaluate and sample Latte language models.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=Version, help="show the version and exit")
+    version = f"latte {__version__}"
+    parser.add_argument(
+        "--version", action="version", version=version, help="show the version and exit"
+    )
     kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(run: Callable[..., int], summary: str, details: str) -> Any:
@@ -55,19 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
     for add_options in (_train, _evaluate, _generate, _compare, _convert, _inspect, _benchmark):
         add_options(command)
     return parser
-
-
-class Version(argparse.Action):
-    """Looks the version up only when asked."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
-        from latte import __version__
-
-        print(f"latte {__version__}")
-        parser.exit(0)
 
 
 # ---- what an option's text becomes

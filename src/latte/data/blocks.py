@@ -296,23 +296,17 @@ class EvaluationText:
         windows = sorted(self.windows(context_length), key=lambda window: -len(window.targets))
         for first in range(0, len(windows), batch_size):
             rows = windows[first : first + batch_size]
-            shape = (len(rows), len(rows[0].targets))
-            input_ids = np.full(shape, self.tokens.eos, np.int64)
-            mask = np.zeros(shape, np.int64)
-            targets = np.full(shape, IGNORE, np.int64)
-            for row, window in enumerate(rows):
-                n = len(window.targets)
-                input_ids[row, :n] = window.input_ids
-                targets[row, :n] = window.targets
-                mask[row, :n] = 1
-            yield {
-                "input_ids": torch.from_numpy(input_ids),
-                "attention_mask": torch.from_numpy(mask),
-                "targets": torch.from_numpy(targets),
-                "target_bytes": torch.tensor(
-                    [window.target_bytes.sum() for window in rows], dtype=torch.float64
-                ),
+            parts: dict[str, tuple[list[np.ndarray], int]] = {  # and what they are padded with
+                "input_ids": ([window.input_ids for window in rows], self.tokens.eos),
+                "attention_mask": ([np.ones_like(window.targets) for window in rows], 0),
+                "targets": ([window.targets for window in rows], IGNORE),
             }
+            batch = {
+                name: pad_sequence([torch.from_numpy(row) for row in values], True, padding)
+                for name, (values, padding) in parts.items()
+            }
+            sizes = [window.target_bytes.sum() for window in rows]
+            yield {**batch, "target_bytes": torch.tensor(sizes, dtype=torch.float64)}
 
 
 def _choose(tokens: TokenFile, max_tokens: int | None) -> list[tuple[int, int, int]]:

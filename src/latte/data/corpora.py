@@ -12,6 +12,7 @@ import heapq
 import lzma
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -200,37 +201,25 @@ def _split(name: str, whole: Source, kind: str, held_out: float) -> Corpus:
     return Corpus(name, train, validation)
 
 
-class CorpusBar:
-    """A tqdm bar in the units of a source: bytes on disk, or documents. Use it with ``with``."""
+@contextmanager
+def corpus_bar(
+    description: str, source: Source, enabled: bool = True
+) -> Iterator[tuple[Any, Meter]]:
+    """A tqdm bar in the units of a source, bytes on disk or documents; and what moves it on."""
+    from tqdm.auto import tqdm
 
-    def __init__(self, description: str, source: Source, enabled: bool = True) -> None:
-        from tqdm.auto import tqdm
+    unit, total = source.unit, source.total
+    with tqdm(
+        desc=description, total=total, unit=unit, unit_scale=True, disable=not enabled
+    ) as bar:
 
-        self._source = source
-        self._bar: Any = tqdm(
-            desc=description,
-            total=source.total,
-            unit=source.unit,
-            unit_scale=True,
-            disable=not enabled,
-        )
+        def meter(done: int) -> None:
+            if bar.total is None:  # it may be known only now
+                bar.total = source.total
+            if done > bar.n:
+                bar.update(done - bar.n)
 
-    def meter(self, done: int) -> None:
-        """Move to ``done`` units; a total that is known only now is taken up."""
-        if self._bar.total is None:
-            self._bar.total = self._source.total
-        if done > self._bar.n:
-            self._bar.update(done - self._bar.n)
-
-    def note(self, text: str) -> None:
-        """Show a few words behind the bar."""
-        self._bar.set_postfix_str(text, refresh=False)
-
-    def __enter__(self) -> CorpusBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        yield bar, meter
 
 
 def sample_text(
@@ -249,8 +238,8 @@ def sample_text(
     """
     kept: list[tuple[int, int, str]] = []
     size = number = 0
-    with CorpusBar("Sampling text", corpus.source(split), progress) as bar:
-        for text in corpus.documents(split, bar.meter):
+    with corpus_bar("Sampling text", corpus.source(split), progress) as (_, meter):
+        for text in corpus.documents(split, meter):
             for start in range(0, len(text), piece):
                 part = text[start : start + piece]
                 key = hashlib.blake2b(f"{seed} {number} ".encode() + part[:256].encode()).digest()

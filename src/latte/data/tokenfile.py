@@ -21,17 +21,18 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from latte.data.corpora import Corpus, CorpusBar, Split
+from latte.data.corpora import Corpus, Split, corpus_bar
 from latte.data.tokenizers import (
     Encoder,
     document_ends,
@@ -52,11 +53,12 @@ FULL_CHECK_BYTES = 128 << 20
 BATCH_CHARACTERS = 2 << 20
 
 
-def _checksum(path: Path) -> int:
+def checksum(path: Path, whole: float = math.inf) -> int:
+    """CRC-32 of a file, or of 256 samples of one of more bytes than ``whole``."""
     size = path.stat().st_size
     value = 0
     with open(path, "rb") as file:
-        if size <= FULL_CHECK_BYTES:
+        if size <= whole:
             while piece := file.read(1 << 20):
                 value = zlib.crc32(piece, value)
         else:
@@ -147,14 +149,14 @@ def _checked_index(path: Path) -> dict[str, Any]:
             raise LatteError(
                 f"{path}: token cache of format {index['format']}, expected {FORMAT}; delete it"
             )
-        for name, (size, checksum) in index["files"].items():
+        for name, (size, wanted) in index["files"].items():
             found = (path / name).stat().st_size
             if found != size:
                 raise LatteError(
                     f"{path / name}: truncated or edited token cache: expected {size} bytes, found "
                     f"{found}; delete the folder to make it again"
                 )
-            if _checksum(path / name) != checksum:
+            if checksum(path / name, FULL_CHECK_BYTES) != wanted:
                 raise LatteError(
                     f"{path / name}: edited token cache: its checksum does not match; delete the "
                     "folder to make it again"
@@ -169,6 +171,20 @@ def _checked_index(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError) as error:
         raise LatteError(f"{path}/index.json: edited token cache: bad entry {error}") from error
     return index
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Documents to encode together: as many as reach BATCH_CHARACTERS."""
+    batch: list[str] = []
+    waiting = 0
+    for text in documents:
+        batch.append(text)
+        waiting += len(text)
+        if waiting >= BATCH_CHARACTERS:
+            yield batch
+            batch, waiting = [], 0
+    if batch:
+        yield batch
 
 
 def _write(
@@ -186,13 +202,9 @@ def _write(
     offsets, sizes = array("q", [0]), array("q")
     largest = max(bos, eos)
     source = corpus.source(split)
-    bar = CorpusBar(f"Tokenising {split}", source, progress)
-
-    with bar, open(folder / "tokens.bin", "wb") as file:
-        batch: list[str] = []
-
-        def flush() -> None:
-            nonlocal largest
+    shown = corpus_bar(f"Tokenising {split}", source, progress)
+    with shown as (bar, meter), open(folder / "tokens.bin", "wb") as file:
+        for batch in _batches(corpus.documents(split, meter)):
             for text, ids in zip(batch, encode(batch), strict=True):
                 document = np.empty(len(ids) + 2, dtype)
                 document[0], document[1:-1], document[-1] = bos, ids, eos
@@ -200,18 +212,7 @@ def _write(
                 file.write(document.tobytes())
                 offsets.append(offsets[-1] + len(document))
                 sizes.append(len(text.encode()))
-            batch.clear()
-            bar.note(f"{offsets[-1] / 1e6:.1f}M tokens")
-
-        waiting = 0
-        for text in corpus.documents(split, bar.meter):
-            batch.append(text)
-            waiting += len(text)
-            if waiting >= BATCH_CHARACTERS:
-                flush()
-                waiting = 0
-        if batch:
-            flush()
+            bar.set_postfix_str(f"{offsets[-1] / 1e6:.1f}M tokens", refresh=False)
         file.flush()
         os.fsync(file.fileno())
     if not sizes:
@@ -236,7 +237,9 @@ def _write(
         "largest_id": largest,
         "bos": bos,
         "eos": eos,
-        "files": {path.name: [path.stat().st_size, _checksum(path)] for path in files},
+        "files": {
+            path.name: [path.stat().st_size, checksum(path, FULL_CHECK_BYTES)] for path in files
+        },
     }
     with open(folder / "index.json", "w", encoding="utf-8") as index_file:
         json.dump(index, index_file, indent=2)

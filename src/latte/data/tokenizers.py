@@ -34,6 +34,16 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(table[byte] for byte in range(256))
 
 
+def _backend(use_regex: bool, **model: Any) -> Any:
+    """A byte-level BPE; with `use_regex` GPT-2's pre-tokeniser."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(models.BPE(**model))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
 def _wrapped(backend: Any) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
@@ -50,12 +60,8 @@ def _wrapped(backend: Any) -> PreTrainedTokenizerFast:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes as tokens: id b is byte b, then eos = 256, bos = 257, pad = 258. Lossless."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = _backend(use_regex=False, vocab=vocabulary, merges=[])
     backend.add_special_tokens([EOS, BOS, PAD])
     return _wrapped(backend)
 
@@ -73,14 +79,12 @@ def train_bpe(
     Ids 0, 1, 2 are eos, bos, pad; the 256 bytes are all there, so any text round-trips. The same
     documents give the same tokeniser. ``total_bytes`` only scales the progress bar.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import trainers
     from tqdm.auto import tqdm
 
     if vocab_size < 256 + 3:
         raise LatteError(f"vocab_size must be at least 259 (256 bytes, 3 specials): {vocab_size}")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.decoder = decoders.ByteLevel()
+    backend = _backend(use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
@@ -258,14 +262,10 @@ class Encoder:
         flat = [piece for document in pieces for piece in document]
         if self._fast is not None:
             encoded = self._fast.encode_batch_fast(flat, add_special_tokens=False)
-            ids = [np.asarray(entry.ids, np.uint32) for entry in encoded]
+            ids = iter(entry.ids for entry in encoded)
         else:
-            ids = [
-                np.asarray(self._slow.encode(piece, add_special_tokens=False), np.uint32)
-                for piece in flat
-            ]
-        result, start = [], 0
-        for document in pieces:
-            result.append(np.concatenate(ids[start : start + len(document)]))
-            start += len(document)
-        return result
+            ids = iter(self._slow.encode(piece, add_special_tokens=False) for piece in flat)
+        return [
+            np.concatenate([np.asarray(next(ids), np.uint32) for _ in document])
+            for document in pieces
+        ]

@@ -23,7 +23,7 @@ from latte.conversion.pretrained import check_output, converted_config, load_tok
 from latte.errors import LatteError
 from latte.train import recipe as recipes
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
-from latte.train.run_folder import Claim, check_same, take
+from latte.train.run_folder import Claim, take
 from latte.train.typed import apply_override, build
 
 IDENTITY_FILE = "conversion.json"
@@ -90,10 +90,8 @@ def load_conversion_recipe(
         raise LatteError("conversion.base: expected none in a conversion's recipe; BASE is given")
     if found.transfer is None and found.training is None:
         raise LatteError("a conversion's recipe needs a transfer or a training section, got none")
-    recipes.check_lengths("evaluation", found.evaluation.lengths)
-    tokens = found.evaluation.max_tokens
-    if tokens is not None and tokens < 1:
-        raise LatteError(f"evaluation.max_tokens: expected a number above 0, got {tokens}")
+    recipes.expect(found, "numbers of at least 1", "evaluation.lengths")
+    recipes.expect(found, "a number above 0", "evaluation.max_tokens")
     return found
 
 
@@ -143,11 +141,8 @@ def _claim(folder: Path, values: dict[str, Any]) -> Claim:
     """The folder is new, or holds this very conversion."""
     if not (folder / IDENTITY_FILE).is_file():
         check_output(folder)
-
-    def check(file: Path) -> None:
-        check_same(file, _identity(values), what="conversion", identity=_identity)
-
-    return take(folder, IDENTITY_FILE, values, check)[0]
+    wanted = _identity(values)
+    return take(folder, IDENTITY_FILE, values, wanted, what="conversion", identity=_identity)[0]
 
 
 def _export(run: Path, folder: Path) -> None:

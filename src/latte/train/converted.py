@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.conversion.pretrained import converted_config, is_converted, load_base
 from latte.conversion.transfer import Teacher
 from latte.errors import LatteError
-from latte.train import sharding
 from latte.train.recipe import ConversionSection
-from latte.train.trainer import LatteTrainer
+from latte.train.trainer import LatteTrainer, full_state_dict
 
 LORA = ".lora_"  # in the name of every parameter that peft adds
 KL_ROWS = 2**24  # elements of the two distributions compared at a time
@@ -200,10 +198,7 @@ class ConversionTrainer(LatteTrainer):
         """The parts of the transfer's loss; a likelihood only where the loss is one."""
         if self.section.objective == "next-token":
             return {} if self.section.distillation else super().loss_parts(loss)
-        errors = self._errors.clone()
-        if self.args.world_size > 1:
-            dist.all_reduce(errors)
-        output, mass, passes = errors.tolist()
+        output, mass, passes = self.accelerator.reduce(self._errors, "sum").tolist()
         self._errors.zero_()
         return {"output_error": output / passes, "mass_divergence": mass / passes}
 
@@ -212,7 +207,7 @@ class ConversionTrainer(LatteTrainer):
         if self.section.trainable != "lora" or _internal_call or output_dir is None:
             return super().save_model(output_dir, _internal_call)
         if self._sharded:
-            state = sharding.full_state_dict(self.model)
+            state = full_state_dict(self.model)
         else:
             state = self.accelerator.unwrap_model(self.model).state_dict()
         if self.args.should_save:

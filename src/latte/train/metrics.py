@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from latte import machine
 from latte.train.recipe import Recipe
+from latte.train.run_folder import write_text
 
 METRICS_FILE = "metrics.jsonl"
 # What a log line shows beside the loss, if the run's objective has it: key, name, format.
@@ -117,11 +118,18 @@ class Progress(TrainerCallback):
                 f" | bpb {record['eval_bits_per_byte']:.4f}"
             )
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pause(state)
-
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pause(state)
+        """Evaluating and saving count as time of the run, but not against tokens per second.
+
+        Nor do they count as memory: the peak that is reported is that of training steps.
+        """
+        machine.reset_peak_memory(self._device)
+        if state.global_step > self._last_step:
+            return  # a log line is due first; it cannot be told apart then
+        self.seconds = self._elapsed()
+        self._last_time = time.perf_counter()
+
+    on_evaluate = on_save
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds = self._elapsed()
@@ -132,17 +140,6 @@ class Progress(TrainerCallback):
         self._bar = self._writer = self._file = None
 
     # ---- details
-
-    def _pause(self, state: Any) -> None:
-        """Evaluating and saving count as time of the run, but not against tokens per second.
-
-        Nor do they count as memory: the peak that is reported is that of training steps.
-        """
-        machine.reset_peak_memory(self._device)
-        if state.global_step > self._last_step:
-            return  # a log line is due first; it cannot be told apart then
-        self.seconds = self._elapsed()
-        self._last_time = time.perf_counter()
 
     def _tokens(self, state: Any) -> int:
         return state.global_step * self._tokens_per_step
@@ -209,14 +206,8 @@ def duration(seconds: float) -> str:
 
 def read_metrics(folder: str | Path, kind: str) -> list[dict[str, Any]]:
     """The records of metrics.jsonl of one kind, "train" or "eval"; half-written lines left out."""
-    records = []
-    path = Path(folder) / METRICS_FILE
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = _parsed(line)
-            if record is not None and record.get("kind") == kind:
-                records.append(record)
-    return records
+    records = _records(Path(folder) / METRICS_FILE)
+    return [record for record in records if record.get("kind") == kind]
 
 
 def drop_lines_after(path: Path, step: int) -> float:
@@ -224,22 +215,21 @@ def drop_lines_after(path: Path, step: int) -> float:
 
     Returns the seconds of training that the kept lines account for.
     """
-    if not path.exists():
-        return 0.0
-    records = [_parsed(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = [record for record in records if record is not None and record["step"] <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    kept = [record for record in _records(path) if record["step"] <= step]
+    if path.exists():
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
     return max((record.get("seconds", 0.0) for record in kept), default=0.0)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "step" in record else None
+def _records(path: Path) -> list[dict[str, Any]]:
+    """What can be read of a file of metrics; nothing of one that is not there."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # half-written
+            record = json.loads(line)
+            if isinstance(record, dict) and "step" in record:
+                found.append(record)
+    return found
 
 
 def _plain(value: Any) -> Any:

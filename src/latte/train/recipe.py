@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,9 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 
 # Of `training`: how often a run reports, and how long it may take. It stays the same run.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
+# Of `training` too: what cannot be 0.
+COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation")
+POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
 
 
 @dataclass
@@ -272,55 +277,51 @@ def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
 
 
-def check_lengths(section: str, lengths: list[int] | None) -> None:
-    """Raise LatteError for context lengths that nothing could be scored at."""
-    if min(lengths or [1]) < 1:
-        raise LatteError(f"{section}.lengths: expected numbers of at least 1, got {lengths}")
+# What a value is expected to be, as errors say it.
+EXPECTED: dict[str, Callable[[Any], bool]] = {
+    "a number above 0": lambda value: value > 0,
+    "0 or more": lambda value: value >= 0,
+    "0 to 1": lambda value: 0 <= value <= 1,
+    "at least 2": lambda value: value >= 2,
+    "numbers of at least 1": lambda value: min(value, default=1) >= 1,
+    "two numbers from 0 up to but not 1": lambda value: (
+        len(value) == 2 and all(0 <= each < 1 for each in value)
+    ),
+}
+
+
+def expect(recipe: Any, what: str, *keys: str) -> None:
+    """Raise LatteError for a value that is given, by its dotted key, and not what is expected."""
+    for key in keys:
+        value = operator.attrgetter(key)(recipe)
+        if value is not None and not EXPECTED[what](value):
+            raise LatteError(f"{key}: expected {what}, got {value}")
 
 
 def check(recipe: Recipe) -> Recipe:
     """Values that have the right type but cannot be used together."""
-    training, data = recipe.training, recipe.data
+    training, conversion = recipe.training, recipe.conversion
     if (training.max_steps is None) == (training.max_tokens is None):
         raise LatteError(
             "training: give exactly one of training.max_steps and training.max_tokens, got"
             f" max_steps={training.max_steps} and max_tokens={training.max_tokens}"
         )
-    positive = {
-        "training": ("max_steps", "max_tokens", "max_minutes", "batch_size", "learning_rate")
-        + ("gradient_accumulation", "epsilon", "log_steps", "save_steps", "eval_steps")
-        + ("keep_checkpoints",),
-        "data": ("block_length", "vocab_size", "max_validation_tokens"),
-        "comparison": ("max_tokens",),
-    }
-    for name, keys in positive.items():
-        section = getattr(recipe, name)
-        for key in keys:
-            value = getattr(section, key)
-            if value is not None and not value > 0:
-                raise LatteError(f"{name}.{key}: expected a number above 0, got {value}")
-    for key in ("warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
-        if getattr(training, key) < 0:
-            raise LatteError(f"training.{key}: expected 0 or more, got {getattr(training, key)}")
+    expect(recipe, "a number above 0", *(f"training.{key}" for key in POSITIVE))
+    expect(recipe, "a number above 0", "data.vocab_size", "data.max_validation_tokens")
+    expect(recipe, "a number above 0", "comparison.max_tokens")
+    expect(recipe, "at least 2", "data.block_length")
+    expect(recipe, "0 or more", "training.warmup_steps", "training.min_learning_rate")
+    expect(recipe, "0 or more", "training.weight_decay", "training.max_grad_norm")
+    expect(recipe, "two numbers from 0 up to but not 1", "training.betas")
+    expect(recipe, "numbers of at least 1", "comparison.lengths")
+    expect(recipe, "0 or more", "conversion.mass_weight")
+    expect(recipe, "0 to 1", "conversion.distillation")
     check_seed("training.seed", training.seed)
-    check_lengths("comparison", recipe.comparison.lengths)
-    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
-        raise LatteError(
-            f"training.betas: expected two numbers from 0 up to but not 1, got {training.betas}"
-        )
     if training.min_learning_rate > training.learning_rate:
         raise LatteError(
             f"training.min_learning_rate: expected at most training.learning_rate"
             f" ({training.learning_rate}), got {training.min_learning_rate}"
         )
-    conversion = recipe.conversion
-    for key in ("mass_weight", "distillation"):
-        value = getattr(conversion, key)
-        if value < 0 or (key == "distillation" and value > 1):
-            raise LatteError(
-                f"conversion.{key}: expected {'0 to 1' if key == 'distillation' else '0 or more'},"
-                f" got {value}"
-            )
     if conversion.trainable == "lora" and (conversion.lora_rank < 1 or not conversion.lora_targets):
         raise LatteError(
             "conversion.trainable=lora: expected lora_rank of at least 1 and some lora_targets, got"
@@ -336,6 +337,4 @@ def check(recipe: Recipe) -> Recipe:
             "conversion.objective=transfer trains the latents alone; expected"
             f" conversion.trainable=latents, got {conversion.trainable}"
         )
-    if data.block_length < 2:
-        raise LatteError(f"data.block_length: expected at least 2, got {data.block_length}")
     return recipe

@@ -71,8 +71,11 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     except ValueError:
         owner.give_back()
         raise
+    kind = LatteTrainer
+    if recipe.conversion.base is not None:
+        from latte.train.converted import ConversionTrainer as kind
     progress = Progress(recipe, label, quiet or not first)
-    trainer = trainer_class(recipe)(
+    trainer = kind(
         recipe,
         model,
         text.tokenizer,
@@ -137,15 +140,6 @@ def check_model(recipe: Recipe) -> None:
         from latte.train.converted import starting_config
 
         starting_config(recipe.conversion)
-
-
-def trainer_class(recipe: Recipe) -> type[LatteTrainer]:
-    """The Trainer of a recipe's objective."""
-    if recipe.conversion.base is None:
-        return LatteTrainer
-    from latte.train.converted import ConversionTrainer
-
-    return ConversionTrainer
 
 
 def data_section(recipe: Recipe) -> DataSection:
@@ -239,21 +233,16 @@ def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished:
             (folder / STOPPED_FILE).unlink(missing_ok=True)
         write_json(folder / (FINISHED_FILE if finished else STOPPED_FILE), result)
         if not progress.quiet:
-            _say_end(folder, finished, trainer.state.global_step, recipe)
+            print(
+                f"finished: {folder} holds the model (try: latte generate {folder})"
+                if finished
+                else f"stopped at step {result['steps']} by training.max_minutes="
+                f"{recipe.training.max_minutes:g}; run again with more minutes to go on",
+                flush=True,
+            )
     if trainer.args.world_size > 1:
         torch.distributed.barrier()
     return _stored_result(folder)
-
-
-def _say_end(folder: Path, finished: bool, step: int, recipe: Recipe) -> None:
-    if finished:
-        print(f"finished: {folder} holds the model (try: latte generate {folder})", flush=True)
-    else:
-        print(
-            f"stopped at step {step} by training.max_minutes={recipe.training.max_minutes:g};"
-            " run again with more minutes to go on",
-            flush=True,
-        )
 
 
 def _stored_result(folder: Path) -> Result:

@@ -19,12 +19,12 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
+from latte.data.tokenfile import checksum
 from latte.errors import LatteError
 
 RUN_FILE = "run.json"
@@ -95,7 +95,7 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
         Path(recipe.output_dir),
         RUN_FILE,
         {"identity": identity, "recipe": recipe.as_dict()},
-        lambda file: check_same(file, identity),
+        identity,
     )
     if new:
         return owner
@@ -114,13 +114,19 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
 
 
 def take(
-    folder: Path, name: str, content: Any, check: Callable[[Path], None]
+    folder: Path,
+    name: str,
+    content: Any,
+    wanted: dict[str, Any],
+    *,
+    what: str = "run",
+    identity: Callable[[Any], dict[str, Any]] = lambda content: content["identity"],
 ) -> tuple[Claim, bool]:
     """Hold a folder whose file `name` says whose it is; whether it is new, and the file written.
 
     Args:
         content: what a new folder's file says.
-        check: called with a file that was there; raises if it is another's.
+        wanted, what, identity: as of `check_same`, for a file that was there.
 
     Raises:
         LatteError: the folder cannot be written, holds something else, or is in use.
@@ -129,24 +135,23 @@ def take(
     writable_folder(folder)
     file, lock = folder / name, None
     if not file.exists():
-        strangers = [p.name for p in folder.iterdir() if not _own(p.name, name)]
+        strangers = [
+            path.name
+            for path in folder.iterdir()
+            if path.name not in (LOCK_FILE, STAGING) and not path.name.startswith(f"{name}.tmp-")
+        ]
         # Unless another process has made it its own in this very moment.
         if strangers and not file.exists():
             raise LatteError(
                 f"output folder {folder} is not empty and holds no run of latte (it has"
-                f" {sorted(strangers)[0]!r}); choose another output_dir"
+                f" {min(strangers)!r}); choose another output_dir"
             )
         lock = _lock(folder)
         if not file.exists():
             write_json(file, content)
             return Claim(folder, lock=lock, file=name, made=made), True
-    check(file)
+    check_same(file, wanted, what=what, identity=identity)
     return Claim(folder, lock=lock or _lock(folder), file=name), False
-
-
-def _own(file: str, name: str) -> bool:
-    """Whether a file may stand in a folder that nobody has claimed yet by writing `name`."""
-    return file in (LOCK_FILE, STAGING) or file.startswith(f"{name}.tmp-")
 
 
 def writable_folder(folder: Path) -> Path:
@@ -251,7 +256,7 @@ def checkpoint_problem(folder: Path, only: str = "*") -> str | None:
     manifest = folder / MANIFEST_FILE
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        for name, (size, checksum) in files.items():
+        for name, (size, wanted) in files.items():
             path = folder / name
             if not PurePath(name).match(only):
                 continue
@@ -259,7 +264,7 @@ def checkpoint_problem(folder: Path, only: str = "*") -> str | None:
                 return f"{path} is missing"
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size} bytes, expected {size}"
-            if _checksum(path) != checksum:
+            if checksum(path) != wanted:
                 return f"{path} was edited: its checksum does not match"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{manifest} is missing or damaged"
@@ -270,18 +275,10 @@ def write_manifest(folder: Path, files: list[Path]) -> None:
     """Record sizes and checksums of `files`, and flush them and the record to disk."""
     record = {}
     for path in files:
-        record[str(path.relative_to(folder))] = [path.stat().st_size, _checksum(path)]
+        record[str(path.relative_to(folder))] = [path.stat().st_size, checksum(path)]
         _flush(path)
     write_json(folder / MANIFEST_FILE, {"files": record})
     _flush(folder / MANIFEST_FILE)
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            value = zlib.crc32(piece, value)
-    return value
 
 
 def seal(staged: Path, final: Path) -> None:

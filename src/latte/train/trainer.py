@@ -6,13 +6,14 @@ What is changed, and why:
 - A checkpoint is staged and renamed; a killed process never leaves half of one.
 - The logged loss is the summed NLL of the log window over its token count; a loss or a gradient
   norm that is not finite stops the run before it can reach the weights.
-- FSDP2 is applied here, by `fully_shard`, since Accelerate turns it into DDP on a CPU.
+- FSDP2 is applied here by plain `fully_shard`, before an optimiser is made: Accelerate turns it
+  into DDP on a CPU without a word. Its checkpoints are distributed (each process writes its
+  shards); the exported model is gathered once, in full.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,14 +23,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, SequentialSampler
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
 from latte.data.blocks import EvaluationText
 from latte.errors import LatteError
-from latte.train import sharding
 from latte.train.recipe import Recipe, dump
 from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
@@ -38,6 +49,9 @@ from latte.train.speed import of_own_blocks, quicken
 # What libraries keep in more than one dimension and is no matrix: biases by head, Mamba's rates of
 # forgetting, RWKV's rates, mixing shares and bonuses.
 _RATES = re.compile(r"(bias|bonus|A_log|time_\w+)$")
+
+
+SHARDS = "shards"  # of a checkpoint: a folder with each process's part
 
 
 class Diverged(LatteError):
@@ -62,7 +76,7 @@ class LatteTrainer(Trainer):
     def __init__(
         self,
         recipe: Recipe,
-        model: torch.nn.Module,
+        model: nn.Module,
         tokenizer: Any,
         train_dataset: Dataset,
         collate: Callable[[list[Any]], dict[str, Any]],
@@ -76,7 +90,6 @@ class LatteTrainer(Trainer):
         self.tokenizer = tokenizer
         self.held_out = held_out
         self.bytes_per_token = bytes_per_token
-        self._staging = False
         self._sharded = False
         self._use_cache = getattr(model.config, "use_cache", False)
         quicken(model, recipe)
@@ -104,17 +117,13 @@ class LatteTrainer(Trainer):
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.args.device)
         if recipe.training.strategy == "fsdp2" and self.args.world_size > 1:
             self._sharded = True
-            sharding.shard(self.model, self.args.device)
+            shard(self.model, self.args.device)
             # The model places itself and reduces its gradients: Accelerate must not wrap it.
             self.is_distributed_loading_by_transformers = True
 
     # ---- data, optimiser, schedule
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        return SequentialSampler(dataset)
-
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -139,8 +148,8 @@ class LatteTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any) -> Any:
         prepared = super()._prepare_for_training(*arguments)
         if self._sharded:
-            sharding.assert_sharded(prepared[0])
-            if isinstance(prepared[0], torch.nn.parallel.DistributedDataParallel):
+            assert_sharded(prepared[0])
+            if isinstance(prepared[0], nn.parallel.DistributedDataParallel):
                 raise RuntimeError("FSDP2 was asked for, but the Trainer wrapped the model in DDP")
         return prepared
 
@@ -162,33 +171,26 @@ class LatteTrainer(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Runs between the backward pass and the optimiser's step, on every step."""
         norm = super()._get_grad_norm(model, grad_norm)
-        if isinstance(norm, torch.distributed.tensor.DTensor):
+        if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self._not_finite |= ~torch.isfinite(torch.as_tensor(norm, device=self.args.device))
         # Reading a flag waits for a GPU, so there only now and then; a CPU has nothing to wait for.
         step = self.state.global_step + 1
         looked_at = (step % k == 0 for k in (self.args.logging_steps, self.args.save_steps))
         if self.args.device.type == "cpu" or any(looked_at) or step >= self.state.max_steps:
-            self._stop_if_not_finite(step)
+            if bool(self._not_finite):
+                section = self.recipe.training
+                raise Diverged(
+                    f"training diverged: loss or gradient is not finite at step {step} (peak"
+                    f" training.learning_rate {section.learning_rate:g}, bf16 {section.bf16});"
+                    " nothing was saved since the last checkpoint; try a lower learning rate"
+                )
         return norm
-
-    def _stop_if_not_finite(self, step: int) -> None:
-        if not bool(self._not_finite):
-            return
-        section = self.recipe.training
-        raise Diverged(
-            f"training diverged: loss or gradient is not finite at step {step} (peak"
-            f" training.learning_rate {section.learning_rate:g}, bf16 {section.bf16}); nothing"
-            " was saved since the last checkpoint; try a lower learning rate"
-        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Replace the mean of step means by the window's summed NLL over its tokens."""
         if "loss" in logs:
-            window = self._window.clone()
-            if self.args.world_size > 1:
-                dist.all_reduce(window)
-            total, tokens = window.tolist()
+            total, tokens = self.accelerator.reduce(self._window, "sum").tolist()
             self._window.zero_()
             logs["loss"] = total / tokens
             logs.update(self.loss_parts(total / tokens))
@@ -228,37 +230,29 @@ class LatteTrainer(Trainer):
 
     # ---- checkpoints
 
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, STAGING) if self._staging else folder
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The Trainer's checkpoint, written aside and renamed when every process has written."""
-        final = Path(self.recipe.output_dir)
+        folder = Path(self.recipe.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            shutil.rmtree(final / STAGING, ignore_errors=True)
-        self._barrier()
-        self._staging = True
+            shutil.rmtree(folder / STAGING, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.args.output_dir = str(folder / STAGING)
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._staging = False
-        self._barrier()
+            self.args.output_dir = str(folder)
+        self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            seal(final / STAGING / name, final / name)
-            (final / STAGING).rmdir()
-            rotate(final / name, self.recipe.training.keep_checkpoints)
-        self._barrier()
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            dist.barrier()
+            seal(folder / STAGING / name, folder / name)
+            (folder / STAGING).rmdir()
+            rotate(folder / name, self.recipe.training.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Export for `from_pretrained`: weights in safetensors, config, tokeniser, recipe."""
         folder = self.recipe.output_dir if output_dir is None else output_dir
-        state = sharding.full_state_dict(self.model) if self._sharded else None
+        state = full_state_dict(self.model) if self._sharded else None
         if self.args.should_save:
             self.export(folder, state)
 
@@ -278,7 +272,8 @@ class LatteTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._sharded:
             return super()._save_optimizer_and_scheduler(output_dir)
-        sharding.save_shards(self.model, self._plain_optimizer(), Path(output_dir))
+        model, optimizer = get_state_dict(self.model, self._plain_optimizer())
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=Path(output_dir, SHARDS))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -289,7 +284,15 @@ class LatteTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self._sharded or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        sharding.load_shards(self.model, self._plain_optimizer(), Path(checkpoint))
+        state = get_state_dict(self.model, self._plain_optimizer())
+        read: dict[str, Any] = dict(zip(("model", "optimizer"), state, strict=True))
+        dcp.load(read, checkpoint_id=Path(checkpoint, SHARDS))
+        set_state_dict(
+            self.model,
+            self._plain_optimizer(),
+            model_state_dict=read["model"],
+            optim_state_dict=read["optimizer"],
+        )
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
 
@@ -305,7 +308,7 @@ class LatteTrainer(Trainer):
             self.model.set_requires_gradient_sync(True)
 
 
-def decayed_names(model: torch.nn.Module) -> list[str]:
+def decayed_names(model: nn.Module) -> list[str]:
     """Parameters that weight decay is for: matrices.
 
     Not norms, biases and rates of forgetting, whichever library's, nor what a layer names in its
@@ -365,6 +368,7 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         seed=section.seed,
         logging_steps=section.log_steps,
         logging_nan_inf_filter=False,
+        train_sampling_strategy="sequential",  # item i of the blocks is that of (seed, i)
         save_strategy="steps",
         save_steps=section.save_steps,
         eval_strategy="steps",
@@ -379,3 +383,36 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         log_level_replica="error",
         use_cpu=not torch.cuda.is_available(),
     )
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def shard(model: nn.Module, device: torch.device) -> nn.Module:
+    """Shard every transformer block, then what is left, over all processes. In place."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert_sharded(model)
+    return model
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of the longest ModuleList: the transformer blocks."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def assert_sharded(model: nn.Module) -> None:
+    """Raise if a parameter is a plain tensor: it would be trained as under DDP."""
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if plain:
+        raise RuntimeError(f"FSDP2 left {len(plain)} parameters unsharded, such as {plain[0]}")
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights in full on the CPU of process 0 (empty elsewhere). Every process must call."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state

@@ -93,21 +93,17 @@ def build(kind: type[D], values: Any, path: str = "") -> D:
         raise LatteError(f"{path or 'recipe'}: expected a section, got {_show(values)}")
     hints = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    prefix = f"{path}." if path else ""
     for key in values:
         if key not in names:
-            full = f"{path}.{key}" if path else str(key)
-            raise LatteError(f"unknown key {full!r}{_nearest(str(key), names, path, kind)}")
+            nearest = _nearest(str(key), names, prefix, hints)
+            raise LatteError(f"unknown key {f'{prefix}{key}'!r}{nearest}")
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         wanted = field.default is field.default_factory is dataclasses.MISSING
         if wanted and field.name in names and field.name not in values:
-            full = f"{path}.{field.name}" if path else field.name
+            full = f"{prefix}{field.name}"
             raise LatteError(f"missing key {full!r}: expected {describe(hints[field.name])}")
-    return kind(
-        **{
-            key: convert(hints[key], value, f"{path}.{key}" if path else key)
-            for key, value in values.items()
-        }
-    )
+    return kind(**{key: convert(hints[key], values[key], f"{prefix}{key}") for key in values})
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
@@ -164,16 +160,12 @@ def _show(value: Any) -> str:
     return "nothing (null)" if value is None else f"{type(value).__name__} {value!r}"
 
 
-def _nearest(key: str, names: list[str], path: str, kind: type) -> str:
-    prefix = f"{path}." if path else ""
-    candidates = [prefix + name for name in names]
-    hints = get_type_hints(kind)
+def _nearest(key: str, names: list[str], prefix: str, hints: dict[str, Any]) -> str:
+    by_name = {name: prefix + name for name in names}
     for name in names:  # also look one level down: `max_steps` means `training.max_steps`
         if dataclasses.is_dataclass(hints[name]):
-            candidates += [f"{prefix}{name}.{f.name}" for f in dataclasses.fields(hints[name])]
-    by_name: dict[str, str] = {}
-    for candidate in candidates:
-        by_name.setdefault(candidate.rsplit(".", 1)[-1], candidate)
+            for field in dataclasses.fields(hints[name]):
+                by_name.setdefault(field.name, f"{prefix}{name}.{field.name}")
     close = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.5)
     if close:
         return f"; the nearest valid key is {by_name[close[0]]!r}"
