@@ -20,6 +20,7 @@ from latte.layers.state import MixerState, Piece
 from latte.ops import linear_attention, sliding_window_attention
 from latte.ops.api import FEATURE_MAPS
 from latte.ops.reference import visible_sources
+from latte.ops.tensors import Sequences
 
 
 class SlidingWindowAttention(Mixer):
@@ -181,7 +182,8 @@ class LinearAttention(Mixer):
         """From the positive features themselves: there is no softmax."""
         assert projected.features is not None
         q, k = projected.features
-        visible = visible_sources(q.shape[1], device=q.device, **self._visibility(piece))
+        sequences = Sequences(**self._visibility(piece))
+        visible = visible_sources(q.shape[1], sequences, q.device)
         scores = torch.einsum("bthf,bshf->bhts", q, k).masked_fill(~visible[:, None], 0.0)
         total = scores.sum(-1, keepdim=True)
         return scores / torch.where(total == 0, 1.0, total)

@@ -16,6 +16,7 @@ from latte.layers.parts import Drawn, Rotary, RotaryEmbedding, apply_rotary, tok
 from latte.layers.state import MixerState, Piece, TokenLog
 from latte.ops import attention_weights
 from latte.ops.reference import visible_sources
+from latte.ops.tensors import Sequences
 
 
 class MixingLogits(NamedTuple):
@@ -364,14 +365,8 @@ def softmax_weights(
     logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / q_BTHK.shape[-1] ** 0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    visible = visible_sources(
-        q_BTHK.shape[1],
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        device=q_BTHK.device,
-        window=window,
-    )[:, None]
+    sequences = Sequences(key_mask, cu_seqlens, causal)
+    visible = visible_sources(q_BTHK.shape[1], sequences, q_BTHK.device, window)[:, None]
     # A finite lowest logit: where all are masked, -inf would leave NaN in the gradient.
     weights = logits.masked_fill(~visible, torch.finfo(logits.dtype).min / 2).softmax(-1)
     return weights.masked_fill(~visible, 0.0)

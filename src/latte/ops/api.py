@@ -20,7 +20,6 @@ for fp64 inputs), the output has the dtype of ``v``. Bad arguments raise ``Value
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,7 @@ from latte.ops.checks import (
     check_window_state,
 )
 from latte.ops.state import LatteState, LinearState, WindowState, begun, final_window_state
-from latte.ops.tensors import computation_dtype, full_precision, nothing_out
+from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
 from latte.ops.torch_backend import recurrence as torch_recurrence
@@ -128,10 +127,11 @@ def latte_attention(
     sizes = check_inputs(op, q=(q, "BTHL"), k=(k, "BTHL"), v=(v, "BTGD"))
     B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
     check_groups(op, H, G, "v")
-    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
+    sequences = Sequences(key_mask, cu_seqlens, causal)
+    N = check_sequences(op, B, T, q.device, sequences)
     dtype = computation_dtype(q.dtype)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
-    step = is_step((q, k, v, initial_state), causal, cu_seqlens)
+    step = is_step((q, k, v, initial_state), sequences)
     chosen = choose(op, backend, LATTE, q.device, lambda: unavailable(q, L, D), step=step)
     if chosen != "reference":
         check_tangents(op, q, k, v, *(initial_state or ()))
@@ -145,13 +145,7 @@ def latte_attention(
         v = v.repeat_interleave(H // G, 2)
     if T == 0:
         return nothing_out(v, q, k), start if output_final_state else None
-    out, state = LATTE[chosen](
-        *(q, k, v),
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
-    )
+    out, state = LATTE[chosen](q, k, v, sequences, initial_state)
     return out, state if output_final_state else None
 
 
@@ -208,7 +202,8 @@ def macchiato_attention(
     check_groups(op, H, G, "k and v")
     check_window(op, window)
     check_softcap(op, softcap)
-    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
+    sequences = Sequences(key_mask, cu_seqlens, causal)
+    N = check_sequences(op, B, T, q.device, sequences)
     if initial_state is not None and (
         not isinstance(initial_state, tuple) or len(initial_state) != 2
     ):
@@ -221,7 +216,7 @@ def macchiato_attention(
     latents, tail = (None, None) if initial_state is None else initial_state
     latents = check_latte_state(op, latents, (N, H, L, D), q)
     tail = check_window_state(op, tail, window, N, k, v)
-    step = is_step((latent_q, latent_k, q, k, v, initial_state), causal, cu_seqlens)
+    step = is_step((latent_q, latent_k, q, k, v, initial_state), sequences)
 
     def refusal() -> str | None:
         if not step:
@@ -233,7 +228,7 @@ def macchiato_attention(
     chosen = choose(op, backend, MACCHIATO, q.device, refusal, step=step)
     if chosen != "reference":
         check_tangents(op, latent_q, latent_k, q, k, v, *(latents or ()), *(tail or ()))
-    scale = 1.0 / math.sqrt(K) if scale is None else float(scale)
+    local = Local.of(window, scale, softcap, K)
     start = latents or LatteState.empty(
         N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
     )
@@ -242,7 +237,7 @@ def macchiato_attention(
 
         before = tail or WindowState.empty(k, v, window)
         out, A, mu, *after = macchiato_step_op(
-            *(latent_q, latent_k, q, k, v, key_mask, *start, *before, scale, softcap)
+            *(latent_q, latent_k, q, k, v, key_mask, *start, *before, local.scale, softcap)
         )
         state = (LatteState(A, mu), WindowState(*after))
         return out, state if output_final_state else None
@@ -253,17 +248,8 @@ def macchiato_attention(
         out = nothing_out(v.repeat_interleave(H // G, 2), latent_q, latent_k, q, k)
         latte_state = start
     else:
-        out, latte_state = MACCHIATO[chosen](
-            *(latent_q, latent_k, q, k, v),
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            causal=causal,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            latte_state=latents,
-            window_state=tail,
-        )
+        inputs = (latent_q, latent_k, q, k, v)
+        out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, latents, tail)
     return out, None if window_state is None else (latte_state, window_state)
 
 
@@ -309,7 +295,8 @@ def sliding_window_attention(
     check_groups(op, H, G, "k and v")
     check_window(op, window, optional=True)
     check_softcap(op, softcap)
-    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
+    sequences = Sequences(key_mask, cu_seqlens, causal)
+    N = check_sequences(op, B, T, q.device, sequences)
     carried = initial_state is not None or output_final_state
     if not causal and carried:
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
@@ -325,17 +312,8 @@ def sliding_window_attention(
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
     if T == 0:
         return nothing_out(v.repeat_interleave(H // G, 2), q, k), state
-    out = WINDOW[chosen](
-        *(q, k, v),
-        window=window,
-        scale=1.0 / math.sqrt(K) if scale is None else float(scale),
-        softcap=softcap,
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
-    )
-    return out, state
+    local = Local.of(window, scale, softcap, K)
+    return WINDOW[chosen](q, k, v, local, sequences, initial_state), state
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -403,7 +381,8 @@ def linear_attention(
         check_shape(op, name, x, letters, sizes)
     check_widths(op, sizes)
     B, T, H, features, D = (sizes[c] for c in "BTHFD")
-    N = check_sequences(op, B, T, q.device, key_mask, cu_seqlens)
+    sequences = Sequences(key_mask, cu_seqlens, causal)
+    N = check_sequences(op, B, T, q.device, sequences)
     if initial_state is not None:
         shapes = ((N, H, features, D), (N, H, features))
         check_state(op, initial_state, LinearState._fields, shapes, q.device)
@@ -415,13 +394,7 @@ def linear_attention(
         zeros = q.new_zeros(N, H, features, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])
         return nothing_out(v, q, k), start if output_final_state else None
-    out, state = LINEAR[chosen](
-        *(q, k, v.to(dtype)),
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
-    )
+    out, state = LINEAR[chosen](q, k, v.to(dtype), sequences, initial_state)
     return out.to(v.dtype), state if output_final_state else None
 
 
@@ -466,13 +439,14 @@ def rg_lru(
     sizes = check_inputs(op, x=(x, "BTE"), **gates, empty="BTE")
     check_parameters(op, x.device, sizes, theta=(theta, "E"))
     B, T, E = (sizes[c] for c in "BTE")
-    N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
+    sequences = Sequences(key_mask, cu_seqlens)
+    N = check_sequences(op, B, T, x.device, sequences)
     dtype = computation_dtype(x.dtype)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
         initial_state = initial_state.to(dtype)
     every = (x, recurrence_gate, input_gate, theta, initial_state)
-    step = is_step(every, True, cu_seqlens)
+    step = is_step(every, sequences)
     chosen = choose(op, backend, RG_LRU, x.device, lambda: unavailable_for(x), step=step)
     if chosen != "reference":
         check_tangents(op, *every)
@@ -480,14 +454,8 @@ def rg_lru(
         last = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
         out = nothing_out(x, recurrence_gate, input_gate, theta)
         return out, last if output_final_state else None
-    out, last = RG_LRU[chosen](
-        *(x, recurrence_gate, input_gate, theta),
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
-        reverse=reverse,
-    )
-    return out, begun(last, key_mask, cu_seqlens) if output_final_state else None
+    out, last = RG_LRU[chosen](*every[:4], sequences, initial_state, reverse)
+    return out, begun(last, sequences) if output_final_state else None
 
 
 @full_precision
@@ -525,22 +493,18 @@ def causal_conv1d(
     B, T, E, K = (sizes[c] for c in "BTEK")
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
-    N = check_sequences(op, B, T, x.device, key_mask, cu_seqlens)
+    sequences = Sequences(key_mask, cu_seqlens)
+    N = check_sequences(op, B, T, x.device, sequences)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     every = (x, weight, bias, initial_state)
-    step = is_step(every, True, cu_seqlens)
+    step = is_step(every, sequences)
     chosen = choose(op, backend, CONVOLUTION, x.device, lambda: unavailable_for(x), step=step)
     if chosen == "triton" and x.numel() == 0:
         chosen = "torch"  # there is nothing to launch kernels for
     if chosen == "triton":
         check_tangents(op, *every)
-    out, tail = CONVOLUTION[chosen](
-        *(x, weight, bias),
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
-    )
+    out, tail = CONVOLUTION[chosen](x, weight, bias, sequences, initial_state)
     return out, tail if output_final_state else None
 
 
@@ -578,13 +542,7 @@ def attention_weights(
         check_window(op, window)
         check_softcap(op, softcap)
         check_groups(op, sizes["H"], sizes["G"], "k")
-    check_sequences(op, sizes["B"], sizes["T"], latent_q.device, key_mask, cu_seqlens)
-    return reference.attention_weights(
-        *(latent_q, latent_k, q, k),
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-    )
+    sequences = Sequences(key_mask, cu_seqlens, causal)
+    check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
+    near = Local.of(window, scale, softcap, sizes.get("K", 1))
+    return reference.attention_weights(latent_q, latent_k, q, k, near, sequences)

@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops.tensors import Sequences
+
 BACKENDS = ("reference", "torch", "triton")
 
 # None: nobody has named one. A plain value, so that torch.compile can guard on it.
@@ -123,10 +125,10 @@ def choose(
     return backend
 
 
-def is_step(inputs: tuple[Any, ...], causal: bool, cu_seqlens: Tensor | None) -> bool:
+def is_step(inputs: tuple[Any, ...], sequences: Sequences) -> bool:
     """One token per row of ``inputs[0]`` (B, T, ...), causal, not packed, no gradient wanted."""
     B, T = inputs[0].shape[:2]
-    if T != 1 or B == 0 or not causal or cu_seqlens is not None:
+    if T != 1 or B == 0 or not sequences.causal or sequences.cu_seqlens is not None:
         return False
     return not torch.is_grad_enabled() or not _requires_grad(inputs)
 

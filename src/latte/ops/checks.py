@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from latte.ops.state import LatteState, WindowState
-from latte.ops.tensors import computation_dtype
+from latte.ops.tensors import Sequences, computation_dtype
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -122,10 +122,9 @@ def check_softcap(op: str, softcap: float | None) -> None:
         raise ValueError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
 
 
-def check_sequences(
-    op: str, B: int, T: int, device: torch.device, key_mask: Tensor | None, cu: Tensor | None
-) -> int:
+def check_sequences(op: str, B: int, T: int, device: torch.device, sequences: Sequences) -> int:
     """Check mask and packing; return the number of states, N when packed and B otherwise."""
+    key_mask, cu, _ = sequences
     if key_mask is not None:
         check_shape(op, "key_mask", key_mask, "BT", {"B": B, "T": T})
         if key_mask.dtype != torch.bool:

@@ -10,8 +10,7 @@ head, K key width (of a convolution: taps), D value width, F feature width, E ch
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +18,10 @@ from torch.nn import functional as F
 
 from latte.ops.state import LatteState, LinearState, WindowState, last_tokens, merge_states
 from latte.ops.tensors import (
+    Local,
+    Sequences,
     computation_dtype,
+    count_sequences,
     sequence_ids,
     sequence_starts,
     without_masked,
@@ -32,18 +34,13 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def visible_sources(
-    T: int,
-    *,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    device: torch.device,
-    window: int | None = None,
+    T: int, sequences: Sequences, device: torch.device, window: int | None = None
 ) -> Tensor:
     """(B or 1, T, S) bool: which source a query may read.
 
     Causal: s <= t, and s > t - window; otherwise |s - t| <= window // 2.
     """
+    key_mask, cu_seqlens, causal = sequences
     gap = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)[None, :]
     seen = gap >= 0 if causal else torch.ones_like(gap, dtype=torch.bool)
     if window is not None:
@@ -67,21 +64,22 @@ def masked_softmax(logits: Tensor, seen: Tensor) -> Tensor:
     return weights / torch.where(total == 0, 1.0, total)
 
 
-def _per_token(state_NX: Tensor, cu_seqlens: Tensor | None, B: int, T: int) -> Tensor:
+def _per_token(state_NX: Tensor, sequences: Sequences, B: int, T: int) -> Tensor:
     """State (B or N, ...) as seen by every token: (B, T, ...)."""
-    if cu_seqlens is None:
+    if sequences.cu_seqlens is None:
         return state_NX[:, None].expand(B, T, *state_NX.shape[1:])
-    return state_NX[sequence_ids(cu_seqlens, T)][None]
+    return state_NX[sequence_ids(sequences.cu_seqlens, T)][None]
 
 
-def _own_sources(like: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _own_sources(like: Tensor, sequences: Sequences) -> Tensor:
     """(N, T) bool: the tokens of each sequence that are not masked; ``like``: (B, T, ...)."""
     B, T = like.shape[:2]
+    key_mask, cu_seqlens, _ = sequences
     real = like.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
     if cu_seqlens is None:
         return real
-    N = cu_seqlens.shape[0] - 1
-    return real & (sequence_ids(cu_seqlens, T) == torch.arange(N, device=like.device)[:, None])
+    n = torch.arange(count_sequences(B, cu_seqlens), device=like.device)
+    return real & (sequence_ids(cu_seqlens, T) == n[:, None])
 
 
 def latte_weights(
@@ -104,34 +102,28 @@ def latte_attention(
     q_BTHL: Tensor,
     k_BTHL: Tensor,
     v_BTHD: Tensor,
-    *,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: LatteState | None,
+    sequences: Sequences,
+    earlier: LatteState | None,
 ) -> tuple[Tensor, LatteState]:
     """y_t = sum_l p(l|t) sum_s p(s|l,t) v_s (paper, eq. 6-14)."""
     dtype = v_BTHD.dtype
     q_BTHL, k_BTHL, v_BTHD = wide(q_BTHL, k_BTHL, v_BTHD)
     B, T, H, L = q_BTHL.shape
-    seen = visible_sources(
-        T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHL.device
-    )
+    seen = visible_sources(T, sequences, q_BTHL.device)
     p_BTHL = F.softmax(q_BTHL, -1)
-    v_BTHD = without_masked(key_mask, v_BTHD)
+    v_BTHD = without_masked(sequences.key_mask, v_BTHD)
     v_BHTD = v_BTHD.transpose(1, 2)
     out_BHTD = torch.zeros_like(v_BHTD)
     for latent in range(L):
-        if initial_state is None:
+        if earlier is None:
             mean_BHTD = latte_weights(k_BTHL, seen, latent) @ v_BHTD
         else:
-            earlier_BTH = _per_token(initial_state.log_mass[..., latent], cu_seqlens, B, T)
+            earlier_BTH = _per_token(earlier.log_mass[..., latent], sequences, B, T)
             weights = latte_weights(k_BTHL, seen, latent, earlier_BTH)
-            mu_BTHD = _per_token(initial_state.mean[..., latent, :], cu_seqlens, B, T)
+            mu_BTHD = _per_token(earlier.mean[..., latent, :], sequences, B, T)
             mean_BHTD = weights[..., 1:] @ v_BHTD + weights[..., :1] * mu_BTHD.transpose(1, 2)
         out_BHTD = out_BHTD + p_BTHL[..., latent].transpose(1, 2)[..., None] * mean_BHTD
-    seen_NT = _own_sources(k_BTHL, key_mask, cu_seqlens)
-    state = _latte_state(k_BTHL, v_BTHD, seen_NT, initial_state)
+    state = _latte_state(k_BTHL, v_BTHD, _own_sources(k_BTHL, sequences), earlier)
     return out_BHTD.transpose(1, 2).to(dtype), state
 
 
@@ -154,102 +146,52 @@ def _latte_state(
     return LatteState(log_mass, mean)
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    latte_state: LatteState | None,
-    window_state: WindowState | None,
-) -> tuple[Tensor, LatteState]:
-    """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
-
-    With p(0|t) = sigmoid(q_0 - logsumexp_{l>=1} q_l), and the others the rest of it.
-    """
-    shared: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-    local = sliding_window_attention(
-        *(q_BTHK, k_BTGK, v_BTGD),
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        initial_state=window_state,
-        **shared,
-    )
-    v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
-    latent, state = latte_attention(
-        latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, initial_state=latte_state, **shared
-    )
-    logits, local, latent = wide(latent_q_BTHL, local, latent)
-    odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
-    return (torch.sigmoid(odds) * local + torch.sigmoid(-odds) * latent).to(v_BTGD.dtype), state
-
-
-def window_logits(q_BTHK: Tensor, k_BSGK: Tensor, scale: float, softcap: float | None) -> Tensor:
+def window_logits(q_BTHK: Tensor, k_BSGK: Tensor, local: Local) -> Tensor:
     """Local logits (B, H, T, S), scaled and softly capped: c tanh(x / c)."""
     k_BSHK = k_BSGK.repeat_interleave(q_BTHK.shape[2] // k_BSGK.shape[2], 2)
-    logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) * local.scale
+    return local.softcap * torch.tanh(logits / local.softcap) if local.softcap else logits
 
 
 def sliding_window_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGD: Tensor,
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: WindowState | None,
+    local: Local,
+    sequences: Sequences,
+    tail: WindowState | None,
 ) -> Tensor:
     """Softmax attention over the last ``window`` keys, self included; over all keys if None."""
-    dtype = v_BTGD.dtype
+    dtype, (key_mask, cu_seqlens, _) = v_BTGD.dtype, sequences
     q_BTHK, k_BTGK, v_BTGD = wide(q_BTHK, k_BTGK, v_BTGD)
     B, T, H, _ = q_BTHK.shape
     k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
-    seen = visible_sources(
-        T,
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        device=q_BTHK.device,
-        window=window,
-    ).expand(B, T, T)
-    logits = window_logits(q_BTHK, k_BTGK, scale, softcap)
+    seen = visible_sources(T, sequences, q_BTHK.device, local.window).expand(B, T, T)
+    logits = window_logits(q_BTHK, k_BTGK, local)
     repeats = H // v_BTGD.shape[2]
     v_BTHD = v_BTGD.repeat_interleave(repeats, 2)
-    if initial_state is None:
+    if tail is None:
         weights = masked_softmax(logits, seen[:, None])
         return torch.einsum("bhts,bshd->bthd", weights, v_BTHD).to(dtype)
     # The earlier keys sit before the sequence's own: tail slot j of P lies at distance
     # (position in the sequence) + P - j from a query.
-    P = initial_state.keys.shape[1]
+    P = tail.keys.shape[1]
     position = torch.arange(T, device=q_BTHK.device)
     if cu_seqlens is not None:
         position = position - sequence_starts(cu_seqlens, T)
     gap = position[:, None] + P - torch.arange(P, device=q_BTHK.device)[None]
-    near = gap >= 0 if window is None else gap < window
-    keys, values, earlier_mask = initial_state  # kept as they came; callers widen the others
+    near = gap >= 0 if local.window is None else gap < local.window
+    keys, values, earlier_mask = tail  # kept as they came; callers widen the others
     keys, values = keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype)
     earlier = (*(without_masked(earlier_mask, x) for x in (keys, values)), earlier_mask)
     tail_k, tail_v, tail_mask = (
         (x if cu_seqlens is None else x[sequence_ids(cu_seqlens, T)]) for x in earlier
     )
     if cu_seqlens is None:
-        tail_logits = window_logits(q_BTHK, tail_k, scale, softcap)
+        tail_logits = window_logits(q_BTHK, tail_k, local)
         tail_seen = near[None] & tail_mask[:, None]
     else:
-        tail_logits = window_logits(q_BTHK.transpose(0, 1), tail_k, scale, softcap)
+        tail_logits = window_logits(q_BTHK.transpose(0, 1), tail_k, local)
         tail_logits = tail_logits.permute(2, 1, 0, 3)
         tail_seen = (near & tail_mask)[None]
     weights = masked_softmax(
@@ -260,39 +202,63 @@ def sliding_window_attention(
     return (old + torch.einsum("bhts,bshd->bthd", weights[..., P:], v_BTHD)).to(dtype)
 
 
+def macchiato_attention(
+    latent_q_BTHL: Tensor,
+    latent_k_BTHL: Tensor,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    local: Local,
+    sequences: Sequences,
+    earlier: LatteState | None,
+    tail: WindowState | None,
+    *,
+    latents: Callable[..., tuple[Tensor, LatteState]] = latte_attention,
+    window: Callable[..., Tensor] = sliding_window_attention,
+) -> tuple[Tensor, LatteState]:
+    """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
+
+    With p(0|t) = sigmoid(q_0 - logsumexp_{l>=1} q_l), and the others the rest of it: softmax over
+    the L+1 logits factors. Both gates come from the same difference, so neither suffers
+    cancellation.
+
+    Args:
+        latents, window: what computes the two branches, here or in another backend.
+    """
+    near = window(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail)
+    v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
+    far, state = latents(latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, sequences, earlier)
+    logits, near, far = wide(latent_q_BTHL, near, far)
+    odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
+    return (torch.sigmoid(odds) * near + torch.sigmoid(-odds) * far).to(v_BTGD.dtype), state
+
+
 def linear_attention(
     q_BTHF: Tensor,
     k_BTHF: Tensor,
     v_BTHD: Tensor,
-    *,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: LinearState | None,
+    sequences: Sequences,
+    earlier: LinearState | None,
 ) -> tuple[Tensor, LinearState]:
     """y_t = S_t phi(q_t) / (phi(q_t) z_t) on features that are already positive (eq. 4-5)."""
     B, T = q_BTHF.shape[:2]
-    k_BTHF, v_BTHD = without_masked(key_mask, k_BTHF), without_masked(key_mask, v_BTHD)
-    seen = visible_sources(
-        T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHF.device
-    )
+    k_BTHF, v_BTHD = (without_masked(sequences.key_mask, x) for x in (k_BTHF, v_BTHD))
+    seen = visible_sources(T, sequences, q_BTHF.device)
     scores = torch.einsum("bthf,bshf->bhts", q_BTHF, k_BTHF).masked_fill(~seen[:, None], 0.0)
     above = torch.einsum("bhts,bshd->bthd", scores, v_BTHD)
     below = scores.sum(-1).transpose(1, 2)
-    if initial_state is not None:
-        memory = _per_token(initial_state.memory, cu_seqlens, B, T)
-        normaliser = _per_token(initial_state.normaliser, cu_seqlens, B, T)
+    if earlier is not None:
+        memory, normaliser = (_per_token(x, sequences, B, T) for x in earlier)
         above = above + torch.einsum("bthf,bthfd->bthd", q_BTHF, memory)
         below = below + torch.einsum("bthf,bthf->bth", q_BTHF, normaliser)
     out = above / torch.where(below == 0, 1.0, below)[..., None]
-    seen_NT = _own_sources(k_BTHF, key_mask, cu_seqlens)
+    seen_NT = _own_sources(k_BTHF, sequences)
     N = seen_NT.shape[0]
     k_real = k_BTHF.expand(N, -1, -1, -1).masked_fill(~seen_NT[:, :, None, None], 0.0)
     memory = torch.einsum("nshf,nshd->nhfd", k_real, v_BTHD.expand(N, -1, -1, -1))
     normaliser = k_real.sum(1)
-    if initial_state is not None:
-        memory = memory + initial_state.memory
-        normaliser = normaliser + initial_state.normaliser
+    if earlier is not None:
+        memory, normaliser = memory + earlier.memory, normaliser + earlier.normaliser
     return out, LinearState(memory, normaliser)
 
 
@@ -301,14 +267,12 @@ def rg_lru(
     recurrence_gate: Tensor,
     input_gate: Tensor,
     theta_E: Tensor,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t), token by token (Griffin; eq. 18-19)."""
-    dtype = x_BTE.dtype
+    dtype, (key_mask, cu_seqlens, _) = x_BTE.dtype, sequences
     inputs = wide(x_BTE, recurrence_gate, input_gate)
     x, r, i = (without_masked(key_mask, z) for z in inputs)
     B, T, E = x.shape
@@ -317,8 +281,9 @@ def rg_lru(
     log_a = log_a.clamp(max=-torch.finfo(x.dtype).tiny)
     decay, factor = torch.exp(log_a), torch.sqrt(-torch.expm1(2.0 * log_a))
     gated = torch.sigmoid(i) * x
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    before_NE = x.new_zeros(N, E) if initial_state is None else initial_state
+    before_NE = (
+        x.new_zeros(count_sequences(B, cu_seqlens), E) if initial_state is None else initial_state
+    )
     started_N1 = (before_NE != 0).any(-1, keepdim=True)
     # Row b of the batch holds, at time t, sequence id_BT[b, t].
     if cu_seqlens is None:
@@ -355,17 +320,16 @@ def causal_conv1d(
     x_BTE: Tensor,
     weight_EK: Tensor,
     bias_E: Tensor | None,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """y_t = bias + sum_i weight[:, i] x_{t-K+1+i}: taps before a sequence come from its tail."""
     dtype, (B, T, E), K = x_BTE.dtype, x_BTE.shape, weight_EK.shape[1]
+    key_mask, cu_seqlens, _ = sequences
     (x_BTE,) = wide(without_masked(key_mask, x_BTE))
     weight_EK = weight_EK.to(x_BTE.dtype)
-    N, P = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1), K - 1
-    tail_NPE = x_BTE.new_zeros(N, P, E)
+    P = K - 1
+    tail_NPE = x_BTE.new_zeros(count_sequences(B, cu_seqlens), P, E)
     if initial_state is not None:
         tail_NPE = initial_state.to(x_BTE.dtype)
     place = torch.arange(T, device=x_BTE.device)
@@ -392,29 +356,22 @@ def attention_weights(
     latent_k: Tensor,
     q: Tensor | None,
     k: Tensor | None,
-    *,
-    window: int,
-    scale: float | None,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    local: Local,
+    sequences: Sequences,
 ) -> Tensor:
     """p(s|t) = sum_l p(l|t) p(s|l,t), with the window as state 0 if q and k are given."""
     latent_q, latent_k = wide(latent_q, latent_k)
     T, L = latent_k.shape[1], latent_k.shape[-1]
     if T == 0:
         return latent_q.new_zeros(latent_q.shape[0], latent_q.shape[2], 0, 0)
-    common: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-    seen = visible_sources(T, device=latent_k.device, **common)
+    seen = visible_sources(T, sequences, latent_k.device)
     p_BHTL = F.softmax(latent_q, -1).transpose(1, 2)
     total = p_BHTL.new_zeros(p_BHTL.shape[0], p_BHTL.shape[1], T, T)
     if q is not None and k is not None:
         q, k = wide(q, k)
-        near = visible_sources(T, device=q.device, window=window, **common)
-        scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-        local = masked_softmax(window_logits(q, k, scale, softcap), near[:, None])
-        total = total + p_BHTL[..., :1] * local
+        near = visible_sources(T, sequences, q.device, local.window)
+        weights = masked_softmax(window_logits(q, k, local), near[:, None])
+        total = total + p_BHTL[..., :1] * weights
         p_BHTL = p_BHTL[..., 1:]
     for latent in range(L):
         total = total + p_BHTL[..., latent, None] * latte_weights(latent_k, seen, latent)

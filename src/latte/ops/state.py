@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.tensors import without_masked
+from latte.ops.tensors import Sequences, without_masked
 
 
 class LatteState(NamedTuple):
@@ -158,13 +158,13 @@ def last_tokens(
     return torch.where(own_NP.view(*own_NP.shape, *[1] * (x_BTX.ndim - 2)), new_NPX, old_NPX)
 
 
-def begun(state_NE: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def begun(state_NE: Tensor, sequences: Sequences) -> Tensor:
     """The RG-LRU's state, never a row of zeros where a real token was read: that is the empty one.
 
     A token may be 0 itself, as the embedding of padding is. What is added is below the last digit
     of any state but 0.
     """
-    dtype = state_NE.dtype
+    dtype, (key_mask, cu_seqlens, _) = state_NE.dtype, sequences
     tiny = torch.finfo(dtype).tiny
     if cu_seqlens is not None:
         bounds = cu_seqlens.long()

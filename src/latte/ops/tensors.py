@@ -1,4 +1,4 @@
-"""What all ops ask of their tensors: precision, buffers, packed indices, gradients connected.
+"""What all ops ask of their tensors: which they see, precision, packed indices.
 
 Shape suffixes: B batch, T tokens of a row, packed or not, N packed sequences.
 """
@@ -6,14 +6,36 @@ Shape suffixes: B batch, T tokens of a row, packed or not, N packed sequences.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Sequences(NamedTuple):
+    """The sequences in the rows of a call, and which of their tokens a query may see."""
+
+    key_mask: Tensor | None  # (B, T) bool, True = a real token
+    cu_seqlens: Tensor | None  # (N+1,) when packed
+    causal: bool = True
+
+
+class Local(NamedTuple):
+    """Softmax attention to the nearest keys."""
+
+    window: int | None  # keys, self included; None: all
+    scale: float  # of the logits
+    softcap: float  # logits become softcap * tanh(logit / softcap); 0: they stay
+
+    @classmethod
+    def of(cls, window: int | None, scale: float | None, softcap: float | None, K: int) -> Local:
+        """With the scale that keys of width K have if nobody says otherwise."""
+        return cls(window, 1.0 / math.sqrt(K) if scale is None else float(scale), softcap or 0.0)
 
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,11 +65,6 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous buffers of the inputs' shapes and dtypes, not written yet."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-
-
 def nothing_out(v: Tensor, *inputs: Tensor) -> Tensor:
     """The output (B, 0, ...) of no tokens: like ``v``, and differentiable in ``inputs`` too."""
     for x in inputs:
@@ -65,6 +82,11 @@ def without_masked(key_mask: Tensor | None, x: Tensor) -> Tensor:
     return x.masked_fill(~key_mask.view(*key_mask.shape, *[1] * (x.ndim - 2)), 0.0)
 
 
+def count_sequences(B: int, cu_seqlens: Tensor | None) -> int:
+    """N: how many sequences there are, from shapes alone."""
+    return B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def sequence_ids(cu_seqlens: Tensor, T: int) -> Tensor:
     """(T,) int64: the sequence that each token of the packed row belongs to.
 
@@ -77,32 +99,3 @@ def sequence_ids(cu_seqlens: Tensor, T: int) -> Tensor:
 def sequence_starts(cu_seqlens: Tensor, T: int) -> Tensor:
     """(T,) int64: where the sequence of each token begins."""
     return cu_seqlens[:-1].long()[sequence_ids(cu_seqlens, T)]
-
-
-def connect_gradients(op: Any, backward_op: Any, *, saved_from: int) -> None:
-    """Let the custom op ``backward_op`` give the gradients of ``op``, one of ``latte_attention``'s.
-
-    Args:
-        op: of (q, k, v, key_mask, cu_seqlens, log_mass, mean), to the output, the final log-mass
-            and mean, and whatever else the backward pass needs.
-        backward_op: of the three gradients, the inputs and the saved outputs, to the gradients of
-            q, k, v and the initial state.
-        saved_from: the first of the outputs that the backward pass needs.
-    """
-
-    def fake(dout, dlog_mass, dmean, q, k, v, *_):
-        return empty_gradients(q, k, v, dlog_mass, dmean)
-
-    def save(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, *output[saved_from:])
-        # Gradients flow from the outputs and the final state alone.
-        ctx.mark_non_differentiable(*output[3:])
-
-    def gradients(ctx, dout, dlog_mass, dmean, *_):
-        saved = ctx.saved_tensors
-        dq, dk, dv, dA, dmu = backward_op(dout, dlog_mass, dmean, *saved)
-        earlier = (None, None) if saved[5] is None else (dA, dmu)
-        return dq, dk, dv, None, None, *earlier
-
-    backward_op.register_fake(fake)
-    op.register_autograd(gradients, setup_context=save)

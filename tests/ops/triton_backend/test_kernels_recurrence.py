@@ -13,6 +13,7 @@ from helpers import F64, assert_same, boundaries, key_mask, randn, values_and_gr
 from kernel_helpers import DEVICE, Fences, judged, same_when_compiled
 
 from latte.ops import causal_conv1d, rg_lru
+from latte.ops.tensors import Sequences
 from latte.ops.triton_backend import launch
 from latte.ops.triton_backend import recurrence as lru_module
 from latte.ops.triton_backend.convolution import convolution_op
@@ -236,7 +237,7 @@ def test_compiles_in_one_graph(small, name):
 def test_custom_ops_keep_their_contracts(small):
     cu, mask = boundaries(20).to(DEVICE), key_mask(1, 20).to(DEVICE)
     x, r, i, theta, h0 = (z.requires_grad_() for z in lru_inputs(1, 20, 3, cu, carried=True))
-    begins = beginnings(x, mask, cu, h0.detach(), True)
+    begins = beginnings(x, Sequences(mask, cu), h0.detach(), True)
     checks = torch.library.opcheck(rg_lru_op, (x, r, i, theta, h0, mask, cu, begins, True))
     tensors = [z.requires_grad_() for z in conv_inputs(1, 20, 3, 3, cu, carried=True)]
     checks |= torch.library.opcheck(convolution_op, (*tensors, mask, cu))

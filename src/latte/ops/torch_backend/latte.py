@@ -11,20 +11,16 @@ segment, t of them not padding, H heads, L latents, D value width, N states.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.state import LatteState, WindowState
-from latte.ops.tensors import (
-    computation_dtype,
-    connect_gradients,
-    empty_gradients,
-    full_precision,
-    without_masked,
-)
+from latte.ops import reference
+from latte.ops.custom_ops import Earlier, empty_gradients, final_buffers, latte_op, run_latte
+from latte.ops.state import LatteState
+from latte.ops.tensors import Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend import linear_domain, pairwise
 from latte.ops.torch_backend.batching import (
     AT_ONCE,
@@ -47,56 +43,18 @@ def latte_attention(
     q_BTHL: Tensor,
     k_BTHL: Tensor,
     v_BTHD: Tensor,
-    *,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: LatteState | None,
+    sequences: Sequences,
+    earlier: LatteState | None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
-    earlier = (None, None) if initial_state is None else tuple(initial_state)
-    op = causal_op if causal else bidirectional_op
-    out, log_mass, mean = op(q_BTHL, k_BTHL, v_BTHD, key_mask, cu_seqlens, *earlier)[:3]
-    return out, LatteState(log_mass, mean)
+    op = causal_op if sequences.causal else bidirectional_op
+    return run_latte(op, q_BTHL, k_BTHL, v_BTHD, sequences, earlier)
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    latte_state: LatteState | None,
-    window_state: WindowState | None,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.macchiato_attention`: the window and the latents, each by its own op."""
-    shared: dict[str, Any] = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-    local = sliding_window_attention(
-        *(q_BTHK, k_BTGK, v_BTGD),
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        initial_state=window_state,
-        **shared,
-    )
-    v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
-    latent, state = latte_attention(
-        latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, initial_state=latte_state, **shared
-    )
-    # Softmax over the L+1 logits factors: p(l|t) = (1 - p(0|t)) softmax_{l>=1}. Both gates come
-    # from the same difference, so neither suffers cancellation.
-    dtype = computation_dtype(v_BTGD.dtype)
-    logits = latent_q_BTHL.to(dtype)
-    odds = logits[..., 0] - torch.logsumexp(logits[..., 1:], -1)
-    p_window, p_latents = torch.sigmoid(odds)[..., None], torch.sigmoid(-odds)[..., None]
-    return (p_window * local.to(dtype) + p_latents * latent.to(dtype)).to(v_BTGD.dtype), state
+# Each branch by its own op.
+macchiato_attention = functools.partial(
+    reference.macchiato_attention, latents=latte_attention, window=sliding_window_attention
+)
 
 
 def segment_length(H: int, L: int, D: int) -> int:
@@ -273,15 +231,14 @@ class Run:
 
 
 def first_state(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, A: Tensor | None, mu: Tensor | None
+    q: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
 ) -> tuple[Tensor, Tensor]:
     """Fresh buffers (N, H, L), (N, H, L, D) that hold the state before the first token."""
+    A, mu = earlier
     if A is not None and mu is not None:
         return A.clone(), mu.clone()
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = computation_dtype(q.dtype)
-    A = q.new_full((N, *q.shape[2:]), -torch.inf, dtype=dtype)
-    return A, q.new_zeros((*A.shape, v.shape[-1]), dtype=dtype)
+    A, mu = final_buffers(q, v, sequences.cu_seqlens)
+    return A.fill_(-torch.inf), mu.zero_()
 
 
 def mask_empty(A: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Tensor, Tensor]:
@@ -317,28 +274,20 @@ class Checkpoints:
         return Carry(*(x[here].flatten(0, 1) for x in self.tensors))
 
 
-@torch.library.custom_op("latte::causal", mutates_args=())
-@full_precision
-def causal_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
+) -> tuple[Tensor, ...]:
     """Outputs, the final state, and the states between segments (for the backward pass)."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final_A, final_mu = first_state(q, v, cu_seqlens, log_mass, mean)
+    final_A, final_mu = first_state(q, v, sequences, earlier)
     saved = Checkpoints.allocate(q, v)
     kept = Checkpoints(*saved)
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, cu_seqlens):
+    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, sequences.cu_seqlens):
         state = initial_carry(final_A, final_mu, rows)
         for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), key_mask)
+            part = Segment(rows, span, (q, k, v), sequences.key_mask)
             if span.start:
                 kept.save(part.n, state)
             y, state = part.forward(state)
@@ -348,47 +297,33 @@ def causal_op(
     return out, final_A, final_mu, *saved
 
 
-@causal_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    return out, *first_state(q, v, cu_seqlens, log_mass, mean), *Checkpoints.allocate(q, v)
-
-
-@torch.library.custom_op("latte::causal_backward", mutates_args=())
-@full_precision
-def causal_backward_op(
-    dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
+def causal_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-    top_M: Tensor,
-    mass_M: Tensor,
-    mean_M: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sequences: Sequences,
+    earlier: Earlier,
+    *states: Tensor,
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state, segment by segment in reverse."""
     dq, dk, dv = empty_gradients(q, k, v)
-    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in (dlog_mass, dmean))
-    A_0, mu_0 = first_state(q, v, cu_seqlens, log_mass, mean)
-    kept = Checkpoints(top_M, mass_M, mean_M)
+    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in grads[1:])
+    A_0, mu_0 = first_state(q, v, sequences, earlier)
+    kept = Checkpoints(*states)
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, cu_seqlens):
+    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, sequences.cu_seqlens):
         dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
         segments = spans(rows.length, segment)
         n = dA.shape[0] // H
         for i, span in reversed(list(enumerate(segments))):
-            part = Segment(rows, span, (q, k, v), key_mask)
+            part = Segment(rows, span, (q, k, v), sequences.key_mask)
             if i:
                 state = kept.load(n, i - 1)
             else:
                 state = initial_carry(A_0, mu_0, rows)
-            dq_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(dout), dA, dmu)
+            dq_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(grads[0]), dA, dmu)
             part.put(dq, dq_)
             part.put(dk, dk_)
             part.put(dv, dv_)
@@ -398,37 +333,33 @@ def causal_backward_op(
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
 
 
-connect_gradients(causal_op, causal_backward_op, saved_from=3)
+causal_op = latte_op(
+    *("causal", causal, causal_backward, lambda q, k, v, _: Checkpoints.allocate(q, v)),
+    count=3,
+    saved_from=3,
+)
 
 
-@torch.library.custom_op("latte::bidirectional", mutates_args=())
-@full_precision
-def bidirectional_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def bidirectional(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
+) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass)."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    A_N, mu_N = first_state(q, v, cu_seqlens, log_mass, mean)
+    A_N, mu_N = first_state(q, v, sequences, earlier)
     top_N, mass_N = Carry.of(A_N, mu_N)[:2]
     top_N = top_N.clone()
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D), segment, cu_seqlens):
+    for rows in rows_of(q, H * max(L, D), segment, sequences.cu_seqlens):
         state = initial_carry(A_N, mu_N, rows)
         for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), key_mask)
+            part = Segment(rows, span, (q, k, v), sequences.key_mask)
             top = part.k_XSL.amax(1)
             e = exp_difference(part.k_XSL, top[:, None])
             mass = e.sum(1)
             state = state.merge(Carry(top, mass, divide(e, mass[:, None]).mT @ part.v_XSD))
         for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), key_mask)
+            part = Segment(rows, span, (q, k, v), sequences.key_mask)
             part.put(out, part.p_XSL @ state.mean)
         A_N[rows.ids] = state.log_mass().view(-1, H, L)
         top_N[rows.ids], mass_N[rows.ids] = state.top.view(-1, H, L), state.mass.view(-1, H, L)
@@ -436,47 +367,34 @@ def bidirectional_op(
     return out, A_N, mu_N, top_N, mass_N
 
 
-@bidirectional_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    A, mu = first_state(q, v, cu_seqlens, log_mass, mean)
-    return out, A, mu, torch.empty_like(A), torch.empty_like(A)
-
-
-@torch.library.custom_op("latte::bidirectional_backward", mutates_args=())
-@full_precision
-def bidirectional_backward_op(
-    dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
+def bidirectional_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
+    sequences: Sequences,
+    earlier: Earlier,
     mu_N: Tensor,
     top_N: Tensor,
     mass_N: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA)."""
     dq, dk, dv = empty_gradients(q, k, v)
-    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in (dlog_mass, dmean))
-    A_0, mu_0 = first_state(q, v, cu_seqlens, log_mass, mean)
+    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in grads[1:])
+    A_0, mu_0 = first_state(q, v, sequences, earlier)
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D), segment, cu_seqlens):
+    for rows in rows_of(q, H * max(L, D), segment, sequences.cu_seqlens):
         top, mass, mu = (x[rows.ids].flatten(0, 1) for x in (top_N, mass_N, mu_N))
         mu = widened(mu)
         dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
         for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), key_mask)
-            dmu = dmu + part.p_XSL.mT @ part.gradient(dout)
+            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+            dmu = dmu + part.p_XSL.mT @ part.gradient(grads[0])
         lost_XL = (dmu * mu).sum(-1) - dA
         for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), key_mask)
-            pulled = part.p_XSL * (part.gradient(dout) @ mu.mT)
+            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+            pulled = part.p_XSL * (part.gradient(grads[0]) @ mu.mT)
             part.put(dq, pulled - part.p_XSL * pulled.sum(-1, keepdim=True))
             weight = divide(exp_difference(part.k_XSL, top[:, None]), mass[:, None])
             part.put(dk, weight * (part.v_XSD @ dmu.mT - lost_XL[:, None]))
@@ -488,4 +406,4 @@ def bidirectional_backward_op(
     return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
 
 
-connect_gradients(bidirectional_op, bidirectional_backward_op, saved_from=2)
+bidirectional_op = latte_op("bidirectional", bidirectional, bidirectional_backward)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops.state import LinearState
-from latte.ops.tensors import sequence_ids, without_masked
+from latte.ops.tensors import Sequences, sequence_ids, without_masked
 from latte.ops.torch_backend.recurrence import linear_recurrence
 
 CHUNK = 64
@@ -57,20 +57,18 @@ def linear_attention(
     q_BTHF: Tensor,
     k_BTHF: Tensor,
     v_BTHD: Tensor,
-    *,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: LinearState | None,
+    sequences: Sequences,
+    earlier: LinearState | None,
 ) -> tuple[Tensor, LinearState]:
     """See :func:`latte.ops.linear_attention`; features, in the dtype of the sums."""
-    B, T, H, D = v_BTHD.shape
+    T, D = v_BTHD.shape[1], v_BTHD.shape[-1]
+    key_mask, cu_seqlens, causal = sequences
     k_BTHF = without_masked(key_mask, k_BTHF)
     # The normaliser is one more column of values, equal to 1.
     v_BTHD = F.pad(without_masked(key_mask, v_BTHD), (0, 1), value=1.0)
     start = None
-    if initial_state is not None:
-        start = torch.cat([initial_state.memory, initial_state.normaliser[..., None]], -1)
+    if earlier is not None:
+        start = torch.cat([earlier.memory, earlier.normaliser[..., None]], -1)
     C = min(CHUNK, 1 << (T - 1).bit_length())
     layout = None
     if cu_seqlens is None:

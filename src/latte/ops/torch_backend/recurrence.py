@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.custom_ops import empty_gradients
 from latte.ops.state import last_tokens
 from latte.ops.tensors import (
+    Sequences,
     computation_dtype,
-    empty_gradients,
+    count_sequences,
     full_precision,
     sequence_ids,
     sequence_starts,
@@ -37,16 +39,16 @@ def rg_lru(
     recurrence_gate: Tensor,
     input_gate: Tensor,
     theta_E: Tensor,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`."""
     (B, T, E), dtype = x_BTE.shape, computation_dtype(x_BTE.dtype)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    h0_NE = x_BTE.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
+    key_mask, cu_seqlens, _ = sequences
+    h0_NE = initial_state
+    if h0_NE is None:
+        h0_NE = x_BTE.new_zeros(count_sequences(B, cu_seqlens), E, dtype=dtype)
     inputs = [x_BTE, recurrence_gate, input_gate]
     if reverse:
         inputs = [z.flip(1) for z in inputs]
@@ -187,17 +189,15 @@ def causal_conv1d(
     x_BTE: Tensor,
     weight_EK: Tensor,
     bias_E: Tensor | None,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.causal_conv1d`."""
     (B, T, E), K = x_BTE.shape, weight_EK.shape[1]
-    dtype = computation_dtype(x_BTE.dtype)
+    dtype, (key_mask, cu_seqlens, _) = computation_dtype(x_BTE.dtype), sequences
     x = without_masked(key_mask, x_BTE.to(dtype))
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tail = x.new_zeros(N, K - 1, E) if initial_state is None else initial_state.to(dtype)
+    tail = initial_state
+    tail = x.new_zeros(count_sequences(B, cu_seqlens), K - 1, E) if tail is None else tail.to(dtype)
     if cu_seqlens is None:
         extended = torch.cat([tail, x], 1)
         taps = [extended[:, i : i + T] for i in range(K)]

@@ -11,15 +11,17 @@ earlier state, K key width, D value width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import reference
+from latte.ops import custom_ops, reference
+from latte.ops.custom_ops import Earlier, run_window
 from latte.ops.state import WindowState
-from latte.ops.tensors import computation_dtype, empty_gradients, full_precision, without_masked
+from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
 
 
@@ -27,47 +29,29 @@ def sliding_window_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGD: Tensor,
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: WindowState | None,
+    local: Local,
+    sequences: Sequences,
+    tail: WindowState | None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
-    if window is not None:
-        tail = (None, None, None) if initial_state is None else tuple(initial_state)
-        return window_op(
-            *(q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *tail),
-            *(window, scale, softcap or 0.0, causal),
-        )
-    if softcap is not None:
+    inputs = (q_BTHK, k_BTGK, v_BTGD)
+    if local.window is not None:
+        return run_window(window_op, *inputs, local, sequences, tail)
+    if local.softcap:
         # No kernel of PyTorch's takes a soft cap on the CPU: the weights are formed.
-        return reference.sliding_window_attention(
-            *(q_BTHK, k_BTGK, v_BTGD),
-            window=None,
-            scale=scale,
-            softcap=softcap,
-            causal=causal,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            initial_state=initial_state,
-        )
+        return reference.sliding_window_attention(*inputs, local, sequences, tail)
+    scale, (key_mask, cu_seqlens, causal) = local.scale, sequences
     if cu_seqlens is None:
-        return _full(q_BTHK, k_BTGK, v_BTGD, scale, causal, key_mask, initial_state)
+        return _full(*inputs, scale, causal, key_mask, tail)
     T = q_BTHK.shape[1]
     if torch.compiler.is_compiling():
-        seen = reference.visible_sources(
-            T, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, device=q_BTHK.device
-        )
+        seen = reference.visible_sources(T, sequences, q_BTHK.device)
         k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
         return _sdpa(q_BTHK, k_BTGK, v_BTGD, scale, seen[:, None], False)
     out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
     everything = slice(0, T)
     for rows in rows_of(q_BTHK, q_BTHK[0, 0].numel(), T, cu_seqlens):
-        q, k, v = (rows.take(x, everything) for x in (q_BTHK, k_BTGK, v_BTGD))
+        q, k, v = (rows.take(x, everything) for x in inputs)
         y = _full(q, k, v, scale, causal, rows.visible(key_mask, everything), None)
         out = rows.scattered(out, y.to(out.dtype))
     return out
@@ -174,7 +158,7 @@ class Segment:
         chunks: Chunks,
         qkv: tuple[Tensor, Tensor, Tensor],
         key_mask: Tensor | None,
-        tail: tuple[Tensor | None, Tensor | None, Tensor | None],
+        tail: Earlier,
     ) -> None:
         q, k, v = qkv
         self.rows, self.span, self.chunks = rows, span, chunks
@@ -240,130 +224,83 @@ class Segment:
         x_ZRQM.view(shape).masked_fill_(~mask, fill)
         return x_ZRQM
 
-    def weights(self, scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+    def weights(self, local: Local) -> tuple[Tensor, Tensor | None]:
         """Attention weights (Z, R Q, M); with a softcap also tanh of the scaled logits."""
         keys = self.chunks.gather(self.k_nGSK, self.N)
-        logits = torch.bmm(self.q_ZRQK, keys.mT).mul_(scale)
+        logits = torch.bmm(self.q_ZRQK, keys.mT).mul_(local.scale)
         tanh = None
-        if softcap:
-            tanh = logits.div_(softcap).tanh_()
-            logits = tanh * softcap
+        if local.softcap:
+            tanh = logits.div_(local.softcap).tanh_()
+            logits = tanh * local.softcap
         # A finite minimum: rows without a visible key become an average, zeroed afterwards.
         logits = self.masked(logits, self.seen, torch.finfo(logits.dtype).min / 2)
         return torch.softmax(logits, -1), tanh
 
 
-def _segments(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunks: Chunks):
+def _segments(
+    qkv: tuple[Tensor, Tensor, Tensor], local: Local, sequences: Sequences, tail: Earlier
+) -> Iterator[Segment]:
     """Segments whose scores stay small."""
+    q, _, v = qkv
     T, H = q.shape[1:3]
+    assert local.window is not None
+    longest = T if tail[0] is None else T + tail[0].shape[1]
+    chunks = Chunks.of(local.window, sequences.causal, longest)
     width = H * max(chunks.M, q.shape[-1], v.shape[-1])
     length = max(1, AT_ONCE // (width * chunks.Q)) * chunks.Q
-    for rows in rows_of(q, width, length, cu_seqlens):
+    for rows in rows_of(q, width, length, sequences.cu_seqlens):
         for span in spans(rows.length, length):
-            yield rows, span
+            yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail)
 
 
-@torch.library.custom_op("latte::sliding_window", mutates_args=())
-@full_precision
-def window_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tail_k: Tensor | None,
-    tail_v: Tensor | None,
-    tail_mask: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    causal: bool,
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, local: Local, sequences: Sequences, tail: Earlier
 ) -> Tensor:
     """Windowed softmax attention; ``softcap=0`` is none."""
     out = v.new_empty((*q.shape[:3], v.shape[-1]))
-    chunks = Chunks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
-    for rows, span in _segments(q, v, cu_seqlens, chunks):
-        part = Segment(rows, span, chunks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
-        weights, _ = part.weights(scale, softcap)
-        y = torch.bmm(weights, chunks.gather(part.v_nGSD, part.N))
-        rows.put(out, span, part.back(part.masked(y, part.alive, 0.0)))
+    for part in _segments((q, k, v), local, sequences, tail):
+        weights, _ = part.weights(local)
+        y = torch.bmm(weights, part.chunks.gather(part.v_nGSD, part.N))
+        part.rows.put(out, part.span, part.back(part.masked(y, part.alive, 0.0)))
     return out
 
 
-@window_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal):
-    return v.new_empty((*q.shape[:3], v.shape[-1]))
-
-
-@torch.library.custom_op("latte::sliding_window_backward", mutates_args=())
-@full_precision
-def window_backward_op(
+def backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tail_k: Tensor | None,
-    tail_v: Tensor | None,
-    tail_mask: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    local: Local,
+    sequences: Sequences,
+    tail: Earlier,
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
     dtype = computation_dtype(q.dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-    dtail_k = k.new_zeros(0 if tail_k is None else tail_k.shape, dtype=dtype)
-    dtail_v = v.new_zeros(0 if tail_v is None else tail_v.shape, dtype=dtype)
-    chunks = Chunks.of(window, causal, q.shape[1] + (0 if tail_k is None else tail_k.shape[1]))
-    for rows, span in _segments(q, v, cu_seqlens, chunks):
-        part = Segment(rows, span, chunks, (q, k, v), key_mask, (tail_k, tail_v, tail_mask))
-        n, G, N = part.n, part.G, part.N
-        weights, tanh = part.weights(scale, softcap)
+    dtail_k, dtail_v = (k.new_zeros(0 if x is None else x.shape, dtype=dtype) for x in tail[:2])
+    for part in _segments((q, k, v), local, sequences, tail):
+        rows, span, chunks, N = part.rows, part.span, part.chunks, part.N
+        weights, tanh = part.weights(local)
         dy = part.masked(part.chunked(rows.take_gradient(dout, span)), part.alive, 0.0)
         dvalues = torch.bmm(weights.mT, dy)
         dweights = torch.bmm(dy, chunks.gather(part.v_nGSD, N).mT)
         row = (weights * dweights).sum(-1, keepdim=True)
-        dlogits = dweights.sub_(row).mul_(weights).mul_(scale)
+        dlogits = dweights.sub_(row).mul_(weights).mul_(local.scale)
         if tanh is not None:
             dlogits = dlogits * (1.0 - tanh.square())
         dqueries = torch.bmm(dlogits, chunks.gather(part.k_nGSK, N))
         dkeys = torch.bmm(dlogits.mT, part.q_ZRQK)
         rows.put(dq, span, part.back(dqueries))
         stop = part.pad + part.high - part.low
-        for target, tail, chunked in ((dk, dtail_k, dkeys), (dv, dtail_v, dvalues)):
-            dx = chunks.scatter(chunked, n, G, N).transpose(1, 2)
+        for target, dtail, chunked in ((dk, dtail_k, dkeys), (dv, dtail_v, dvalues)):
+            dx = chunks.scatter(chunked, part.n, part.G, N).transpose(1, 2)
             rows.add(target, part.keys_span, dx[:, part.pad : stop])
             if part.old:
-                P = tail.shape[1]
-                tail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
+                P = dtail.shape[1]
+                dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
     return dq, dk.to(k.dtype), dv.to(v.dtype), dtail_k.to(k.dtype), dtail_v.to(v.dtype)
 
 
-@window_backward_op.register_fake
-def _(
-    dout, q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal
-):
-    tails = (
-        x.new_empty(0 if tail is None else tail.shape) for x, tail in ((k, tail_k), (v, tail_v))
-    )
-    return *empty_gradients(q, k, v), *tails
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
-
-
-def _gradients(ctx, dout):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dtail_k, dtail_v = window_backward_op(dout, *saved, *ctx.options)
-    tails = (None, None) if saved[5] is None else (dtail_k, dtail_v)
-    return dq, dk, dv, None, None, *tails, None, None, None, None, None
-
-
-window_op.register_autograd(_gradients, setup_context=_save)
+window_op = custom_ops.window_op("sliding_window", forward, backward)

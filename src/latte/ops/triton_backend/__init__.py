@@ -12,29 +12,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from latte.ops.custom_ops import run_latte, run_window
 from latte.ops.state import LatteState, WindowState
-from latte.ops.tensors import without_masked
+from latte.ops.tensors import Local, Sequences, without_masked
 
 
 def latte_attention(
     q_BTHL: Tensor,
     k_BTHL: Tensor,
     v_BTHD: Tensor,
-    *,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: LatteState | None,
+    sequences: Sequences,
+    earlier: LatteState | None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
     from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
     from latte.ops.triton_backend.latte_causal import causal_op
 
-    earlier = (None, None) if initial_state is None else tuple(initial_state)
-    op = causal_op if causal else bidirectional_op
-    v_BTHD = without_masked(key_mask, v_BTHD)
-    out, log_mass, mean = op(q_BTHL, k_BTHL, v_BTHD, key_mask, cu_seqlens, *earlier)[:3]
-    return out, LatteState(log_mass, mean)
+    op = causal_op if sequences.causal else bidirectional_op
+    v_BTHD = without_masked(sequences.key_mask, v_BTHD)
+    return run_latte(op, q_BTHL, k_BTHL, v_BTHD, sequences, earlier)
 
 
 def macchiato_attention(
@@ -43,24 +39,20 @@ def macchiato_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGD: Tensor,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    latte_state: LatteState | None,
-    window_state: WindowState | None,
+    local: Local,
+    sequences: Sequences,
+    earlier: LatteState | None,
+    tail: WindowState | None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     from latte.ops.triton_backend.macchiato import macchiato_op
 
-    earlier = (None, None) if latte_state is None else tuple(latte_state)
-    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
+    k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
     out, log_mass, mean = macchiato_op(
-        *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens),
-        *(*earlier, *_tail(window_state), window, scale, softcap or 0.0, causal),
+        *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
+        *(earlier or (None, None)),
+        *(_without_masked(tail) or (None, None, None)),
+        *(*local, sequences.causal),
     )[:3]
     return out, LatteState(log_mass, mean)
 
@@ -69,31 +61,22 @@ def sliding_window_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGD: Tensor,
-    *,
-    window: int,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: WindowState | None,
+    local: Local,
+    sequences: Sequences,
+    tail: WindowState | None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
     from latte.ops.triton_backend.window import window_op
 
-    k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
-    return window_op(
-        *(q_BTHK, k_BTGK, v_BTGD, key_mask, cu_seqlens, *_tail(initial_state)),
-        *(window, scale, softcap or 0.0, causal),
-    )
+    k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
+    return run_window(window_op, q_BTHK, k_BTGK, v_BTGD, local, sequences, _without_masked(tail))
 
 
-def _tail(state: WindowState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The earlier keys, values and flags, or three times None."""
-    if state is None:
-        return None, None, None
-    keys, values = (without_masked(state.mask, x) for x in (state.keys, state.values))
-    return keys, values, state.mask
+def _without_masked(tail: WindowState | None) -> WindowState | None:
+    if tail is None:
+        return None
+    keys, values = (without_masked(tail.mask, x) for x in (tail.keys, tail.values))
+    return WindowState(keys, values, tail.mask)
 
 
 def rg_lru(
@@ -101,32 +84,26 @@ def rg_lru(
     recurrence_gate: Tensor,
     input_gate: Tensor,
     theta_E: Tensor,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E), for T > 0."""
     from latte.ops.triton_backend.recurrence import beginnings, rg_lru_op
 
-    begins = beginnings(x_BTE, key_mask, cu_seqlens, initial_state, reverse)
-    return rg_lru_op(
-        *(x_BTE, recurrence_gate, input_gate, theta_E, initial_state),
-        *(key_mask, cu_seqlens, begins, reverse),
-    )[:2]
+    begins = beginnings(x_BTE, sequences, initial_state, reverse)
+    inputs = (x_BTE, recurrence_gate, input_gate, theta_E, initial_state)
+    return rg_lru_op(*inputs, *sequences[:2], begins, reverse)[:2]
 
 
 def causal_conv1d(
     x_BTE: Tensor,
     weight_EK: Tensor,
     bias_E: Tensor | None,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, K-1, E), for T > 0."""
     from latte.ops.triton_backend.convolution import convolution_op
 
-    return convolution_op(x_BTE, weight_EK, bias_E, initial_state, key_mask, cu_seqlens)
+    return convolution_op(x_BTE, weight_EK, bias_E, initial_state, *sequences[:2])

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import empty_gradients, full_precision
+from latte.ops.custom_ops import connect_gradients, empty_gradients
+from latte.ops.tensors import count_sequences, full_precision
 from latte.ops.triton_backend.launch import (
     CONVOLUTION,
     CONVOLUTION_WARPS,
@@ -28,7 +29,7 @@ from latte.ops.triton_backend.launch import (
     launch,
     readable,
 )
-from latte.ops.triton_backend.segments import Parts, sequences
+from latte.ops.triton_backend.segments import Parts
 from latte.ops.triton_backend.tiles import bounds_of, place, store_steps
 
 
@@ -84,7 +85,9 @@ def convolution_op(
 @convolution_op.register_fake
 def _(x, weight, bias, initial_state, key_mask, cu_seqlens):
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, x.new_empty((sequences(x.shape[0], cu_seqlens), weight.shape[1] - 1, x.shape[2]))
+    return out, x.new_empty(
+        (count_sequences(x.shape[0], cu_seqlens), weight.shape[1] - 1, x.shape[2])
+    )
 
 
 @torch.library.custom_op("latte::triton_convolution_backward", mutates_args=())
@@ -94,17 +97,18 @@ def convolution_backward_op(
     dtail: Tensor,
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     initial_state: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and the initial state, the last two whether there or not."""
+    """Gradients of x, weight, bias and the initial state, the last two empty if not there."""
     call, mask = _Call(x, weight, cu_seqlens), readable(key_mask)
     (dx,) = empty_gradients(x)
     weight_EK, dtail = weight.contiguous(), dtail.float().contiguous()
+    dinitial = torch.empty_like(dtail)
     parts = x.new_empty((call.chunks.M, call.K, call.E), dtype=torch.float32)
     bias_parts = x.new_empty((call.chunks.M, call.E), dtype=torch.float32)
-    dinitial = torch.empty_like(dtail)
     call.by_chunk(
         convolve_back,
         *(x, weight_EK, mask, call.chunks.table, call.chunks.bounds, dout, dtail),
@@ -116,49 +120,18 @@ def convolution_backward_op(
         parts = x.new_empty((call.chunks.N, call.K, call.E), dtype=torch.float32)
         call.by_sequence(
             tail_gradients,
-            *(
-                weight_EK,
-                call.chunks.bounds,
-                initial_state.contiguous(),
-                dout,
-                dtail,
-                dinitial,
-                parts,
-            ),
+            *(weight_EK, call.chunks.bounds, initial_state.contiguous()),
+            *(dout, dtail, dinitial, parts),
             strides=dout.stride(),
         )
         dweight += parts.sum(0)
-        dinitial = dinitial.to(initial_state.dtype)
-    else:
-        dinitial.zero_()
     dweight = dweight.t().contiguous().to(weight.dtype)
-    return dx, dweight, bias_parts.sum(0), dinitial
+    dbias = x.new_empty(0) if bias is None else bias_parts.sum(0).to(bias.dtype)
+    dinitial = x.new_empty(0) if initial_state is None else dinitial.to(initial_state.dtype)
+    return dx, dweight, dbias, dinitial
 
 
-@convolution_backward_op.register_fake
-def _(dout, dtail, x, weight, initial_state, key_mask, cu_seqlens):
-    dx, dweight = empty_gradients(x, weight)
-    dbias = x.new_empty((x.shape[2],), dtype=torch.float32)
-    dtype = torch.float32
-    if initial_state is not None and weight.shape[1] > 1:
-        dtype = initial_state.dtype
-    return dx, dweight, dbias, dtail.new_empty(dtail.shape, dtype=dtype)
-
-
-def _save(ctx, inputs, output):
-    x, weight, bias, initial_state, key_mask, cu_seqlens = inputs
-    ctx.bias = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, initial_state, key_mask, cu_seqlens)
-
-
-def _gradients(ctx, dout, dtail):
-    saved = ctx.saved_tensors
-    dx, dweight, dbias, dinitial = convolution_backward_op(dout, dtail, *saved)
-    earlier = None if saved[2] is None else dinitial.to(saved[2].dtype)
-    return dx, dweight, None if ctx.bias is None else dbias.to(ctx.bias), earlier, None, None
-
-
-convolution_op.register_autograd(_gradients, setup_context=_save)
+connect_gradients(convolution_op, convolution_backward_op, (0, 1, 2, 3), outputs=2, saved_from=2)
 
 
 @triton.jit

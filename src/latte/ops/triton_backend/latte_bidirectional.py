@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import connect_gradients, empty_gradients, full_precision
-from latte.ops.triton_backend.launch import contiguous, readable
+from latte.ops.custom_ops import Earlier, empty_gradients, final_buffers, latte_op
+from latte.ops.tensors import Sequences
+from latte.ops.triton_backend.launch import readable
 from latte.ops.triton_backend.segments import (
     ChunkLauncher,
     Walker,
-    final_buffers,
     scan_segments,
     state_gradients,
 )
@@ -50,73 +50,54 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-@torch.library.custom_op("latte::triton_bidirectional", mutates_args=())
-@full_precision
-def bidirectional_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
+) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence, also as (top, mass)."""
-    run, D = ChunkLauncher(q, v.shape[-1], cu_seqlens), v.shape[-1]
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final_A, final_mu = final_buffers(q, v, cu_seqlens)
+    run = ChunkLauncher(q, v.shape[-1], sequences.cu_seqlens)
+    (out,) = empty_gradients(v)
+    final_A, final_mu = final_buffers(q, v, sequences.cu_seqlens)
     top, mass = torch.empty_like(final_A), torch.empty_like(final_A)
     scan_segments(
-        Walker(q, D, cu_seqlens),
-        *(k, v, readable(key_mask), contiguous(log_mass, mean)),
+        Walker(q, v.shape[-1], sequences.cu_seqlens),
+        *(k, v, readable(sequences.key_mask), earlier),
         *((None, None, None), (top, mass, final_A, final_mu)),
     )
     run.by_chunk(mixtures, q, run.parts.table, final_mu, out, *q.stride(), product="WIDE")
     return out, final_A, final_mu, top, mass
 
 
-@bidirectional_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    A, mu = final_buffers(q, v, cu_seqlens)
-    return out, A, mu, torch.empty_like(A), torch.empty_like(A)
-
-
-@torch.library.custom_op("latte::triton_bidirectional_backward", mutates_args=())
-@full_precision
-def bidirectional_backward_op(
-    dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
+def backward(
+    grads: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
+    sequences: Sequences,
+    earlier: Earlier,
     final_mu: Tensor,
     top: Tensor,
     mass: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state."""
     dq, dk, dv = empty_gradients(q, k, v)
+    dout, dlog_mass, dmean = grads
     g, lost = bidirectional_gradients(
-        ChunkLauncher(q, v.shape[-1], cu_seqlens),
-        (q, k, v, readable(key_mask), dout),
+        ChunkLauncher(q, v.shape[-1], sequences.cu_seqlens),
+        (q, k, v, readable(sequences.key_mask), dout),
         (top, mass, final_mu),
         (dmean, dlog_mass),
         (dq, dk, dv),
     )
-    if log_mass is None or mean is None:
+    log_mass, _ = earlier
+    if log_mass is None:
         return dq, dk, dv, lost, g
     # exp(A_0 - A): what the initial state is worth to the whole.
     seen = torch.where(mass == 0, 1.0, mass)
     kept = torch.exp(log_mass - torch.where(torch.isneginf(top), 0.0, top)) / seen
-    return dq, dk, dv, *state_gradients(log_mass, mean, kept[..., None] * g, kept * lost)
+    return dq, dk, dv, *state_gradients(earlier, kept[..., None] * g, kept * lost)
 
 
-connect_gradients(bidirectional_op, bidirectional_backward_op, saved_from=2)
+bidirectional_op = latte_op("triton_bidirectional", forward, backward)
 
 
 def bidirectional_gradients(

@@ -40,14 +40,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import connect_gradients, empty_gradients, full_precision
+from latte.ops.custom_ops import Earlier, empty_gradients, final_buffers, latte_op
+from latte.ops.tensors import Sequences
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
     SIZES,
-    Between,
     Walker,
     between_segments,
-    final_buffers,
     scan_back,
     state_gradients,
     states_before,
@@ -90,22 +89,14 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-@torch.library.custom_op("latte::triton_causal", mutates_args=())
-@full_precision
-def causal_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
+) -> tuple[Tensor, ...]:
     """Outputs, final state; then for the backward pass: :func:`between_segments`."""
-    run, mask = Walker(q, v.shape[-1], cu_seqlens), readable(key_mask)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    finals = final_buffers(q, v, cu_seqlens)
-    between, start, found = states_before(run, k, v, mask, cu_seqlens, (log_mass, mean), finals)
+    run, mask = Walker(q, v.shape[-1], sequences.cu_seqlens), readable(sequences.key_mask)
+    (out,) = empty_gradients(v)
+    finals = final_buffers(q, v, sequences.cu_seqlens)
+    between, start, found = states_before(run, k, v, mask, sequences.cu_seqlens, earlier, finals)
     run.forward(
         walk,
         *(q, k, v, mask, run.parts.table, *start, out, *found),
@@ -114,53 +105,42 @@ def causal_op(
     return out, *finals, *between
 
 
-@causal_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, log_mass, mean):
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    return out, *final_buffers(q, v, cu_seqlens), *between_segments(k, v.shape[-1], cu_seqlens)
-
-
-@torch.library.custom_op("latte::triton_causal_backward", mutates_args=())
-@full_precision
-def causal_backward_op(
-    dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
+def backward(
+    grads: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
+    sequences: Sequences,
+    earlier: Earlier,
     final_mu: Tensor,
-    top_M: Tensor,
-    mass_M: Tensor,
-    mean_M: Tensor,
-    top: Tensor,
-    mass: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *between: Tensor,
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state, one tile of D after the other."""
     dq, dk, dv = empty_gradients(q, k, v)
-    dmean_0, lost_0 = latent_gradients(
-        Walker(q, v.shape[-1], cu_seqlens),
-        (q, k, v, readable(key_mask), dout),
-        (log_mass, mean),
-        (top_M, mass_M, mean_M, top, mass),
+    dout, dlog_mass, dmean = grads
+    after = latent_gradients(
+        Walker(q, v.shape[-1], sequences.cu_seqlens),
+        (q, k, v, readable(sequences.key_mask), dout),
+        earlier,
+        between,
         (dmean, final_mu, dlog_mass),
         (dq, dk, dv),
     )
-    return dq, dk, dv, *state_gradients(log_mass, mean, dmean_0, lost_0)
+    return dq, dk, dv, *state_gradients(earlier, *after)
 
 
-connect_gradients(causal_op, causal_backward_op, saved_from=2)
+causal_op = latte_op(
+    *("triton_causal", forward, backward),
+    lambda q, k, v, cu_seqlens: between_segments(k, v.shape[-1], cu_seqlens),
+    count=5,
+)
 
 
 def latent_gradients(
     run: Walker,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
-    earlier: tuple[Tensor | None, Tensor | None],
-    between: Between,
+    earlier: Earlier,
+    between: tuple[Tensor, ...],
     later: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor],
     window_delta: Tensor | None = None,
@@ -208,8 +188,8 @@ def latent_gradients(
 def _tile_gradients(
     run: Walker,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
-    earlier: tuple[Tensor | None, Tensor | None],
-    between: Between,
+    earlier: Earlier,
+    between: tuple[Tensor, ...],
     later: tuple[Tensor, Tensor, Tensor | None],
     results: tuple[Tensor, ...],
     window_delta: Tensor | None,

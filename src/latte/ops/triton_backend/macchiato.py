@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import empty_gradients, full_precision
+from latte.ops.custom_ops import connect_gradients, empty_gradients, final_buffers
+from latte.ops.tensors import Local, Sequences, count_sequences, full_precision
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_gradients
 from latte.ops.triton_backend.latte_causal import (
     begin,
@@ -37,9 +38,7 @@ from latte.ops.triton_backend.segments import (
     Between,
     Walker,
     between_segments,
-    final_buffers,
     scan_segments,
-    sequences,
     state_buffers,
     state_gradients,
     states_before,
@@ -73,7 +72,6 @@ from latte.ops.triton_backend.window import (
     Window,
     WindowLauncher,
     attend,
-    tail_buffers,
     token_buffers,
     unit_stride,
 )
@@ -83,7 +81,7 @@ def saved_states(latent_k: Tensor, D: int, cu_seqlens: Tensor | None, causal: bo
     """Empty buffers: :func:`between_segments`; bidirectional: the final (top, mass) alone."""
     if causal:
         return between_segments(latent_k, D, cu_seqlens)
-    return state_buffers(latent_k, D, 0, sequences(latent_k.shape[0], cu_seqlens))
+    return state_buffers(latent_k, D, 0, count_sequences(latent_k.shape[0], cu_seqlens))
 
 
 @torch.library.custom_op("latte::triton_macchiato", mutates_args=())
@@ -108,7 +106,8 @@ def macchiato_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs, final state; then for the backward pass: the window's share of each token, and
     :func:`saved_states`."""
-    w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
+    sequences, tail = Sequences(key_mask, cu_seqlens, causal), (tail_k, tail_v, tail_mask)
+    w = Window.of(k, v, Local(window, scale, softcap), sequences, tail)
     D = v.shape[-1]
     out, (gate,) = q.new_empty((*q.shape[:3], D)), token_buffers(q, 1)
     finals, earlier = final_buffers(latent_k, v, cu_seqlens), (log_mass, mean)
@@ -187,15 +186,17 @@ def macchiato_backward_op(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five inputs, of the initial state, and of the earlier keys and values."""
-    w = Window.of(k, v, key_mask, (tail_k, tail_v, tail_mask), window, scale, softcap, causal)
-    dlatent_q, dlatent_k, dq, dk, dv = empty_gradients(latent_q, latent_k, q, k, v)
-    dtail = tail_buffers(k, v, tail_k, tail_v)
+    sequences, tail = Sequences(key_mask, cu_seqlens, causal), (tail_k, tail_v, tail_mask)
+    w = Window.of(k, v, Local(window, scale, softcap), sequences, tail)
+    dlatent_q, dlatent_k, dq, dk, dv, dtail_k, dtail_v = empty_gradients(
+        latent_q, latent_k, q, k, v, tail_k, tail_v
+    )
     run = WindowLauncher(q, None if causal else latent_k, w, cu_seqlens)
     q, dout = unit_stride(q), unit_stride(dout)
     top_w, mass_w, delta = token_buffers(q, 3)
     run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout)
     inputs = (latent_k, w.v, w.mask, dout)
-    tokens = (top_w, mass_w, gate, delta)
+    tokens, dtail = (top_w, mass_w, gate, delta), (dtail_k, dtail_v)
     if causal:
         # In memory once, for each query head: the window's kernel adds it up.
         latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
@@ -224,37 +225,15 @@ def macchiato_backward_op(
         )
         states = (latent_k, top, mass, dmean_0)
         run.source_gradients(q, dout, tokens, (dk, dv), dtail, bidirectional=states)
-    dstate = state_gradients(log_mass, mean, dmean_0, lost_0)
-    return dlatent_q, dlatent_k, dq, dk, dv, *dstate, *dtail
+    dA, dmu = state_gradients((log_mass, mean), dmean_0, lost_0)
+    if mean is None:
+        dA, dmu = q.new_empty(0), q.new_empty(0)
+    return dlatent_q, dlatent_k, dq, dk, dv, dA, dmu, dtail_k, dtail_v
 
 
-@macchiato_backward_op.register_fake
-def _(
-    dout, dlog_mass, dmean, latent_q, latent_k, q, k, v, key_mask, cu_seqlens,
-    log_mass, mean, tail_k, tail_v, *_,
-):  # fmt: skip
-    inputs = (latent_q, latent_k, q, k, v, dlog_mass, dmean)
-    return *empty_gradients(*inputs), *tail_buffers(k, v, tail_k, tail_v)
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:12], *output[2:])
-    ctx.options = inputs[12:]
-    # Gradients flow from the outputs and the final state alone.
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _gradients(ctx, dout, dlog_mass, dmean, *_):
-    saved = ctx.saved_tensors
-    *of_inputs, dA, dmu, dtail_k, dtail_v = macchiato_backward_op(
-        dout, dlog_mass, dmean, *saved, *ctx.options
-    )
-    state = (None, None) if saved[7] is None else (dA, dmu)
-    tail = (None, None) if saved[9] is None else (dtail_k, dtail_v)
-    return *of_inputs, None, None, *state, *tail, None, None, None, None, None
-
-
-macchiato_op.register_autograd(_gradients, setup_context=_save)
+connect_gradients(
+    macchiato_op, macchiato_backward_op, (0, 1, 2, 3, 4, 7, 8, 9, 10), outputs=3, saved_from=2
+)
 
 
 @triton.jit(do_not_specialize=SIZES)

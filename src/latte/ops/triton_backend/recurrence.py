@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import empty_gradients, full_precision
+from latte.ops.custom_ops import connect_gradients, empty_gradients
+from latte.ops.tensors import Sequences, full_precision
 from latte.ops.triton_backend.launch import (
     LRU_BACK,
     LRU_BY_CHUNK,
@@ -71,18 +72,14 @@ def _launch(
 
 
 def beginnings(
-    x_BTE: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    reverse: bool,
+    x_BTE: Tensor, sequences: Sequences, initial_state: Tensor | None, reverse: bool
 ) -> Tensor:
     """(N,) int64: the first real token, in order of the walk, of every sequence that starts anew.
 
     -1 for a sequence that carries a state on. A sequence without a real token may get any number:
     it has no token to compare it with.
     """
-    B, T = x_BTE.shape[:2]
+    (B, T, _), (key_mask, cu_seqlens, _) = x_BTE.shape, sequences
     if cu_seqlens is None:
         first = torch.zeros(B, dtype=torch.long, device=x_BTE.device)
         if key_mask is not None:
@@ -177,6 +174,7 @@ def rg_lru_backward_op(
     recurrence_gate: Tensor,
     input_gate: Tensor,
     theta: Tensor,
+    initial_state: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     begins: Tensor,
@@ -197,6 +195,7 @@ def rg_lru_backward_op(
         tensors = (x, *gates, theta_E, mask, begins, before, dfinal, dout)
         outputs = (dx, dr, di, parts, dinitial)
         _launch(lru_walk_back, B, LRU_BACK, E, *tensors, *outputs, *strides, **fixed)
+        dinitial = x.new_empty(0) if initial_state is None else dinitial
         return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
     decay, added, after, parts = (torch.empty_like(before) for _ in range(4))
     at, shared = (chunks.M, LRU_BACK, E), (theta_E, mask, chunks.table, begins)
@@ -205,30 +204,11 @@ def rg_lru_backward_op(
     _carry(chunks, decay, added, dfinal, after, dinitial, not reverse)
     given = (x, *gates, *shared, before, after, dout)
     _launch(apply_back, *at, *given, dx, dr, di, parts, *strides, **fixed)
+    dinitial = x.new_empty(0) if initial_state is None else dinitial
     return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
 
 
-@rg_lru_backward_op.register_fake
-def _(dout, dfinal, x, recurrence_gate, input_gate, theta, *_):
-    dx, dr, di, dtheta = empty_gradients(x, recurrence_gate, input_gate, theta)
-    return dx, dr, di, dtheta, torch.empty_like(dfinal, memory_format=torch.contiguous_format)
-
-
-def _save(ctx, inputs, output):
-    x, recurrence_gate, input_gate, theta, initial_state, key_mask, cu_seqlens, begins, _ = inputs
-    ctx.carried, ctx.reverse = initial_state is not None, inputs[-1]
-    ctx.save_for_backward(
-        *(x, recurrence_gate, input_gate, theta, key_mask, cu_seqlens, begins, output[2])
-    )
-    ctx.mark_non_differentiable(output[2])
-
-
-def _gradients(ctx, dout, dfinal, _):
-    dx, dr, di, dtheta, dinitial = rg_lru_backward_op(dout, dfinal, *ctx.saved_tensors, ctx.reverse)
-    return dx, dr, di, dtheta, dinitial if ctx.carried else None, None, None, None, None
-
-
-rg_lru_op.register_autograd(_gradients, setup_context=_save)
+connect_gradients(rg_lru_op, rg_lru_backward_op, (0, 1, 2, 3, 4), outputs=2, saved_from=2)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from latte.ops.tensors import count_sequences
 from latte.ops.triton_backend.launch import (
     ENOUGH,
     SCAN,
@@ -58,11 +59,6 @@ from latte.ops.triton_backend.tiles import (
 SIZES = ["T", "length", "per_row"]
 
 
-def sequences(B: int, cu_seqlens: Tensor | None) -> int:
-    """How many sequences there are."""
-    return B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
 class Parts(NamedTuple):
     """The chunks, or the segments, of all sequences: nothing waits for a GPU."""
 
@@ -79,7 +75,7 @@ class Parts(NamedTuple):
 
         ``at_least``: this many for a sequence without tokens, which are then empty.
         """
-        M, N = count_parts(B, T, C, cu_seqlens, at_least), sequences(B, cu_seqlens)
+        M, N = count_parts(B, T, C, cu_seqlens, at_least), count_sequences(B, cu_seqlens)
         if cu_seqlens is None:
             return cls(M, N, max(at_least, -(-T // C)), None, None, None)
         bounds = cu_seqlens.long()
@@ -101,7 +97,7 @@ def count_parts(B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int
     """At most this many parts of C tokens: from shapes alone."""
     if cu_seqlens is None:
         return B * max(at_least, -(-T // C))
-    return T // C + sequences(B, cu_seqlens)
+    return T // C + count_sequences(B, cu_seqlens)
 
 
 def segment_length(B: int, T: int, heads: int, C: int, packed: bool) -> int:
@@ -230,7 +226,9 @@ def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> Between:
     B, T = k.shape[:2]
     length = length_for(k, D, walking(k.shape[-1], D, k.dtype), cu_seqlens)
     if length < T:
-        return state_buffers(k, D, count_parts(B, T, length, cu_seqlens), sequences(B, cu_seqlens))
+        return state_buffers(
+            k, D, count_parts(B, T, length, cu_seqlens), count_sequences(B, cu_seqlens)
+        )
     return state_buffers(k, D, 0, 0)
 
 
@@ -241,12 +239,6 @@ def state_buffers(k: Tensor, D: int, M: int, N: int) -> Between:
     final = top.new_empty((N, H, L))
     mean = top.new_empty((M, H, L, D))
     return top, torch.empty_like(top), mean, final, torch.empty_like(final)
-
-
-def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Empty fp32 buffers (N, H, L) and (N, H, L, D)."""
-    A = q.new_empty((sequences(q.shape[0], cu_seqlens), *q.shape[2:]), dtype=torch.float32)
-    return A, A.new_empty((*A.shape, v.shape[-1]))
 
 
 def states_before(
@@ -291,12 +283,13 @@ def scan_segments(
 
 
 def state_gradients(
-    log_mass: Tensor | None, mean: Tensor | None, dmean: Tensor, lost: Tensor
+    earlier: tuple[Tensor | None, ...], dmean: Tensor, lost: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(dlog_mass, dmean) of the initial state, from ``lost`` = <dmean, mean> - dlog_mass.
 
     An empty state has no mass to move and a mean that nobody reads: no gradient.
     """
+    log_mass, mean = earlier
     if log_mass is None or mean is None:
         return lost, dmean
     empty = torch.isneginf(log_mass)

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import empty_gradients, full_precision
+from latte.ops.custom_ops import empty_gradients
+from latte.ops.tensors import full_precision
 from latte.ops.triton_backend.launch import launch, readable, step_tiles
 from latte.ops.triton_backend.tiles import finite, inverse, log1p_of_share, tanh
 

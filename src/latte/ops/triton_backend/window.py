@@ -31,6 +31,7 @@ D value width, N sequences, P keys of the earlier state, C tokens of a chunk, qu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.tensors import empty_gradients, full_precision
+from latte.ops import custom_ops
+from latte.ops.custom_ops import Earlier, empty_gradients
+from latte.ops.tensors import Local, Sequences
 from latte.ops.triton_backend.launch import (
     FARTHEST_TOKENS,
     WINDOW_STAGES,
+    contiguous,
     launch,
     readable,
     window_tiles,
@@ -64,26 +68,11 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-@torch.library.custom_op("latte::triton_window", mutates_args=())
-@full_precision
-def window_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tail_k: Tensor | None,
-    tail_v: Tensor | None,
-    tail_mask: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    causal: bool,
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, local: Local, sequences: Sequences, tail: Earlier
 ) -> Tensor:
-    """Outputs. ``softcap=0`` is none."""
-    tail = (tail_k, tail_v, tail_mask)
-    w = Window.of(k, v, key_mask, tail, window, scale, softcap, causal)
-    run = WindowLauncher(q, None, w, cu_seqlens)
+    """Outputs."""
+    run = WindowLauncher(q, None, Window.of(k, v, local, sequences, tail), sequences.cu_seqlens)
     out = q.new_empty((*q.shape[:3], run.D))
     run.outputs(unit_stride(q), None, None, out, None)
     return out
@@ -94,34 +83,18 @@ def token_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(tuple(q.shape[:3]), dtype=torch.float32) for _ in range(count))
 
 
-@window_op.register_fake
-def _(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, window, scale, softcap, causal):
-    return q.new_empty((*q.shape[:3], v.shape[-1]))
-
-
-@torch.library.custom_op("latte::triton_window_backward", mutates_args=())
-@full_precision
-def window_backward_op(
+def backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tail_k: Tensor | None,
-    tail_v: Tensor | None,
-    tail_mask: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    local: Local,
+    sequences: Sequences,
+    tail: Earlier,
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
-    tail = (tail_k, tail_v, tail_mask)
-    w = Window.of(k, v, key_mask, tail, window, scale, softcap, causal)
-    run = WindowLauncher(q, None, w, cu_seqlens)
-    dq, dk, dv = empty_gradients(q, k, v)
-    dtail = tail_buffers(k, v, tail_k, tail_v)
+    run = WindowLauncher(q, None, Window.of(k, v, local, sequences, tail), sequences.cu_seqlens)
+    dq, dk, dv, *dtail = empty_gradients(q, k, v, *tail[:2])
     tokens = top, mass, delta = token_buffers(q, 3)
     q, dout = unit_stride(q), unit_stride(dout)
     run.query_gradients(q, None, *tokens, dq, dy=dout)
@@ -129,33 +102,7 @@ def window_backward_op(
     return dq, dk, dv, *dtail
 
 
-def tail_buffers(
-    k: Tensor, v: Tensor, tail_k: Tensor | None, tail_v: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Empty buffers for the gradients of the earlier keys and values."""
-    shapes = ((0,) if x is None else tuple(x.shape) for x in (tail_k, tail_v))
-    dtail_k, dtail_v = (x.new_empty(shape) for x, shape in zip((k, v), shapes, strict=True))
-    return dtail_k, dtail_v
-
-
-@window_backward_op.register_fake
-def _(dout, q, k, v, key_mask, cu_seqlens, tail_k, tail_v, *_):
-    return *empty_gradients(q, k, v), *tail_buffers(k, v, tail_k, tail_v)
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
-
-
-def _gradients(ctx, dout):
-    saved = ctx.saved_tensors
-    dq, dk, dv, dtail_k, dtail_v = window_backward_op(dout, *saved, *ctx.options)
-    tails = (None, None) if saved[5] is None else (dtail_k, dtail_v)
-    return dq, dk, dv, None, None, *tails, None, None, None, None, None
-
-
-window_op.register_autograd(_gradients, setup_context=_save)
+window_op = custom_ops.window_op("triton_window", forward, backward)
 
 
 class Window(NamedTuple):
@@ -164,44 +111,33 @@ class Window(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None  # (B, T)
-    tail: tuple[Tensor | None, Tensor | None, Tensor | None]
+    tail: Earlier
     P: int
     reach: int  # keys seen before one's own, and behind it if not causal
     scale: float
-    softcap: float
+    softcap: float  # 0: none
     causal: bool
 
     @classmethod
-    def of(
-        cls,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        tail: tuple[Tensor | None, Tensor | None, Tensor | None],
-        window: int,
-        scale: float,
-        softcap: float,
-        causal: bool,
-    ) -> Window:
+    def of(cls, k: Tensor, v: Tensor, local: Local, sequences: Sequences, tail: Earlier) -> Window:
         """Where there is an earlier state, both masks are spelled out."""
         B, T = k.shape[:2]
+        key_mask, _, causal = sequences
+        window, scale, softcap = local
+        assert window is not None
         P = 0 if tail[0] is None else tail[0].shape[1]
         if P == 0:
             tail = (None, None, None)
         elif key_mask is None:
             key_mask = k.new_ones((B, T), dtype=torch.bool)
-        keys, values = (None if x is None else x.contiguous() for x in tail[:2])
+        keys, values = contiguous(*tail[:2])
         reach = min(window - 1 if causal else window // 2, T - 1 + P)
         return cls(
             unit_stride(k),
             unit_stride(v),
             readable(key_mask),
             (keys, values, readable(tail[2])),
-            P=P,
-            reach=reach,
-            scale=scale,
-            softcap=softcap,
-            causal=causal,
+            *(P, reach, scale, softcap, causal),
         )
 
 
@@ -292,7 +228,7 @@ class WindowLauncher(ChunkLauncher):
         dy: Tensor,
         tokens: tuple[Tensor | None, ...],
         results: tuple[Tensor, Tensor],
-        earlier: tuple[Tensor, Tensor],
+        earlier: Sequence[Tensor],
         latents_dv: Tensor | None = None,
         bidirectional: tuple[Tensor, ...] = (),
     ) -> None:

@@ -1,0 +1,185 @@
+"""PyTorch's custom ops: a backend's two passes as one op that ``torch.compile`` leaves whole.
+
+An op takes tensors, of which some may be None, then numbers; ``latte::NAME_backward`` takes the
+gradients of its outputs, its tensors, what it has saved, and its numbers. Latte's ops and the
+window's have one signature, whichever backend serves them: :func:`latte_op` and :func:`window_op`
+make them of two functions.
+
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
+width, N states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, full_precision
+
+# An earlier state as ops take it: all of its tensors, or as many times None.
+Earlier = tuple[Tensor | None, ...]
+
+SEQUENCES = "Tensor? key_mask, Tensor? cu_seqlens"
+LATTE = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, Tensor? log_mass, Tensor? mean"
+TAIL = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask"
+WINDOW = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, {TAIL}"
+LOCAL = "int window, float scale, float softcap, bool causal"
+
+
+def empty_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Contiguous buffers of the inputs' shapes and dtypes, not written yet.
+
+    Empty for inputs that are None: an op cannot return that.
+    """
+    like = next(x for x in inputs if x is not None)
+    return tuple(
+        like.new_empty(0)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in inputs
+    )
+
+
+def connect_gradients(
+    op: Any, backward_op: Any, wanted: tuple[int, ...], *, outputs: int, saved_from: int
+) -> None:
+    """Let the custom op ``backward_op`` give the gradients of ``op``.
+
+    Args:
+        wanted: the inputs whose gradients it gives, in its order; empty for those that are None.
+        outputs: so many have gradients, the first; the others are there to be saved.
+        saved_from: the first of the outputs that the backward pass needs.
+    """
+
+    def fake(*args):
+        return empty_gradients(*(args[outputs + i] for i in wanted))
+
+    def save(ctx, inputs, output):
+        output = (output,) if isinstance(output, Tensor) else output
+        ctx.tensors = sum(x is None or isinstance(x, Tensor) for x in inputs)
+        ctx.numbers = inputs[ctx.tensors :]
+        ctx.save_for_backward(*inputs[: ctx.tensors], *output[saved_from:])
+        ctx.mark_non_differentiable(*output[outputs:])
+
+    def gradients(ctx, *grads):
+        saved = ctx.saved_tensors
+        found = backward_op(*grads[:outputs], *saved, *ctx.numbers)
+        every: list[Tensor | None] = [None] * (ctx.tensors + len(ctx.numbers))
+        for i, dx in zip(wanted, found, strict=True):
+            every[i] = None if saved[i] is None else dx
+        return tuple(every)
+
+    backward_op.register_fake(fake)
+    op.register_autograd(gradients, setup_context=save)
+
+
+def custom_op(name: str, function: Callable[..., Any], inputs: str, outputs: int) -> Any:
+    """The op ``latte::NAME`` with these inputs and so many tensors as outputs."""
+    results = ", ".join(["Tensor"] * outputs)
+    schema = f"({inputs}) -> {results if outputs == 1 else f'({results})'}"
+    return torch.library.custom_op(
+        f"latte::{name}", full_precision(function), mutates_args=(), schema=schema
+    )
+
+
+def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty buffers for a state, (N, H, L) and (N, H, L, D)."""
+    N = count_sequences(q.shape[0], cu_seqlens)
+    A = q.new_empty((N, *q.shape[2:]), dtype=computation_dtype(q.dtype))
+    return A, A.new_empty((*A.shape, v.shape[-1]))
+
+
+def latte_op(
+    name: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    saved: Callable[..., tuple[Tensor, ...]] | None = None,
+    *,
+    count: int = 2,
+    saved_from: int = 2,
+) -> Any:
+    """The op of ``latte_attention``: to the output, the final log-mass and mean, and what is saved.
+
+    Args:
+        forward: of q, k, v, the :class:`Sequences` and the earlier log-mass and mean, or None.
+        backward: of the gradients of output, log-mass and mean; those; and what is saved. To the
+            gradients of q, k, v and the earlier state.
+        saved: empty buffers for what is saved, from q, k, v and ``cu_seqlens``. None: (top, mass)
+            of the final state.
+        count: how many they are.
+        saved_from: 2 if the backward pass needs the final mean too, else 3.
+    """
+
+    def run(q, k, v, key_mask, cu_seqlens, *earlier):
+        return forward(q, k, v, Sequences(key_mask, cu_seqlens), earlier)
+
+    def run_back(dout, dlog_mass, dmean, q, k, v, key_mask, cu_seqlens, log_mass, mean, *kept):
+        grads, sequences = (dout, dlog_mass, dmean), Sequences(key_mask, cu_seqlens)
+        found = backward(grads, q, k, v, sequences, (log_mass, mean), *kept)
+        return found if mean is not None else (*found[:3], q.new_empty(0), q.new_empty(0))
+
+    def fake(q, k, v, key_mask, cu_seqlens, *_):
+        A, mu = final_buffers(q, v, cu_seqlens)
+        after = saved(q, k, v, cu_seqlens) if saved else (torch.empty_like(A), torch.empty_like(A))
+        return torch.empty_like(v, memory_format=torch.contiguous_format), A, mu, *after
+
+    op = custom_op(name, run, LATTE, 3 + count)
+    op.register_fake(fake)
+    kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
+    given = f"Tensor dout, Tensor dlog_mass, Tensor dmean, {LATTE}, {kept}"
+    backward_op = custom_op(f"{name}_backward", run_back, given, 5)
+    connect_gradients(op, backward_op, (0, 1, 2, 5, 6), outputs=3, saved_from=saved_from)
+    return op
+
+
+def window_op(
+    name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, ...]]
+) -> Any:
+    """The op of ``sliding_window_attention``, whose inputs are all that is saved.
+
+    Args:
+        forward: of q, k, v, the :class:`Local`, the :class:`Sequences` and the tail's keys, values
+            and mask, or None.
+        backward: of the output's gradient and those. To the gradients of q, k, v, and of the
+            tail's keys and values, empty where there are none.
+    """
+
+    def told(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, *numbers):
+        *local, causal = numbers
+        sequences = Sequences(key_mask, cu_seqlens, causal)
+        return q, k, v, Local(*local), sequences, (tail_k, tail_v, tail_mask)
+
+    op = custom_op(name, lambda *inputs: forward(*told(*inputs)), f"{WINDOW}, {LOCAL}", 1)
+    op.register_fake(lambda q, k, v, *_: v.new_empty((*q.shape[:3], v.shape[-1])))
+    backward_op = custom_op(
+        *(f"{name}_backward", lambda dout, *inputs: backward(dout, *told(*inputs))),
+        *(f"Tensor dout, {WINDOW}, {LOCAL}", 5),
+    )
+    connect_gradients(op, backward_op, (0, 1, 2, 5, 6), outputs=1, saved_from=1)
+    return op
+
+
+def run_latte(
+    op: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: LatteState | None
+) -> tuple[Tensor, LatteState]:
+    """Output and final state, by an op of :func:`latte_op`."""
+    out, A, mu = op(q, k, v, *sequences[:2], *(earlier or (None, None)))[:3]
+    return out, LatteState(A, mu)
+
+
+def run_window(
+    op: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    local: Local,
+    sequences: Sequences,
+    tail: WindowState | None,
+) -> Tensor:
+    """Output, by an op of :func:`window_op`."""
+    earlier = tail or (None, None, None)
+    return op(q, k, v, *sequences[:2], *earlier, *local, sequences.causal)
