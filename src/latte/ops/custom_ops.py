@@ -20,6 +20,7 @@ from torch import Tensor
 from latte.ops.state import LatteState, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, full_precision
 
+Three = tuple[Tensor, Tensor, Tensor]
 # An earlier state as ops take it: all of its tensors, or as many times None.
 Earlier = tuple[Tensor | None, ...]
 
@@ -105,7 +106,7 @@ def latte_op(
     """The op of ``latte_attention``: to the output, the final log-mass and mean, and what is saved.
 
     Args:
-        forward: of q, k, v, the :class:`Sequences` and the earlier log-mass and mean, or None.
+        forward: of (q, k, v), the :class:`Sequences` and the earlier log-mass and mean, or None.
         backward: of the gradients of output, log-mass and mean; those; and what is saved. To the
             gradients of q, k, v and the earlier state.
         saved: empty buffers for what is saved, from q, k, v and ``cu_seqlens``. None: (top, mass)
@@ -115,11 +116,11 @@ def latte_op(
     """
 
     def run(q, k, v, key_mask, cu_seqlens, *earlier):
-        return forward(q, k, v, Sequences(key_mask, cu_seqlens), earlier)
+        return forward((q, k, v), Sequences(key_mask, cu_seqlens), earlier)
 
     def run_back(dout, dlog_mass, dmean, q, k, v, key_mask, cu_seqlens, log_mass, mean, *kept):
         grads, sequences = (dout, dlog_mass, dmean), Sequences(key_mask, cu_seqlens)
-        found = backward(grads, q, k, v, sequences, (log_mass, mean), *kept)
+        found = backward(grads, (q, k, v), sequences, (log_mass, mean), *kept)
         return found if mean is not None else (*found[:3], q.new_empty(0), q.new_empty(0))
 
     def fake(q, k, v, key_mask, cu_seqlens, *_):
@@ -142,8 +143,8 @@ def window_op(
     """The op of ``sliding_window_attention``, whose inputs are all that is saved.
 
     Args:
-        forward: of q, k, v, the :class:`Local`, the :class:`Sequences` and the tail's keys, values
-            and mask, or None.
+        forward: of (q, k, v), the :class:`Local`, the :class:`Sequences` and the tail's keys,
+            values and mask, or None.
         backward: of the output's gradient and those. To the gradients of q, k, v, and of the
             tail's keys and values, empty where there are none.
     """
@@ -151,7 +152,7 @@ def window_op(
     def told(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, *numbers):
         *local, causal = numbers
         sequences = Sequences(key_mask, cu_seqlens, causal)
-        return q, k, v, Local(*local), sequences, (tail_k, tail_v, tail_mask)
+        return (q, k, v), Local(*local), sequences, (tail_k, tail_v, tail_mask)
 
     op = custom_op(name, lambda *inputs: forward(*told(*inputs)), f"{WINDOW}, {LOCAL}", 1)
     op.register_fake(lambda q, k, v, *_: v.new_empty((*q.shape[:3], v.shape[-1])))

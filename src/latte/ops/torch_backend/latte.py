@@ -12,13 +12,14 @@ segment, t of them not padding, H heads, L latents, D value width, N states.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
-from latte.ops.custom_ops import Earlier, empty_gradients, final_buffers, latte_op, run_latte
+from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op, run_latte
 from latte.ops.state import LatteState
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend import linear_domain, pairwise
@@ -241,6 +242,32 @@ def first_state(
     return A.fill_(-torch.inf), mu.zero_()
 
 
+def gradient_buffers(grads: Three) -> tuple[Tensor, Tensor]:
+    """Fresh copies of the final state's gradients, to be overwritten with the first state's."""
+    dA, dmu = (x.clone(memory_format=torch.contiguous_format) for x in grads[1:])
+    return dA, dmu
+
+
+def put_state(target: tuple[Tensor, Tensor], rows: Rows, A_XL: Tensor, mu_XLD: Tensor) -> None:
+    """Write the rows' (log-mass, mean), or gradients of them, to (N, H, L) and (N, H, L, D)."""
+    A, mu = target
+    A[rows.ids] = A_XL.view(-1, *A.shape[1:])
+    mu[rows.ids] = mu_XLD[..., : mu.shape[-1]].unflatten(0, (-1, A.shape[1]))
+
+
+def walks(
+    q: Tensor, v: Tensor, sequences: Sequences, width: int = 0
+) -> Iterator[tuple[Rows, list[slice]]]:
+    """Rows computed together, with their segments of time. ``width``: of an intermediate, per head.
+
+    It counts where it is wider than the latents and the values.
+    """
+    H, L, D = *q.shape[2:], v.shape[-1]
+    segment = segment_length(H, L, D)
+    for rows in rows_of(q, H * max(L, D, width), segment, sequences.cu_seqlens):
+        yield rows, spans(rows.length, segment)
+
+
 def mask_empty(A: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Tensor, Tensor]:
     """An empty state has no mass to move and a mean that nobody reads: no gradient."""
     empty = torch.isneginf(A)
@@ -274,63 +301,45 @@ class Checkpoints:
         return Carry(*(x[here].flatten(0, 1) for x in self.tensors))
 
 
-def causal(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
-) -> tuple[Tensor, ...]:
+def causal(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
     """Outputs, the final state, and the states between segments (for the backward pass)."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final_A, final_mu = first_state(q, v, sequences, earlier)
+    q, _, v = qkv
+    (out,), final = empty_gradients(v), first_state(q, v, sequences, earlier)
     saved = Checkpoints.allocate(q, v)
     kept = Checkpoints(*saved)
-    H, L, D = *q.shape[2:], v.shape[-1]
-    segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, sequences.cu_seqlens):
-        state = initial_carry(final_A, final_mu, rows)
-        for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+    for rows, segments in walks(q, v, sequences, 2 * CHUNK):
+        state = initial_carry(*final, rows)
+        for span in segments:
+            part = Segment(rows, span, qkv, sequences.key_mask)
             if span.start:
                 kept.save(part.n, state)
             y, state = part.forward(state)
             part.put(out, y)
-        final_A[rows.ids] = state.log_mass().view(-1, H, L)
-        final_mu[rows.ids] = state.mean[..., :D].unflatten(0, (-1, H))
-    return out, final_A, final_mu, *saved
+        put_state(final, rows, state.log_mass(), state.mean)
+    return out, *final, *saved
 
 
 def causal_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    earlier: Earlier,
-    *states: Tensor,
+    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *states: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state, segment by segment in reverse."""
-    dq, dk, dv = empty_gradients(q, k, v)
-    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in grads[1:])
-    A_0, mu_0 = first_state(q, v, sequences, earlier)
+    q, _, v = qkv
+    dq, dk, dv = empty_gradients(*qkv)
+    first, dfirst = first_state(q, v, sequences, earlier), gradient_buffers(grads)
     kept = Checkpoints(*states)
-    H, L, D = *q.shape[2:], v.shape[-1]
-    segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, 2 * CHUNK), segment, sequences.cu_seqlens):
-        dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
-        segments = spans(rows.length, segment)
-        n = dA.shape[0] // H
+    for rows, segments in walks(q, v, sequences, 2 * CHUNK):
+        dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
+        n = dA.shape[0] // q.shape[2]
         for i, span in reversed(list(enumerate(segments))):
-            part = Segment(rows, span, (q, k, v), sequences.key_mask)
-            if i:
-                state = kept.load(n, i - 1)
-            else:
-                state = initial_carry(A_0, mu_0, rows)
+            part = Segment(rows, span, qkv, sequences.key_mask)
+            state = kept.load(n, i - 1) if i else initial_carry(*first, rows)
             dq_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(grads[0]), dA, dmu)
             part.put(dq, dq_)
             part.put(dk, dk_)
             part.put(dv, dv_)
         kept.next += (len(segments) - 1) * n
-        dA_0[rows.ids] = dA.view(-1, H, L)
-        dmu_0[rows.ids] = dmu[..., :D].unflatten(0, (-1, H))
-    return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
+        put_state(dfirst, rows, dA, dmu)
+    return dq, dk, dv, *mask_empty(first[0], *dfirst)
 
 
 causal_op = latte_op(
@@ -340,70 +349,56 @@ causal_op = latte_op(
 )
 
 
-def bidirectional(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
-) -> tuple[Tensor, ...]:
+def bidirectional(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass)."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    A_N, mu_N = first_state(q, v, sequences, earlier)
-    top_N, mass_N = Carry.of(A_N, mu_N)[:2]
+    q, _, v = qkv
+    (out,), final = empty_gradients(v), first_state(q, v, sequences, earlier)
+    top_N, mass_N = Carry.of(*final)[:2]
     top_N = top_N.clone()
-    H, L, D = *q.shape[2:], v.shape[-1]
-    segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D), segment, sequences.cu_seqlens):
-        state = initial_carry(A_N, mu_N, rows)
-        for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+    for rows, segments in walks(q, v, sequences):
+        state = initial_carry(*final, rows)
+        for span in segments:
+            part = Segment(rows, span, qkv, sequences.key_mask)
             top = part.k_XSL.amax(1)
             e = exp_difference(part.k_XSL, top[:, None])
             mass = e.sum(1)
             state = state.merge(Carry(top, mass, divide(e, mass[:, None]).mT @ part.v_XSD))
-        for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+        for span in segments:
+            part = Segment(rows, span, qkv, sequences.key_mask)
             part.put(out, part.p_XSL @ state.mean)
-        A_N[rows.ids] = state.log_mass().view(-1, H, L)
-        top_N[rows.ids], mass_N[rows.ids] = state.top.view(-1, H, L), state.mass.view(-1, H, L)
-        mu_N[rows.ids] = state.mean[..., :D].unflatten(0, (-1, H))
-    return out, A_N, mu_N, top_N, mass_N
+        put_state(final, rows, state.log_mass(), state.mean)
+        for kept, x in ((top_N, state.top), (mass_N, state.mass)):
+            kept[rows.ids] = x.view(-1, *kept.shape[1:])
+    return out, *final, top_N, mass_N
 
 
 def bidirectional_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    earlier: Earlier,
-    mu_N: Tensor,
-    top_N: Tensor,
-    mass_N: Tensor,
+    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *final: Tensor
 ) -> tuple[Tensor, ...]:
     """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA)."""
-    dq, dk, dv = empty_gradients(q, k, v)
-    dA_0, dmu_0 = (x.clone(memory_format=torch.contiguous_format) for x in grads[1:])
-    A_0, mu_0 = first_state(q, v, sequences, earlier)
-    H, L, D = *q.shape[2:], v.shape[-1]
-    segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D), segment, sequences.cu_seqlens):
-        top, mass, mu = (x[rows.ids].flatten(0, 1) for x in (top_N, mass_N, mu_N))
+    q, _, v = qkv
+    dq, dk, dv = empty_gradients(*qkv)
+    first, dfirst = first_state(q, v, sequences, earlier), gradient_buffers(grads)
+    for rows, segments in walks(q, v, sequences):
+        mu, top, mass = (x[rows.ids].flatten(0, 1) for x in final)
         mu = widened(mu)
-        dA, dmu = dA_0[rows.ids].flatten(0, 1), widened(dmu_0[rows.ids].flatten(0, 1))
-        for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+        dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
+        for span in segments:
+            part = Segment(rows, span, qkv, sequences.key_mask)
             dmu = dmu + part.p_XSL.mT @ part.gradient(grads[0])
         lost_XL = (dmu * mu).sum(-1) - dA
-        for span in spans(rows.length, segment):
-            part = Segment(rows, span, (q, k, v), sequences.key_mask)
+        for span in segments:
+            part = Segment(rows, span, qkv, sequences.key_mask)
             pulled = part.p_XSL * (part.gradient(grads[0]) @ mu.mT)
             part.put(dq, pulled - part.p_XSL * pulled.sum(-1, keepdim=True))
             weight = divide(exp_difference(part.k_XSL, top[:, None]), mass[:, None])
             part.put(dk, weight * (part.v_XSD @ dmu.mT - lost_XL[:, None]))
             part.put(dv, weight @ dmu)
-        earlier = initial_carry(A_0, mu_0, rows)
-        kept = divide(earlier.mass * exp_difference(earlier.top, top), mass)
-        dA_0[rows.ids] = (kept * ((dmu * earlier.mean).sum(-1) - lost_XL)).view(-1, H, L)
-        dmu_0[rows.ids] = (kept[..., None] * dmu)[..., :D].unflatten(0, (-1, H))
-    return dq, dk, dv, *mask_empty(A_0, dA_0, dmu_0)
+        start = initial_carry(*first, rows)
+        kept = divide(start.mass * exp_difference(start.top, top), mass)
+        dA = kept * ((dmu * start.mean).sum(-1) - lost_XL)
+        put_state(dfirst, rows, dA, kept[..., None] * dmu)
+    return dq, dk, dv, *mask_empty(first[0], *dfirst)
 
 
 bidirectional_op = latte_op("bidirectional", bidirectional, bidirectional_backward)

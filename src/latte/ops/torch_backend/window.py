@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import custom_ops, reference
-from latte.ops.custom_ops import Earlier, run_window
+from latte.ops.custom_ops import Earlier, Three, run_window
 from latte.ops.state import WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
@@ -237,9 +237,7 @@ class Segment:
         return torch.softmax(logits, -1), tanh
 
 
-def _segments(
-    qkv: tuple[Tensor, Tensor, Tensor], local: Local, sequences: Sequences, tail: Earlier
-) -> Iterator[Segment]:
+def _segments(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Iterator[Segment]:
     """Segments whose scores stay small."""
     q, _, v = qkv
     T, H = q.shape[1:3]
@@ -253,12 +251,11 @@ def _segments(
             yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, local: Local, sequences: Sequences, tail: Earlier
-) -> Tensor:
+def forward(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Tensor:
     """Windowed softmax attention; ``softcap=0`` is none."""
+    q, _, v = qkv
     out = v.new_empty((*q.shape[:3], v.shape[-1]))
-    for part in _segments((q, k, v), local, sequences, tail):
+    for part in _segments(qkv, local, sequences, tail):
         weights, _ = part.weights(local)
         y = torch.bmm(weights, part.chunks.gather(part.v_nGSD, part.N))
         part.rows.put(out, part.span, part.back(part.masked(y, part.alive, 0.0)))
@@ -266,21 +263,16 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: Earlier,
+    dout: Tensor, qkv: Three, local: Local, sequences: Sequences, tail: Earlier
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
+    q, k, v = qkv
     dtype = computation_dtype(q.dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     dtail_k, dtail_v = (k.new_zeros(0 if x is None else x.shape, dtype=dtype) for x in tail[:2])
-    for part in _segments((q, k, v), local, sequences, tail):
+    for part in _segments(qkv, local, sequences, tail):
         rows, span, chunks, N = part.rows, part.span, part.chunks, part.N
         weights, tanh = part.weights(local)
         dy = part.masked(part.chunked(rows.take_gradient(dout, span)), part.alive, 0.0)

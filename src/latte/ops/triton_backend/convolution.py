@@ -43,20 +43,16 @@ class _Call:
         self.tiles = -(-self.E // CONVOLUTION["BE"])
         self.slots = 1 << max(0, self.K - 2).bit_length()  # of a tail, padded
 
-    def by_chunk(self, kernel: Any, *tensors: Tensor | None, strides: tuple[int, ...]) -> None:
-        sizes = (*strides, self.T, self.chunks.per_row, self.E)
-        options = {**CONVOLUTION, "K": self.K, "num_warps": CONVOLUTION_WARPS}
-        launch(self.x.device, kernel[self.chunks.M, self.tiles], *tensors, *sizes, **options)
+    def by_chunk(self, kernel: Any, *args: Any) -> None:
+        sizes = (self.T, self.chunks.per_row, self.E)
+        self._launch(kernel, self.chunks.M, *args, *sizes, C=CONVOLUTION["C"])
 
-    def by_sequence(self, kernel: Any, *tensors: Tensor | None, strides: tuple[int, ...]) -> None:
-        options = {
-            "BP": self.slots,
-            "BE": CONVOLUTION["BE"],
-            "K": self.K,
-            "num_warps": CONVOLUTION_WARPS,
-        }
-        grid = (self.chunks.N, self.tiles)
-        launch(self.x.device, kernel[grid], *tensors, *strides, self.T, self.E, **options)
+    def by_sequence(self, kernel: Any, *args: Any) -> None:
+        self._launch(kernel, self.chunks.N, *args, self.T, self.E, BP=self.slots)
+
+    def _launch(self, kernel: Any, programs: int, *args: Any, **sizes: int) -> None:
+        options = {"BE": CONVOLUTION["BE"], "K": self.K, "num_warps": CONVOLUTION_WARPS}
+        launch(self.x.device, kernel[programs, self.tiles], *args, **sizes, **options)
 
 
 @torch.library.custom_op("latte::triton_convolution", mutates_args=())
@@ -75,10 +71,10 @@ def convolution_op(
     tail = x.new_empty((call.chunks.N, call.K - 1, call.E))
     bias_E, earlier = contiguous(bias, initial_state)
     inputs = (x, weight.contiguous(), bias_E, mask, call.chunks.table, call.chunks.bounds, earlier)
-    call.by_chunk(convolve, *inputs, out, strides=call.strides)
+    call.by_chunk(convolve, *inputs, out, *call.strides)
     if call.K > 1:
         tensors = (x, mask, call.chunks.bounds, earlier, tail)
-        call.by_sequence(final_tail, *tensors, strides=call.strides)
+        call.by_sequence(final_tail, *tensors, *call.strides)
     return out, tail
 
 
@@ -113,7 +109,7 @@ def convolution_backward_op(
         convolve_back,
         *(x, weight_EK, mask, call.chunks.table, call.chunks.bounds, dout, dtail),
         *(dx, parts, bias_parts),
-        strides=(*call.strides, *dout.stride()),
+        *(*call.strides, *dout.stride()),
     )
     dweight = parts.sum(0)
     if initial_state is not None and call.K > 1:
@@ -121,8 +117,7 @@ def convolution_backward_op(
         call.by_sequence(
             tail_gradients,
             *(weight_EK, call.chunks.bounds, initial_state.contiguous()),
-            *(dout, dtail, dinitial, parts),
-            strides=dout.stride(),
+            *(dout, dtail, dinitial, parts, *dout.stride()),
         )
         dweight += parts.sum(0)
     dweight = dweight.t().contiguous().to(weight.dtype)

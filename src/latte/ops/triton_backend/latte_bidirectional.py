@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import Earlier, empty_gradients, final_buffers, latte_op
+from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op
 from latte.ops.tensors import Sequences
 from latte.ops.triton_backend.launch import readable
 from latte.ops.triton_backend.segments import (
@@ -50,10 +50,9 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
-) -> tuple[Tensor, ...]:
+def forward(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence, also as (top, mass)."""
+    q, k, v = qkv
     run = ChunkLauncher(q, v.shape[-1], sequences.cu_seqlens)
     (out,) = empty_gradients(v)
     final_A, final_mu = final_buffers(q, v, sequences.cu_seqlens)
@@ -68,22 +67,14 @@ def forward(
 
 
 def backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    earlier: Earlier,
-    final_mu: Tensor,
-    top: Tensor,
-    mass: Tensor,
+    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *final: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state."""
-    dq, dk, dv = empty_gradients(q, k, v)
-    dout, dlog_mass, dmean = grads
+    dq, dk, dv = empty_gradients(*qkv)
+    (dout, dlog_mass, dmean), (final_mu, top, mass) = grads, final
     g, lost = bidirectional_gradients(
-        ChunkLauncher(q, v.shape[-1], sequences.cu_seqlens),
-        (q, k, v, readable(sequences.key_mask), dout),
+        ChunkLauncher(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens),
+        (*qkv, readable(sequences.key_mask), dout),
         (top, mass, final_mu),
         (dmean, dlog_mass),
         (dq, dk, dv),

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import Earlier, empty_gradients, final_buffers, latte_op
+from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op
 from latte.ops.tensors import Sequences
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
@@ -89,10 +89,9 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
-) -> tuple[Tensor, ...]:
+def forward(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
     """Outputs, final state; then for the backward pass: :func:`between_segments`."""
+    q, k, v = qkv
     run, mask = Walker(q, v.shape[-1], sequences.cu_seqlens), readable(sequences.key_mask)
     (out,) = empty_gradients(v)
     finals = final_buffers(q, v, sequences.cu_seqlens)
@@ -106,23 +105,16 @@ def forward(
 
 
 def backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    earlier: Earlier,
-    final_mu: Tensor,
-    *between: Tensor,
+    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *saved: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state, one tile of D after the other."""
-    dq, dk, dv = empty_gradients(q, k, v)
-    dout, dlog_mass, dmean = grads
+    dq, dk, dv = empty_gradients(*qkv)
+    (dout, dlog_mass, dmean), (final_mu, *between) = grads, saved
     after = latent_gradients(
-        Walker(q, v.shape[-1], sequences.cu_seqlens),
-        (q, k, v, readable(sequences.key_mask), dout),
+        Walker(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens),
+        (*qkv, readable(sequences.key_mask), dout),
         earlier,
-        between,
+        tuple(between),
         (dmean, final_mu, dlog_mass),
         (dq, dk, dv),
     )

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops import custom_ops
-from latte.ops.custom_ops import Earlier, empty_gradients
+from latte.ops.custom_ops import Earlier, Three, empty_gradients
 from latte.ops.tensors import Local, Sequences
 from latte.ops.triton_backend.launch import (
     FARTHEST_TOKENS,
@@ -68,10 +68,9 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, local: Local, sequences: Sequences, tail: Earlier
-) -> Tensor:
+def forward(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Tensor:
     """Outputs."""
+    q, k, v = qkv
     run = WindowLauncher(q, None, Window.of(k, v, local, sequences, tail), sequences.cu_seqlens)
     out = q.new_empty((*q.shape[:3], run.D))
     run.outputs(unit_stride(q), None, None, out, None)
@@ -84,17 +83,12 @@ def token_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: Earlier,
+    dout: Tensor, qkv: Three, local: Local, sequences: Sequences, tail: Earlier
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
+    q, k, v = qkv
     run = WindowLauncher(q, None, Window.of(k, v, local, sequences, tail), sequences.cu_seqlens)
-    dq, dk, dv, *dtail = empty_gradients(q, k, v, *tail[:2])
+    dq, dk, dv, *dtail = empty_gradients(*qkv, *tail[:2])
     tokens = top, mass, delta = token_buffers(q, 3)
     q, dout = unit_stride(q), unit_stride(dout)
     run.query_gradients(q, None, *tokens, dq, dy=dout)
