@@ -11,7 +11,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from latte.cli.parser import build_parser
+from latte.cli.parser import build_parser, parse
 from latte.models import PRESETS
 from latte.rivals.catalogue import COMPARATORS
 from latte.train.convert import load_conversion_recipe
@@ -25,7 +25,7 @@ def make_targets(root):
 
 
 def check_latte(words, root):
-    options = build_parser().parse_args(words)
+    options = parse(words)
     if options.command in ("train", "compare"):
         recipe = load_recipe(root / options.recipe, options.overrides)
         assert recipe.model.preset in NAMES

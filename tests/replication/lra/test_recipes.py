@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from latte.models.config import preset_config
 from latte.train.recipe import load_recipe
 from replication.lra.data import load_task
 from replication.lra.recipe import LRARecipe, load, runs
@@ -55,6 +56,33 @@ def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
     lengths = {"text": 4096, "retrieval": 4000, "image": 1024, "pathfinder": 1024}
     if path.stem in lengths:
         assert recipe.data.longest == lengths[path.stem]
+
+
+TABLE_8 = {  # heads, latents, width, learning rate, batch, weight decay, dropout, epochs
+    "listops": (4, 40, 128, 1e-3, 64, 0.01, 0.1, 50),
+    "text": (4, 256, 256, 1e-3, 32, 0.05, 0.1, 32),
+    "retrieval": (4, 40, 128, 1e-4, 32, 0.01, 0.1, 20),
+    "image": (4, 40, 512, 1e-3, 32, 0.05, 0.1, 200),
+    "pathfinder": (4, 256, 256, 1e-3, 64, 0.03, 0.2, 200),
+}
+
+
+@pytest.mark.parametrize("task", TABLE_8)
+def test_full_recipes_are_table_8(task: str) -> None:
+    recipe = load(ROOT / f"recipes/lra/{task}.yaml")
+    section = recipe.training
+    rates = section.learning_rate, section.batch_size, section.weight_decay
+    position = "sinusoidal" if task in ("image", "pathfinder") else "rope"
+    for run in runs(recipe):
+        config = preset_config(run.preset, "tiny", **run.config)
+        sizes = config.num_attention_heads, config.num_latents, config.hidden_size
+        if config.num_latents is None:
+            sizes = (sizes[0], TABLE_8[task][1], sizes[2])
+        else:
+            assert config.num_hidden_layers == 6
+        assert (*sizes, *rates, config.hidden_dropout, section.max_epochs) == TABLE_8[task]
+        if run.model == "latte-r-swa++":
+            assert config.position == position
 
 
 def test_documented_commands_could_be_typed() -> None:
