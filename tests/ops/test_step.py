@@ -1,0 +1,195 @@
+"""Steps in place against the reference run over the whole sequence, and what they leave alone."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from helpers import F64, key_mask, latte_inputs, macchiato_inputs, randn, relative_error
+
+from latte.ops import LatteState, reference
+from latte.ops.step import (
+    Ring,
+    conv_step,
+    latte_step,
+    linear_step,
+    macchiato_step,
+    rg_lru_step,
+    window_step,
+)
+from latte.ops.tensors import Local, Sequences, computation_dtype
+
+B, T, H, L, K, D = 2, 14, 4, 3, 6, 5
+
+
+def stepped(step, *inputs, mask):
+    """``step`` on every token (B, ...) of the inputs (B, T, ...) in turn, (B, T, ...)."""
+    outs = []
+    for t in range(inputs[0].shape[1]):
+        real = None if mask is None else mask[:, t]
+        outs.append(step(t, *(x[:, t] for x in inputs), real=real).clone())
+    return torch.stack(outs, 1)
+
+
+def close(out, step_state, expected, dtype, lowest):
+    """Output and state are the reference's: in fp64 to rounding, else as well as it is in dtype.
+
+    ``lowest`` is the reference run in ``dtype``.
+    """
+    pairs = zip((out, *step_state), expected, lowest, strict=True)
+    for i, (a, e, low) in enumerate(pairs):
+        assert torch.equal(a.isfinite(), e.isfinite()), i
+        a, e, low = (torch.where(x.isfinite(), x, 0.0).to(F64) for x in (a, e, low))
+        floor = 1e-12 if dtype == F64 else 4 * torch.finfo(dtype).eps
+        assert relative_error(a, e) <= max(2 * relative_error(low, e), floor), i
+
+
+def empty(dtype, heads=H):
+    return LatteState.empty(B, heads, L, D, dtype=computation_dtype(dtype))
+
+
+def ring_of(window, groups, dtype):
+    shape = (B, groups, window)
+    keys, values = (torch.zeros(*shape, n, dtype=dtype) for n in (K, D))
+    return Ring(keys, values, torch.zeros(B, window, dtype=torch.bool))
+
+
+cases = pytest.mark.parametrize(
+    ("dtype", "masked", "scale"),
+    [
+        (F64, False, 1.0),
+        (F64, True, 1.0),
+        (F64, True, 1e4),
+        (torch.float32, True, 1.0),
+        (torch.float32, False, 1e4),
+        (torch.bfloat16, True, 1.0),
+        (torch.float16, False, 1.0),
+    ],
+)
+
+
+@cases
+@pytest.mark.parametrize("groups", [H, 2])
+def test_latte(dtype, masked, scale, groups):
+    inputs = [x.to(dtype) for x in latte_inputs(B, T, H, L, D, scale=scale)]
+    inputs[2] = inputs[2][:, :, :groups]
+    mask = key_mask(B, T) if masked else None
+    state = empty(dtype)
+    out = stepped(lambda t, *x, real: latte_step(*x, *state, real), *inputs, mask=mask)
+
+    def run(to):
+        q, k, v = (x.to(to) for x in inputs)
+        v = v.repeat_interleave(H // groups, 2)
+        y, after = reference.latte_attention(q, k, v, Sequences(mask, None), None)
+        return y, *after
+
+    close(out, state, run(F64), dtype, run(dtype))
+
+
+@cases
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (4, None), (4, 2.0), (20, None)])
+def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap):
+    inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, 2, L, K, D, scale=scale)]
+    mask = key_mask(B, T) if masked else None
+    state, ring, alone = empty(dtype), ring_of(window, 2, dtype), ring_of(window, 2, dtype)
+    local = Local.of(window, None, softcap, K)
+    options = {"scale": local.scale, "softcap": softcap}
+
+    def both(t, *x, real):
+        slot = torch.tensor([t % window])
+        return macchiato_step(*x, *state, ring, slot, real, **options)
+
+    def near(t, *x, real):
+        return window_step(*x, alone, torch.tensor([t % window]), real, **options)
+
+    def run(to):
+        sequences = Sequences(mask, None)
+        wide = [x.to(to) for x in inputs]
+        y, after = reference.macchiato_attention(*wide, local, sequences, None, None)
+        return y, *after
+
+    def window_alone(to):
+        wide = [x.to(to) for x in inputs[2:]]
+        return (reference.sliding_window_attention(*wide, local, Sequences(mask, None), None),)
+
+    close(stepped(both, *inputs, mask=mask), state, run(F64), dtype, run(dtype))
+    out = stepped(near, *inputs[2:], mask=mask)
+    close(out, (), window_alone(F64), dtype, window_alone(dtype))
+    # Slots hold what came last, in turn; padding is a slot of its own.
+    held = [t for t in range(T - window, T) if t >= 0]
+    slots = [t % window for t in held]
+    real = torch.ones(B, T, dtype=torch.bool) if mask is None else mask
+    assert torch.equal(ring.mask[:, slots], real[:, held])
+    keys = inputs[3].masked_fill(~real[..., None, None], 0.0)
+    assert torch.equal(ring.keys[:, :, slots], keys[:, held].transpose(1, 2))
+
+
+def test_all_tokens_so_far_are_the_first_slots():
+    inputs = macchiato_inputs(B, T, H, 2, L, K, D)[2:]
+    ring = ring_of(2 * T, 2, F64)._replace(mask=None)
+
+    def step(t, *x, real):
+        return window_step(*x, ring, torch.tensor([t]), real, scale=K**-0.5, length=t + 1)
+
+    whole = Local.of(None, None, None, K)
+    expected = reference.sliding_window_attention(*inputs, whole, Sequences(None, None), None)
+    torch.testing.assert_close(stepped(step, *inputs, mask=None), expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_linear(masked):
+    q, k, v = latte_inputs(B, T, H, L, D)
+    q, k, mask = q.exp(), k.exp(), key_mask(B, T) if masked else None
+    state = q.new_zeros(B, H, L, D), q.new_zeros(B, H, L)
+    out = stepped(lambda t, *x, real: linear_step(*x, *state, real), q, k, v, mask=mask)
+    y, after = reference.linear_attention(q, k, v, Sequences(mask, None), None)
+    close(out, state, (y, *after), F64, (y, *after))
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rg_lru_goes_on_with_what_has_begun(dtype, masked):
+    inputs = [randn(B, T, 8, seed=s, scale=3.0).to(dtype) for s in range(3)]
+    theta, start = randn(8, seed=3).to(dtype), randn(B, 8, seed=4).to(computation_dtype(dtype))
+    mask = key_mask(B, T) if masked else None
+    state = start.clone()
+    out = stepped(
+        lambda t, *x, real: rg_lru_step(*x, theta, state, real), *inputs, mask=mask
+    )  # at least fp32, as the state
+
+    def run(to):
+        every = [x.to(to) for x in (*inputs, theta)]
+        begun = start.to(computation_dtype(to))
+        return reference.rg_lru(*every, Sequences(mask, None), begun, False)
+
+    close(out, (state,), run(F64), dtype, run(dtype))
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_conv(dtype, taps, masked):
+    x, tail = randn(B, T, 8).to(dtype), randn(B, taps - 1, 8, seed=1).to(dtype)
+    weight, bias = randn(8, taps, seed=2).to(dtype), randn(8, seed=3).to(dtype)
+    mask = key_mask(B, T) if masked else None
+    start = tail.clone()
+    out = stepped(lambda t, x, real: conv_step(x, weight, bias, tail, real), x, mask=mask)
+    run = functools.partial(reference.causal_conv1d, sequences=Sequences(mask, None))
+
+    def at(to):
+        return run(*(y.to(to) for y in (x, weight, bias)), initial_state=start.to(to))
+
+    close(out, (tail,), at(F64), dtype, at(dtype))
+    assert out.dtype == dtype
+
+
+def test_what_stands_at_padding_does_not_matter():
+    latent_q, latent_k, q, k, v = (x[:, 0] for x in macchiato_inputs(B, 1, H, 2, L, K, D))
+    k[1], v[1], latent_k[1] = torch.inf, torch.nan, torch.nan
+    state, ring = empty(F64), ring_of(4, 2, F64)
+    slot, real = torch.tensor([2]), torch.tensor([True, False])
+    y = macchiato_step(latent_q, latent_k, q, k, v, *state, ring, slot, real, scale=1.0)
+    assert y.isfinite().all() and (y[1] == 0).all()  # nothing was visible
+    assert (state.log_mass[1] == -torch.inf).all() and (state.mean[1] == 0).all()
+    assert ring.mask.tolist() == [[False, False, True, False], [False] * 4]
