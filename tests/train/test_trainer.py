@@ -96,6 +96,17 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
+def test_a_cpu_without_bf16_says_so(make_recipe: Any, monkeypatch: Any, capsys: Any) -> None:
+    supported = [False]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported[0])
+    train(make_recipe(name="slow", bf16=True, max_minutes=1e-6))
+    assert "expected training.bf16=false here" in capsys.readouterr().err
+    supported[0] = True
+    train(make_recipe(name="quick", bf16=True, max_minutes=1e-6))
+    assert "bf16" not in capsys.readouterr().err
+
+
 def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any) -> None:
     """Documents end within blocks, so micro-batches count different tokens."""
     settings = {"max_steps": 3, "warmup_steps": 0, "max_grad_norm": 0.0}
@@ -276,3 +287,13 @@ def test_an_encoder_becomes_a_decoder():
         one, other = model(torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])).logits
     torch.testing.assert_close(one[:3], other[:3])
     assert architecture_config("xlm", {}).causal
+
+
+def test_a_field_may_have_the_name_that_all_models_share():
+    """A recipe's block length is GPT-2's n_positions; its own name wins."""
+    from latte.train.run import architecture_config
+
+    assert architecture_config("gpt2", {"max_position_embeddings": 64}).n_positions == 64
+    both = {"max_position_embeddings": 64, "n_positions": 32, "n_embd": 16}
+    config = architecture_config("gpt2", both)
+    assert (config.n_positions, config.hidden_size) == (32, 16)

@@ -176,6 +176,8 @@ def architecture_config(architecture: str, values: dict[str, Any]) -> Any:
             " expected a model type such as llama, mistral or gemma2"
         )
     kind: Any = CONFIG_MAPPING[architecture]
+    # Some have names of their own for fields that all share (GPT-2: n_positions).
+    values = {kind.attribute_map.get(name, name): value for name, value in values.items()}
     known = {field.name for field in fields(kind)}
     for name in values:
         if name not in known:
@@ -254,6 +256,13 @@ def _stored_result(folder: Path) -> Result:
 def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: int) -> None:
     for problem in owner.skipped:
         print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+    if recipe.training.bf16 and _emulates_bf16():
+        print(
+            "training.bf16: this CPU has no bf16 products and emulates them, ten times slower than"
+            " fp32; expected training.bf16=false here",
+            file=sys.stderr,
+            flush=True,
+        )
     parameters = sum(p.numel() for p in model.parameters())
     if recipe.conversion.base is not None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -268,6 +277,13 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
         f" {owner.folder}",
         flush=True,
     )
+
+
+def _emulates_bf16() -> bool:
+    """Whether training runs on a CPU without AVX-512 or its like, which oneDNN asks for."""
+    if torch.accelerator.is_available():
+        return False
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _calm(first: bool) -> None:
