@@ -143,7 +143,7 @@ def latte_attention(
         return out, LatteState(*after) if output_final_state else None
     if G != H:
         v = v.repeat_interleave(H // G, 2)
-    if T == 0:
+    if B * T == 0:
         return nothing_out(v, q, k), start if output_final_state else None
     out, state = LATTE[chosen](q, k, v, sequences, initial_state)
     return out, state if output_final_state else None
@@ -244,7 +244,7 @@ def macchiato_attention(
     window_state = None
     if output_final_state:
         window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
-    if T == 0:
+    if B * T == 0:
         out = nothing_out(v.repeat_interleave(H // G, 2), latent_q, latent_k, q, k)
         latte_state = start
     else:
@@ -310,7 +310,7 @@ def sliding_window_attention(
     state = None
     if output_final_state:
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
-    if T == 0:
+    if B * T == 0:
         return nothing_out(v.repeat_interleave(H // G, 2), q, k), state
     local = Local.of(window, scale, softcap, K)
     return WINDOW[chosen](q, k, v, local, sequences, initial_state), state

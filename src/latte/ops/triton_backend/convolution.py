@@ -30,7 +30,7 @@ from latte.ops.triton_backend.launch import (
     readable,
 )
 from latte.ops.triton_backend.segments import Parts
-from latte.ops.triton_backend.tiles import bounds_of, place, store_steps
+from latte.ops.triton_backend.tiles import SIZES, bounds_of, place, store_steps
 
 
 class _Call:
@@ -152,7 +152,7 @@ def load_taps(w_ptr, i, e, E, K: tl.constexpr):
     return tl.load(w_ptr + e * K + i, mask=e < E, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def convolve(
     x_ptr, w_ptr, bias_ptr, mask_ptr, table_ptr, bounds_ptr, tail_ptr, out_ptr,
     x_b, x_t, x_e,
@@ -182,7 +182,7 @@ def convolve(
     store_steps(out_ptr + batch * T * E, t, stop, e, E, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def final_tail(
     x_ptr, mask_ptr, bounds_ptr, tail_ptr, out_ptr,
     x_b, x_t, x_e,
@@ -231,7 +231,7 @@ def pull_back(
     return dx
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def convolve_back(
     x_ptr, w_ptr, mask_ptr, table_ptr, bounds_ptr, dy_ptr, dtail_ptr,
     dx_ptr, dw_ptr, dbias_ptr,
@@ -268,7 +268,7 @@ def convolve_back(
     tl.store(dbias_ptr + i * E + e, tl.sum(dy, 0), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def tail_gradients(
     w_ptr, bounds_ptr, tail_ptr, dy_ptr, dtail_ptr, dinitial_ptr, dw_ptr,
     dy_b, dy_t, dy_e,

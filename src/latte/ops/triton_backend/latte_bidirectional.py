@@ -32,6 +32,7 @@ from latte.ops.triton_backend.segments import (
     state_gradients,
 )
 from latte.ops.triton_backend.tiles import (
+    SIZES,
     finite,
     inverse,
     load_keys,
@@ -135,7 +136,7 @@ def bidirectional_gradients(
     return g, lost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mixtures(
     q_ptr, table_ptr, mean_ptr, out_ptr,
     q_b, q_t, q_h, q_l,
@@ -155,7 +156,7 @@ def mixtures(
         store_tile(out_ptr, H * D, 1, start, stop, d0, D, y, C, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def queries_ask(
     q_ptr, table_ptr, dy_ptr, asked_ptr,
     q_b, q_t, q_h, q_l, dy_b, dy_t, dy_h, dy_d,
@@ -178,7 +179,7 @@ def queries_ask(
         store_state(asked_ptr, i, L, D, d0, mm(p, dy, NARROW), BL, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def add_up(
     asked_ptr, first_ptr, dmean_ptr,
     per_row, H, L, D,
@@ -197,7 +198,7 @@ def add_up(
     tl.store(dmean_ptr + i * L * D + at_LD, total, mask=real_LD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mixture_gradients(
     q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr,
     top_ptr, mass_ptr, mean_ptr, dy_ptr, dmean_ptr, lost_ptr, dq_ptr, dk_ptr, dv_ptr,

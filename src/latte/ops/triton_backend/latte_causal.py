@@ -44,7 +44,6 @@ from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers,
 from latte.ops.tensors import Sequences
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
-    SIZES,
     Walker,
     between_segments,
     scan_back,
@@ -53,6 +52,7 @@ from latte.ops.triton_backend.segments import (
 )
 from latte.ops.triton_backend.tiles import (
     REACH,
+    SIZES,
     TINY,
     add_source,
     counted,

@@ -34,7 +34,6 @@ from latte.ops.triton_backend.latte_causal import (
 )
 from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles
 from latte.ops.triton_backend.segments import (
-    SIZES,
     Between,
     Walker,
     between_segments,
@@ -45,6 +44,7 @@ from latte.ops.triton_backend.segments import (
 )
 from latte.ops.triton_backend.tiles import (
     REACH,
+    SIZES,
     TINY,
     add_source,
     factor,

@@ -45,6 +45,7 @@ from latte.ops.triton_backend.launch import (
 )
 from latte.ops.triton_backend.segments import Parts, count_parts
 from latte.ops.triton_backend.tiles import (
+    SIZES,
     compose,
     load_steps,
     log1p_of_share,
@@ -305,7 +306,7 @@ def advance(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def ends(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
     decay_ptr, input_ptr,
@@ -330,7 +331,7 @@ def ends(
     tl.store(input_ptr + m * E + e, last_step(B, C), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def carry(
     decay_ptr, input_ptr, first_ptr, initial_ptr, before_ptr, final_ptr,
     per_row, E, U: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
@@ -362,7 +363,7 @@ def carry(
     tl.store(final_ptr + n * E + e, h, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def apply(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
     before_ptr, out_ptr,
@@ -389,7 +390,7 @@ def apply(
     store_steps(out_ptr + batch * T * E, t, stop, e, E, A * h[None, :] + B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def lru_walk(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr,
     initial_ptr, before_ptr, out_ptr, final_ptr,
@@ -429,7 +430,7 @@ def load_gradients(dy_ptr, dy_t, dy_e, t, stop, e, E):
     return load_steps(dy_ptr, dy_t, dy_e, t, t < stop, e, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def ends_back(
     r_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, dy_ptr,
     decay_ptr, input_ptr,
@@ -496,7 +497,7 @@ def slope(theta):
     return rises * -GATE_STRENGTH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def apply_back(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
     before_ptr, after_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr,
@@ -526,7 +527,7 @@ def apply_back(
     tl.store(dtheta_ptr + m * E + e, slope(theta) * dlog, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def lru_walk_back(
     x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr,
     before_ptr, final_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr, dinitial_ptr,

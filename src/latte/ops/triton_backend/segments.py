@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from latte.ops.tensors import count_sequences
 from latte.ops.triton_backend.launch import (
@@ -33,6 +34,7 @@ from latte.ops.triton_backend.launch import (
 )
 from latte.ops.triton_backend.tiles import (
     REACH,
+    SIZES,
     compose,
     counted,
     factor,
@@ -55,8 +57,8 @@ from latte.ops.triton_backend.tiles import (
     walk_place,
 )
 
-# Arguments of the walks that are not to be compiled anew for multiples of 16.
-SIZES = ["T", "length", "per_row"]
+# By ``cu_seqlens``: its version, and the tables of its parts.
+_PACKED = WeakTensorKeyDictionary()
 
 
 class Parts(NamedTuple):
@@ -73,14 +75,42 @@ class Parts(NamedTuple):
     def of(cls, B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> Parts:
         """Parts of C tokens: of rows of equal length, or of packed sequences.
 
-        ``at_least``: this many for a sequence without tokens, which are then empty.
+        The tables of packed ones are kept: all layers of a model, and both passes, share them.
+
+        Args:
+            at_least: this many for a sequence without tokens, which are then empty.
+
+        Raises:
+            RuntimeError: ``cu_seqlens`` does not rise from 0 to T; on a GPU the kernel that finds
+                it traps, and nothing after it runs.
         """
         M, N = count_parts(B, T, C, cu_seqlens, at_least), count_sequences(B, cu_seqlens)
         if cu_seqlens is None:
             return cls(M, N, max(at_least, -(-T // C)), None, None, None)
-        bounds = cu_seqlens.long()
+        # Nothing says when a graph that is captured will run, nor with what in its buffers.
+        device, captured = cu_seqlens.device, False
+        if device.type == "cuda":
+            captured = torch.cuda.is_current_stream_capturing()
+        if captured or cu_seqlens.is_inference():
+            return cls._packed(T, C, cu_seqlens, at_least, M, N)
+        known = _PACKED.get(cu_seqlens)
+        if known is None or known[0] != cu_seqlens._version:
+            known = _PACKED[cu_seqlens] = cu_seqlens._version, {}
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (T, C, at_least, stream)
+        if key not in known[1]:
+            known[1][key] = cls._packed(T, C, cu_seqlens, at_least, M, N)
+        return known[1][key]
+
+    @classmethod
+    def _packed(cls, T: int, C: int, cu_seqlens: Tensor, at_least: int, M: int, N: int) -> Parts:
+        """:meth:`of` packed sequences, whose bounds are checked where they are."""
+        bounds = cu_seqlens.long().contiguous()
+        lengths = bounds.diff()
+        rises = (lengths >= 0).all() & (bounds[0] == 0) & (bounds[-1] == T)
+        torch._assert_async(rises, f"cu_seqlens must rise from 0 to T={T}")
         first = bounds.new_zeros(N + 1)
-        counts = torch.div(bounds.diff() + (C - 1), C, rounding_mode="floor")
+        counts = torch.div(lengths + (C - 1), C, rounding_mode="floor")
         first[1:] = counts.clamp(min=at_least).cumsum(0)
         m = torch.arange(M, device=bounds.device)
         sequence = torch.bucketize(m, first[1:], right=True)
@@ -346,7 +376,7 @@ def segment_sums(
     store_across(sum_ptr, i, L, D, d0, total, BL, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def scan(
     top_ptr, mass_ptr, sum_ptr, first_ptr,
     log_mass0_ptr, mean0_ptr,
@@ -420,7 +450,7 @@ def scan(
     tl.store(mean1_ptr + i * L * D + at_LD, mean, mask=real_LD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def scan_back(
     top_ptr, mass_ptr, asked_ptr, lost_ptr, first_ptr,
     top1_ptr, mass1_ptr, dmean1_ptr, lost1_ptr,

@@ -20,6 +20,8 @@ REACH = tl.constexpr(16.0)
 # its sources, so it is about 1 at least; the reciprocal of a smaller number could overflow beside
 # large gradients of outputs that nothing has reached.
 TINY = tl.constexpr(1e-6)
+# Arguments that are not to be compiled anew for 1 or for multiples of 16: they follow the length.
+SIZES = ["T", "length", "per_row", "reach", "P"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Whether the compiled kernels may use instructions of NVIDIA's.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)

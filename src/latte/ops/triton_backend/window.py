@@ -52,6 +52,7 @@ from latte.ops.triton_backend.launch import (
 )
 from latte.ops.triton_backend.segments import ChunkLauncher
 from latte.ops.triton_backend.tiles import (
+    SIZES,
     finite,
     first_token,
     inverse,
@@ -430,7 +431,7 @@ def attend(
     return mass, w, y * kept[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def window_outputs(
     latent_q_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
     tail_k_ptr, tail_v_ptr, tail_mask_ptr, mean_ptr,
@@ -485,7 +486,7 @@ def window_outputs(
     store_tile(out_ptr + batch * T * H * D + h * D, H * D, 1, start, stop, d0, D, y, C, BX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def window_query_gradients(
     q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr,
     dy_ptr, gate_ptr, token_top_ptr, token_mass_ptr, delta_ptr, dq_ptr,
@@ -555,7 +556,7 @@ def window_query_gradients(
     store_tile(dq_ptr + batch * T * H * K + h * K, H * K, 1, start, stop, x0, K, dq, C, BX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def window_source_gradients(
     latent_k_ptr, latents_dv_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
     dy_ptr, token_top_ptr, token_mass_ptr, gate_ptr, delta_ptr,

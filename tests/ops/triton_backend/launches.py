@@ -1,0 +1,291 @@
+"""The ops' launches for a GPU that is not there: bound, specialised and compiled as they would be.
+
+The ops run on CPU tensors up to the launch; Triton then binds and specialises the arguments, and
+compiles, for a stand-in of a driver: neither a GPU nor a driver is needed. Nothing is executed, so
+that results are whatever memory held.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, L latents, K, D widths, N sequences.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from latte.ops import (
+    LatteState,
+    WindowState,
+    causal_conv1d,
+    latte_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+)
+from latte.ops.triton_backend import launch, recurrence, segments
+
+BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_GRID = (2**31 - 1, 65535, 65535)
+LATENTS = tuple(launch.BY_CHUNK[FP32])
+COMPILE = JITFunction.run  # which with warmup=True launches nothing
+# (L, D) that reach every configuration of the walks.
+REACHED = [(16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (128, 64), (256, 64)]
+
+
+class Card:
+    """A driver of a GPU that is not there, of this compute capability, 90 for 9.0."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiles by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def launching(instead: Callable[..., None], capability: int = 90) -> Iterator[pytest.MonkeyPatch]:
+    """The ops run up to their launches, and ``instead`` gets those.
+
+    It is called with a kernel's name, the kernel, its arguments, and its options with the grid.
+    """
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name, sizes = self.__name__, tuple(grid)
+        name += "_earlier" if options.get("EARLIER") else ""  # for the keys of the earlier state
+        assert len(sizes) <= 3 and all(type(n) is int for n in sizes), (name, sizes)
+        assert all(0 < n <= most for n, most in zip(sizes, LARGEST_GRID, strict=False)), sizes
+        instead(name, self, args, options | {"grid": grid})
+
+    previous = driver._active
+    driver.set_active(Card(capability))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        served = launch.unavailable_for
+        for name, module in list(sys.modules.items()):
+            if name.startswith("latte.") and getattr(module, "unavailable_for", None) is served:
+                patch.setattr(module, "unavailable_for", lambda x: None)
+        yield patch
+    driver.set_active(previous)
+
+
+class Case(NamedTuple):
+    """One call of an op, forward and backward."""
+
+    op: str
+    dtype: torch.dtype
+    kind: str = "packed"  # with mask, bounds and state; "state": not packed; "plain": none of them
+    L: int = 32
+    D: int = 64
+    causal: bool = True
+    cut: bool = False  # into segments of one chunk; of the recurrence: a program per chunk
+    softcap: float | None = None
+    one: bool = False  # every size is 1, which Triton makes a constant that knows fewer operations
+    strided: bool = False  # no address, size or stride of an input is a multiple of anything
+    reverse: bool = False
+    taps: int = 4
+    K: int | None = None  # else D
+    T: int = 200
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, H, G."""
+        if self.one:
+            return 1, 200 if self.cut else 1, 1, 1
+        return 1 if self.kind == "packed" else 2, self.T, 4, 2
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn((*shape[:-1], 2 * shape[-1] + 1) if self.strided else shape)
+        x = x.to(dtype or self.dtype)
+        return (x[..., 1::2] if self.strided else x).requires_grad_()
+
+    def options(self) -> dict[str, Any]:
+        """Mask, bounds, and whether a final state is wanted."""
+        B, T, _, _ = self.sizes
+        options: dict[str, Any] = {"backend": "triton"}
+        if self.kind != "plain":
+            options |= {"key_mask": torch.rand(B, T) < 0.8}
+        if self.kind == "packed":
+            options["cu_seqlens"] = torch.tensor([0, T // 3, T])
+        return options
+
+    def latents(self, N: int = 2) -> LatteState:
+        _, _, H, _ = self.sizes
+        mean = torch.randn(N, H, self.L, self.D).requires_grad_()
+        return LatteState(torch.randn(N, H, self.L).requires_grad_(), mean)
+
+    def local(self, window: int, N: int = 2) -> WindowState:
+        _, _, _, G = self.sizes
+        keys = self.randn(N, window - 1, G, self.K or self.D)
+        values = self.randn(N, window - 1, G, self.D)
+        return WindowState(keys, values, torch.ones(N, window - 1, dtype=torch.bool))
+
+
+def latte(case: Case) -> tuple[Any, list[Tensor]]:
+    B, T, H, G = case.sizes
+    inputs = [case.randn(B, T, H, case.L) for _ in "qk"] + [case.randn(B, T, G, case.D)]
+    options, state = case.options(), ()
+    if case.causal and case.kind != "plain":
+        options |= {"initial_state": (state := case.latents()), "output_final_state": True}
+    return latte_attention(*inputs, causal=case.causal, **options), [*inputs, *state]
+
+
+def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
+    B, T, H, G = case.sizes
+    K, window = case.K or case.D, 1 if case.one else 33
+    inputs = [case.randn(B, T, H, case.L + 1), case.randn(B, T, H, case.L), case.randn(B, T, H, K)]
+    inputs += [case.randn(B, T, G, K), case.randn(B, T, G, case.D)]
+    options, state = case.options(), ()
+    if case.causal and case.kind != "plain":
+        latents, local = case.latents(), case.local(window)
+        options |= {"initial_state": (latents, local), "output_final_state": True}
+        state = (*latents, local.keys, local.values)
+    options |= {"window": window, "softcap": case.softcap, "causal": case.causal}
+    return macchiato_attention(*inputs, **options), [*inputs, *state]
+
+
+def window(case: Case) -> tuple[Any, list[Tensor]]:
+    B, T, H, G = case.sizes
+    K, window = case.K or case.D, 1 if case.one else 33
+    inputs = [case.randn(B, T, H, K), case.randn(B, T, G, K), case.randn(B, T, G, case.D)]
+    options, state = case.options(), ()
+    if case.kind != "plain":
+        options |= {"initial_state": (local := case.local(window)), "output_final_state": True}
+        state = local[:2]
+    options |= {"window": window, "softcap": case.softcap}
+    return sliding_window_attention(*inputs, **options), [*inputs, *state]
+
+
+def recurrent(case: Case) -> tuple[Any, list[Tensor]]:
+    """The RG-LRU; D channels."""
+    B, T, _, _ = case.sizes
+    inputs = [case.randn(B, T, case.D) for _ in range(3)] + [torch.randn(case.D).requires_grad_()]
+    options = case.options() | {"output_final_state": True, "reverse": case.reverse}
+    if case.kind != "plain":
+        options["initial_state"] = torch.randn(2, case.D).requires_grad_()
+        inputs.append(options["initial_state"])
+    return rg_lru(*inputs[:4], **options), inputs
+
+
+def convolved(case: Case) -> tuple[Any, list[Tensor]]:
+    """The convolution; D channels."""
+    B, T, _, _ = case.sizes
+    inputs = [case.randn(B, T, case.D), case.randn(case.D, case.taps), case.randn(case.D)]
+    options = case.options() | {"output_final_state": True}
+    if case.kind != "plain":
+        options["initial_state"] = case.randn(2, case.taps - 1, case.D)
+        inputs.append(options["initial_state"])
+    return causal_conv1d(*inputs[:3], **options), inputs
+
+
+OPS = {f.__name__: f for f in (latte, macchiato, window, recurrent, convolved)}
+
+
+def differentiate(outputs: Any, inputs: list[Tensor]) -> None:
+    """Through every output and every part of a state that has a gradient."""
+    flat: list[Tensor] = []
+
+    def visit(tree: Any) -> None:
+        if isinstance(tree, Tensor):
+            flat.extend([tree] if tree.requires_grad else [])
+        else:
+            for x in tree or ():
+                visit(x)
+
+    visit(outputs)
+    torch.autograd.grad(flat, inputs, [torch.ones_like(x) for x in flat], allow_unused=True)
+
+
+def run(case: Case, instead: Callable[..., None], capability: int = 90) -> None:
+    """The case, forward and backward, up to its launches: :func:`launching`."""
+    with launching(instead, capability) as patch:
+        patch.setattr(segments, "SHORTEST", 1 if case.cut else 10**6)
+        patch.setattr(recurrence, "one_walk", lambda *_: not case.cut)
+        differentiate(*OPS[case.op](case))
+
+
+def name(case: Case) -> str:
+    """The op, and what differs from the defaults."""
+    defaults = Case._field_defaults
+    parts = [f"{k}={v}" for k, v in case._asdict().items() if k in defaults and v != defaults[k]]
+    return "-".join([case.op, str(case.dtype).removeprefix("torch."), *parts])
+
+
+COMMON = [
+    Case("latte", BF16),
+    Case("latte", BF16, cut=True),
+    Case("latte", BF16, "plain", L=1, D=1, one=True),
+    Case("latte", BF16, causal=False),
+    Case("latte", BF16, "plain", L=1, D=1, causal=False, one=True),
+    Case("latte", FP32, L=16, cut=True),
+    Case("latte", FP32, L=16, causal=False),
+    Case("macchiato", BF16, softcap=20.0),
+    Case("macchiato", BF16, "plain", cut=True),
+    Case("macchiato", BF16, softcap=20.0, causal=False),
+    Case("window", BF16, softcap=20.0),
+    Case("window", BF16, "plain", L=1, D=64, one=True),
+    Case("recurrent", BF16, D=48, cut=True),
+    Case("recurrent", FP32, "plain", D=48),
+    Case("recurrent", BF16, "plain", D=1, one=True),
+    Case("convolved", BF16, D=48),
+    Case("convolved", FP32, "plain", D=48),
+    Case("convolved", BF16, "plain", D=1, one=True),
+]
+
+
+def rare() -> Iterator[Case]:
+    """Every configuration; launches without mask, packing and state; odd and strided inputs."""
+    for dtype in DTYPES:
+        for L, D in REACHED:
+            yield Case("latte", dtype, L=L, D=D)
+            yield Case("latte", dtype, L=L, D=D, cut=True)
+            yield Case("latte", dtype, "plain", L=L, D=D)
+        for L in LATENTS:
+            yield Case("latte", dtype, L=L, causal=False)
+            yield Case("macchiato", dtype, L=L, softcap=20.0, causal=False)
+            for D in (64, 128):
+                yield Case("macchiato", dtype, L=L, D=D, softcap=20.0)
+        for kind in ("plain", "state", "packed"):
+            for L, D in [(16, 96), (3, 5), (200, 300)]:
+                yield Case("latte", dtype, kind, L, D, cut=True)
+                yield Case("latte", dtype, kind, L, D, causal=False)
+            for L, D in [(16, 96), (3, 5), (130, 200)]:
+                yield Case("macchiato", dtype, kind, L, D, cut=True, softcap=30.0)
+                yield Case("macchiato", dtype, kind, L, D, causal=False, softcap=30.0)
+            yield Case("recurrent", dtype, kind, D=48, cut=True)
+            yield Case("convolved", dtype, kind, D=48)
+            if kind != "packed":
+                yield Case("recurrent", dtype, kind, D=48)
+        yield Case("latte", dtype, L=31, D=63, strided=True)
+        for D in (64, 128):
+            yield Case("window", dtype, D=D, softcap=20.0)
+        yield Case("window", dtype, "plain")
+    yield Case("latte", BF16, "plain", cut=True)
+    yield Case("latte", BF16, "plain", L=1, D=1, cut=True, one=True)
+    yield Case("macchiato", BF16, cut=True, softcap=20.0)
+    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True)
+    for D in (5, 256):
+        yield Case("window", BF16, D=D, softcap=20.0)
+    for cut in (False, True):
+        kind = "packed" if cut else "state"
+        yield Case("recurrent", BF16, kind, D=48, cut=cut, reverse=True)
+        yield Case("recurrent", FP32, kind, D=48, cut=cut, strided=True)
+        yield Case("recurrent", FP32, "plain", D=1, cut=cut, one=True, reverse=True)
+    for taps in (1, 2, 3, 9):
+        yield Case("convolved", BF16, D=48, taps=taps)
+
+
+RARE = [case for case in dict.fromkeys(rare()) if case not in COMMON]
