@@ -41,7 +41,7 @@ def test_shipped_recipes_are_whole(name: str) -> None:
 
             assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
         else:
-            assert recipe.model.preset == Path(name).name.removesuffix(".yaml")
+            assert recipe.model.name == Path(name).name.removesuffix(".yaml")
 
 
 def test_openwebtext_has_every_preset_at_paper_size() -> None:
