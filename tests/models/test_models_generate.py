@@ -127,7 +127,22 @@ def test_offloaded_cache_and_refused_ones(build, tokens, generate):
     offloaded = generate(model, ids, config={"cache_implementation": "offloaded"})
     assert torch.equal(offloaded, generate(model, ids))
     with pytest.raises(ValueError, match="cache_implementation must be None"):
-        generate(model, ids, config={"cache_implementation": "static"})
+        generate(model, ids, config={"cache_implementation": "quantized"})
+
+
+def static(config=None):
+    return (config or {}) | {"cache_implementation": "static"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_static_cache_generates_the_same(build, tokens, generate, preset):
+    model, ids = build(preset), tokens(3, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :4], mask[2, :9] = 0, 0
+    for config in ({}, {"num_beams": 3}, {"prefill_chunk_size": 5}):
+        options = {"attention_mask": mask}
+        expected = generate(model, ids * mask, config=config, **options)
+        assert torch.equal(expected, generate(model, ids * mask, config=static(config), **options))
 
 
 def test_generating_from_embeddings(build, tokens, generate):

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import attention_with_sinks, delayed, pending_state, sink_keys
 from latte.layers import MixerState, MixingLogits
+from latte.layers.baselines import step_window
 from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
-from latte.layers.latte import mix_macchiato
+from latte.layers.latte import mix_macchiato, step_macchiato
 from latte.layers.state import Piece, TokenLog
+from latte.layers.step import StepState
 from latte.ops import latte_attention, sliding_window_attention
+from latte.ops.step import in_dtype
 
 
 class Tokens(NamedTuple):
@@ -105,6 +108,10 @@ class MacchiatoAttention(nn.Module):
         """
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else MixerState()
+        if isinstance(state, StepState):
+            local = self.project(hidden_states, position_embeddings, tokens)
+            out_BHK = self._step(hidden_states[:, 0], local, state)
+            return self.o_proj(out_BHK.flatten(1)).unsqueeze(1), None
         if state.recording and (self.num_sinks or self.delay_latents):
             raise ValueError(
                 "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
@@ -119,6 +126,22 @@ class MacchiatoAttention(nn.Module):
         if carry:
             past_key_values.update(piece.end(after, log), hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
+
+    @property
+    def steps(self) -> bool:
+        """Whether a token can be decoded in place: by the fused op, or by a window alone."""
+        plain = not self.num_sinks and not self.delay_latents and self.mixing != "latents"
+        return plain or self.mixing == "base"
+
+    def _step(self, x_BE: Tensor, local: Projections, state: StepState) -> Tensor:
+        """Heads' outputs (B, H, K) of one token per row; the state is written in place."""
+        q, k, v = (x[:, 0] for x in local[:3])
+        if self.mixing in ("base", "window"):
+            return step_window((q, k, v), state, self.scale, self.softcap)
+        wide = in_dtype(x_BE, self.latents.k_proj.weight.dtype)
+        latent_q, latent_k = (in_dtype(x, v.dtype) for x in self.latents.step(wide, state))
+        latents = latent_q, latent_k
+        return step_macchiato(latents, (q, k, v), state, self.scale, self.softcap)
 
     def project(
         self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens

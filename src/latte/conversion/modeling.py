@@ -97,11 +97,14 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         cache = choose_cache(self, past_key_values, use_cache, cu_seq_lens_q)
         key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
+        if cache is not None:
+            counted = cache.begin(inputs_embeds, key_mask, self.steps)
+            position_ids = counted if position_ids is None else position_ids
         if position_ids is None:
             start = None if cache is None else cache.position
             position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
         sinks = self._sink_embeddings(inputs_embeds, position_ids)
-        return super().forward(  # type: ignore[misc]
+        outputs = super().forward(  # type: ignore[misc]
             inputs_embeds=inputs_embeds,
             attention_mask=self._no_mask(inputs_embeds),
             position_ids=position_ids,
@@ -110,6 +113,14 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             tokens=Tokens(key_mask, cu_seq_lens_q, sinks),
             **kwargs,
         )
+        if cache is not None:
+            cache.end()
+        return outputs
+
+    @property
+    def steps(self) -> bool:
+        """Whether all layers can decode a token in place."""
+        return all(layer.self_attn.steps for layer in self.layers)  # type: ignore[attr-defined]
 
     def _sink_embeddings(
         self, x_BTE: Tensor, position_ids: Tensor

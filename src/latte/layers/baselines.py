@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from latte.layers.checks import check_choice, check_multiple
 from latte.layers.latent_input import LatentInput
 from latte.layers.mixer import Mixer, MixingLogits, Projected
+from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
+from latte.layers.step import StepState
 from latte.ops import linear_attention, sliding_window_attention
 from latte.ops.api import FEATURE_MAPS
 from latte.ops.reference import visible_sources
+from latte.ops.step import in_dtype, linear_step, window_step
 from latte.ops.tensors import Sequences
 
 
@@ -91,6 +94,22 @@ class SlidingWindowAttention(Mixer):
             **piece.sequences,
         )
         return out, MixerState(window=window)
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        z_BE = self.input.step(x_BE, state)
+        local = *self._local_step(z_BE, state, rotary), self._values(z_BE)
+        return step_window(local, state, self.head_dim**-0.5, self.softcap)
+
+
+def step_window(
+    local: tuple[Tensor, Tensor, Tensor], state: StepState, scale: float, softcap: float | None
+) -> Tensor:
+    """Heads' outputs (B, H, D) of one token per row, of its local q, k and v."""
+    assert state.ring is not None
+    clock = state.clock
+    length = None if state.size or clock.length is None else clock.length + 1
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "length": length}
+    return window_step(*local, state.ring, state.slot, clock.real, **options)
 
 
 class SoftmaxAttention(SlidingWindowAttention):
@@ -177,6 +196,15 @@ class LinearAttention(Mixer):
             **piece.sequences,
         )
         return out.to(projected.v.dtype), MixerState(linear=linear)
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        assert state.linear is not None
+        phi, wide = FEATURE_MAPS[self.feature_map], state.linear.memory.dtype
+        heads = (len(x_BE), self.num_heads, -1)
+        q, k = (phi(in_dtype(proj(x_BE), wide).view(heads)) for proj in (self.q_proj, self.k_proj))
+        v = self._values(x_BE)
+        wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)
+        return in_dtype(linear_step(q, k, wide_v, *state.linear, state.clock.real), v.dtype)
 
     def _weights(self, projected: Projected, piece: Piece) -> Tensor:
         """From the positive features themselves: there is no softmax."""

@@ -17,6 +17,8 @@ from latte.layers.checks import check_choice, check_multiple, check_probability
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU
 from latte.layers.state import MixerState, Piece, TokenLog
+from latte.layers.step import StepState
+from latte.ops.step import conv_step, in_dtype
 
 LATENT_INPUTS = ("none", "conv", "rglru")
 
@@ -82,6 +84,17 @@ class LatentInput(nn.Module):
             h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]
         return LatentInputs(self.norm(h.to(x.dtype)), MixerState(rglru=last), log)
 
+    def step(self, x_BE: Tensor, state: StepState) -> Tensor:
+        """z (B, E) of one token per row; the state is written in place."""
+        real = state.clock.real
+        if self.kind == "conv":
+            assert state.conv is not None
+            return conv_step(x_BE, self.conv.weight, self.conv.bias, state.conv, real)
+        if self.kind == "rglru":
+            assert state.rglru is not None
+            return self.norm(in_dtype(self.rglru.step(x_BE, state.rglru, real), x_BE.dtype))
+        return x_BE
+
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
 
@@ -140,6 +153,15 @@ class LatentLogits(Drawn):
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
             q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
         return q_BTHL, self.k_proj(inputs.z).unflatten(-1, heads), inputs
+
+    def step(self, x_BE: Tensor, state: StepState) -> tuple[Tensor, Tensor]:
+        """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row."""
+        z = self.input.step(x_BE, state)
+        heads = (len(x_BE), self.num_heads, -1)
+        q_BHL, k_BHL = self.q_proj(z).view(heads), self.k_proj(z).view(heads)
+        if self.window_probability is not None:
+            q_BHL.select(-1, 0).add_(self.window_bias)
+        return q_BHL, k_BHL
 
 
 def window_odds(latent_q_BTHL: Tensor) -> Tensor:

@@ -14,9 +14,12 @@ from torch import Tensor
 from latte.layers.checks import check_positive
 from latte.layers.latent_input import LatentInput, LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits, Projected
+from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
+from latte.layers.step import StepState
 from latte.ops import latte_attention, macchiato_attention
+from latte.ops.step import latte_step, macchiato_step
 
 
 class LatteAttention(Mixer):
@@ -81,6 +84,11 @@ class LatteAttention(Mixer):
             **piece.sequences,
         )
         return out, MixerState(latent=latent)
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        assert state.latent is not None
+        q, k = self.latents.step(x_BE, state)
+        return latte_step(q, k, self._values(x_BE), *state.latent, state.clock.real)
 
 
 class LatteMacchiato(Mixer):
@@ -163,6 +171,11 @@ class LatteMacchiato(Mixer):
         local = {"window": self.window, "softcap": self.softcap}
         return mix_macchiato(projected.logits, projected.v, piece, causal=self.causal, **local)
 
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        latents = self.latents.step(x_BE, state)
+        local = *self._local_step(x_BE, state, rotary), self._values(x_BE)
+        return step_macchiato(latents, local, state, self.head_dim**-0.5, self.softcap)
+
 
 def mix_macchiato(
     logits: MixingLogits, v_BTGD: Tensor, piece: Piece, **options: Any
@@ -180,3 +193,17 @@ def mix_macchiato(
     out, carried = macchiato_attention(latent_q, latent_k, q, k, v_BTGD, **options)
     latent, window = (None, None) if carried is None else carried
     return out, MixerState(latent=latent, window=window)
+
+
+def step_macchiato(
+    latents: tuple[Tensor, Tensor],
+    local: tuple[Tensor, Tensor, Tensor],
+    state: StepState,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Heads' outputs (B, H, D) of one token per row: of latent q and k, and of local q, k and v."""
+    assert state.latent is not None and state.ring is not None
+    written = *state.latent, state.ring, state.slot
+    options = {"scale": scale, "softcap": softcap}
+    return macchiato_step(*latents, *local, *written, state.clock.real, **options)

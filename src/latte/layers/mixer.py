@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_multiple, check_positive
-from latte.layers.parts import Drawn, Rotary, RotaryEmbedding, apply_rotary, token_positions
+from latte.layers.parts import (
+    Drawn,
+    Rotary,
+    RotaryEmbedding,
+    apply_rotary,
+    of_single_tokens,
+    rotate_token,
+    token_positions,
+)
 from latte.layers.state import MixerState, Piece, TokenLog
+from latte.layers.step import StepState
 from latte.ops import attention_weights
 from latte.ops.reference import visible_sources
 from latte.ops.tensors import Sequences
@@ -53,7 +62,8 @@ class Projected(NamedTuple):
 class Mixer(Drawn):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
-    A mixer defines :meth:`_project` and :meth:`_attend`, and what its class attributes say.
+    A mixer defines :meth:`_project` and :meth:`_attend`, and what its class attributes say. It may
+    define :meth:`_step`, for decoding in fewer operations.
 
     Args:
         hidden_size: E.
@@ -68,6 +78,7 @@ class Mixer(Drawn):
         uses: the fields of a model's configuration that the mixer reads, of those that not every
             mixer does: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
             ``window_probability``.
+        steps: it has a :meth:`_step` for what it computes; found out by itself.
         window: keys that local queries see, self included; None is all of the past.
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
     """
@@ -75,6 +86,15 @@ class Mixer(Drawn):
     carries: ClassVar[tuple[str, ...]] = ()
     grows: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
+    steps: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "_step" in own:
+            cls.steps = True
+        elif {"forward", "_project", "_attend"} & own.keys():
+            cls.steps = False  # what is inherited is another mixer's
 
     def __init__(
         self,
@@ -131,7 +151,7 @@ class Mixer(Drawn):
         x_BTE: Tensor,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        state: MixerState | None = None,
+        state: MixerState | StepState | None = None,
         output_final_state: bool = False,
         *,
         rotary: Rotary | None = None,
@@ -142,7 +162,8 @@ class Mixer(Drawn):
             x_BTE: (B, T, E).
             key_mask: (B, T) bool, True = a real token.
             cu_seqlens: (N+1,) int32, N sequences packed into one row (B = 1).
-            state: as it came out of the piece before.
+            state: as it came out of the piece before; or buffers, if ``x`` is one token per row:
+                they are written, and nothing but ``x`` and ``rotary`` is looked at.
             rotary: the rotary table of these tokens, where a model shares one; else computed.
 
         Returns:
@@ -151,6 +172,9 @@ class Mixer(Drawn):
         Raises:
             ValueError: shapes, dtypes or devices do not fit.
         """
+        if isinstance(state, StepState):
+            out_BHD = self._step(x_BTE[:, 0], state, rotary)
+            return self.o_proj(out_BHD.flatten(1)).unsqueeze(1), None
         piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
         projected = self._project(piece)
         out_BTHD, after = self._attend(projected, piece)
@@ -217,6 +241,10 @@ class Mixer(Drawn):
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         """Heads' outputs (B, T, H, D), and the parts of the state that mixing changes."""
         raise TypeError(f"{type(self).__name__} must define _attend: Mixer is only a base class")
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        """Heads' outputs (B, H, D) of one token per row; the state is written in place."""
+        raise TypeError(f"{type(self).__name__} has no step")
 
     def _weights(self, projected: Projected, piece: Piece) -> Tensor:
         """The weights (B, H, T, T) of a piece without a past: here as the logits' kinds say."""
@@ -286,6 +314,10 @@ class Mixer(Drawn):
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
 
+    def _values(self, x_BE: Tensor) -> Tensor:
+        """Values (B, G, D) of one token per row."""
+        return self.v_proj(x_BE).view(len(x_BE), self.num_key_value_heads, -1)
+
     def _add_local(
         self, window: int | None, rope_theta: float | None, softcap: float | None
     ) -> None:
@@ -314,6 +346,19 @@ class Mixer(Drawn):
             positions = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, start)
             rotary = self.rotary(positions, q_BTHK.dtype)
         return apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
+
+    def _local_step(
+        self, x_BE: Tensor, state: StepState, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`_local` of one token per row: q (B, H, K) and k (B, G, K)."""
+        B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
+        q, k = self.q_proj(x_BE).view(B, H, -1), self.k_proj(x_BE).view(B, G, -1)
+        if self.rotary is None:
+            return q, k
+        if rotary is None:
+            rotary = of_single_tokens(self.rotary(state.clock.position[:, None], q.dtype))
+        q, k = rotate_token(torch.cat([q, k], 1), rotary).split([H, G], 1)
+        return q, k
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

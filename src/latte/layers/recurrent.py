@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from latte.layers.checks import check_decay_range, check_input, check_multiple
 from latte.layers.parts import Drawn
 from latte.ops import rg_lru
+from latte.ops.step import rg_lru_step
 
 DECAY_RANGE = (0.9, 0.999)  # Griffin's, of a_t where the recurrence gate is fully open, r = 1
 
@@ -36,6 +37,13 @@ class BlockDiagonalLinear(Drawn):
     def forward(self, x_BTE: Tensor) -> Tensor:
         x_BTNP = x_BTE.unflatten(-1, self.weight.shape[:2])
         return torch.einsum("btni,nij->btnj", x_BTNP, self.weight).flatten(-2) + self.bias
+
+    def step(self, x_BE: Tensor) -> Tensor:
+        """The same of single tokens, (B, E)."""
+        N, P = self.weight.shape[:2]
+        x_NBP = x_BE.view(-1, N, P).transpose(0, 1)
+        y_NBP = torch.baddbmm(self.bias.view(N, 1, P), x_NBP, self.weight)
+        return y_NBP.transpose(0, 1).reshape(x_BE.shape)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.bias.shape[0]}, num_blocks={self.weight.shape[0]}"
@@ -112,6 +120,11 @@ class RGLRU(Drawn):
             output_final_state=output_final_state,
             reverse=self.reverse,
         )
+
+    def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
+        """One token per row: the state after it, which is written in place."""
+        gates = self.recurrence_gate.step(x_BE), self.input_gate.step(x_BE)
+        return rg_lru_step(x_BE, *gates, self.theta, state_BE, real_B)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, reverse={self.reverse}"

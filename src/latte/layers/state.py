@@ -24,7 +24,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], state: T) -> T:
     if isinstance(state, Tensor):
         return fn(state)  # type: ignore[return-value]
     if isinstance(state, tuple):
-        return type(state)(*(map_tensors(fn, item) for item in state))
+        items = (map_tensors(fn, item) for item in state)
+        return type(state)(*items) if hasattr(state, "_fields") else tuple(items)  # type: ignore
     return state
 
 

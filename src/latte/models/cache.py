@@ -3,11 +3,15 @@
 One state per layer, of constant size, in Transformers' Cache API. The states themselves are
 :class:`latte.layers.MixerState`; a cache layer holds one and moves it about. Only full softmax
 attention's state grows with the sequence. B batch, T tokens, P past tokens.
+
+While single tokens are decoded the states are buffers that are written in place
+(:mod:`latte.layers.step`), which the cache alone holds: whatever is read off a layer is a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ from transformers.utils import logging
 
 from latte.errors import LatteError
 from latte.layers.state import MixerState, TokenLog, drop_newest, map_tensors, rewind
+from latte.layers.step import Clock, StepState
+from latte.ops.backend import steps_in_place
 
 logger = logging.get_logger(__name__)
 
@@ -39,9 +45,60 @@ class LatteCacheLayer(CacheLayerMixin):
         # Not calling the base's __init__: what it sets are read-only views of the state here.
         self.grows = grows
         self.record_past = False
-        self.seen_tokens = 0
         self.device: torch.device | None = None
-        self.state = MixerState()
+        self.buffers: StepState | None = None
+        self._state: MixerState | None = MixerState()  # None: the buffers hold it
+        self._seen = 0
+
+    @property
+    def state(self) -> MixerState:
+        """The state, to keep: it does not change when decoding goes on."""
+        if self._state is not None:
+            return self._state
+        assert self.buffers is not None
+        return self.buffers.state()
+
+    @state.setter
+    def state(self, state: MixerState) -> None:
+        self._seen = self.seen_tokens
+        self._state = state
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens that went in, padding included."""
+        if self._state is not None:
+            return self._seen
+        assert self.buffers is not None
+        return self._seen + int(self.buffers.clock.steps)
+
+    @seen_tokens.setter
+    def seen_tokens(self, count: int) -> None:
+        self._seen += count - self.seen_tokens
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """All tensors of the state, in nested tuples."""
+        if self._state is not None:
+            return self._state
+        assert self.buffers is not None
+        return self.buffers.parts
+
+    @property
+    def position(self) -> Tensor | None:
+        """(B,) int64, real tokens seen; what a step writes, if the buffers hold the state."""
+        if self._state is not None:
+            return self._state.position
+        assert self.buffers is not None
+        return self.buffers.clock.position
+
+    @property
+    def is_written_in_place(self) -> bool:
+        """Whether the buffers hold the state."""
+        return self._state is None
+
+    def write_in_place(self, buffers: StepState, seen: int) -> None:
+        """From now on the buffers, made when so many tokens were seen, hold the state."""
+        self._state, self.buffers, self._seen = None, buffers, seen
 
     # --- the state, by the names of the design -------------------------------------------------
 
@@ -79,7 +136,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        return self.state.position is not None
+        return self._state is None or self._state.position is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the state comes from the first forward."""
@@ -106,7 +163,7 @@ class LatteCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         keeps_sources = self.state.sources is not None
         self.state = MixerState(sources=TokenLog() if keeps_sources else None)
-        self.seen_tokens = 0
+        self._seen = 0
         if self.record_past:
             self.activate_past_recording()
 
@@ -197,39 +254,195 @@ class LatteCache(Cache):
         config: of the model; it gives the number of layers, and ``state_grows(layer_idx)`` says
             which of them keep every token.
         offloading: keep each layer's state on the CPU while other layers compute.
+        max_cache_len: make it static: buffers are allocated once, with room for so many tokens
+            where a state grows, and stay where they are, so that ``torch.compile`` makes one graph
+            of a step.
     """
 
     layers: list[LatteCacheLayer]  # type: ignore[assignment]
 
-    def __init__(self, config: Any, offloading: bool = False) -> None:
+    def __init__(
+        self, config: Any, offloading: bool = False, max_cache_len: int | None = None
+    ) -> None:
         layers = range(config.num_hidden_layers)
         super().__init__(layers=[LatteCacheLayer(config.state_grows(index)) for index in layers])
-        self.offload_layers = offloading
+        self.offload_layers, self.max_cache_len = offloading, max_cache_len
+        self.step: Clock | None = None  # while a single token goes through the layers
+        for layer in self.layers:
+            layer.is_compileable = self.is_static
 
-    def state(self, layer_idx: int) -> MixerState:
-        """The state that layer ``layer_idx`` starts from."""
+    @property
+    def is_static(self) -> bool:
+        return self.max_cache_len is not None
+
+    def state(self, layer_idx: int) -> MixerState | StepState:
+        """The state that layer ``layer_idx`` starts from; its buffers during a step."""
+        layer = self.layers[layer_idx]
+        if self.step is not None:
+            assert layer.buffers is not None
+            return layer.buffers
         if self.offload_layers:
-            self.layers[layer_idx].prefetch()
-        return self.layers[layer_idx].state
+            layer.prefetch()
+        return layer.state
 
     def update(  # type: ignore[override]
-        self, state: MixerState, num_tokens: int, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> MixerState:
+        self, state: MixerState | None, num_tokens: int, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> MixerState | None:
         """Store the state that layer ``layer_idx`` ended in after ``num_tokens`` tokens."""
-        self.layers[layer_idx].update(state, num_tokens)
-        if self.offload_layers:
-            self.layers[layer_idx].offload()
+        if self.step is None and state is not None:
+            self.layers[layer_idx].update(state, num_tokens)
+            if self.offload_layers:
+                self.layers[layer_idx].offload()
         return state
+
+    # --- single tokens, in place ---------------------------------------------------------------
+
+    def begin(self, x_BTE: Tensor, key_mask: Tensor | None, steps: bool) -> Tensor | None:
+        """Before the layers: decide whether this forward is a step, written in place.
+
+        Args:
+            x_BTE: the new tokens' embeddings.
+            key_mask: (B, T) bool or None.
+            steps: whether the model's layers can, and nothing else is asked of them.
+
+        Returns:
+            The positions (B, 1) of the step's tokens, or None: it is none.
+        """
+        self.step = None
+        if not steps or x_BTE.shape[1] != 1 or torch.is_grad_enabled() or self.offload_layers:
+            return None
+        kind = x_BTE.device.type
+        if torch.is_autocast_enabled(kind) or not steps_in_place(kind, self.is_static):
+            return None
+        real = None if key_mask is None else key_mask[:, 0]
+        if real is not None and kind == "cpu" and not self.is_static and bool(real.all()):
+            real = None
+        if not self._ready(real is not None) and not self._fill_buffers(real is not None):
+            return None
+        buffers = self.layers[0].buffers
+        assert buffers is not None
+        self.step = buffers.clock
+        self.step.real = real
+        return self.step.position[:, None]
+
+    def end(self) -> None:
+        """After the layers: on to the next token."""
+        if self.step is not None:
+            self.step.advance()
+            self.step = None
+        elif self.is_static:
+            self._fill_buffers(True)
+
+    def _ready(self, masked: bool) -> bool:
+        """Whether the buffers hold all states, with room for one token more."""
+        for layer in self.layers:
+            if not layer.is_written_in_place or layer.record_past:
+                return False
+            assert layer.buffers is not None
+            ring, length = layer.buffers.ring, layer.buffers.clock.length
+            if ring is not None:
+                if masked and ring.mask is None:
+                    return False
+                if layer.grows and length == ring.keys.shape[2]:
+                    return False
+        return True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _fill_buffers(self, masked: bool) -> bool:
+        """Copy all states into buffers, if decoding can go on there: whether it can.
+
+        Raises:
+            ValueError: more tokens than a static cache has room for.
+        """
+        states = [layer.state for layer in self.layers]
+        seen, position = self.layers[0].seen_tokens, states[0].position
+        for layer, state in zip(self.layers, states, strict=True):
+            special = state.undo is not None or state.sources is not None or layer.record_past
+            if special or state.position is None or layer.seen_tokens != seen:
+                return False
+        # Where a row has read nothing but padding, its first token is still to come.
+        if position is None or not bool((position > 0).all()):
+            return False
+        clock = Clock(position.clone(), torch.zeros((), dtype=torch.long, device=position.device))
+        room = self.max_cache_len
+        if room is None:
+            clock.length, room = seen, seen + max(64, seen // 4)
+            windows = [state.window for state in states if state.window is not None]
+            masked = masked or not all(bool(window.mask.all()) for window in windows)
+        elif seen > room and any(layer.grows for layer in self.layers):
+            raise ValueError(f"expected at most max_cache_len={room} tokens, got {seen}")
+        made = [
+            StepState.of(state, clock, room=room if layer.grows else None, masked=masked)
+            for layer, state in zip(self.layers, states, strict=True)
+        ]
+        for layer, buffers in zip(self.layers, self._at_home(made), strict=True):
+            layer.write_in_place(buffers, seen)
+        return True
+
+    def _at_home(self, made: list[StepState]) -> list[StepState]:
+        """These buffers; of a static cache, where its buffers have been before."""
+        if not self.is_static:
+            return made
+
+        def written(buffers: list[StepState]) -> list[Tensor]:
+            clock, parts = buffers[0].clock, tuple(x.parts for x in buffers)
+            return [*tensors_in((clock.position, clock.steps, *clock.slots.values(), parts))]
+
+        new, homes = written(made), [x.buffers for x in self.layers if x.buffers is not None]
+        old = written(homes) if homes else []
+        if [x.shape for x in old] == [x.shape for x in new]:
+            for home, x in zip(old, new, strict=True):
+                home.copy_(x)
+            return homes
+        for x in new:
+            torch._dynamo.mark_static_address(x)
+        return made
+
+    # --- the batch dimension -------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """``fn`` on every tensor (B, ...): on the buffers, where they hold the states."""
+        if not self._ready(False):
+            for layer in self.layers:
+                layer._map(fn)
+            return
+        buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
+        clock = replace(buffers[0].clock, position=fn(buffers[0].clock.position))
+        made = self._at_home([replace(x.map(fn), clock=clock) for x in buffers])
+        for layer, x in zip(self.layers, made, strict=True):
+            layer.buffers = x
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda x: x[indices.to(x.device)])
+
+    # -------------------------------------------------------------------------------------------
 
     def keep_sources(self) -> None:
         """Keep what weights over the past are made of, from the first token on."""
+        if self.is_static:
+            raise ValueError("a static cache keeps no sources for output_attentions")
         for layer in self.layers:
             layer.keep_sources()
+
+    def activate_past_recording(self) -> None:
+        if self.is_static:
+            raise ValueError("a static cache records nothing: no tokens can be taken back")
+        super().activate_past_recording()
 
     @property
     def position(self) -> Tensor | None:
         """(B,) int64, real tokens seen so far (padding not counted); None before the first."""
-        return self.layers[0].state.position
+        position = self.layers[0].position
+        return None if position is None else position.clone()
 
     @property
     def is_initialized(self) -> bool:
@@ -238,47 +451,84 @@ class LatteCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.position is None else self.position.shape[0]
+        position = self.layers[0].position
+        return -1 if position is None else position.shape[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers' states."""
-        total = 0
+        held = tuple(layer.held for layer in self.layers)
+        return sum(x.numel() * x.element_size() for x in tensors_in(held))
 
-        def count(x: Tensor) -> Tensor:
-            nonlocal total
-            total += x.numel() * x.element_size()
-            return x
 
-        for layer in self.layers:
-            map_tensors(count, layer.state)
-        return total
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for branch in tree:
+            yield from tensors_in(branch)
 
 
 class StateGenerationMixin(GenerationMixin):
     """Gives ``generate`` a :class:`LatteCache`; stands first among a model's bases."""
 
     config: Any
+    model: Any
+    _most_tokens = 0  # that a static cache had room for
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """``generate`` asks here for the cache: Latte's own, unless the user brought one."""
         kind = generation_config.cache_implementation
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, *args, **kwargs
+                generation_config, model_kwargs, mode, batch_size, max_cache_length
             )
             return
-        if kind not in (None, "dynamic", "offloaded"):
+        if kind not in (None, "dynamic", "offloaded", "static"):
             raise LatteError(
-                f"cache_implementation must be None, 'dynamic' or 'offloaded', got {kind!r}: "
-                "Latte has one cache, of constant size"
+                "cache_implementation must be None, 'dynamic', 'offloaded' or 'static', "
+                f"got {kind!r}: Latte has one cache, of constant size"
             )
-        cache = LatteCache(self.config, offloading=kind == "offloaded")
+        room = None
+        if kind == "static":
+            if not self.model.steps:
+                raise LatteError(
+                    "cache_implementation='static' needs layers with a step of decoding, "
+                    "which this model's have not: leave it out"
+                )
+            # As long as any text before, so that what was compiled serves again.
+            self._most_tokens = max(
+                max_cache_length, generation_config.max_cache_len or 0, self._most_tokens
+            )
+            room = self._most_tokens
+        cache = LatteCache(self.config, offloading=kind == "offloaded", max_cache_len=room)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Steps alone are compiled: prompts, whole or in chunks, have all lengths."""
+        wanted = generation_config.disable_compile
+        generation_config.disable_compile = True
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            generation_config.disable_compile = wanted
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> Tensor | None:
+        """With a static cache: the new tokens' mask (B, T), whose shape does not grow."""
+        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
 
 
 def choose_cache(
@@ -318,10 +568,15 @@ def choose_cache(
 def new_key_mask(
     x_BTE: Tensor, attention_mask: Tensor | None, cache: LatteCache | None
 ) -> Tensor | None:
-    """The new tokens' part of an attention mask (B, P + T), as bool (B, T)."""
+    """The new tokens' part of an attention mask (B, P + T), as bool (B, T).
+
+    With a static cache the mask may be the new tokens' alone, (B, T).
+    """
     if attention_mask is None:
         return None
     B, T = x_BTE.shape[:2]
+    if cache is not None and cache.is_static and attention_mask.shape == (B, T):
+        return attention_mask.bool()
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask.shape != (B, past + T):
         raise ValueError(

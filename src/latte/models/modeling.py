@@ -30,7 +30,8 @@ from latte.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from latte.layers.parts import token_positions
+from latte.layers.parts import of_single_tokens, token_positions
+from latte.layers.step import StepState
 from latte.models.cache import (
     LatteCache,
     StateGenerationMixin,
@@ -91,7 +92,7 @@ class LatteBlock(GradientCheckpointingLayer):
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         rotary: Rotary | None = None,
-        state: MixerState | None = None,
+        state: MixerState | StepState | None = None,
         output_final_state: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
@@ -152,6 +153,11 @@ class LatteModel(LattePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @property
+    def steps(self) -> bool:
+        """Whether all layers can decode a token in place."""
+        return all(getattr(layer.mixer, "steps", False) for layer in self.layers)
+
     @can_return_tuple
     def forward(
         self,
@@ -200,6 +206,10 @@ class LatteModel(LattePreTrainedModel):
         self._check(inputs_embeds, cache, output_attentions)
         key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
 
+        if cache is not None:
+            counted = cache.begin(inputs_embeds, key_mask, self.steps and not output_attentions)
+            position_ids = counted if position_ids is None else position_ids
+
         hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
         hidden_states, attentions = [], []
         # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
@@ -212,6 +222,8 @@ class LatteModel(LattePreTrainedModel):
             attentions.append(weights)
             if cache is not None:
                 cache.update(after, hidden.shape[1], index)
+        if cache is not None:
+            cache.end()
         hidden = self.norm(hidden)
         hidden_states.append(hidden)
         return BaseModelOutputWithPast(
@@ -254,6 +266,8 @@ class LatteModel(LattePreTrainedModel):
                 position_ids = token_positions(x_BTE, key_mask, cu_seq_lens, start)
             if self.rotary is not None:
                 rotary = self.rotary(position_ids, x_BTE.dtype)
+                if cache is not None and cache.step is not None:
+                    rotary = of_single_tokens(rotary)
             if self.positions is not None:
                 x_BTE = x_BTE + self.positions(position_ids, x_BTE.dtype)
         return self.dropout(x_BTE), rotary

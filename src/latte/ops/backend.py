@@ -125,6 +125,18 @@ def choose(
     return backend
 
 
+def steps_in_place(device_type: str, compiled: bool) -> bool:
+    """Whether models decode by :mod:`latte.ops.step`, on states that are written in place.
+
+    Not where another backend than PyTorch's was named, and on a GPU not without a compiler, since
+    there a step's kernel makes fewer launches.
+    """
+    named = named_backend()
+    if named is None:
+        return compiled or device_type != "cuda"
+    return named not in ("reference", "triton")
+
+
 def is_step(inputs: tuple[Any, ...], sequences: Sequences) -> bool:
     """One token per row of ``inputs[0]`` (B, T, ...), causal, not packed, no gradient wanted."""
     B, T = inputs[0].shape[:2]

@@ -1,0 +1,142 @@
+"""Decoding a token at a time: a layer's state in buffers that a step writes in place.
+
+A :class:`StepState` is made of a :class:`MixerState` by copying, once after a prompt, and turned
+back when somebody asks for the state; between, the window is a ring, and nothing is allocated.
+Whoever owns the buffers (the cache) hands them to nobody but the layer's step.
+
+Shape suffixes: B batch, T tokens, G key/value heads, K key width, W slots of a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latte.layers.state import MixerState, map_tensors
+from latte.ops.state import LatteState, LinearState, WindowState
+from latte.ops.step import Ring, number
+
+
+@dataclass
+class Clock:
+    """Where the sequences of a batch are: what the buffers of all layers share.
+
+    Attributes:
+        position: (B,) int64, real tokens seen.
+        steps: () int64, tokens of each row since the buffers were made, padding included.
+        slots: where the next token goes, (1,) int64 by number of slots; by 0 where the ring grows.
+        length: slots of a growing ring that are used; None where all are looked at.
+        real: (B,) bool, whether the rows' present token is one; None if all are.
+    """
+
+    position: Tensor
+    steps: Tensor
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    length: int | None = None
+    real: Tensor | None = None
+
+    def advance(self) -> None:
+        """To the next token, after all layers have seen the present one."""
+        one = number(1, self.position)
+        self.position.add_(one if self.real is None else self.real)
+        self.steps.add_(one)
+        for size, slot in self.slots.items():
+            slot.add_(one)
+            if size:
+                slot.remainder_(number(size, slot))
+        if self.length is not None:
+            self.length += 1
+        self.real = None
+
+
+@dataclass
+class StepState:
+    """One layer's buffers, all contiguous; None for parts that its mixer does not have.
+
+    The parts are those of a :class:`MixerState`; ``size`` is the number of slots of the ring, 0 if
+    it grows, and ``clock`` is shared by all layers.
+    """
+
+    clock: Clock
+    latent: LatteState | None = None
+    linear: LinearState | None = None
+    ring: Ring | None = None
+    rglru: Tensor | None = None
+    conv: Tensor | None = None
+    size: int = 0
+
+    @classmethod
+    def of(cls, state: MixerState, clock: Clock, *, room: int | None, masked: bool) -> StepState:
+        """Buffers with a copy of a state.
+
+        Args:
+            room: slots of the ring of a state that grows; None for one that does not.
+            masked: keep which slots hold a real token; else all do.
+        """
+        parts = (state.latent, state.linear, None, state.rglru, state.conv)
+        made = cls(clock, *map_tensors(_copy, parts))
+        if state.window is None:
+            return made
+        held = state.window.mask.shape[1]
+        slots = held + 1 if room is None else room
+        made.size = slots if room is None else 0
+        clock.slots.setdefault(made.size, torch.full_like(clock.position[:1], held))
+
+        def ring(x_BTX: Tensor) -> Tensor:
+            x_BXT = x_BTX.movedim(1, -2)
+            ring_BXW = x_BXT.new_zeros(*x_BXT.shape[:-2], slots, x_BXT.shape[-1])
+            ring_BXW[..., :held, :] = x_BXT
+            return ring_BXW
+
+        keys, values, mask = state.window
+        mask_BW = ring(mask[..., None])[..., 0] if masked else None
+        made.ring = Ring(ring(keys), ring(values), mask_BW)
+        return made
+
+    @property
+    def slot(self) -> Tensor:
+        """Where in the ring the next token goes, (1,) int64."""
+        return self.clock.slots[self.size]
+
+    def state(self) -> MixerState:
+        """A copy of what the buffers hold."""
+        latent, linear, rglru, conv = map_tensors(
+            torch.clone, (self.latent, self.linear, self.rglru, self.conv)
+        )
+        if rglru is not None:
+            # The row has begun, so that it is not the empty state, which is all zeros.
+            rglru += torch.finfo(rglru.dtype).tiny
+        window = None if self.ring is None else self._window(self.ring)
+        position = self.clock.position.clone()
+        return MixerState(position, latent, linear, window, rglru, conv)
+
+    def _window(self, ring: Ring) -> WindowState:
+        """The ring's tokens, oldest first."""
+        slots, device = ring.keys.shape[2], self.slot.device
+        if self.size:  # the next slot holds the token that leaves the window
+            order = (self.slot + 1 + torch.arange(slots - 1, device=device)) % slots
+        else:
+            order = torch.arange(int(self.slot), device=device)
+        keys, values = (x[:, :, order].transpose(1, 2).contiguous() for x in ring[:2])
+        if ring.mask is None:
+            mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=device)
+        else:
+            mask = ring.mask[:, order]
+        return WindowState(keys, values, mask)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All buffers, in nested tuples."""
+        return self.latent, self.linear, self.ring, self.rglru, self.conv
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
+        """The same with ``fn`` applied to each buffer (B, ...)."""
+        return StepState(self.clock, *map_tensors(fn, self.parts), size=self.size)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
