@@ -188,9 +188,11 @@ def test_runs_end_before_a_key_out_of_reach():
     """One reference for logits that span +-20 within a chunk is the family's classic NaN."""
     k = torch.linspace(0, 64, 65).view(1, 65, 1)
     nothing = Carry.of(torch.full((1, 1), -torch.inf), torch.zeros(1, 1, 1))
-    reference = linear_domain.reference_logits(k, nothing, None)
-    assert reference.item() == 0.0 and linear_domain.run_length(k, reference) == 17
-    assert linear_domain.run_length(k.flip(1), k.flip(1)[:, 0]) == 65
+    top = k.amax(1)
+    for start in (nothing, None):
+        reference = linear_domain.reference_logits(k, start, None)
+        assert reference.item() == 0.0 and linear_domain.run_length(k, top, reference) == 17
+    assert linear_domain.run_length(k.flip(1), top, k.flip(1)[:, 0]) == 65
 
 
 def test_outputs_do_not_depend_on_old_memory(monkeypatch):

@@ -49,6 +49,7 @@ from latte.ops.state import LatteState, LinearState, WindowState, begun, final_w
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend import recurrence as torch_recurrence
 from latte.ops.torch_backend import window as torch_window
 from latte.ops.triton_backend.launch import (
@@ -66,7 +67,7 @@ LATTE: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
 }
 MACCHIATO: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
     "reference": reference.macchiato_attention,
-    "torch": torch_latte.macchiato_attention,
+    "torch": torch_macchiato.macchiato_attention,
     "triton": triton_backend.macchiato_attention,
 }
 WINDOW: dict[str, Callable[..., Tensor]] = {

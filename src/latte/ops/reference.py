@@ -10,8 +10,6 @@ head, K key width (of a convolution: taps), D value width, F feature width, E ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -212,22 +210,16 @@ def macchiato_attention(
     sequences: Sequences,
     earlier: LatteState | None,
     tail: WindowState | None,
-    *,
-    latents: Callable[..., tuple[Tensor, LatteState]] = latte_attention,
-    window: Callable[..., Tensor] = sliding_window_attention,
 ) -> tuple[Tensor, LatteState]:
     """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
 
     With p(0|t) = sigmoid(q_0 - logsumexp_{l>=1} q_l), and the others the rest of it: softmax over
     the L+1 logits factors. Both gates come from the same difference, so neither suffers
     cancellation.
-
-    Args:
-        latents, window: what computes the two branches, here or in another backend.
     """
-    near = window(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail)
+    near = sliding_window_attention(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail)
     v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
-    far, state = latents(latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, sequences, earlier)
+    far, state = latte_attention(latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, sequences, earlier)
     logits, near, far = wide(latent_q_BTHL, near, far)
     odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
     return (torch.sigmoid(odds) * near + torch.sigmoid(-odds) * far).to(v_BTGD.dtype), state

@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     def add(self, x: Tensor, span: slice, values: Tensor) -> None:
         """Add (n, span, ...) where it was taken from; padding is dropped."""
         if self.tokens is None:
-            x[self.ids, span] += values
+            x[self.ids, span].add_(values)
         elif self.real is None:
             x[0, self.tokens[:, span]] += values
         else:
@@ -143,6 +143,13 @@ class Carry(NamedTuple):
     def of(cls, log_mass: Tensor, mean: Tensor) -> Carry:
         """From a state (log-mass, mean)."""
         return cls(log_mass, (~torch.isneginf(log_mass)).to(log_mass.dtype), mean)
+
+    @classmethod
+    def empty(cls, k_XSL: Tensor, v_XSD: Tensor) -> Carry:
+        """The state before the first of these tokens, where there is none."""
+        mass_XL = torch.zeros_like(k_XSL[:, 0])
+        mean_XLD = mass_XL.new_zeros(*mass_XL.shape, v_XSD.shape[-1])
+        return cls(torch.full_like(mass_XL, -torch.inf), mass_XL, mean_XLD)
 
     def log_mass(self) -> Tensor:
         """top + log(mass), -inf if nothing has been seen."""

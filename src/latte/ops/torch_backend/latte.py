@@ -1,4 +1,7 @@
-"""Latte in linear time: the driver over batches and segments, as custom ops; and Macchiato.
+"""Latte in linear time: the driver over batches and segments, as custom ops.
+
+The passes take p(l|t) in the place of the query logits, and give p times its gradient, so that
+Macchiato (``macchiato``), whose distribution has the window in it, uses them as they are.
 
 Saved activations are the inputs and one state per segment of time: O(T / 2048) states, never
 O(T L D). A segment is one run in the linear domain (``linear_domain``) wherever one reference can
@@ -11,14 +14,13 @@ segment, t of them not padding, H heads, L latents, D value width, N states.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import reference
 from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op, run_latte
 from latte.ops.state import LatteState
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
@@ -33,7 +35,6 @@ from latte.ops.torch_backend.batching import (
     rows_of,
     spans,
 )
-from latte.ops.torch_backend.window import sliding_window_attention
 
 LONGEST_SEGMENT = 2048
 # Tokens given to the pairwise kernel where the linear-domain kernel's runs are short.
@@ -50,12 +51,6 @@ def latte_attention(
     """See :func:`latte.ops.latte_attention`."""
     op = causal_op if sequences.causal else bidirectional_op
     return run_latte(op, q_BTHL, k_BTHL, v_BTHD, sequences, earlier)
-
-
-# Each branch by its own op.
-macchiato_attention = functools.partial(
-    reference.macchiato_attention, latents=latte_attention, window=sliding_window_attention
-)
 
 
 def segment_length(H: int, L: int, D: int) -> int:
@@ -82,8 +77,11 @@ def widened(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def initial_carry(A: Tensor, mu: Tensor, rows: Rows) -> Carry:
-    """The rows' states before their first token, heads first."""
+def initial_carry(earlier: Earlier, rows: Rows) -> Carry | None:
+    """The rows' states before their first token, heads first, if they have any."""
+    A, mu = earlier
+    if A is None or mu is None:
+        return None
     return Carry.of(A[rows.ids].flatten(0, 1), widened(mu[rows.ids].flatten(0, 1)))
 
 
@@ -91,8 +89,11 @@ def heads_first(x_ntHD: Tensor, S: int, dtype: torch.dtype, fill: float = 0.0) -
     """(n, t, H, D) -> contiguous (n H, S, D), padded from t to S tokens."""
     n, t, H, D = x_ntHD.shape
     out = x_ntHD.new_empty(n, H, S, D, dtype=dtype)
-    out[:, :, :t] = x_ntHD.transpose(1, 2)
-    out[:, :, t:] = fill
+    if t == S:
+        out.copy_(x_ntHD.transpose(1, 2))
+    else:
+        out[:, :, :t] = x_ntHD.transpose(1, 2)
+        out[:, :, t:] = fill
     return out.view(n * H, S, D)
 
 
@@ -100,11 +101,11 @@ class Segment:
     """What is computed at once: its inputs, heads first and in the dtype of the sums."""
 
     def __init__(
-        self, rows: Rows, span: slice, qkv: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None
+        self, rows: Rows, span: slice, pkv: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None
     ) -> None:
-        q, k, v = (rows.take(x, span) for x in qkv)
-        self.rows, self.span, self.dtype = rows, span, computation_dtype(q.dtype)
-        self.n, self.t, self.H = q.shape[:3]
+        p, k, v = (rows.take(x, span) for x in pkv)
+        self.rows, self.span, self.dtype = rows, span, p.dtype
+        self.n, self.t, self.H = p.shape[:3]
         self.S = padded_length(self.t)
         self.seen_XS: Tensor | None = None
         real = rows.visible(key_mask, span)
@@ -114,7 +115,7 @@ class Segment:
             seen_nt = real.cumsum(1) > 0
             seen_nS = torch.cat([seen_nt, seen_nt[:, -1:].expand(-1, self.S - self.t)], 1)
             self.seen_XS = seen_nS.repeat_interleave(self.H, 0)
-        self.p_XSL = heads_first(q, self.S, self.dtype).softmax(-1)
+        self.p_XSL = heads_first(p, self.S, self.dtype)
         self.k_XSL = heads_first(k, self.S, self.dtype, -torch.inf)
         self.v_XSD = widened(heads_first(v, self.S, self.dtype))
 
@@ -123,54 +124,55 @@ class Segment:
         dy = self.rows.take_gradient(dout, self.span)
         return widened(heads_first(dy, self.S, self.dtype))
 
-    def put(self, target: Tensor, x_XSD: Tensor) -> None:
-        """Write (X, S, D) back to these tokens of the target (B, T, H, D)."""
+    def put(self, target: Tensor, x_XSD: Tensor, add: bool = False) -> None:
+        """Write (X, S, D) back to these tokens of the target (B, T, H, D), or add it there."""
         x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)[:, :, : self.t, : target.shape[-1]]
-        self.rows.put(target, self.span, x_nHSD.transpose(1, 2))
+        put = self.rows.add if add else self.rows.put
+        put(target, self.span, x_nHSD.transpose(1, 2))
 
-    def run(self, start: int, state: Carry, after_short: bool) -> Run:
+    def run(self, start: int, state: Carry | None, after_short: bool) -> Run:
         """The run of tokens from ``start`` on, as long as its kernel can serve; see ``Run``."""
-        k = self.k_XSL[:, start:]
-        seen = None if self.seen_XS is None else self.seen_XS[:, start:]
-        if self.k_XSL.device.type != "cpu":
+        k, seen = self.k_XSL, self.seen_XS
+        if k.device.type != "cpu":
             # Asking for the reach of a reference would wait for the device.
             return Run(self, slice(start, self.S), state, None)
         if after_short:
             return Run(self, slice(start, min(self.S, start + SAFE_RUN)), state, None)
-        reference = linear_domain.reference_logits(k, state, seen)
-        stop = start + linear_domain.run_length(k, reference)
-        return Run(self, slice(start, stop), state, reference)
+        if start:
+            k, seen = k[:, start:], None if seen is None else seen[:, start:]
+        reference, top = linear_domain.reference_logits(k, state, seen), k.amax(1)
+        length = linear_domain.run_length(k, top, reference)
+        if length < k.shape[1]:
+            top = k[:, :length].amax(1)
+        return Run(self, slice(start, start + length), state, (reference, top))
 
-    def forward(self, state: Carry) -> tuple[Tensor, Carry]:
+    def forward(self, state: Carry | None) -> tuple[Tensor, Carry]:
         """Outputs (X, S, D) and the state after the segment."""
         outputs: list[Tensor] = []
-        stop, short = 0, False
-        while stop < self.S:
-            run = self.run(stop, state, short)
+        run: Run | None = None
+        while run is None or run.span.stop < self.S:
+            run = self.run(*((0, state, False) if run is None else run.next(state)))
             out, state = run.forward()
             outputs.append(out)
-            stop, short = run.span.stop, run.short
+        assert state is not None
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), state
 
     def backward(
-        self, state: Carry, dy_XSD: Tensor, dA_XL: Tensor, dmu_XLD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(dq, dk, dv, dA, dmu); the last two belong to the state before the segment."""
-        runs: list[Run] = []
-        while not runs or runs[-1].span.stop < self.S:
-            if runs:
-                state = runs[-1].state_after()
-            stop, short = (runs[-1].span.stop, runs[-1].short) if runs else (0, False)
-            runs.append(self.run(stop, state, short))
+        self, state: Carry | None, dy_XSD: Tensor, dA_XL: Tensor, dmu_XLD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(p dp, dk, dv, dA, dmu); the last two of the state before, None if there is none."""
+        runs = [self.run(0, state, False)]
+        while runs[-1].span.stop < self.S:
+            runs.append(self.run(*runs[-1].next(runs[-1].state_after())))
         parts: list[tuple[Tensor, ...]] = []
         for run in reversed(runs):
             *part, dA_XL, dmu_XLD = run.backward(dy_XSD[:, run.span], dA_XL, dmu_XLD)
             parts.append(tuple(part))
         if len(parts) == 1:
-            dq, dk, dv = parts[0]
+            pulled, dk, dv = parts[0]
         else:
-            dq, dk, dv = (torch.cat(xs[::-1], 1) for xs in zip(*parts, strict=True))
-        return dq, dk, dv, dA_XL, dmu_XLD
+            pulled, dk, dv = (torch.cat(xs[::-1], 1) for xs in zip(*parts, strict=True))
+        return pulled, dk, dv, dA_XL, dmu_XLD
 
 
 class Run:
@@ -182,25 +184,46 @@ class Run:
     """
 
     def __init__(
-        self, segment: Segment, span: slice, state: Carry, reference: Tensor | None
+        self,
+        segment: Segment,
+        span: slice,
+        state: Carry | None,
+        scale: tuple[Tensor, Tensor] | None,
     ) -> None:
+        """``scale``: for the linear-domain kernel, its reference and the largest logit."""
         self.span, self.state = span, state
         self.length = span.stop - span.start
         self.chunk = min(CHUNK, segment.S)
-        self.short = reference is not None and self.length < CHUNK
+        self.short = scale is not None and self.length < CHUNK
         whole = (segment.p_XSL, segment.k_XSL, segment.v_XSD)
-        self.p, self.k, self.v = (
-            self.padded(x[:, span], fill)
-            for x, fill in zip(whole, (0.0, -torch.inf, 0.0), strict=True)
-        )
+        self.p, self.k, self.v = whole
+        if self.length < segment.S:
+            self.p, self.k, self.v = (
+                self.padded(x[:, span], fill)
+                for x, fill in zip(whole, (0.0, -torch.inf, 0.0), strict=True)
+            )
         self.keys: linear_domain.Scaled | None = None
-        if reference is not None:
-            seen = None
+        if scale is not None:
+            seen, (reference, top) = None, scale
             if segment.seen_XS is not None:
                 seen = segment.seen_XS[:, span]
                 rest = self.p.shape[1] - self.length
                 seen = torch.cat([seen, seen[:, -1:].expand(-1, rest)], 1)
-            self.keys = linear_domain.scaled_keys(self.k, reference, state, seen)
+            self.keys = linear_domain.scaled_keys(self.k, top, reference, state, seen)
+
+    @property
+    def mean(self) -> Tensor | None:
+        """Of the state before, if there is one."""
+        return None if self.state is None else self.state.mean
+
+    @property
+    def start(self) -> Carry:
+        """The state before."""
+        return Carry.empty(self.k, self.v) if self.state is None else self.state
+
+    def next(self, state: Carry | None) -> tuple[int, Carry | None, bool]:
+        """The arguments of ``Segment.run`` for the run after this one."""
+        return self.span.stop, state, self.short
 
     def padded(self, x_XSD: Tensor, fill: float) -> Tensor:
         """Whole chunks, of the segment's size whatever the length: rounding depends on it."""
@@ -210,35 +233,37 @@ class Run:
     def forward(self) -> tuple[Tensor, Carry]:
         """Outputs of these tokens and the state after them."""
         if self.keys is None:
-            out, state = pairwise.forward(self.p, self.k, self.v, self.state)
+            out, state = pairwise.forward(self.p, self.k, self.v, self.start)
         else:
-            out, state = linear_domain.forward(self.p, self.keys, self.v, self.state.mean)
+            out, state = linear_domain.forward(self.p, self.keys, self.v, self.mean)
         return out[:, : self.length], state
 
     def state_after(self) -> Carry:
         """Only the state after these tokens."""
         if self.keys is None:
-            return pairwise.state_after(self.k, self.v, self.state)
-        return linear_domain.state_after(self.keys, self.v, self.state.mean)
+            return pairwise.state_after(self.k, self.v, self.start)
+        return linear_domain.state_after(self.keys, self.v, self.mean)
 
-    def backward(self, dy: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, dy: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Any, ...]:
         """Gradients of these tokens and of the state before them."""
         dy = self.padded(dy, 0.0)
         if self.keys is None:
-            grads = pairwise.backward(self.p, self.k, self.v, self.state, dy, dA, dmu)
+            grads = pairwise.backward(self.p, self.k, self.v, self.start, dy, dA, dmu)
         else:
-            grads = linear_domain.backward(self.p, self.keys, self.v, self.state.mean, dy, dA, dmu)
+            grads = linear_domain.backward(self.p, self.keys, self.v, self.mean, dy, dA, dmu)
         return *(x[:, : self.length] for x in grads[:3]), *grads[3:]
 
 
 def first_state(
     q: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
 ) -> tuple[Tensor, Tensor]:
-    """Fresh buffers (N, H, L), (N, H, L, D) that hold the state before the first token."""
+    """Fresh buffers (N, H, L), (N, H, L, D) for final states, with the earlier ones, if any, in."""
     A, mu = earlier
     if A is not None and mu is not None:
         return A.clone(), mu.clone()
     A, mu = final_buffers(q, v, sequences.cu_seqlens)
+    if sequences.cu_seqlens is None:  # every row writes its own; an empty sequence has none
+        return A, mu
     return A.fill_(-torch.inf), mu.zero_()
 
 
@@ -268,9 +293,11 @@ def walks(
         yield rows, spans(rows.length, segment)
 
 
-def mask_empty(A: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Tensor, Tensor]:
+def mask_empty(earlier: Earlier, dA: Tensor, dmu: Tensor) -> tuple[Tensor, Tensor]:
     """An empty state has no mass to move and a mean that nobody reads: no gradient."""
-    empty = torch.isneginf(A)
+    if earlier[0] is None:
+        return dA, dmu
+    empty = torch.isneginf(earlier[0])
     return dA.masked_fill_(empty, 0.0), dmu.masked_fill_(empty[..., None], 0.0)
 
 
@@ -301,71 +328,88 @@ class Checkpoints:
         return Carry(*(x[here].flatten(0, 1) for x in self.tensors))
 
 
-def causal(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
-    """Outputs, the final state, and the states between segments (for the backward pass)."""
-    q, _, v = qkv
-    (out,), final = empty_gradients(v), first_state(q, v, sequences, earlier)
-    saved = Checkpoints.allocate(q, v)
+def causal(
+    pkv: Three, sequences: Sequences, earlier: Earlier, near: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Outputs, the final state, and the states between segments (for the backward pass).
+
+    The outputs are added to ``near`` (B, T, H, D), in place, if there is one.
+    """
+    p, _, v = pkv
+    final = first_state(p, v, sequences, earlier)
+    out = empty_gradients(v)[0] if near is None else near
+    saved = Checkpoints.allocate(p, v)
     kept = Checkpoints(*saved)
-    for rows, segments in walks(q, v, sequences, 2 * CHUNK):
-        state = initial_carry(*final, rows)
+    for rows, segments in walks(p, v, sequences, 2 * CHUNK):
+        state = initial_carry(earlier, rows)
         for span in segments:
-            part = Segment(rows, span, qkv, sequences.key_mask)
-            if span.start:
+            part = Segment(rows, span, pkv, sequences.key_mask)
+            if state is not None and span.start:
                 kept.save(part.n, state)
             y, state = part.forward(state)
-            part.put(out, y)
+            part.put(out, y, add=near is not None)
+        assert state is not None
         put_state(final, rows, state.log_mass(), state.mean)
     return out, *final, *saved
 
 
 def causal_backward(
-    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *states: Tensor
+    grads: Three,
+    pkv: Three,
+    sequences: Sequences,
+    earlier: Earlier,
+    *states: Tensor,
+    dv_near: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of the initial state, segment by segment in reverse."""
-    q, _, v = qkv
-    dq, dk, dv = empty_gradients(*qkv)
-    first, dfirst = first_state(q, v, sequences, earlier), gradient_buffers(grads)
+    """p times its gradient, those of k, v and the initial state, segment by segment in reverse.
+
+    The gradient of v is added to ``dv_near`` (B, T, H, D), in place, if there is one.
+    """
+    p, k, v = pkv
+    pulled, dk, dv = empty_gradients(*pkv)
+    dv = dv if dv_near is None else dv_near
+    dfirst = gradient_buffers(grads)
     kept = Checkpoints(*states)
-    for rows, segments in walks(q, v, sequences, 2 * CHUNK):
+    for rows, segments in walks(p, v, sequences, 2 * CHUNK):
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
-        n = dA.shape[0] // q.shape[2]
+        n = dA.shape[0] // p.shape[2]
         for i, span in reversed(list(enumerate(segments))):
-            part = Segment(rows, span, qkv, sequences.key_mask)
-            state = kept.load(n, i - 1) if i else initial_carry(*first, rows)
-            dq_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(grads[0]), dA, dmu)
-            part.put(dq, dq_)
+            part = Segment(rows, span, pkv, sequences.key_mask)
+            state = kept.load(n, i - 1) if i else initial_carry(earlier, rows)
+            pulled_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(grads[0]), dA, dmu)
+            part.put(pulled, pulled_)
             part.put(dk, dk_)
-            part.put(dv, dv_)
+            part.put(dv, dv_, add=dv_near is not None)
         kept.next += (len(segments) - 1) * n
-        put_state(dfirst, rows, dA, dmu)
-    return dq, dk, dv, *mask_empty(first[0], *dfirst)
+        if dA is not None:
+            put_state(dfirst, rows, dA, dmu)
+    return pulled, dk, dv, *mask_empty(earlier, *dfirst)
 
 
-causal_op = latte_op(
-    *("causal", causal, causal_backward, lambda q, k, v, _: Checkpoints.allocate(q, v)),
-    count=3,
-    saved_from=3,
-)
+def bidirectional(
+    pkv: Three, sequences: Sequences, earlier: Earlier, near: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass).
 
-
-def bidirectional(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
-    """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass)."""
-    q, _, v = qkv
-    (out,), final = empty_gradients(v), first_state(q, v, sequences, earlier)
-    top_N, mass_N = Carry.of(*final)[:2]
-    top_N = top_N.clone()
-    for rows, segments in walks(q, v, sequences):
-        state = initial_carry(*final, rows)
+    ``near`` is as for :func:`causal`.
+    """
+    p, _, v = pkv
+    final = first_state(p, v, sequences, earlier)
+    out = empty_gradients(v)[0] if near is None else near
+    top_N, mass_N = torch.full_like(final[0], -torch.inf), torch.zeros_like(final[0])
+    for rows, segments in walks(p, v, sequences):
+        state = initial_carry(earlier, rows)
         for span in segments:
-            part = Segment(rows, span, qkv, sequences.key_mask)
+            part = Segment(rows, span, pkv, sequences.key_mask)
             top = part.k_XSL.amax(1)
             e = exp_difference(part.k_XSL, top[:, None])
             mass = e.sum(1)
-            state = state.merge(Carry(top, mass, divide(e, mass[:, None]).mT @ part.v_XSD))
+            own = Carry(top, mass, divide(e, mass[:, None]).mT @ part.v_XSD)
+            state = own if state is None else state.merge(own)
+        assert state is not None
         for span in segments:
-            part = Segment(rows, span, qkv, sequences.key_mask)
-            part.put(out, part.p_XSL @ state.mean)
+            part = Segment(rows, span, pkv, sequences.key_mask)
+            part.put(out, part.p_XSL @ state.mean, add=near is not None)
         put_state(final, rows, state.log_mass(), state.mean)
         for kept, x in ((top_N, state.top), (mass_N, state.mass)):
             kept[rows.ids] = x.view(-1, *kept.shape[1:])
@@ -373,32 +417,87 @@ def bidirectional(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[T
 
 
 def bidirectional_backward(
-    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *final: Tensor
+    grads: Three,
+    pkv: Three,
+    sequences: Sequences,
+    earlier: Earlier,
+    *final: Tensor,
+    dv_near: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA)."""
-    q, _, v = qkv
-    dq, dk, dv = empty_gradients(*qkv)
-    first, dfirst = first_state(q, v, sequences, earlier), gradient_buffers(grads)
-    for rows, segments in walks(q, v, sequences):
+    """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA).
+
+    What it gives, and ``dv_near``, is as for :func:`causal_backward`.
+    """
+    p, _, v = pkv
+    pulled, dk, dv = empty_gradients(*pkv)
+    dv = dv if dv_near is None else dv_near
+    dfirst = gradient_buffers(grads)
+    for rows, segments in walks(p, v, sequences):
         mu, top, mass = (x[rows.ids].flatten(0, 1) for x in final)
         mu = widened(mu)
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
         for span in segments:
-            part = Segment(rows, span, qkv, sequences.key_mask)
+            part = Segment(rows, span, pkv, sequences.key_mask)
             dmu = dmu + part.p_XSL.mT @ part.gradient(grads[0])
         lost_XL = (dmu * mu).sum(-1) - dA
         for span in segments:
-            part = Segment(rows, span, qkv, sequences.key_mask)
-            pulled = part.p_XSL * (part.gradient(grads[0]) @ mu.mT)
-            part.put(dq, pulled - part.p_XSL * pulled.sum(-1, keepdim=True))
+            part = Segment(rows, span, pkv, sequences.key_mask)
+            part.put(pulled, part.p_XSL * (part.gradient(grads[0]) @ mu.mT))
             weight = divide(exp_difference(part.k_XSL, top[:, None]), mass[:, None])
             part.put(dk, weight * (part.v_XSD @ dmu.mT - lost_XL[:, None]))
-            part.put(dv, weight @ dmu)
-        start = initial_carry(*first, rows)
-        kept = divide(start.mass * exp_difference(start.top, top), mass)
-        dA = kept * ((dmu * start.mean).sum(-1) - lost_XL)
-        put_state(dfirst, rows, dA, kept[..., None] * dmu)
-    return dq, dk, dv, *mask_empty(first[0], *dfirst)
+            part.put(dv, weight @ dmu, add=dv_near is not None)
+        start = initial_carry(earlier, rows)
+        if start is not None:
+            kept = divide(start.mass * exp_difference(start.top, top), mass)
+            dA = kept * ((dmu * start.mean).sum(-1) - lost_XL)
+            put_state(dfirst, rows, dA, kept[..., None] * dmu)
+    return pulled, dk, dv, *mask_empty(earlier, *dfirst)
 
 
-bidirectional_op = latte_op("bidirectional", bidirectional, bidirectional_backward)
+def probabilities(q: Tensor) -> Tensor:
+    """p(l|t) of the query logits, in the dtype of the sums."""
+    return torch.softmax(q, -1, dtype=computation_dtype(q.dtype))
+
+
+def through_softmax(pulled: Tensor, p: Tensor) -> Tensor:
+    """The gradient of the logits from p times that of p, in its place."""
+    return pulled.addcmul_(p, pulled.sum(-1, keepdim=True), value=-1.0)
+
+
+def of_logits(core: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A forward pass of the query logits."""
+
+    def run(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
+        q, k, v = qkv
+        return core((probabilities(q), k, v), sequences, earlier)
+
+    return run
+
+
+def of_logits_backward(
+    core: Callable[..., tuple[Tensor, ...]],
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Its backward pass."""
+
+    def run(grads: Three, qkv: Three, *rest: Any) -> tuple[Tensor, ...]:
+        q, k, v = qkv
+        p = probabilities(q)
+        pulled, *others = core(grads, (p, k, v), *rest)
+        return through_softmax(pulled, p).to(q.dtype), *others
+
+    return run
+
+
+def between_segments(q: Tensor, _k: Tensor, v: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+    """Empty buffers for what the causal op saves."""
+    return Checkpoints.allocate(q, v)
+
+
+causal_op = latte_op(
+    *("causal", of_logits(causal), of_logits_backward(causal_backward), between_segments),
+    count=3,
+    saved_from=3,
+)
+bidirectional_op = latte_op(
+    "bidirectional", of_logits(bidirectional), of_logits_backward(bidirectional_backward)
+)

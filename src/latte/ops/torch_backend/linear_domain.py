@@ -16,7 +16,8 @@ Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk l
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from latte.ops.torch_backend.batching import CHUNK, Carry
 
 # exp(k - r) is as exact as its argument: at 16 half a unit in the last place of fp32 is 1e-6.
 REACH = 16.0
+# Chunks whose states are summed by a product with a triangle of ones.
+BY_PRODUCT = 8
 
 
 class Scaled(NamedTuple):
@@ -33,17 +36,17 @@ class Scaled(NamedTuple):
     reference_XL: Tensor
     e_XSL: Tensor
     alpha_XSL: Tensor
-    mass_XL: Tensor  # of the state that the run starts from
+    mass_XL: Tensor | None  # of the state that the run starts from, if it starts from one
     top_XL: Tensor  # the largest logit by the end
     empty_XL: Tensor | None  # rows that have seen nothing by the end; None if there are none
 
 
-def reference_logits(k_XSL: Tensor, start: Carry, seen_XS: Tensor | None) -> Tensor:
+def reference_logits(k_XSL: Tensor, start: Carry | None, seen_XS: Tensor | None) -> Tensor:
     """(X, L): the largest logit up to the first token, or the first one that is visible.
 
     ``seen_XS`` is True from the first visible source on; None if all sources are visible.
     """
-    first_XL = torch.maximum(k_XSL[:, 0], start.top)
+    first_XL = k_XSL[:, 0] if start is None else torch.maximum(k_XSL[:, 0], start.top)
     if seen_XS is None:
         return first_XL
     index_X = seen_XS.to(torch.uint8).argmax(1)
@@ -52,28 +55,35 @@ def reference_logits(k_XSL: Tensor, start: Carry, seen_XS: Tensor | None) -> Ten
     return torch.where(torch.isneginf(first_XL), 0.0, first_XL)
 
 
-def run_length(k_XSL: Tensor, reference_XL: Tensor) -> int:
-    """How many tokens this reference can serve."""
-    limit_X1L = (reference_XL + REACH)[:, None]
-    if not (k_XSL.amax(1, keepdim=True) > limit_X1L).any():
+def run_length(k_XSL: Tensor, top_XL: Tensor, reference_XL: Tensor) -> int:
+    """How many tokens this reference can serve; ``top_XL`` is the largest logit of all of them."""
+    limit_XL = reference_XL + REACH
+    if not (top_XL > limit_XL).any():
         return k_XSL.shape[1]
-    return int((k_XSL > limit_X1L).any(0).any(-1).to(torch.uint8).argmax())
+    return int((k_XSL > limit_XL[:, None]).any(0).any(-1).to(torch.uint8).argmax())
 
 
 def scaled_keys(
-    k_XSL: Tensor, reference_XL: Tensor, start: Carry, seen_XS: Tensor | None
+    k_XSL: Tensor,
+    top_XL: Tensor,
+    reference_XL: Tensor,
+    start: Carry | None,
+    seen_XS: Tensor | None,
 ) -> Scaled:
-    """exp(k - r), its running sum and the first state's mass."""
+    """exp(k - r), its running sum and the first state's mass; ``top_XL`` is the largest key."""
     e_XSL = (k_XSL - reference_XL[:, None]).exp_()
-    mass_XL = start.mass * torch.exp(start.top - reference_XL)
-    alpha_XSL = e_XSL.cumsum(1).add_(mass_XL[:, None])
-    empty_XL = None
+    alpha_XSL, mass_XL, empty_XL = e_XSL.cumsum(1), None, None
+    if start is not None:
+        mass_XL = start.mass * torch.exp(start.top - reference_XL)
+        alpha_XSL.add_(mass_XL[:, None])
+        top_XL = torch.maximum(top_XL, start.top)
     if seen_XS is not None:
         # Nothing seen yet: alpha = 0, and whatever is divided by it is 0 as well.
-        unseen_XSL = ~seen_XS[..., None] & (start.mass == 0)[:, None]
-        alpha_XSL = torch.where(unseen_XSL, 1.0, alpha_XSL)
+        unseen_XSL = ~seen_XS[..., None]
+        if start is not None:
+            unseen_XSL = unseen_XSL & (start.mass == 0)[:, None]
+        alpha_XSL.masked_fill_(unseen_XSL, 1.0)
         empty_XL = unseen_XSL[:, -1]
-    top_XL = torch.maximum(k_XSL.amax(1), start.top)
     return Scaled(reference_XL, e_XSL, alpha_XSL, mass_XL, top_XL, empty_XL)
 
 
@@ -82,27 +92,53 @@ def chunk(x_XSD: Tensor) -> Tensor:
     return x_XSD.reshape(-1, min(CHUNK, x_XSD.shape[1]), x_XSD.shape[-1])
 
 
-def running_states(start: Tensor, sums_XN: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
+@functools.lru_cache(maxsize=16)
+def triangle(size: int, diagonal: int, upper: bool, like: tuple[Any, ...]) -> Tensor:
+    """Ones on one side of a diagonal, (size, size); ``like`` is the dtype and the device."""
+    ones = torch.ones(size, size, dtype=like[0], device=like[1])
+    return ones.triu_(diagonal) if upper else ones.tril_(diagonal)
+
+
+def running_states(
+    start: Tensor | None, sums_XN: Tensor, back: bool = False
+) -> tuple[Tensor, Tensor]:
     """Exclusive running sum over the chunks, (X, N, ...), and what follows the last one (X, ...).
 
-    A plain loop: ``cumsum`` over a strided dimension takes ten times as long. ``back`` sums from
-    the end.
+    From zero where there is no start. Of few chunks by a product, else by a plain loop (``cumsum``
+    over a strided dimension takes ten times as long). ``back`` sums from the end.
     """
+    X, N = sums_XN.shape[:2]
+    last = 0 if back else N - 1
+    if N <= BY_PRODUCT:
+        sides = triangle(N, 1 if back else -1, back, (sums_XN.dtype, sums_XN.device))
+        flat = sums_XN.view(X, N, -1)
+        if start is None:
+            before_XN = torch.bmm(sides.expand(X, N, N), flat)
+        else:
+            before_XN = torch.baddbmm(start.reshape(X, 1, -1), sides.expand(X, N, N), flat)
+        before_XN = before_XN.view(sums_XN.shape)
+        return before_XN, before_XN[:, last] + sums_XN[:, last]
     before_XN = torch.empty_like(sums_XN)
     sums, before = sums_XN.unbind(1), before_XN.unbind(1)
-    order = list(range(len(sums)))
+    order = list(range(N))
     order = order[::-1] if back else order
-    before[order[0]].copy_(start)
+    if start is None:
+        before[order[0]].zero_()
+    else:
+        before[order[0]].copy_(start)
     for n, following in zip(order[:-1], order[1:], strict=True):
         torch.add(before[n], sums[n], out=before[following])
-    return before_XN, before[order[-1]] + sums[order[-1]]
+    return before_XN, before[last] + sums[last]
 
 
-def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor | None) -> tuple[Tensor, Tensor]:
     """States before every chunk (X, N, L, D) and after the last (X, L, D), unnormalised."""
     X, _, L = keys.e_XSL.shape
     sums_XNLD = torch.bmm(chunk(keys.e_XSL).mT, chunk(v_XSD)).view(X, -1, L, v_XSD.shape[-1])
-    return running_states(keys.mass_XL[..., None] * mean_XLD, sums_XNLD)
+    start = None
+    if keys.mass_XL is not None and mean_XLD is not None:
+        start = keys.mass_XL[..., None] * mean_XLD
+    return running_states(start, sums_XNLD)
 
 
 def carry(keys: Scaled, last_XLD: Tensor) -> Carry:
@@ -115,12 +151,14 @@ def carry(keys: Scaled, last_XLD: Tensor) -> Carry:
     return Carry(keys.top_XL, mass_XL, mean_XLD)
 
 
-def state_after(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> Carry:
+def state_after(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor | None) -> Carry:
     """The state after the run, without its outputs."""
     return carry(keys, chunk_states(keys, v_XSD, mean_XLD)[1])
 
 
-def forward(p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor) -> tuple[Tensor, Carry]:
+def forward(
+    p_XSL: Tensor, keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor | None
+) -> tuple[Tensor, Carry]:
     """Outputs (X, S, D) of one segment, and the state after it."""
     states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
     ratio = chunk(p_XSL / keys.alpha_XSL)
@@ -134,12 +172,14 @@ def backward(
     p_XSL: Tensor,
     keys: Scaled,
     v_XSD: Tensor,
-    mean_XLD: Tensor,
+    mean_XLD: Tensor | None,
     dy_XSD: Tensor,
     dlog_mass_XL: Tensor,
     dmean_XLD: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dlog_mass_0, dmean_0) from those of the outputs and the last state.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients (p dp, dk, dv, dlog_mass_0, dmean_0) from those of the outputs and the last state.
+
+    The last two are None for a run that starts from nothing.
 
     With delta_t[l] = <dy_t, mu_t[l]> and the reverse state R_s = sum_{t>=s} p_t / alpha_t dy_t:
     dk_s[l] = e_s (<R_s, v_s> - sum_{t>=s} p_t delta_t / alpha_t), dv_s = sum_l e_s R_s.
@@ -158,8 +198,7 @@ def backward(
     delta.baddbmm_(dy, states_XNLD.flatten(0, 1).mT)
     delta_XSL = delta.view(X, S, L).div_(keys.alpha_XSL)
     pulled_XSL = p_XSL * delta_XSL
-    dq_XSL = pulled_XSL - p_XSL * pulled_XSL.sum(-1, keepdim=True)
-    pulled_XSL.div_(keys.alpha_XSL)
+    lost_XSL = pulled_XSL / keys.alpha_XSL
 
     # Reverse states, by chunk: what later chunks and the final state ask of a source.
     alpha_XL = keys.alpha_XSL[:, -1]
@@ -169,7 +208,7 @@ def backward(
     sums_XNLD = torch.bmm(ratio.mT, dy).view(states_XNLD.shape)
     C = ratio.shape[1]
     later_XNLD, reverse_XLD = running_states(reverse_XLD, sums_XNLD, back=True)
-    scalars_XNL = pulled_XSL.view(X, -1, C, L).sum(2)
+    scalars_XNL = lost_XSL.view(X, -1, C, L).sum(2)
     scalars_XNL, scalar_XL = running_states(scalar_XL, scalars_XNL, back=True)
     later = later_XNLD.flatten(0, 1)
 
@@ -178,12 +217,15 @@ def backward(
     dk = torch.bmm(pairs.mT, ratio)
     dk.baddbmm_(v, later.mT)
     # sum over t >= s inside the chunk. Never as total - prefix: that cancels.
-    upper = torch.ones(C, C, dtype=p_XSL.dtype, device=p_XSL.device).triu_()
-    dk -= torch.matmul(upper, pulled_XSL.view(-1, C, L))
+    upper = triangle(C, 0, True, (p_XSL.dtype, p_XSL.device))
+    dk -= torch.matmul(upper, lost_XSL.view(-1, C, L))
     dk_XNCL = dk.view(X, -1, C, L)
     dk_XNCL -= scalars_XNL[:, :, None]
     dk_XSL = dk.view(X, S, L).mul_(keys.e_XSL)
 
+    grads = pulled_XSL, dk_XSL, dv.view(X, S, -1)
+    if keys.mass_XL is None or mean_XLD is None:
+        return *grads, None, None
     dmean0_XLD = keys.mass_XL[..., None] * reverse_XLD
     dlog_mass0_XL = (dmean0_XLD * mean_XLD).sum(-1) - keys.mass_XL * scalar_XL
-    return dq_XSL, dk_XSL, dv.view(X, S, -1), dlog_mass0_XL, dmean0_XLD
+    return *grads, dlog_mass0_XL, dmean0_XLD

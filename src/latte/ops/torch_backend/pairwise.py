@@ -128,7 +128,7 @@ def backward(
     dlog_mass_XL: Tensor,
     dmean_XLD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dlog_mass_0, dmean_0); equations as in ``linear_domain``.
+    """Gradients (p dp, dk, dv, dlog_mass_0, dmean_0); equations as in ``linear_domain``.
 
     Between chunks the reverse state is the gradient with respect to the (log-mass, mean) there,
     which is bounded like the state itself.
@@ -146,7 +146,6 @@ def backward(
         _, delta_right = halves(delta_XNCL, h)
         delta_right += right * (dy_right @ v_left.mT @ left)
     pulled_XNCL = p_XNCL * delta_XNCL
-    dq_XNCL = pulled_XNCL - p_XNCL * pulled_XNCL.sum(-1, keepdim=True)
 
     p_own_XNCL = p_XNCL * s.own_XNCL
     dk_XNCL = p_own_XNCL * (own_pairs_XNC1 - delta_XNCL)
@@ -175,4 +174,4 @@ def backward(
         dmu_XLD = to_mean_XNLD[:, n] + decay_XL[..., None] * dmu_XLD
         dA_XL = (dmu_XLD * s.bounds[n].mean).sum(-1) - to_scalar_XNL[:, n] - decay_XL * lost_XL
     shape = p_XSL.shape
-    return dq_XNCL.view(shape), dk_XNCL.view(shape), dv_XNCD.view(v_XSD.shape), dA_XL, dmu_XLD
+    return pulled_XNCL.view(shape), dk_XNCL.view(shape), dv_XNCD.view(v_XSD.shape), dA_XL, dmu_XLD

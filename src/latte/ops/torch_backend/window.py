@@ -11,8 +11,9 @@ earlier state, K key width, D value width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from latte.ops.custom_ops import Earlier, Three, run_window
 from latte.ops.state import WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
+
+# Logits that are formed together, 2 MB in fp32.
+SCORES_AT_ONCE = 1 << 19
 
 
 def sliding_window_attention(
@@ -125,174 +129,327 @@ class Chunks(NamedTuple):
         """Keys that a chunk of queries reads."""
         return (self.before + 1 + self.after) * self.Q
 
+    def keys(self, device: torch.device) -> Tensor:
+        """(M,) places of the keys that a chunk reads; its first query's is 0."""
+        return torch.arange(self.M, device=device) - self.before * self.Q
+
     def band(self, device: torch.device) -> Tensor:
         """(Q, M) bool: the key is inside the query's window."""
-        query = torch.arange(self.Q, device=device)[:, None]
-        gap = query + self.before * self.Q - torch.arange(self.M, device=device)[None]
+        gap = torch.arange(self.Q, device=device)[:, None] - self.keys(device)
         if self.causal:
             return (gap >= 0) & (gap < self.window)
         return gap.abs() <= self.window // 2
 
-    def gather(self, x_nGSK: Tensor, N: int) -> Tensor:
-        """Chunks of keys for every chunk of queries: (n G N, M, K)."""
-        x = x_nGSK.unflatten(2, (-1, self.Q))
-        parts = [x[:, :, j : j + N] for j in range(self.before + 1 + self.after)]
-        return torch.cat(parts, 3).flatten(0, 2)
 
-    def scatter(self, dx_ZMK: Tensor, n: int, G: int, N: int) -> Tensor:
-        """The adjoint of :meth:`gather`: overlapping chunks are added, (n, G, S, K)."""
-        dx = dx_ZMK.view(n, G, N, -1, self.Q, dx_ZMK.shape[-1])
-        out = dx.new_zeros(n, G, N + self.before + self.after, self.Q, dx.shape[-1])
-        for j in range(self.before + 1 + self.after):
-            out[:, :, j : j + N] += dx[:, :, :, j]
-        return out.flatten(2, 3)
+def put_tokens(line_nHSK: Tensor, x_ntHK: Tensor, start: int) -> None:
+    """Write tokens to a line from ``start`` on, and zeros around them."""
+    S, t = line_nHSK.shape[2], x_ntHK.shape[1]
+    line_nHSK.narrow(2, start, t).copy_(x_ntHK.transpose(1, 2))
+    if start:
+        line_nHSK.narrow(2, 0, start).zero_()
+    if start + t < S:
+        line_nHSK.narrow(2, start + t, S - start - t).zero_()
+
+
+def upper_limits(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Infinity where a key is seen, else the lowest logit."""
+    lowest = torch.full(seen.shape, torch.finfo(dtype).min / 2, dtype=dtype, device=seen.device)
+    return lowest.masked_fill_(seen, torch.inf)
+
+
+@functools.lru_cache(maxsize=16)
+def limits(
+    chunks: Chunks, edges: tuple[int, int, int] | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Upper limits of the logits where no key is masked, (1, width or 1, Q, M).
+
+    Args:
+        edges: where keys before the first or beyond the last token are read, the width, the first
+            token of a row of the line, and how many tokens there are.
+    """
+    seen = chunks.band(device)[None, None]
+    if edges is not None:
+        width, first, T = edges
+        chunk = torch.arange(width, device=device)[:, None]
+        token = first + chunks.Q * chunk + chunks.keys(device)
+        seen = seen & ((token >= 0) & (token < T))[:, None]
+    return upper_limits(seen, dtype)
 
 
 class Segment:
-    """Queries that are computed at once, with the keys around them."""
+    """Queries that are computed at once, and the keys around them, as lines of chunks.
+
+    A line has a row of ``width`` chunks for each of X = n G sequences and heads of keys: those
+    before the segment, its own N, and those after it, as far as there are any. Every chunk of
+    queries reads M consecutive keys of the line where they stand, without a copy; what it finds
+    there of a neighbouring row, or of the zeros around the line, is masked.
+    """
 
     def __init__(
         self,
         rows: Rows,
         span: slice,
         chunks: Chunks,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Three,
         key_mask: Tensor | None,
         tail: Earlier,
     ) -> None:
         q, k, v = qkv
+        Q = chunks.Q
         self.rows, self.span, self.chunks = rows, span, chunks
         self.dtype = computation_dtype(q.dtype)
         self.t = span.stop - span.start
-        self.N = -(-self.t // chunks.Q)
-        # Keys [low, high) of the sequence stand at [pad, ...) of the buffers; earlier ones come
-        # from the state, whose last key is token -1.
-        first = span.start - chunks.before * chunks.Q
-        stop = span.start + (self.N + chunks.after) * chunks.Q
-        self.low, self.high = max(0, first), min(rows.length, stop)
+        self.N = -(-self.t // Q)
+        P = 0 if tail[0] is None else tail[0].shape[1]
+        # Tokens [low, high) of the sequence stand in a row from ``pad`` on, after ``old`` of the
+        # state's, whose last one is token -1.
+        self.before = chunks.before if span.start or P else 0
+        self.width = self.before + self.N + (chunks.after if span.stop < rows.length else 0)
+        first = span.start - self.before * Q
+        self.low, self.high = max(0, first), min(rows.length, first + self.width * Q)
         self.keys_span = slice(self.low, self.high)
         self.pad = self.low - first
-        self.S = stop - first
-        P = 0 if tail[0] is None else tail[0].shape[1]
-        self.old = min(P, max(0, -first)) if self.low == 0 else 0
-        self.k_nGSK, self.v_nGSD = self._keys(k, tail[0]), self._keys(v, tail[1])
-        self.q_ZRQK = self.chunked(rows.take(q, span))
-        self.n, self.G = self.k_nGSK.shape[:2]
-        real_nS = torch.zeros(self.n, self.S, dtype=torch.bool, device=q.device)
-        own = rows.visible(key_mask, self.keys_span)
+        self.old = min(P, self.pad)
+        queries = rows.take(q, span)
+        self.n, self.G = queries.shape[0], k.shape[2]
+        self.X = self.n * self.G
+        self.R = queries.shape[2] // self.G
+        self.q_line = self.line(queries)
+        self.k_line, self.v_line = self._keys(k, tail[0]), self._keys(v, tail[1])
+        self.limit, self.alive = self._visible(key_mask, tail[2])
+
+    def _visible(
+        self, key_mask: Tensor | None, tail_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Upper limits (n or 1, width or 1, Q, M) of the logits: infinity, or the lowest number.
+
+        And the queries (n, width, Q, 1) that see any key; None if all do. Where one does not, a
+        finite lowest logit makes an average of it.
+        """
+        chunks, device = self.chunks, self.k_line.device
+        Q, start, T = chunks.Q, self.span.start, self.rows.length
+        own = self.rows.visible(key_mask, self.keys_span)
+        if own is None and not self.old:
+            beyond = not chunks.causal and start + (self.N + chunks.after) * Q > T
+            edges = (self.width, start - self.before * Q, T)
+            inside = start >= chunks.before * Q and not beyond
+            return limits(chunks, None if inside else edges, self.dtype, device), None
+        real_nS = torch.zeros(self.n, self.width * Q, dtype=torch.bool, device=device)
         real_nS[:, self.pad : self.pad + self.high - self.low] = True if own is None else own
-        if self.old and tail[2] is not None:
-            real_nS[:, self.pad - self.old : self.pad] = tail[2][rows.ids][:, P - self.old :]
-        if own is not None or self.old:
+        if self.old and tail_mask is not None:
+            earlier = tail_mask[self.rows.ids]
+            real_nS[:, self.pad - self.old : self.pad] = earlier[:, -self.old :]
+        for x_line in (self.k_line, self.v_line):
             # A masked key has no weight, but it may hold what is not finite.
-            for x in (self.k_nGSK, self.v_nGSD):
-                x.masked_fill_(~real_nS[:, None, :, None], 0.0)
-        # (n, 1, N, 1, Q, M): band and mask
-        near_nNM = chunks.gather(real_nS[:, None, :, None], self.N).view(self.n, self.N, -1)
-        self.seen = (chunks.band(q.device) & near_nNM[:, :, None])[:, None, :, None]
-        self.alive = self.seen.any(-1, keepdim=True)
+            self.row_tokens(x_line).masked_fill_(~real_nS[:, None, :, None], 0.0)
+        around = (chunks.before * Q, chunks.after * Q)
+        near = F.pad(real_nS, around).unfold(1, chunks.M, Q)
+        seen = chunks.band(device) & near[:, :, None]
+        return upper_limits(seen, self.dtype), seen.any(-1, keepdim=True)
+
+    def row_tokens(self, x_line: Tensor) -> Tensor:
+        """A line of keys as its rows' tokens, (n, G, width Q, K)."""
+        first = self.chunks.before
+        rows = x_line[first : first + self.X * self.width]
+        return rows.view(self.n, self.G, -1, x_line.shape[-1])
+
+    def key_line(self, K: int) -> Tensor:
+        """An empty line of keys, with zeros around: (before + X width + after, Q, K)."""
+        before, chunks, after = self.chunks.before, self.X * self.width, self.chunks.after
+        like = self.q_line
+        x_line = like.new_empty(before + chunks + after, self.chunks.Q, K, dtype=self.dtype)
+        x_line[:before].zero_()
+        if after:
+            x_line[-after:].zero_()
+        return x_line
 
     def _keys(self, x: Tensor, tail: Tensor | None) -> Tensor:
-        """(n, G, S, K) around the segment, zeros where there is nothing."""
-        own = self.rows.take(x, self.keys_span)
-        out = own.new_zeros((own.shape[0], own.shape[2], self.S, own.shape[3]), dtype=self.dtype)
-        out[:, :, self.pad : self.pad + own.shape[1]] = own.transpose(1, 2)
+        """The line of keys, zeros where there is nothing."""
+        x_line = self.key_line(x.shape[-1])
+        tokens = self.row_tokens(x_line)
+        put_tokens(tokens, self.rows.take(x, self.keys_span), self.pad)
         if self.old and tail is not None:
             earlier = tail[self.rows.ids][:, tail.shape[1] - self.old :]
-            out[:, :, self.pad - self.old : self.pad] = earlier.transpose(1, 2)
-        return out
+            tokens[:, :, self.pad - self.old : self.pad] = earlier.transpose(1, 2)
+        return x_line
 
-    def chunked(self, own: Tensor) -> Tensor:
-        """(n, t, H, K) -> (n G N, R Q, K): the heads of a group read the same keys."""
+    def line(self, own: Tensor) -> Tensor:
+        """(n, t, H, K) -> (X width, R Q, K): the heads of a group read the same keys."""
         n, t, H, K = own.shape
-        G = self.k_nGSK.shape[1]
-        out = own.new_zeros((n, G, self.N, H // G, self.chunks.Q, K), dtype=self.dtype)
-        flat = own.new_zeros((n, self.N * self.chunks.Q, H, K), dtype=self.dtype)
-        flat[:, :t] = own
-        out[:] = flat.view(n, self.N, self.chunks.Q, G, H // G, K).permute(0, 3, 1, 4, 2, 5)
-        return out.view(n * G * self.N, -1, K)
+        Q, start = self.chunks.Q, self.before * self.chunks.Q
+        tokens = own.new_empty(n, H, self.width * Q, K, dtype=self.dtype)
+        put_tokens(tokens, own, start)
+        chunks = tokens.view(n, self.G, self.R, self.width, Q, K).transpose(2, 3)
+        return chunks.reshape(-1, self.R * Q, K)
 
-    def back(self, x_ZRQK: Tensor) -> Tensor:
-        """The inverse of :meth:`chunked`, (n, t, H, K)."""
-        x = x_ZRQK.view(self.n, self.G, self.N, -1, self.chunks.Q, x_ZRQK.shape[-1])
-        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
-        return x[:, : self.t]
+    def back(self, x_line: Tensor) -> Tensor:
+        """The inverse of :meth:`line`, (n, t, H, K)."""
+        K, start = x_line.shape[-1], self.before * self.chunks.Q
+        chunks = x_line.view(self.n, self.G, self.width, self.R, self.chunks.Q, K)
+        tokens = chunks.transpose(2, 3).reshape(self.n, self.G * self.R, -1, K)
+        return tokens[:, :, start : start + self.t].transpose(1, 2)
 
-    def masked(self, x_ZRQM: Tensor, mask: Tensor, fill: float) -> Tensor:
-        """Fill where the mask (n, 1, N, 1, Q, M or 1) is False."""
-        shape = (self.n, self.G, self.N, -1, self.chunks.Q, x_ZRQM.shape[-1])
-        x_ZRQM.view(shape).masked_fill_(~mask, fill)
-        return x_ZRQM
+    def blocks(self) -> Iterator[Block]:
+        """The parts of the line whose logits are formed together."""
+        at_once = max(1, SCORES_AT_ONCE // (self.width * self.R * self.chunks.Q * self.chunks.M))
+        at_once = -(-self.X // -(-self.X // at_once))
+        for x in range(0, self.X, at_once):
+            yield Block(self, x, min(at_once, self.X - x))
+
+
+class Block:
+    """Rows of a segment from x on: of one its own chunks alone, else all, from ``first`` on."""
+
+    def __init__(self, part: Segment, x: int, rows: int) -> None:
+        self.part, self.x, self.rows = part, x, rows
+        self.places = slice(part.before, part.before + part.N) if rows == 1 else slice(part.width)
+        self.first = x * part.width + (self.places.start or 0)
+        self.n = rows * (part.N if rows == 1 else part.width)
+        self.own = slice(self.first, self.first + self.n)
+
+    def keys(self, x_line: Tensor) -> Tensor:
+        """The keys of a line that each chunk of queries reads, (n, M, K): a view."""
+        (_, Q, K), M = x_line.shape, self.part.chunks.M
+        return x_line.as_strided((self.n, M, K), (Q * K, K, 1), self.first * Q * K)
+
+    def add_to_keys(self, x_line: Tensor, w: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        """The adjoint of :meth:`keys` for w^T y: every chunk of keys hears from all its readers."""
+        heard = torch.bmm(w.mT, y).unflatten(1, (-1, self.part.chunks.Q))
+        for j in range(heard.shape[1]):
+            x_line[self.first + j : self.first + j + self.n].add_(heard[:, j], alpha=scale)
 
     def weights(self, local: Local) -> tuple[Tensor, Tensor | None]:
-        """Attention weights (Z, R Q, M); with a softcap also tanh of the scaled logits."""
-        keys = self.chunks.gather(self.k_nGSK, self.N)
-        logits = torch.bmm(self.q_ZRQK, keys.mT).mul_(local.scale)
-        tanh = None
+        """Attention weights (n, R Q, M); with a softcap also tanh of the scaled logits."""
+        part, M = self.part, self.part.chunks.M
+        q = part.q_line[self.own]
+        logits, tanh = q.new_empty(*q.shape[:2], M), None
+        logits.baddbmm_(q, self.keys(part.k_line).mT, beta=0, alpha=local.scale)
         if local.softcap:
             tanh = logits.div_(local.softcap).tanh_()
             logits = tanh * local.softcap
-        # A finite minimum: rows without a visible key become an average, zeroed afterwards.
-        logits = self.masked(logits, self.seen, torch.finfo(logits.dtype).min / 2)
-        return torch.softmax(logits, -1), tanh
+        by_place = logits.view(self.rows, -1, part.R, part.chunks.Q, M)
+        torch.minimum(by_place, self._of(part.limit), out=by_place)
+        weights = torch.softmax(logits, -1)
+        if part.alive is not None:
+            weights.view(by_place.shape).mul_(self._of(part.alive))
+        return weights, tanh
+
+    def _of(self, x: Tensor) -> Tensor:
+        """What a segment knows of its chunks, (n or 1, width or 1, Q, ...), for these rows."""
+        if x.shape[0] > 1:
+            x = x[[row // self.part.G for row in range(self.x, self.x + self.rows)]]
+        return (x if x.shape[1] == 1 else x[:, self.places])[:, :, None]
 
 
 def _segments(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Iterator[Segment]:
-    """Segments whose scores stay small."""
+    """Segments of equal length, as long as a row's scores stay small."""
     q, _, v = qkv
     T, H = q.shape[1:3]
     assert local.window is not None
     longest = T if tail[0] is None else T + tail[0].shape[1]
     chunks = Chunks.of(local.window, sequences.causal, longest)
-    width = H * max(chunks.M, q.shape[-1], v.shape[-1])
-    length = max(1, AT_ONCE // (width * chunks.Q)) * chunks.Q
-    for rows in rows_of(q, width, length, sequences.cu_seqlens):
+    Q = chunks.Q
+    most = max(1, AT_ONCE // (H // qkv[1].shape[2] * Q * chunks.M)) * Q
+    for rows in rows_of(q, H * max(q.shape[-1], v.shape[-1]), most, sequences.cu_seqlens):
+        length = -(-rows.length // (-(-rows.length // most) * Q)) * Q
         for span in spans(rows.length, length):
             yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail)
 
 
-def forward(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Tensor:
-    """Windowed softmax attention; ``softcap=0`` is none."""
+def forward(
+    qkv: Three,
+    local: Local,
+    sequences: Sequences,
+    tail: Earlier,
+    share: Tensor | None = None,
+) -> Tensor:
+    """Windowed softmax attention; ``softcap=0`` is none.
+
+    With ``share`` (B, T, H, 1) in the dtype of the sums outputs are multiplied by it, unrounded.
+    """
     q, _, v = qkv
-    out = v.new_empty((*q.shape[:3], v.shape[-1]))
+    dtype = v.dtype if share is None else share.dtype
+    out = v.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
     for part in _segments(qkv, local, sequences, tail):
-        weights, _ = part.weights(local)
-        y = torch.bmm(weights, part.chunks.gather(part.v_nGSD, part.N))
-        part.rows.put(out, part.span, part.back(part.masked(y, part.alive, 0.0)))
+        y_line = part.q_line.new_empty(*part.q_line.shape[:2], v.shape[-1])
+        for block in part.blocks():
+            weights, _ = block.weights(local)
+            torch.bmm(weights, block.keys(part.v_line), out=y_line[block.own])
+        y = part.back(y_line)
+        part.rows.put(out, part.span, y if share is None else y * part.rows.take(share, part.span))
     return out
 
 
+class Gradients(NamedTuple):
+    """Of a window's inputs; in the dtype of the sums but for q.
+
+    ``dtail_k`` and ``dtail_v`` are empty where there is no tail; ``dshare`` (B, T, H, 1) is the
+    share times its gradient, None without a share.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dtail_k: Tensor
+    dtail_v: Tensor
+    dshare: Tensor | None
+
+
 def backward(
-    dout: Tensor, qkv: Three, local: Local, sequences: Sequences, tail: Earlier
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
+    dout: Tensor,
+    qkv: Three,
+    local: Local,
+    sequences: Sequences,
+    tail: Earlier,
+    share: Tensor | None = None,
+) -> Gradients:
+    """The gradients of :func:`forward`."""
     q, k, v = qkv
     dtype = computation_dtype(q.dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dshare = None if share is None else torch.empty_like(share)
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     dtail_k, dtail_v = (k.new_zeros(0 if x is None else x.shape, dtype=dtype) for x in tail[:2])
     for part in _segments(qkv, local, sequences, tail):
-        rows, span, chunks, N = part.rows, part.span, part.chunks, part.N
-        weights, tanh = part.weights(local)
-        dy = part.masked(part.chunked(rows.take_gradient(dout, span)), part.alive, 0.0)
-        dvalues = torch.bmm(weights.mT, dy)
-        dweights = torch.bmm(dy, chunks.gather(part.v_nGSD, N).mT)
-        row = (weights * dweights).sum(-1, keepdim=True)
-        dlogits = dweights.sub_(row).mul_(weights).mul_(local.scale)
-        if tanh is not None:
-            dlogits = dlogits * (1.0 - tanh.square())
-        dqueries = torch.bmm(dlogits, chunks.gather(part.k_nGSK, N))
-        dkeys = torch.bmm(dlogits.mT, part.q_ZRQK)
-        rows.put(dq, span, part.back(dqueries))
+        rows, span = part.rows, part.span
+        dy = rows.take_gradient(dout, span)
+        dy_line = part.line(dy if share is None else dy * rows.take(share, span))
+        dq_line, dk_line, dv_line = (
+            torch.empty_like(part.q_line),
+            torch.zeros_like(part.k_line),
+            torch.zeros_like(part.v_line),
+        )
+        sums_line = dq_line.new_empty(*dq_line.shape[:2], 1)
+        for block in part.blocks():
+            weights, tanh = block.weights(local)
+            queries, dy = part.q_line[block.own], dy_line[block.own]
+            pulled = torch.bmm(dy, block.keys(part.v_line).mT).mul_(weights)
+            block.add_to_keys(dv_line, weights, dy)
+            sums = torch.sum(pulled, -1, keepdim=True, out=sums_line[block.own])
+            dlogits = pulled.addcmul_(weights, sums, value=-1.0)
+            if tanh is not None:
+                dlogits *= 1.0 - tanh.square()
+            keys = block.keys(part.k_line)
+            dq_line[block.own].baddbmm_(dlogits, keys, beta=0, alpha=local.scale)
+            block.add_to_keys(dk_line, dlogits, queries, local.scale)
+        rows.put(dq, span, part.back(dq_line))
+        if dshare is not None:
+            rows.put(dshare, span, part.back(sums_line))
         stop = part.pad + part.high - part.low
-        for target, dtail, chunked in ((dk, dtail_k, dkeys), (dv, dtail_v, dvalues)):
-            dx = chunks.scatter(chunked, part.n, part.G, N).transpose(1, 2)
+        for target, dtail, x_line in ((dk, dtail_k, dk_line), (dv, dtail_v, dv_line)):
+            dx = part.row_tokens(x_line).transpose(1, 2)
             rows.add(target, part.keys_span, dx[:, part.pad : stop])
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dtail_k.to(k.dtype), dtail_v.to(v.dtype)
+    return Gradients(dq, dk, dv, dtail_k, dtail_v, dshare)
 
 
-window_op = custom_ops.window_op("sliding_window", forward, backward)
+def _rounded(dout: Tensor, qkv: Three, *rest: Any) -> tuple[Tensor, ...]:
+    """The gradients of the op, in the dtypes of its inputs."""
+    dq, dk, dv, *dtails, _ = backward(dout, qkv, *rest)
+    return dq, dk.to(qkv[1].dtype), dv.to(qkv[2].dtype), *(x.to(qkv[1].dtype) for x in dtails)
+
+
+window_op = custom_ops.window_op("sliding_window", forward, _rounded)

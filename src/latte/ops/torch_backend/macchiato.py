@@ -1,0 +1,152 @@
+"""Macchiato in linear time: the window and the latents as one op, with one distribution for both.
+
+p = softmax over the L+1 query logits is formed once, and again in the backward pass: column 0 is
+the window's share of a token, the others are Latte's p(l|t). Each branch adds to one output and to
+one gradient of the values; each gives p times its gradient, from which that of the logits follows.
+Saved are the inputs and the states between segments: neither branch's own output.
+
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latte.ops.custom_ops import (
+    LATTE,
+    TAIL,
+    Earlier,
+    connect_gradients,
+    custom_op,
+    final_buffers,
+)
+from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import Local, Sequences
+from latte.ops.torch_backend import latte, window
+
+INPUTS = LATTE.replace(
+    "Tensor q, Tensor k,", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k,"
+)
+SCHEMA = f"{INPUTS}, {TAIL}, int window, float scale, float softcap"
+Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
+
+
+def macchiato_attention(
+    latent_q_BTHL: Tensor,
+    latent_k_BTHL: Tensor,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    local: Local,
+    sequences: Sequences,
+    earlier: LatteState | None,
+    tail: WindowState | None,
+) -> tuple[Tensor, LatteState]:
+    """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
+    op = causal_op if sequences.causal else bidirectional_op
+    out, A, mu = op(
+        *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
+        *(earlier or (None, None)),
+        *(tail or (None, None, None)),
+        *local,
+    )[:3]
+    return out, LatteState(A, mu)
+
+
+class Call:
+    """The arguments of a pass, as the two branches take them."""
+
+    def __init__(self, five: tuple[Tensor, ...], rest: tuple[Any, ...], causal: bool) -> None:
+        latent_q, self.latent_k, *qkv = five
+        key_mask, cu_seqlens, log_mass, mean, tail_k, tail_v, tail_mask, *local = rest
+        self.qkv = tuple(qkv)
+        self.sequences = Sequences(key_mask, cu_seqlens, causal)
+        self.earlier: Earlier = (log_mass, mean)
+        self.near = (Local(*local), self.sequences, (tail_k, tail_v, tail_mask))
+        self.p = latte.probabilities(latent_q)
+        self.R = self.qkv[0].shape[2] // self.qkv[2].shape[2]
+
+    @property
+    def share(self) -> Tensor:
+        """p(0|t), (B, T, H, 1)."""
+        return self.p[..., :1]
+
+    @property
+    def pkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the latents' passes take: every query head has values of its own."""
+        v = self.qkv[2]
+        return self.p[..., 1:], self.latent_k, v.repeat_interleave(self.R, 2) if self.R > 1 else v
+
+
+def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal: bool) -> Any:
+    """The op of both branches.
+
+    Args:
+        passes: of the latents, forward and backward.
+        saved: empty buffers for what the forward pass saves beside the final state.
+        saved_from: 2 if the backward pass needs the final mean too, else 3.
+    """
+    forward, backward = passes
+
+    def run(*inputs: Any) -> tuple[Tensor, ...]:
+        call = Call(inputs[:5], inputs[5:], causal)
+        out = window.forward(call.qkv, *call.near, call.share)
+        _, *after = forward(call.pkv, call.sequences, call.earlier, out)
+        return out.to(inputs[4].dtype), *after
+
+    def run_back(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> Any:
+        kept = inputs[12:-3]
+        call = Call(inputs[:5], (*inputs[5:12], *inputs[-3:]), causal)
+        near = window.backward(dout, call.qkv, *call.near, call.share)
+        dlatent_q, dlatent_k, dv, dA, dmu = backward(
+            *((dout, dlog_mass, dmean), call.pkv, call.sequences, call.earlier, *kept),
+            dv_near=near.dv if call.R == 1 else None,
+        )
+        if call.R > 1:
+            dv = near.dv + dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
+        pulled = torch.cat([near.dshare, dlatent_q], -1)
+        latent_q, _, q, k, v = inputs[:5]
+        if call.earlier[1] is None:
+            dA, dmu = q.new_empty(0), q.new_empty(0)
+        return (
+            *(latte.through_softmax(pulled, call.p).to(latent_q.dtype), dlatent_k, near.dq),
+            *(near.dk.to(k.dtype), dv.to(v.dtype), dA, dmu),
+            *(near.dtail_k.to(k.dtype), near.dtail_v.to(v.dtype)),
+        )
+
+    def fake(latent_q, latent_k, q, k, v, _, cu_seqlens, *__):
+        A, mu = final_buffers(latent_k, v, cu_seqlens)
+        return v.new_empty((*q.shape[:3], v.shape[-1])), A, mu, *saved(latent_k, v, A)
+
+    count = 3 if causal else 2
+    op = custom_op(name, run, SCHEMA, 3 + count)
+    op.register_fake(fake)
+    kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
+    given = SCHEMA.replace(", int window", f", {kept}, int window")
+    backward_op = custom_op(
+        f"{name}_backward", run_back, f"Tensor dout, Tensor dlog_mass, Tensor dmean, {given}", 9
+    )
+    wanted = (0, 1, 2, 3, 4, 7, 8, 9, 10)
+    connect_gradients(op, backward_op, wanted, outputs=3, saved_from=saved_from)
+    return op
+
+
+causal_op = macchiato_op(
+    "macchiato",
+    (latte.causal, latte.causal_backward),
+    lambda latent_k, v, _: latte.Checkpoints.allocate(latent_k, v),
+    saved_from=3,
+    causal=True,
+)
+bidirectional_op = macchiato_op(
+    "macchiato_bidirectional",
+    (latte.bidirectional, latte.bidirectional_backward),
+    lambda latent_k, v, A: (torch.empty_like(A), torch.empty_like(A)),
+    saved_from=2,
+    causal=False,
+)
