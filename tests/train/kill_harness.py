@@ -173,7 +173,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     # Once for all attempts: importing takes longer than training.
-    import latte.models.modeling  # noqa: F401
+    import latte.models.modeling
+    import latte.train.run  # noqa: F401
 
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = {}

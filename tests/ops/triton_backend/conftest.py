@@ -1,4 +1,4 @@
-"""Triton's interpreter for the tests of this folder: faster scans, and bf16 that rounds.
+"""Triton's interpreter for the tests of this folder: quicker, and with bf16 that rounds.
 
 The kernels' tests need a GPU, or ``TRITON_INTERPRET=1`` before Triton is imported; without either
 they are not collected, and ``test_interpreted.py`` starts them in a process of their own.
@@ -10,8 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parents[1:3])]
+
+from triton_interpreter import quicken  # noqa: E402
 
 
 def scan_whole_rows(self, inputs):
@@ -66,6 +67,7 @@ def runnable() -> bool:
 # Kernels run in these files, and in no others.
 collect_ignore_glob = [] if runnable() else ["test_kernels_*.py"]
 
+quicken()
 if os.environ.get("TRITON_INTERPRET") == "1":
     try:
         from triton.runtime import interpreter
