@@ -1,11 +1,16 @@
 """Streaming a continuation: what is printed and returned is the text that follows the prompt."""
 
+import functools
+
 import pytest
+import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+from latte.errors import LatteError
 from latte.evaluate.generate import generate
+from latte.models import LatteForCausalLM, preset_config
 
 
 @pytest.fixture
@@ -47,3 +52,19 @@ def test_bytes_of_the_command_line_that_are_no_utf_8_are_replaced(words_with_spa
     options = {"max_new_tokens": 4, "temperature": 0}
     text = generate(model(), words_with_spaces, "once \udcff upon", **options)
     assert text == generate(model(), words_with_spaces, "once \ufffd upon", **options)
+
+
+def test_a_compiled_step_writes_the_same_text(words_with_spaces, capsys, monkeypatch):
+    # Without the C++ compiler, whose work would last most of a minute.
+    quick = functools.partial(transformers.CompileConfig, backend="aot_eager")
+    monkeypatch.setattr(transformers, "CompileConfig", quick)
+    set_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    latte = LatteForCausalLM(preset_config("latte++", "tiny", **shape)).eval()
+    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+    plain = generate(latte, words_with_spaces, "once upon", **options)
+    capsys.readouterr()
+    assert generate(latte, words_with_spaces, "once upon", **options, compiled=True) == plain
+    assert "compiled a step of decoding in" in capsys.readouterr().err
+    with pytest.raises(LatteError, match="no step of decoding"):
+        generate(model(), words_with_spaces, "once", compiled=True)

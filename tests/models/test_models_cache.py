@@ -35,7 +35,7 @@ def full():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("sizes", [[1] * 15, [9, 1, 1, 4], [2, 13]])
+@pytest.mark.parametrize("sizes", [[1] * 15, [9, 1, 1, 4], [2, 13], [6, 1, 1, 3, 1, 1, 1, 1]])
 def test_any_split_is_the_whole(build, tokens, full, preset, sizes):
     model, ids = build(preset), tokens(2, 15)
     cache = LatteCache(model.config)

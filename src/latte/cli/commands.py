@@ -108,7 +108,7 @@ def generate(options: Namespace) -> int:
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
     print(without_lone_surrogates(options.prompt), end="", flush=True)
-    run(model, tokenizer, options.prompt, **sampling)
+    run(model, tokenizer, options.prompt, **sampling, compiled=options.compile)
     return 0
 
 

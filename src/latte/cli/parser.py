@@ -163,6 +163,7 @@ def _generate(command: Any) -> None:
     add("--top-k", type=int, help="sample among the k most likely tokens")
     add("--top-p", type=float, default=0.95, help="sample within this mass")
     add("--seed", type=int, help="for the same sample again")
+    add("--compile", action="store_true", help="compile a step of decoding first: for long texts")
     add("--device", help=DEVICE)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from typing import Any
 
 import torch
@@ -22,19 +24,22 @@ def generate(
     top_p: float | None = 0.95,
     seed: int | None = None,
     stream: bool = True,
+    compiled: bool = False,
 ) -> str:
     """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
 
     The model sees the prompt as it saw documents in training, after the start token. Temperature
     0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
-    text anew for every token, since each library keeps its states in a way of its own.
+    text anew for every token, since each library keeps its states in a way of its own. With
+    `compiled` a step of decoding is compiled first, and said how long that took.
+
+    Raises:
+        LatteError: options that do not fit, or a model whose step cannot be compiled.
     """
     from latte.data.sources import without_lone_surrogates
     from latte.data.tokenizers import document_ends
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
-    if seed is not None:
-        torch.manual_seed(seed)
     start, end = document_ends(tokenizer)
     prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
     ids = [start, *tokenizer.encode(prompt, add_special_tokens=False)]
@@ -43,6 +48,10 @@ def generate(
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
         sampling["top_p"] = 1.0 if top_p is None else top_p
+    if compiled:
+        sampling |= _compile_step(model, input_ids, max_new_tokens)
+    if seed is not None:
+        torch.manual_seed(seed)
     output = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -56,6 +65,29 @@ def generate(
     # A space before a word belongs to it in some tokenisers, and is lost where text begins.
     before = tokenizer.decode(ids, skip_special_tokens=True)
     return tokenizer.decode(output[0], skip_special_tokens=True)[len(before) :]
+
+
+def _compile_step(model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> dict[str, Any]:
+    """Compile a step of decoding and say how long it took; the options of `generate` to use it."""
+    from transformers import CompileConfig
+
+    from latte.models import LatteCache
+
+    if not carries_state(model) or not getattr(getattr(model, "model", None), "steps", False):
+        raise LatteError("compile: this model has no step of decoding that can be compiled")
+    compile_config = CompileConfig(fullgraph=True)
+    compile_config._compile_all_devices = True
+    room, begun = input_ids.shape[1] + max_new_tokens, time.perf_counter()
+
+    def options() -> dict[str, Any]:
+        cache = LatteCache(model.config, max_cache_len=room)
+        return {"past_key_values": cache, "compile_config": compile_config}
+
+    ones = torch.ones_like(input_ids)
+    model.generate(input_ids, attention_mask=ones, min_new_tokens=2, max_new_tokens=2, **options())
+    seconds = time.perf_counter() - begun
+    print(f"compiled a step of decoding in {seconds:.1f} s", file=sys.stderr, flush=True)
+    return options()
 
 
 def check_sampling(

@@ -173,8 +173,9 @@ class Mixer(Drawn):
             ValueError: shapes, dtypes or devices do not fit.
         """
         if isinstance(state, StepState):
-            out_BHD = self._step(x_BTE[:, 0], state, rotary)
-            return self.o_proj(out_BHD.flatten(1)).unsqueeze(1), None
+            B, _, E = x_BTE.shape
+            out_BHD = self._step(x_BTE.view(B, E), state, rotary)
+            return self.o_proj(out_BHD.view(B, -1)).view(B, 1, E), None
         piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
         projected = self._project(piece)
         out_BTHD, after = self._attend(projected, piece)

@@ -6,6 +6,7 @@ convolution, M inner width.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -169,9 +170,19 @@ def token_positions(
 
 def _angles(positions_BT: Tensor, width: int, theta: float) -> Tensor:
     """``position * theta^(-2i/width)`` for i < width/2, (B, T, width/2)."""
-    wide = torch.float32 if positions_BT.device.type == "mps" else torch.float64
-    steps = torch.arange(0, width, 2, dtype=wide, device=positions_BT.device)
-    return positions_BT[..., None].to(wide) * theta ** (-steps / width)
+    frequencies = _frequencies if torch.compiler.is_compiling() else _kept_frequencies
+    return positions_BT[..., None] * frequencies(width, theta, positions_BT.device)
+
+
+def _frequencies(width: int, theta: float, device: torch.device) -> Tensor:
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return theta ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
+
+
+@functools.cache
+def _kept_frequencies(width: int, theta: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _frequencies(width, theta, device)
 
 
 class RotaryEmbedding(nn.Module):

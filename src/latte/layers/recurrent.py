@@ -38,12 +38,11 @@ class BlockDiagonalLinear(Drawn):
         x_BTNP = x_BTE.unflatten(-1, self.weight.shape[:2])
         return torch.einsum("btni,nij->btnj", x_BTNP, self.weight).flatten(-2) + self.bias
 
-    def step(self, x_BE: Tensor) -> Tensor:
-        """The same of single tokens, (B, E)."""
-        N, P = self.weight.shape[:2]
-        x_NBP = x_BE.view(-1, N, P).transpose(0, 1)
+    def step(self, x_NBP: Tensor) -> Tensor:
+        """The same of single tokens, by blocks: (B, E)."""
+        N, B, P = x_NBP.shape
         y_NBP = torch.baddbmm(self.bias.view(N, 1, P), x_NBP, self.weight)
-        return y_NBP.transpose(0, 1).reshape(x_BE.shape)
+        return y_NBP.transpose(0, 1).reshape(B, N * P)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.bias.shape[0]}, num_blocks={self.weight.shape[0]}"
@@ -123,7 +122,8 @@ class RGLRU(Drawn):
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
         """One token per row: the state after it, which is written in place."""
-        gates = self.recurrence_gate.step(x_BE), self.input_gate.step(x_BE)
+        x_NBP = x_BE.view(len(x_BE), *self.input_gate.weight.shape[:2]).transpose(0, 1)
+        gates = self.recurrence_gate.step(x_NBP), self.input_gate.step(x_NBP)
         return rg_lru_step(x_BE, *gates, self.theta, state_BE, real_B)
 
     def extra_repr(self) -> str:

@@ -506,7 +506,9 @@ class StateGenerationMixin(GenerationMixin):
                 )
             # As long as any text before, so that what was compiled serves again.
             self._most_tokens = max(
-                max_cache_length, generation_config.max_cache_len or 0, self._most_tokens
+                max_cache_length,
+                getattr(generation_config, "max_cache_len", None) or 0,
+                self._most_tokens,
             )
             room = self._most_tokens
         cache = LatteCache(self.config, offloading=kind == "offloaded", max_cache_len=room)

@@ -104,9 +104,13 @@ class LatteBlock(GradientCheckpointingLayer):
             mixed, after, weights = self.mixer.with_weights(*given, rotary=rotary)
         else:
             mixed, after = self.mixer(*given, rotary=rotary)
-        x_BTE = x_BTE + self.dropout(mixed)
-        x_BTE = x_BTE + self.dropout(self.mlp(self.mlp_norm(x_BTE)))
+        x_BTE = x_BTE + self._drop(mixed)
+        x_BTE = x_BTE + self._drop(self.mlp(self.mlp_norm(x_BTE)))
         return x_BTE, after, weights
+
+    def _drop(self, x_BTE: Tensor) -> Tensor:
+        """Dropout, if there is any: at one token a call that does nothing is felt."""
+        return self.dropout(x_BTE) if self.dropout.training else x_BTE
 
 
 class LattePreTrainedModel(PreTrainedModel):

@@ -97,12 +97,12 @@ def macchiato_step(
     """
     (B, H, L, D), G, W = mean.shape, ring.keys.shape[1], ring.keys.shape[2]
     _see(latent_k, v, log_mass, mean, real)
-    p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1)
-    out = torch.bmm(p_BHL[..., 1:].view(B * H, 1, L), mean.view(B * H, L, D))
+    p_BH1, p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1).split([1, L], -1)
+    out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
     weights = _window_weights(q, k, v, ring, slot, real, scale, softcap, mean.dtype)
-    weights = (weights.view(B, H, W) * p_BHL[..., :1]).view(B * G, H // G, W)
+    weights = (weights.view(B, H, W) * p_BH1).view(B * G, H // G, W)
     values = in_dtype(ring.values.view(B * G, W, D), mean.dtype)
-    out = torch.baddbmm(out.view(B * G, H // G, D), weights, values)
+    out = out.view(B * G, H // G, D).baddbmm_(weights, values)
     return in_dtype(out.view(B, H, D), v.dtype)
 
 
@@ -133,7 +133,8 @@ def window_step(
         q, k, v, ring, slot, real, scale, softcap, computation_dtype(q.dtype), length
     )
     values = ring.values if length is None else ring.values.narrow(2, 0, length)
-    out = torch.bmm(weights, in_dtype(values.flatten(0, 1), weights.dtype))
+    values = in_dtype(values.view(weights.shape[0], -1, D), weights.dtype)
+    out = torch.bmm(weights, values)
     return in_dtype(out.view(B, H, D), v.dtype)
 
 
@@ -231,7 +232,7 @@ def number(value: float, like: Tensor) -> Tensor | float:
 @functools.cache
 def _kept(value: float, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _see(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None) -> None:
@@ -283,7 +284,8 @@ def _window_weights(
         mask = None if mask is None else mask.narrow(1, 0, length)
     q = in_dtype(q, dtype)
     q = q * number(scale, q)
-    logits = torch.bmm(q.view(B * G, H // G, K), in_dtype(keys.flatten(0, 1), dtype).mT)
+    keys = in_dtype(keys.view(B * G, -1, K), dtype)
+    logits = torch.bmm(q.view(B * G, H // G, K), keys.transpose(1, 2))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if mask is None:
