@@ -265,12 +265,3 @@ def test_every_parameter_can_be_reset_after_meta():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
-
-
-def test_layers_never_import_transformers():
-    import subprocess
-    import sys
-
-    code = "import sys, latte.layers; print('transformers' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
