@@ -95,22 +95,15 @@ __getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 _register_provider("latte.rivals")
 
 # What Transformers' Auto classes are told: model types, and where their classes are.
-for _type, _config, _modeling, _prefix in (
-    ("latte", "latte.models.config", "latte.models.modeling", "Latte"),
-    ("latte_comparator", "latte.rivals.config", "latte.rivals.modeling", "Comparator"),
-):
-    _auto.register_family(
-        _type,
-        f"{_config}:{_prefix}Config",
-        f"{_modeling}:{_prefix}Model",
-        f"{_modeling}:{_prefix}ForCausalLM",
-        f"{_modeling}:{_prefix}ForSequenceClassification",
-    )
+_KINDS = ("Config", "Model", "ForCausalLM", "ForSequenceClassification")
+_auto.register_family("latte", "latte.models", *(f"Latte{kind}" for kind in _KINDS))
+_auto.register_family("latte_comparator", "latte.rivals", *(f"Comparator{k}" for k in _KINDS))
 for _base, _prefix in _BASES.items():
     _auto.register_family(
         f"macchiato_{_base}",
-        f"latte.conversion.config:Macchiato{_prefix}Config",
-        f"latte.conversion.modeling:Macchiato{_prefix}Model",
-        f"latte.conversion.modeling:Macchiato{_prefix.removesuffix('Text')}ForCausalLM",
+        "latte.conversion",
+        f"Macchiato{_prefix}Config",
+        f"Macchiato{_prefix}Model",
+        f"Macchiato{_prefix.removesuffix('Text')}ForCausalLM",
     )
 _auto.install()

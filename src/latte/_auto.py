@@ -35,18 +35,17 @@ def _load(name: str) -> Any:
 _classes.__getattr__ = _load
 
 
-def register_family(model_type: str, config: str, *models: str) -> None:
+def register_family(model_type: str, room: str, config: str, *models: str) -> None:
     """The Auto classes know a model type, from now on or from when they are loaded.
 
     Args:
-        config: its configuration, as ``"module:class"``.
-        models: its decoder, language model and classifier, those that there are.
+        room: the package that has the classes in its modules ``config`` and ``modeling``.
+        config: the name of its configuration.
+        models: those of its decoder, language model and classifier, as far as there are.
     """
-    for place in (config, *models):
-        module, _, name = place.partition(":")
-        _homes[name] = module
-    _configs[model_type] = config.partition(":")[2]
-    _models[model_type] = tuple(place.partition(":")[2] for place in models)
+    _homes[config] = f"{room}.config"
+    _homes.update(dict.fromkeys(models, f"{room}.modeling"))
+    _configs[model_type], _models[model_type] = config, models
 
 
 def _fill_configs() -> None:

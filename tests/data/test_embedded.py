@@ -1,12 +1,8 @@
-import gzip
 import subprocess
 import sys
 
-import pytest
-
-from latte.data import compression_baselines, open_corpus
+from latte.data import open_corpus
 from latte.data.sources import embedded_files, families
-from latte.errors import LatteError
 
 
 def test_sizes_and_both_kinds_of_text():
@@ -65,21 +61,3 @@ def test_another_process_has_the_same_split_and_imports_little():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     corpus = open_corpus("embedded")
     assert run.stdout.split() == [corpus.fingerprint("train"), corpus.fingerprint("validation")]
-
-
-def test_compression_baselines():
-    held_out = b"a line of text and another\n" * 50 + bytes(range(32, 127)) * 3
-    found = compression_baselines(held_out, train=held_out * 2)
-    size = len(gzip.compress(held_out, 9))
-    assert found["gzip"] == pytest.approx(8 * size / len(held_out))
-    assert found["xz_after_train"] < found["xz"]
-    assert set(compression_baselines(held_out)) == {"gzip", "xz"}
-    with pytest.raises(LatteError, match="got none"):
-        compression_baselines(b"")
-
-
-def test_raw_bytes():
-    corpus = open_corpus("embedded")
-    raw = corpus.raw_bytes("validation")
-    assert len(raw) == corpus.validation.total
-    assert corpus.raw_bytes("validation", 1000) == raw[:1000]

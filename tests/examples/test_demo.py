@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples import demo as demo_module
-from examples.demo import demo, main
+from examples.demo import compression_baselines, demo, main
 from latte.data.preparing import prepare_text
+from latte.errors import LatteError
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -83,3 +85,14 @@ def test_mistakes_and_interruptions_of_the_demo_are_one_line(
     monkeypatch.setattr(demo_module, "demo", interrupted)
     assert main(["--recipe", str(DEMO_RECIPE)]) == 130
     assert "goes on" in capsys.readouterr().err
+
+
+def test_compression_baselines() -> None:
+    held_out = b"a line of text and another\n" * 50 + bytes(range(32, 127)) * 3
+    found = compression_baselines(held_out, train=held_out * 2)
+    size = len(gzip.compress(held_out, 9))
+    assert found["gzip"] == pytest.approx(8 * size / len(held_out))
+    assert found["xz_after_train"] < found["xz"]
+    assert set(compression_baselines(held_out)) == {"gzip", "xz"}
+    with pytest.raises(LatteError, match="got none"):
+        compression_baselines(b"")

@@ -136,6 +136,35 @@ def test_a_bidirectional_model(byte):
         inspect_model(model, byte, TEXT, shown=8, read=8)
 
 
+def with_mixer(make_model, forward=None, **methods):
+    """A model whose mixers' class defines these, with a `forward` of its own if it is given."""
+    model = make_model("latte++")
+    for block in model.model.layers:
+        kind = type(block.mixer)
+        own = {"forward": forward} if forward else {}
+        block.mixer.__class__ = type("Own", (kind,), {**methods, **own})
+    return model
+
+
+def test_a_mixer_whose_forward_takes_anything(make_model, byte, seen):
+    def forward(self, *args, **kwargs):
+        return super(type(self), self).forward(*args, **kwargs)
+
+    found = inspect_model(with_mixer(make_model, forward), byte, TEXT, shown=48, read=96)
+    _, plain = seen("latte++")
+    assert torch.equal(found.layers[0].states_THS, plain.layers[0].states_THS)
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_a_mixer_that_tells_no_weights_is_one_line(make_model, byte, error):
+    def mixing_logits(self, *args, **kwargs):
+        raise error("Own has nothing\nto show")
+
+    model = with_mixer(make_model, mixing_logits=mixing_logits)
+    with pytest.raises(LatteError, match="^Own cannot be inspected: Own has nothing to show$"):
+        inspect_model(model, byte, TEXT, shown=8, read=8)
+
+
 def test_text_and_file_go_apart(tmp_path):
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("some words", encoding="utf-8")

@@ -227,6 +227,8 @@ def test_a_converted_base_is_gone_on_with(converted, small):
         ("evaluation.lengths=[0]", "evaluation.lengths: expected numbers of at least 1"),
         ("evaluation.max_tokens=0", "evaluation.max_tokens: expected a number above 0"),
         ("conversion.lora=3", "unknown key 'conversion.lora'"),
+        ("plugins=[gone.py]", "plugins: gone.py is no file, neither beside the recipe nor in"),
+        ("plugins=[no.such.module]", "plugin no.such.module: ModuleNotFoundError"),
         ("data.corpus=nowhere.txt", "nowhere.txt"),
         ("data.block_length=1000000", "too few for a single block"),
     ],
@@ -236,6 +238,21 @@ def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
         convert_and_train(str(base), tmp_path / "out", small(override), quiet=True)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_plugins_reach_every_stage_and_the_identity(small, tmp_path):
+    from latte.train.convert import _identity
+
+    file = tmp_path / "mine.py"
+    file.write_text("")
+    plain, recipe = small(), small(f"plugins=[{file}, math]")
+    stages = recipe.stages("base", tmp_path / "out")
+    assert [stage.plugins for stage in stages.values()] == [[str(file), "math"]] * 2
+    values = [{"base": "base", "recipe": dataclasses.asdict(each)} for each in (plain, recipe)]
+    identities = [_identity(each) for each in values]
+    assert [each["recipe"]["plugins"] for each in identities] == [[], ["mine.py", "math"]]
+    del values[0]["recipe"]["plugins"]  # as conversions begun before had it
+    assert _identity(values[0]) == identities[0]
 
 
 def test_a_conversion_under_way_is_left_to_its_process(base, small, tmp_path):

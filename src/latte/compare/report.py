@@ -54,27 +54,15 @@ def write_comparison(
     title: str,
     references: Mapping[str, float] | None,
 ) -> str:
-    """Write the files of a comparison by one seed; returns the Markdown."""
+    """Write the files of a comparison by one seed; returns the Markdown.
+
+    It is a table: parameters, tokens, time and, by context length, perplexity and bits per byte.
+    """
     finished = [outcome for outcome in outcomes if outcome.result is not None]
     if not finished:
         return ""
     by_preset = {outcome.run.preset: outcome.result.rows for outcome in finished}
     write_rows(folder / "comparison.csv", by_preset, "preset")
-    text = _comparison(finished)
-    write_text(folder / "comparison.md", text)
-    lengths_figure(
-        folder / "comparison.png",
-        by_preset,
-        curves={each.run.preset: read_metrics(each.run.folder, "eval") for each in finished},
-        train_length=recipe.data.block_length,
-        references=references,
-        title=title,
-    )
-    return text
-
-
-def _comparison(finished: Sequence[Outcome]) -> str:
-    """A table: parameters, tokens, time and, by context length, perplexity and bits per byte."""
     lengths = _lengths(finished)
     head = ["model", "parameters", "tokens", "training time", "tokens/s"]
     head += [f"ppl at {length:,}" for length in lengths]
@@ -90,7 +78,17 @@ def _comparison(finished: Sequence[Outcome]) -> str:
         ]
         cells += [f"{row.perplexity:.4g}" for row in found.rows]
         lines.append(cells + [f"{row.bits_per_byte:.4f}" for row in found.rows])
-    return table(lines)
+    text = table(lines)
+    write_text(folder / "comparison.md", text)
+    lengths_figure(
+        folder / "comparison.png",
+        by_preset,
+        curves={each.run.preset: read_metrics(each.run.folder, "eval") for each in finished},
+        train_length=recipe.data.block_length,
+        references=references,
+        title=title,
+    )
+    return text
 
 
 # ---- by several seeds

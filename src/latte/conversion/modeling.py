@@ -16,7 +16,6 @@ from transformers.modeling_utils import PreTrainedModel
 from latte.conversion import BASES
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.config import CONFIGS
-from latte.conversion.sources import sink_positions
 from latte.conversion.transfer import hook_layer
 from latte.layers import RMSNorm
 from latte.layers.parts import token_positions
@@ -104,9 +103,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             start = None if cache is None else cache.position
             position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
         sinks = self._sink_embeddings(inputs_embeds, position_ids)
+        # A mask that the base takes as finished, so that it builds none of T x T.
+        mask: Any = inputs_embeds.new_zeros(1, 1, 1, 1)
+        if self.masks_by_kind:
+            mask = {"full_attention": None, "sliding_attention": None}
         outputs = super().forward(  # type: ignore[misc]
             inputs_embeds=inputs_embeds,
-            attention_mask=self._no_mask(inputs_embeds),
+            attention_mask=mask,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -130,17 +133,12 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if not config.num_sinks:
             return None
         rotary: Any = self.rotary_emb  # type: ignore[attr-defined]
-        positions = sink_positions(position_ids, config.local_window, config.num_sinks)
+        # A query sees the sinks no further away than the window's edge.
+        positions = position_ids.clamp_max(config.local_window + config.num_sinks - 1)
         kinds: set[str | None] = set(getattr(config, "layer_types", None) or [None])
         if self.rotary_by_kind:
             return {kind: rotary(x_BTE, positions, kind) for kind in kinds}
         return dict.fromkeys(kinds, rotary(x_BTE, positions))
-
-    def _no_mask(self, x_BTE: Tensor) -> Any:
-        """A mask that the base takes as finished, so that it builds none of T x T."""
-        if self.masks_by_kind:
-            return {"full_attention": None, "sliding_attention": None}
-        return x_BTE.new_zeros(1, 1, 1, 1)
 
 
 class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from latte.errors import LatteError, check_seed, one_line
 from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
+LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
 def convert(
@@ -99,19 +99,9 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
         LatteError: no such base, an architecture that is not supported, quantised weights, or a
             value that does not fit.
     """
-    from transformers import AutoConfig
-
     from latte.conversion.config import CONFIGS, OWN_FIELDS
 
-    folder = Path(base)
-    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
-        raise LatteError(f"base {folder} does not exist; expected a folder, or a name on the Hub")
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
-    try:
-        config: Any = AutoConfig.from_pretrained(base)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise LatteError(f"base {base} cannot be read: {one_line(error)}") from None
+    config = read_config(base)
     kind = config.model_type
     if kind in MULTIMODAL:
         raise LatteError(
@@ -139,6 +129,21 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     return CONFIGS[kind](**inherited, **values)
 
 
+def read_config(base: str | Path) -> Any:
+    """A pretrained model's configuration, whatever its architecture. Raises LatteError."""
+    from transformers import AutoConfig
+
+    folder = Path(base)
+    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
+        raise LatteError(f"base {folder} does not exist; expected a folder, or a name on the Hub")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
+    try:
+        return AutoConfig.from_pretrained(base)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise LatteError(f"base {base} cannot be read: {one_line(error)}") from None
+
+
 def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "auto") -> Any:
     """``from_pretrained`` of the base as a converted model; the new weights are drawn by ``seed``.
 
@@ -150,29 +155,48 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            model, found = language_model.from_pretrained(
-                base,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # to name them below
-            )
-        except (ValueError, RuntimeError, OSError, KeyError) as error:
-            raise LatteError(f"base {base} cannot be loaded: {one_line(error)}") from None
-        except Exception as error:  # safetensors raises its own, of no common base
-            if type(error).__module__.partition(".")[0] not in ("safetensors", "safetensors_rust"):
-                raise
-            raise LatteError(f"base {base} has damaged weights: {one_line(error)}") from None
-    missing = [name for name in found["missing_keys"] if NEW_WEIGHTS not in name]
-    for what, names in (
+        return load_whole(language_model, "base", base, config, new=NEW_WEIGHTS, dtype=dtype)
+
+
+def load_whole(
+    kind: Any, what: str, place: str | Path, config: Any, *, new: str | None = None, **options: Any
+) -> Any:
+    """``kind.from_pretrained(place)`` with exactly the weights that its config says.
+
+    Args:
+        what: the place is, for the errors.
+        new: in the names of weights that need not be there.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        LatteError: weights are missing, damaged, or of other shapes than the config says.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        model, found = kind.from_pretrained(
+            place,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them below
+            **options,
+        )
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
+        raise LatteError(f"{what} {place} cannot be loaded: {one_line(error)}") from None
+    except SafetensorError as error:
+        raise LatteError(f"{what} {place} has damaged weights: {one_line(error)}") from None
+    missing = [name for name in found["missing_keys"] if new is None or new not in name]
+    for problem, names in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
         ("lacks weights", missing),
         ("has weights that its config does not know", found["unexpected_keys"]),
     ):
         if names:
-            first = sorted(name[0] if isinstance(name, tuple) else name for name in names)[0]
-            raise LatteError(f"base {base} {what}: {first}")
+            first = min(name[0] if isinstance(name, tuple) else name for name in names)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise LatteError(f"{what} {place} {problem}: {first}{more}")
     return model.eval()
 
 
@@ -205,16 +229,6 @@ def save(model: Any, tokenizer: Any, target: Path) -> None:
         raise LatteError(f"output {target} cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-
-
-def is_converted(folder: str | Path) -> bool:
-    """Whether a local folder holds a converted model."""
-    file = Path(folder) / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and str(values.get("model_type", "")).startswith("macchiato_")
 
 
 @contextmanager

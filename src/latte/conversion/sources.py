@@ -25,11 +25,6 @@ from latte.layers.state import Piece
 from latte.ops.state import WindowState, final_window_state
 
 
-def sink_positions(position_ids: Tensor, window: int, num_sinks: int) -> Tensor:
-    """The positions that queries turn to the sinks from."""
-    return position_ids.clamp_max(window + num_sinks - 1)
-
-
 def sink_keys(k_BTGK: Tensor, v_BTGD: Tensor, num_sinks: int, piece: Piece) -> WindowState:
     """The sinks of every sequence, (N, n, ...), to be seen by these tokens and to be carried on.
 
@@ -72,7 +67,7 @@ def attention_with_sinks(
     """Softmax over the window's W keys and the sinks that have left it: (B, T, H, D), and a tail.
 
     Args:
-        sink_q_BTHK: the queries, rotated for the sinks (see :func:`sink_positions`).
+        sink_q_BTHK: the queries, rotated for the sinks (see the head of this module).
         sinks: as :func:`sink_keys` gives them.
     """
     B, T, H, K = q_BTHK.shape

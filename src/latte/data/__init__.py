@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from latte._lazy import lazy_names
-from latte.data.corpora import Corpus, compression_baselines, open_corpus, sample_text
+from latte.data.corpora import Corpus, open_corpus, sample_text
 from latte.data.tokenfile import TokenFile, tokenize_corpus
 from latte.data.tokenizers import byte_tokenizer, load_tokenizer, model_vocab_size, train_bpe
 
@@ -36,7 +36,6 @@ __all__ = [
     "TokenFile",
     "bits_per_byte",
     "byte_tokenizer",
-    "compression_baselines",
     "load_tokenizer",
     "model_vocab_size",
     "open_corpus",

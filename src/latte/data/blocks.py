@@ -311,23 +311,18 @@ class EvaluationText:
 
 def _choose(tokens: TokenFile, max_tokens: int | None) -> list[tuple[int, int, int]]:
     """(first token, end, text bytes) of the documents to score, in the file's order."""
-    numbers = np.arange(tokens.num_documents)
     sizes = np.diff(tokens.offsets)
-    if max_tokens is None or max_tokens >= sizes.sum() - len(sizes):
-        chosen = {int(number): int(sizes[number]) for number in numbers}
-    else:
+    takes = sizes.copy()
+    if max_tokens is not None:
         # Golden-ratio steps visit the documents evenly, whatever number of them is needed.
-        places = np.argsort(np.mod(numbers * 0.6180339887498949, 1.0), kind="stable")
-        chosen, left = {}, max_tokens
-        for number in places:
-            take = min(int(sizes[number]), left + 1)
-            chosen[int(number)] = take
-            left -= take - 1
-            if left <= 0:
-                break
+        steps = np.mod(np.arange(len(sizes)) * 0.6180339887498949, 1.0)
+        places = np.argsort(steps, kind="stable")
+        targets = sizes[places] - 1
+        left = max_tokens - (targets.cumsum() - targets)  # to be scored, from each place on
+        takes[places] = np.where(left > 0, np.minimum(targets, left) + 1, 0)
     result = []
-    for number in sorted(chosen):
-        start, take = int(tokens.offsets[number]), chosen[number]
+    for number in np.flatnonzero(takes):
+        start, take = int(tokens.offsets[number]), int(takes[number])
         count = int(tokens.document_bytes[number])
         if take < sizes[number]:
             if tokens.byte_lengths is not None:

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import heapq
-import lzma
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ from latte.data.sources import (
 from latte.errors import LatteError
 
 Split = Literal["train", "validation"]
+PIECE = 16384  # characters of a text that are sampled together
 PathSpec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -56,16 +55,6 @@ class Corpus:
     def fingerprint(self, split: Split) -> str:
         """A digest that changes when the documents of the split do."""
         return self.source(split).fingerprint()
-
-    def raw_bytes(self, split: Split, limit: int | None = None) -> bytes:
-        """The UTF-8 bytes of all documents in one piece, at most ``limit`` of them."""
-        pieces, size = [], 0
-        for text in self.documents(split):
-            pieces.append(text.encode())
-            size += len(pieces[-1])
-            if limit is not None and size >= limit:
-                break
-        return b"".join(pieces)[:limit]
 
 
 def _by_hash(text: str, held_out: float) -> tuple[str, str]:
@@ -152,28 +141,17 @@ def open_corpus(
     """
     if not isinstance(held_out, (int, float)) or not 0 < held_out < 1:
         raise LatteError(f"held_out must be a fraction between 0 and 1, got {held_out!r}")
-    hub_only = {
-        "config": config,
-        "validation_split": validation_split,
-        "revision": revision,
-        "data_files": data_files,
-    }
+    hub: dict[str, Any] = {"config": config, "revision": revision, "data_files": data_files}
     is_hub = isinstance(spec, str) and spec.startswith(PREFIX)
+    hub_only = {**hub, "validation_split": validation_split}
     given = [name for name, value in hub_only.items() if value is not None]
     if given and not is_hub:
         raise LatteError(f"{', '.join(given)}: only for a 'hub:NAME' corpus, not for {spec!r}")
     if is_hub:
         if validation is not None:
             raise LatteError("a 'hub:' corpus takes validation_split, not validation")
-        source = partial(
-            HubSource,
-            str(spec)[len(PREFIX) :],
-            config=config,
-            column=field,
-            revision=revision,
-            data_files=data_files,
-            cache_dir=cache_dir,
-        )
+        dataset = str(spec)[len(PREFIX) :]
+        source = partial(HubSource, dataset, column=field, cache_dir=cache_dir, **hub)
         if validation_split == split:
             raise LatteError(f"validation_split must differ from split, both are {split!r}")
         if validation_split is not None:
@@ -226,22 +204,20 @@ def sample_text(
     corpus: Corpus,
     max_bytes: int,
     *,
-    split: Split = "train",
-    piece: int = 16384,
     seed: int = 0,
     progress: bool = True,
 ) -> list[str]:
-    """About ``max_bytes`` of the corpus, drawn evenly from all of it, for training a tokeniser.
+    """About ``max_bytes`` of the training text, drawn evenly, for training a tokeniser.
 
-    Documents are cut into pieces of ``piece`` characters, and the pieces with the smallest hashes
+    Documents are cut into pieces of 16,384 characters, and the pieces with the smallest hashes
     (of seed, number and text) are kept, in the corpus' order: a function of corpus and seed.
     """
     kept: list[tuple[int, int, str]] = []
     size = number = 0
-    with corpus_bar("Sampling text", corpus.source(split), progress) as (_, meter):
-        for text in corpus.documents(split, meter):
-            for start in range(0, len(text), piece):
-                part = text[start : start + piece]
+    with corpus_bar("Sampling text", corpus.train, progress) as (_, meter):
+        for text in corpus.documents("train", meter):
+            for start in range(0, len(text), PIECE):
+                part = text[start : start + PIECE]
                 key = hashlib.blake2b(f"{seed} {number} ".encode() + part[:256].encode()).digest()
                 heapq.heappush(kept, (-int.from_bytes(key[:8], "big"), number, part))
                 number += 1
@@ -249,32 +225,3 @@ def sample_text(
                 while size > max_bytes and len(kept) > 1:
                     size -= len(heapq.heappop(kept)[2])
     return [part for _, _, part in sorted(kept, key=lambda entry: entry[1])]
-
-
-def compression_baselines(held_out: bytes, train: bytes | None = None) -> dict[str, float]:
-    """Bits per byte that general compressors need for the held-out text.
-
-    What each number measures:
-
-    - ``gzip``: ``gzip -9`` of the held-out bytes in one piece, alone (a 32 KB window).
-    - ``xz``: ``xz -9e`` of the held-out bytes in one piece, alone.
-    - ``xz_after_train`` (if ``train`` is given): the bytes that ``xz -9e`` adds when the held-out
-      text follows the training text, within one 64 MiB window: what a compressor knows that has
-      seen what the model has seen. Training text before the last 64 MiB is out of its sight.
-
-    ``gzip`` and ``xz`` start from nothing, whereas a trained model has seen the training text:
-    the fair rival of a model is ``xz_after_train``. Headers and checksums are counted (they are
-    below 0.001 bits per byte from 100 KB on).
-    """
-    if not held_out:
-        raise LatteError("compression_baselines expected some held-out text, got none")
-    bits = 8 / len(held_out)
-    preset = 9 | lzma.PRESET_EXTREME
-    result = {
-        "gzip": len(gzip.compress(held_out, 9)) * bits,
-        "xz": len(lzma.compress(held_out, preset=preset)) * bits,
-    }
-    if train is not None:
-        both = len(lzma.compress(train + held_out, preset=preset))
-        result["xz_after_train"] = (both - len(lzma.compress(train, preset=preset))) * bits
-    return result

@@ -237,11 +237,6 @@ def json_rows(path: Path, meter: Meter = no_meter) -> Iterator[tuple[str, Any]]:
         yield where, row
 
 
-def _json_documents(path: Path, field: str, meter: Meter) -> Iterator[str]:
-    for where, row in json_rows(path, meter):
-        yield text_field(row, field, where)
-
-
 def _parquet_documents(path: Path, column: str, meter: Meter) -> Iterator[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -286,7 +281,8 @@ def read_documents(path: Path, field: str = "text", meter: Meter = no_meter) -> 
     """The documents of one file; ``meter`` is told how many of its bytes on disk are read."""
     kind = kind_of(path)[0]
     if kind in JSON_SUFFIXES:
-        yield from _json_documents(path, field, meter)
+        for where, row in json_rows(path, meter):
+            yield text_field(row, field, where)
     elif kind in PARQUET_SUFFIXES:
         yield from _parquet_documents(path, field, meter)
     else:
@@ -482,15 +478,6 @@ def _library_sources(root: Path) -> Iterator[EmbeddedFile]:
             yield EmbeddedFile(relative, text.replace("\r\n", "\n"))
 
 
-def _topics() -> Iterator[EmbeddedFile]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions package the topics apart
-        return
-    for name in sorted(topics):
-        yield EmbeddedFile(f"topics/{name}.rst", topics[name])
-
-
 def families(texts: list[str]) -> list[int]:
     """Number the families of near-identical texts: ``family[i] == family[j]`` if i and j are kin.
 
@@ -534,8 +521,13 @@ def embedded_files() -> tuple[tuple[EmbeddedFile, ...], tuple[EmbeddedFile, ...]
     A family is the set of files that are near-identical to one another (:func:`families`), and
     all of it falls on one side. The result depends on nothing but the files' contents.
     """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions package the topics apart
+        topics = {}
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in (*_library_sources(root), *_topics()) if file.text.strip()]
+    found = [EmbeddedFile(f"topics/{name}.rst", topics[name]) for name in sorted(topics)]
+    files = [file for file in (*_library_sources(root), *found) if file.text.strip()]
     if sum(len(file.text) for file in files) < 1_000_000:
         raise LatteError(
             f"the embedded corpus needs this Python's library sources: expected over 1 MB of .py "

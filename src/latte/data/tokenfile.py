@@ -133,14 +133,6 @@ class TokenFile:
                 f"of {self.vocab_size} ids), the model has only {vocab_size}"
             )
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise LatteError if these tokens were made by another tokeniser."""
-        if tokenizer_fingerprint(tokenizer) != self.index["tokenizer"]:
-            raise LatteError(
-                f"{self.path}: vocabulary mismatch: made by another tokenizer (of "
-                f"{self.vocab_size} ids) than the one given ({len(tokenizer)} ids)"
-            )
-
 
 def _checked_index(path: Path) -> dict[str, Any]:
     try:

@@ -27,11 +27,9 @@ EOS, BOS, PAD = "<|endoftext|>", "<|startoftext|>", "<|pad|>"
 @cache
 def byte_alphabet() -> tuple[str, ...]:
     """GPT-2's printable stand-in for each byte: ``byte_alphabet()[b]`` is one character."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    table = {byte: chr(byte) for byte in plain}
-    table.update({byte: chr(256 + i) for i, byte in enumerate(others)})
-    return tuple(table[byte] for byte in range(256))
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return tuple(character for _, character in sorted(bytes_to_unicode().items()))
 
 
 def _backend(use_regex: bool, **model: Any) -> Any:

@@ -85,15 +85,14 @@ def check(settings: Settings) -> list[Case]:
         "ops": OPS,
         "models": (*PRESETS, *(n for n, each in other_models().items() if each.causal)),
         "modes": MODES,
+        "size": SIZES,
+        "dtype": DTYPES,
     }
     for field, names in known.items():
-        for name in getattr(settings, field):
+        given = getattr(settings, field)
+        for name in [given] if isinstance(given, str) else given:
             if name not in names:
                 raise LatteError(f"{field}: expected some of {', '.join(names)}, got {name!r}")
-    for field, one_of in (("size", SIZES), ("dtype", tuple(DTYPES))):
-        if getattr(settings, field) not in one_of:
-            given = getattr(settings, field)
-            raise LatteError(f"{field}: expected one of {', '.join(one_of)}, got {given!r}")
     for field in ("batch", "heads", "latents", "head_dim", "window", "budget"):
         if not getattr(settings, field) > 0:
             raise LatteError(f"{field}: expected more than 0, got {getattr(settings, field)}")
@@ -311,16 +310,16 @@ def _model(case: Case, settings: Settings) -> Callable[[int], Call]:
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
             return step
-        state: list[Any] = [None]
+        cache = None
 
+        @torch.no_grad()
         def read(piece: Tensor) -> None:
-            output = model(input_ids=piece, past_key_values=state[0], use_cache=True)
-            state[0] = output.past_key_values
+            nonlocal cache
+            cache = model(input_ids=piece, past_key_values=cache, use_cache=True).past_key_values
 
-        read_on = torch.no_grad()(read)
         for piece in ids.split(PREFILL, dim=1):
-            read_on(piece)
+            read(piece)
         last = tokens(1)
-        return lambda: read_on(last)
+        return lambda: read(last)
 
     return make

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from latte.conversion.pretrained import LORA, load_whole
 from latte.errors import LatteError, one_line
 from latte.models.registry import make_known
 from latte.train.recipe import Recipe, recipe_from_dict
@@ -67,37 +68,23 @@ def load_checkpoint(
     folder = find_checkpoint(path)
     config = load_config(folder)
     if mixing is not None:
-        _set_mixing(config, mixing, folder)
-    check_weights(folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to name them below
-            local_files_only=True,
-        )
-    except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise LatteError(f"checkpoint {folder} cannot be loaded: {one_line(error)}") from None
-    model, found = loaded
-    if found["unexpected_keys"]:
-        from latte.train.converted import LORA
+        from latte.conversion.config import MIXINGS
 
-        if any(LORA in key for key in found["unexpected_keys"]):
+        if mixing not in MIXINGS:
+            raise LatteError(f"mixing: expected one of {', '.join(MIXINGS)}, got {mixing!r}")
+        if not hasattr(config, "mixing"):
             raise LatteError(
-                f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
-                " expected a finished one: run its training again to go on"
+                f"mixing: expected a converted model, whose config says how it mixes window and"
+                f" latents, got {config.model_type!r} in {folder}"
             )
-    for what, keys in (
-        ("has weights of another shape than its config", found["mismatched_keys"]),
-        ("lacks weights", found["missing_keys"]),
-        ("has weights that its config does not know", found["unexpected_keys"]),
-    ):
-        if keys:
-            raise LatteError(
-                f"checkpoint {folder} {what}: {sorted(map(str, keys))[0]}"
-                + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
-            )
+        config.mixing = mixing
+    if any(LORA in name for name in check_weights(folder)):
+        raise LatteError(
+            f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
+            " expected a finished one: run its training again to go on"
+        )
+    options = {"config": config, "local_files_only": True}
+    model = load_whole(AutoModelForCausalLM, "checkpoint", folder, **options)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where == "meta":
         raise LatteError("device 'meta' cannot be used: it holds no values")
@@ -105,7 +92,7 @@ def load_checkpoint(
         model.to(where)
     except (RuntimeError, AssertionError) as error:
         raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
-    return model.eval(), _load_tokenizer(folder)
+    return model, _load_tokenizer(folder)
 
 
 def training_recipe(path: str | Path) -> Recipe | None:
@@ -127,7 +114,12 @@ def load_config(folder: Path) -> Any:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(values, dict) or "model_type" not in values:
             raise LatteError(f"{folder / 'config.json'} names no model_type: it was edited")
-        _import_plugins(folder)
+        try:
+            recipe = training_recipe(folder)
+        except LatteError:
+            recipe = None  # damaged: who needs more of it says so
+        if recipe is not None:
+            recipe.import_plugins()  # the config may name what they register
         make_known(values["model_type"])
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except LatteError:
@@ -138,46 +130,25 @@ def load_config(folder: Path) -> Any:
         ) from None
 
 
-def _import_plugins(folder: Path) -> None:
-    """What the recipe of a run imports: the config may name what it registers."""
-    try:
-        recipe = training_recipe(folder)
-    except LatteError:
-        return  # damaged: who needs more of it says so
-    if recipe is not None:
-        recipe.import_plugins()
-
-
-def _set_mixing(config: Any, mixing: str, folder: Path) -> None:
-    from latte.conversion.config import MIXINGS
-
-    if mixing not in MIXINGS:
-        raise LatteError(f"mixing: expected one of {', '.join(MIXINGS)}, got {mixing!r}")
-    if not hasattr(config, "mixing"):
-        raise LatteError(
-            f"mixing: expected a converted model, whose config says how it mixes window and"
-            f" latents, got {config.model_type!r} in {folder}"
-        )
-    config.mixing = mixing
-
-
-def check_weights(folder: Path) -> None:
-    """The safetensors files are there, whole, and (if a manifest is there) as they were written."""
+def check_weights(folder: Path) -> list[str]:
+    """The weights' names; their safetensors files are whole, and as a manifest has recorded."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise LatteError(f"checkpoint {folder} has no weights; expected model.safetensors")
+    names: list[str] = []
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
+                names += tensors.keys()
         except (SafetensorError, OSError) as error:
             raise LatteError(f"{file} is truncated or damaged: {one_line(error)}") from None
     if (folder / MANIFEST_FILE).exists():
         problem = checkpoint_problem(folder, only="*.safetensors")
         if problem is not None:
             raise LatteError(f"checkpoint is damaged: {problem}")
+    return names
 
 
 def _load_tokenizer(folder: Path) -> Any:

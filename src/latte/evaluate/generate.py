@@ -41,6 +41,8 @@ def generate(
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     start, end = document_ends(tokenizer)
+    named = model.generation_config.eos_token_id
+    named = named if isinstance(named, list) else [end if named is None else named]
     prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
     ids = [start, *tokenizer.encode(prompt, add_special_tokens=False)]
     input_ids = torch.tensor([ids], device=next(model.parameters()).device)
@@ -56,7 +58,7 @@ def generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=max_new_tokens,
-        eos_token_id=_ends(model, end),
+        eos_token_id=sorted({end, *named}),
         pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         use_cache=carries_state(model),
         streamer=_streamer(tokenizer) if stream else None,
@@ -111,13 +113,6 @@ def check_sampling(
         raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
     if seed is not None:
         check_seed("seed", seed)
-
-
-def _ends(model: Any, end: int) -> list[int]:
-    """Every token that ends a text: the tokeniser's, and those that the model names."""
-    named = model.generation_config.eos_token_id
-    named = [] if named is None else named if isinstance(named, list) else [named]
-    return sorted({end, *named})
 
 
 def _streamer(tokenizer: Any) -> Any:

@@ -1,9 +1,7 @@
 """`latte evaluate`: perplexity and bits per byte at several context lengths.
 
-The protocol is that of `latte.train.scoring`: windows of n tokens that do not overlap,
-within each held-out document, the state carried inside a window and empty at its start, every
-token of the text scored exactly once at every n. What is compared between lengths is therefore
-the same text, and only how far back a prediction may look differs.
+The protocol is that of `latte.train.scoring`: what is compared between lengths is the same text,
+and only how far back a prediction may look differs.
 
 `latte convert BASE OUT --recipe RECIPE` ends with it too (:func:`report`).
 """
@@ -62,13 +60,14 @@ def evaluate_lengths(
     text: EvaluationText,
     lengths: list[int],
     *,
-    segment: int = 1024,
-    batch_tokens: int = 16384,
-    bf16: bool = False,
     progress: bool = True,
     label: str = "",
+    **options: Any,
 ) -> list[Row]:
-    """Score `text` at each context length (tokens). See the module docstring for the protocol."""
+    """Score `text` at each context length (tokens), with `options` of `latte.train.scoring.score`.
+
+    See the module docstring for the protocol.
+    """
     from tqdm import tqdm
 
     for length in lengths:
@@ -81,15 +80,7 @@ def evaluate_lengths(
         for length in lengths:
             bar.set_description(f"{label} at {length}".strip())
             start = time.perf_counter()
-            found = score(
-                model,
-                text,
-                length,
-                segment=segment,
-                batch_tokens=batch_tokens,
-                bf16=bf16,
-                on_batch=bar.update,
-            )
+            found = score(model, text, length, on_batch=bar.update, **options)
             seconds = time.perf_counter() - start
             names = ("tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
             values = [getattr(found, name) for name in names]

@@ -144,14 +144,18 @@ def evaluate_tasks(
         except (ValueError, KeyError, AssertionError, TypeError) as error:
             raise LatteError(f"the harness gave up: {one_line(error)}") from error
     assert found is not None  # there is one process
-    settings = {
+    settings: dict[str, Any] = {
         "limit": limit,
         "batch_size": batch_size,
         "max_length": lm.max_length,
         "start_token_added": lm.adds_start,
         "seconds": round(time.perf_counter() - start, 2),
     }
-    return TaskScores(_rows(found), {**settings, **_record(found)})
+    keys = ("dataset_path", "dataset_name", "output_type", "num_fewshot")  # decide its numbers
+    configs = (found.get("configs") or {}).items()
+    settings["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
+    settings["tasks"] = {name: {key: task.get(key) for key in keys} for name, task in configs}
+    return TaskScores(_rows(found), settings)
 
 
 def write_tasks(folder: Path, scores: TaskScores, label: str) -> tuple[Path, Path]:
@@ -338,15 +342,3 @@ def _samples(found: dict[str, Any], task: str) -> int:
         return int(counts[task]["effective"])
     members = (found.get("group_subtasks") or {}).get(task, [])
     return sum(_samples(found, member) for member in members)
-
-
-def _record(found: dict[str, Any]) -> dict[str, Any]:
-    """Versions, and of each task what decides its numbers."""
-    keys = ("dataset_path", "dataset_name", "output_type", "num_fewshot")
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "tasks": {
-            name: {key: config.get(key) for key in keys}
-            for name, config in (found.get("configs") or {}).items()
-        },
-    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -44,7 +43,16 @@ def collapse_figure(path: Path, rows: Sequence[Usage], title: str) -> None:
         axis.plot(column, row, marker="x", color="white", markersize=4)
     if windowed:
         axis.axhline(0.5, color="white", linewidth=2.5)
-    _head_ticks(axis, heads)
+    layers = sorted({layer for layer, _ in heads})
+    starts = [next(i for i, (layer, _) in enumerate(heads) if layer == n) for n in layers]
+    ends = [*starts[1:], len(heads)]
+    for start in starts[1:]:
+        axis.axvline(start - 0.5, color="white", linewidth=1.5)
+    middles = [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=True)]
+    axis.set_xticks(middles, [str(layer) for layer in layers])
+    axis.set_xlabel("layer (a column per head)")
+    axis.tick_params(length=0)
+    axis.grid(False)
     rank = [1, *(n for n in range(8, latents + 1, 8))]
     ticks = [n - 1 + windowed for n in rank]
     names = [str(n) for n in rank]
@@ -167,18 +175,3 @@ def share_figure(
     figure.colorbar(picture, ax=right, pad=0.02).set_label("p(l=0)")
     figure.suptitle(title, fontsize=11)
     save(figure, path)
-
-
-def _head_ticks(axis: Any, heads: list[tuple[int, int]]) -> None:
-    """A label per layer under the columns of its heads, and a line between layers."""
-    layers = sorted({layer for layer, _ in heads})
-    starts = [next(i for i, (layer, _) in enumerate(heads) if layer == n) for n in layers]
-    ends = [*starts[1:], len(heads)]
-    for start in starts[1:]:
-        axis.axvline(start - 0.5, color="white", linewidth=1.5)
-    axis.set_xticks(
-        [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=True)], [str(n) for n in layers]
-    )
-    axis.set_xlabel("layer (a column per head)")
-    axis.tick_params(length=0)
-    axis.grid(False)

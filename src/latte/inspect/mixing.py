@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from latte.conversion.attention import MacchiatoAttention
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 from latte.layers import Mixer
 from latte.layers.latent_input import state_probabilities
 from latte.layers.mixer import softmax_weights
@@ -115,7 +115,7 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
     """The layers that mix tokens, by number from 0; all of them, or those chosen.
 
     Raises:
-        LatteError: the model has none of ours, or no layer of that number.
+        LatteError: the model has none of ours, or reads both ways, or no layer of that number.
     """
     found = [m for m in model.modules() if isinstance(m, Mixer | MacchiatoAttention)]
     if not found:
@@ -124,6 +124,8 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
             "or latte convert"
         )
     wanted = range(len(found)) if chosen is None else sorted(set(chosen))
+    if not all(getattr(layer, "causal", True) for layer in found):
+        raise LatteError("a bidirectional model cannot be inspected: expected a causal one")
     for number in wanted:
         if not 0 <= number < len(found):
             raise LatteError(
@@ -137,12 +139,21 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
 def collect(
     model: Any, input_ids: Sequence[int], layers: Mapping[int, nn.Module], shown: int
 ) -> dict[int, Mixing]:
-    """Run the model over one text and keep what its layers do."""
+    """Run the model over one text and keep what its layers do.
+
+    Raises:
+        LatteError: a mixer of one's own that does not tell its weights.
+    """
     kept: dict[nn.Module, Mixing] = {}
 
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-        kept[layer] = _mixing_of(layer, given, shown)
+        kind = MacchiatoAttention if isinstance(layer, MacchiatoAttention) else Mixer
+        given = inspect.signature(kind.forward).bind(layer, *args, **kwargs).arguments
+        try:
+            kept[layer] = _mixing_of(layer, given, shown)
+        except (TypeError, ValueError) as error:
+            name = type(layer).__name__
+            raise LatteError(f"{name} cannot be inspected: {one_line(error)}") from error
 
     hooks = [x.register_forward_pre_hook(keep, with_kwargs=True) for x in layers.values()]
     try:
@@ -173,8 +184,6 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
             delay = layer.window
     else:
         assert isinstance(layer, Mixer)
-        if not layer.causal:
-            raise LatteError("a bidirectional model cannot be inspected: expected a causal one")
         x_BTE, options = arguments["x_BTE"], {"rotary": arguments.get("rotary")}
         latent_q, latent_k, q, k = layer.mixing_logits(x_BTE, **options)
         if q is not None and k is not None:
@@ -264,10 +273,16 @@ def usage_rows(inspection: Inspection) -> list[Usage]:
 def summary_rows(inspection: Inspection) -> list[Summary]:
     """One row per layer and head."""
     rows = []
+    position = torch.arange(inspection.shown, dtype=torch.float64)
+    back_PP = position[:, None] - position[None]
     for layer, mixing in inspection.layers.items():
         for head in range(mixing.heads):
-            sources, distance = _sources(mixing, head, inspection.shown)
-            shared: Any = {"effective_sources": sources, "mean_distance": distance}
+            weights_PP = mixing.source_weights(head, inspection.shown).double()
+            distance = (weights_PP * back_PP).sum(-1).mean()
+            shared: Any = {
+                "effective_sources": _effective(weights_PP),
+                "mean_distance": float(distance),
+            }
             if mixing.states_THS is None:
                 rows.append(Summary(layer, head, **shared))
                 continue
@@ -308,9 +323,9 @@ def share_rows(inspection: Inspection) -> list[Share]:
     return rows
 
 
-def position_edges(tokens: int, ranges: int = 40) -> list[int]:
-    """Bounds of about so many ranges: one position each at first, then growing by a factor."""
-    return [0, *np.unique(np.geomspace(1, tokens, ranges + 1).round().astype(int)).tolist()]
+def position_edges(tokens: int) -> list[int]:
+    """Bounds of up to 40 ranges: one position each at first, then growing by a factor."""
+    return [0, *np.unique(np.geomspace(1, tokens, 41).round().astype(int)).tolist()]
 
 
 def _effective(p_NS: Tensor) -> float:
@@ -347,11 +362,3 @@ def _distances(mixing: Mixing, shown: int) -> Tensor:
     asked_HP = p_THS[:shown, :, 0].T
     window_H = (asked_HP * back_HP).sum(-1) / asked_HP.sum(-1)
     return torch.cat([window_H[:, None], distances], 1)
-
-
-def _sources(mixing: Mixing, head: int, shown: int) -> tuple[float, float]:
-    """Effective number of sources per token, and the mean distance, of p(s|t)."""
-    weights_PP = mixing.source_weights(head, shown).double()
-    position = torch.arange(shown, dtype=torch.float64)
-    distance = (weights_PP * (position[:, None] - position[None])).sum(-1).mean()
-    return _effective(weights_PP), float(distance)

@@ -249,7 +249,11 @@ def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) ->
     if mixing.latent_k_THL is not None:
         keys = _packed(mixing.latent_k_THL[:shown].numpy(), "<f4")
     if mixing.window_HPP is not None:
-        window = _packed(_companded(mixing.window_HPP[:, :shown, :shown]), "u1")
+        weights = mixing.window_HPP[:, :shown, :shown].double().numpy()
+        largest = weights.max(-1, keepdims=True)
+        # Small weights keep their precision: 255 sqrt(w / largest of the row).
+        weights = 255 * np.sqrt(weights / np.where(largest > 0, largest, 1.0))
+        window = _packed(weights.round(), "u1")
     return {
         "number": number,
         **{key: getattr(mixing, key) for key in ("heads", "latents", "names", "width", "delay")},
@@ -267,13 +271,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     return value
-
-
-def _companded(weights_HPP: Tensor) -> np.ndarray:
-    """Small weights keep their precision: 255 sqrt(w / largest of the row)."""
-    weights = weights_HPP.double().numpy()
-    largest = weights.max(-1, keepdims=True)
-    return (255 * np.sqrt(weights / np.where(largest > 0, largest, 1.0))).round()
 
 
 def _packed(values: np.ndarray, dtype: str) -> str:

@@ -85,7 +85,13 @@ class Comparator(ModelEntry):
             self.check()
             importlib.import_module("fla")
         elif self.library == _HF:
-            _keep_own(self.model_type)
+            import transformers
+            from transformers.models.auto import configuration_auto as auto
+
+            # Once imported, flash-linear-attention's Mambas stand in the place of the own ones.
+            own = getattr(transformers, auto.CONFIG_MAPPING_NAMES[self.model_type])
+            if auto.CONFIG_MAPPING[self.model_type] is not own:
+                transformers.AutoConfig.register(self.model_type, own, exist_ok=True)
         if self.model_type == "mamba":
             from latte.rivals.mamba_scan import install
 
@@ -113,6 +119,8 @@ class Comparator(ModelEntry):
             LatteError: an unknown size or field, values that do not fit, or something that the
                 model needs is missing.
         """
+        from transformers.models.auto import modeling_auto as auto
+
         from latte.models import count_parameters, preset_config
 
         self.check()
@@ -123,7 +131,9 @@ class Comparator(ModelEntry):
         if self.library != _OURS and own.pop("is_causal", self.causal) != self.causal:
             ways = "reads both ways" if not self.causal else "is causal"
             raise LatteError(f"comparator {self.name!r} {ways}, and cannot do otherwise")
-        if "num_labels" in own and not self._classifies():
+        classifiers = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        classifies = self.library == _OURS or self.model_type in classifiers
+        if "num_labels" in own and not classifies:
             raise LatteError(f"comparator {self.name!r} has no classifier in {self.library}")
         for field in own:
             if field not in known:
@@ -164,22 +174,6 @@ class Comparator(ModelEntry):
         # Parameters are affine in either: two counts give the line.
         one, two = (self.count(build(n * step)) for n in (1, 2))
         return build(max(1, round(1 + (target - one) / (two - one))) * step)
-
-    def _classifies(self) -> bool:
-        from transformers.models.auto import modeling_auto as auto
-
-        names = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-        return self.library == _OURS or self.model_type in names
-
-
-def _keep_own(model_type: str) -> None:
-    """Once imported, flash-linear-attention's Mambas stand in the place of Transformers' own."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-
-    own = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    if CONFIG_MAPPING[model_type] is not own:
-        transformers.AutoConfig.register(model_type, own, exist_ok=True)
 
 
 def _field_names(kind: type) -> set[str]:

@@ -51,6 +51,7 @@ class ConversionRecipe:
     transfer: TrainingSection | None = None
     training: TrainingSection | None = None
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    plugins: list[str] = field(default_factory=list)  # files or modules, imported first
 
     def stages(self, base: str, output: Path) -> dict[str, Recipe]:
         """The training runs, in order: the second goes on from the first."""
@@ -68,6 +69,7 @@ class ConversionRecipe:
                 data=copy.deepcopy(self.data),
                 training=copy.deepcopy(section),
                 output_dir=folder,
+                plugins=self.plugins,
             )
             try:
                 recipes.check(found[name])
@@ -92,6 +94,7 @@ def load_conversion_recipe(
         raise LatteError("a conversion's recipe needs a transfer or a training section, got none")
     recipes.expect(found, "numbers of at least 1", "evaluation.lengths")
     recipes.expect(found, "a number above 0", "evaluation.max_tokens")
+    found.plugins = [recipes.located(plugin) for plugin in found.plugins]
     return found
 
 
@@ -107,6 +110,7 @@ def convert_and_train(
 
     folder = Path(output)
     stages = recipe.stages(base, folder)
+    list(stages.values())[0].import_plugins()
     converted_config(base, recipe.conversion.fields())
     load_tokenizer(base)
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
@@ -130,6 +134,7 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     """What makes two conversions the same: everything but where and how often they report."""
     found: dict[str, Any] = json.loads(json.dumps(values))
     recipe = found["recipe"]
+    recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
     del recipe["evaluation"], recipe["data"]["cache_dir"]
     for name in ("transfer", "training"):
         for key in recipes.REPORTING if recipe[name] is not None else ():

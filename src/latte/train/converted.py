@@ -14,31 +14,21 @@ import torch
 import torch.nn.functional as F
 
 from latte.conversion.modeling import NEW_WEIGHTS
-from latte.conversion.pretrained import converted_config, is_converted, load_base
-from latte.conversion.transfer import Teacher
+from latte.conversion.pretrained import LORA, converted_config, load_base, read_config
+from latte.conversion.transfer import run_teacher
 from latte.errors import LatteError
 from latte.train.recipe import ConversionSection
 from latte.train.trainer import LatteTrainer, full_state_dict
 
-LORA = ".lora_"  # in the name of every parameter that peft adds
 KL_ROWS = 2**24  # elements of the two distributions compared at a time
 
 
 def starting_config(section: ConversionSection) -> Any:
     """The configuration of the model to train. Raises LatteError for a base that will not do."""
     assert section.base is not None
-    wanted = section.fields()
-    if not is_converted(section.base):
+    wanted, config = section.fields(), read_config(section.base)
+    if not config.model_type.startswith("macchiato_"):
         return converted_config(section.base, wanted)
-    from transformers import AutoConfig
-
-    from latte import conversion  # noqa: F401  registers the Auto classes
-
-    try:
-        config: Any = AutoConfig.from_pretrained(section.base)
-    except (ValueError, OSError, TypeError) as error:
-        line = " ".join(str(error).split())
-        raise LatteError(f"base {section.base} cannot be read: {line}") from None
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise LatteError(
@@ -168,10 +158,8 @@ class ConversionTrainer(LatteTrainer):
         return own / num_items_in_batch * self.args.world_size
 
     def _transfer_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
-        teacher = Teacher()
         given = {name: value for name, value in inputs.items() if name != "labels"}
-        model(**given, teacher=teacher, use_cache=False, logits_to_keep=1)
-        output, mass = teacher.errors()
+        output, mass = run_teacher(model, **given).errors()
         self._errors += torch.stack([output.detach(), mass.detach(), torch.ones_like(mass)])
         return (output + self.section.mass_weight * mass) * self._share(inputs, items)
 

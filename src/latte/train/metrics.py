@@ -40,7 +40,6 @@ class Progress(TrainerCallback):
         self.label = label or recipe.name
         self.quiet = quiet
         self.seconds = 0.0  # wall time of the run up to the last report, over all resumes
-        self.stopped_early = False
         self._writer: Any = None
         self._bar: Any = None
         self._file: Any = None
@@ -94,7 +93,6 @@ class Progress(TrainerCallback):
             if args.world_size > 1:  # all processes stop at the same step, by the first's clock
                 torch.distributed.broadcast(over, src=0)
             if over.item() and state.global_step < state.max_steps:
-                self.stopped_early = True
                 control.should_save = control.should_training_stop = True
                 control.should_evaluate = True
         return control

@@ -193,8 +193,8 @@ class Recipe:
         values = self.as_dict()
         del values["output_dir"], values["comparison"]
         del values["data"]["cache_dir"]
-        if self.plugins:  # by their names: where a file lies makes no other run
-            values["plugins"] = [Path(p).name if _is_file(p) else p for p in self.plugins]
+        if self.plugins:
+            values["plugins"] = plugin_names(self.plugins)
         for key in REPORTING:
             del values["training"][key]
         return values
@@ -211,23 +211,25 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     for assignment in overrides:
         apply_override(tree, assignment)
     recipe = check(build(Recipe, tree))
-    recipe.plugins = [_located(plugin) for plugin in recipe.plugins]
+    recipe.plugins = [located(plugin) for plugin in recipe.plugins]
     return recipe
 
 
-def _is_file(plugin: str) -> bool:
-    """Whether a plugin is a file; otherwise it is the name of a module."""
-    return plugin.endswith(".py")
+def plugin_names(plugins: list[str]) -> list[str]:
+    """Of files and modules, as a run's identity has them: where a file lies makes no other run."""
+    return [Path(plugin).name if plugin.endswith(".py") else plugin for plugin in plugins]
 
 
-def _located(plugin: str) -> str:
+def located(plugin: str) -> str:
     """A file's whole path, by which a stored recipe finds it again; a module's name as it is."""
+    if not plugin.endswith(".py"):
+        return plugin
     path = Path(plugin).expanduser()
-    if _is_file(plugin) and not path.is_file():
+    if not path.is_file():
         raise LatteError(
             f"plugins: {plugin} is no file, neither beside the recipe nor in {Path.cwd()}"
         )
-    return str(path.resolve()) if _is_file(plugin) else plugin
+    return str(path.resolve())
 
 
 def _make_room_for_length(tree: dict[str, Any], overrides: list[str] | tuple[str, ...]) -> None:

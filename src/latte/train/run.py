@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
@@ -78,14 +79,12 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     trainer = kind(
         recipe,
         model,
-        text.tokenizer,
+        text,
         blocks,
         text.collator(
             recipe.data, pack=recipe.model.architecture is not None or carries_state(model)
         ),
-        text.held_out(recipe.data.max_validation_tokens),
         steps=steps,
-        bytes_per_token=text.bytes_per_token,
         callbacks=[progress],
     )
     if first and not quiet:
@@ -102,7 +101,14 @@ def join_processes() -> tuple[int, bool]:
     """How many processes torchrun started, and whether this is the first; they can talk then."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     first = int(os.environ.get("RANK", "0")) == 0
-    _calm(first)
+    # Libraries' chatter off the terminal: lines there are ours.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", message="OMP_NUM_THREADS", module="accelerate")
+    if not first:
+        warnings.filterwarnings("ignore")
     if processes > 1 and not torch.distributed.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -284,16 +290,3 @@ def _emulates_bf16() -> bool:
     if torch.accelerator.is_available():
         return False
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _calm(first: bool) -> None:
-    """Libraries' chatter off the terminal: lines there are ours."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    warnings.filterwarnings("ignore", message="OMP_NUM_THREADS", module="accelerate")
-    if not first:
-        warnings.filterwarnings("ignore")

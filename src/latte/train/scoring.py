@@ -1,13 +1,9 @@
 """Negative log-likelihood of held-out documents at a context length, in constant memory.
 
-Protocol (`latte.data.blocks.EvaluationText`). Every document is cut from its start into
-windows of n inputs that do not overlap (the last one may be shorter), each predicting the token
-after its last input. A window is scored alone: its state begins empty, so a prediction sees at
-most n tokens and never another document. Every token of the text and every document's end is
-scored exactly once whatever n is, so all lengths score the same tokens and only the context
-differs: the token at position i of its document sees ((i - 1) mod n) + 1 tokens before it,
-counting the start token at position 0. `join=True` makes one document of all of them, for
-contexts longer than the documents.
+The text comes in windows of n inputs (`latte.data.blocks.EvaluationText`). A window is scored
+alone: its state begins empty, so a prediction sees at most n tokens and never another document.
+All lengths score the same tokens and only the context differs: the token at position i of its
+document sees ((i - 1) mod n) + 1 tokens before it, counting the start token at position 0.
 
 A window is read in segments, the cache carrying the state from one to the next. For a model with
 a constant-size state, memory is then constant in n; softmax attention keeps all of its window.

@@ -39,7 +39,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
-from latte.data.blocks import EvaluationText
+from latte.data.preparing import Text
 from latte.errors import LatteError
 from latte.train.recipe import Recipe, dump
 from latte.train.run_folder import STAGING, rotate, seal
@@ -64,8 +64,7 @@ class LatteTrainer(Trainer):
     Args:
         recipe: the checked recipe.
         steps: optimiser steps of the whole run.
-        held_out: scored at `eval_steps` and at the end, at the training length.
-        bytes_per_token: of the training text, for bits per byte in the log.
+        text: what it holds out is scored at `eval_steps` and at the end, at the training length.
     """
 
     # The Trainer types these as possibly None, which they are not once training has begun.
@@ -77,19 +76,15 @@ class LatteTrainer(Trainer):
         self,
         recipe: Recipe,
         model: nn.Module,
-        tokenizer: Any,
+        text: Text,
         train_dataset: Dataset,
         collate: Callable[[list[Any]], dict[str, Any]],
-        held_out: EvaluationText | None,
         *,
         steps: int,
-        bytes_per_token: float = 1.0,
-        callbacks: list[Any] | None = None,
+        callbacks: list[Any],
     ) -> None:
-        self.recipe = recipe
-        self.tokenizer = tokenizer
-        self.held_out = held_out
-        self.bytes_per_token = bytes_per_token
+        self.recipe, self.text = recipe, text
+        self.held_out = text.held_out(recipe.data.max_validation_tokens)
         self._sharded = False
         self._use_cache = getattr(model.config, "use_cache", False)
         quicken(model, recipe)
@@ -200,15 +195,13 @@ class LatteTrainer(Trainer):
         """What is logged beside the loss, nats per token."""
         return {
             "perplexity": math.exp(min(loss, 700.0)),
-            "bits_per_byte": loss / math.log(2) / self.bytes_per_token,
+            "bits_per_byte": loss / math.log(2) / self.text.bytes_per_token,
         }
 
     # ---- held-out text
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Score the held-out documents at the training length (see `scoring`)."""
-        if self.held_out is None:
-            return {}
         found = score(
             self.model,
             self.held_out,
@@ -266,7 +259,7 @@ class LatteTrainer(Trainer):
         training, model.config.use_cache = model.config.use_cache, self._use_cache
         model.save_pretrained(folder, state_dict=state)
         model.config.use_cache = training
-        self.tokenizer.save_pretrained(folder)
+        self.text.tokenizer.save_pretrained(folder)
         Path(folder, "recipe.json").write_text(dump(self.recipe), encoding="utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -391,17 +384,12 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
 def shard(model: nn.Module, device: torch.device) -> nn.Module:
     """Shard every transformer block, then what is left, over all processes. In place."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in _blocks(model):
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in max(lists, key=len, default=[]):  # the transformer blocks
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert_sharded(model)
     return model
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the longest ModuleList: the transformer blocks."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def assert_sharded(model: nn.Module) -> None:
