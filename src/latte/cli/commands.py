@@ -149,7 +149,21 @@ def convert(options: Namespace) -> int:
     shape = picked(options, *(name for _, name, _, _ in CONVERSION_SHAPE), "delay_latents")
     given = {name: value for name, value in shape.items() if value is not None}
     if options.recipe is not None:
-        return _convert_and_train(options, given)
+        if given:
+            raise LatteError(
+                f"with --recipe the model's shape is the recipe's: expected conversion.KEY=VALUE,"
+                f" got --{next(iter(given)).replace('_', '-')}"
+            )
+        from latte.train.convert import convert_and_train, load_conversion_recipe
+
+        recipe = load_conversion_recipe(options.recipe, options.overrides)
+        folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
+        if int(os.environ.get("RANK", "0")) == 0:  # the other processes have nothing left to do
+            from latte.evaluate.lengths import report
+
+            report(options.base, folder, recipe, quiet=options.quiet)
+            print(f"written: {folder} holds the model; evaluation.csv, .md and .png compare it")
+        return 0
     if options.overrides:
         raise LatteError(
             f"key=value overrides belong to a recipe: expected --recipe with"
@@ -166,24 +180,6 @@ def convert(options: Namespace) -> int:
             f" {(total - new) / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones,"
             " which are not trained yet (see latte convert --recipe)"
         )
-    return 0
-
-
-def _convert_and_train(options: Namespace, given: dict[str, Any]) -> int:
-    if given:
-        raise LatteError(
-            f"with --recipe the model's shape is the recipe's: expected conversion.KEY=VALUE, got"
-            f" --{next(iter(given)).replace('_', '-')}"
-        )
-    from latte.train.convert import convert_and_train, load_conversion_recipe
-
-    recipe = load_conversion_recipe(options.recipe, options.overrides)
-    folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
-    if int(os.environ.get("RANK", "0")) == 0:  # the other processes have nothing left to do
-        from latte.evaluate.lengths import report
-
-        report(options.base, folder, recipe, quiet=options.quiet)
-        print(f"written: {folder} holds the model; evaluation.csv, .md and .png compare it")
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -181,12 +182,8 @@ class BlockCollator:
             name: torch.cat([torch.as_tensor(block[name]) for block in blocks])[None]
             for name in ("input_ids", "labels", "position_ids")
         }
-        bounds, end = [torch.zeros(1, dtype=torch.int32)], 0
-        for block in blocks:
-            cu = torch.as_tensor(block["cu_seq_lens_q"])
-            bounds.append((cu[1:] + end).to(torch.int32))
-            end += int(cu[-1])
-        return {**batch, "cu_seq_lens_q": torch.cat(bounds)}
+        lengths = torch.cat([torch.as_tensor(block["cu_seq_lens_q"]).diff() for block in blocks])
+        return {**batch, "cu_seq_lens_q": pad(lengths.cumsum(0), (1, 0)).to(torch.int32)}
 
 
 def _segments(blocks: Sequence[dict[str, Any]], name: str) -> list[torch.Tensor]:

@@ -261,20 +261,17 @@ def _parquet_documents(path: Path, column: str, meter: Meter) -> Iterator[str]:
         if not any(is_text(plain) for is_text in texts):
             raise LatteError(f"{path}: column {column!r} must hold text, found {kind}")
         size, done, rows = path.stat().st_size, 0, max(1, file.metadata.num_rows)
-        batches = file.iter_batches(batch_size=256, columns=[column])
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise LatteError(f"{path}: damaged Parquet file ({error})") from error
-            if batch is None:
-                return
-            for value in batch.column(0).to_pylist():
-                done += 1
-                if value is None:
-                    raise LatteError(f"{path}, row {done}: column {column!r} holds no text (null)")
-                meter(size * done // rows)
-                yield value
+        try:
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    done += 1
+                    if value is None:
+                        where = f"{path}, row {done}"
+                        raise LatteError(f"{where}: column {column!r} holds no text (null)")
+                    meter(size * done // rows)
+                    yield value
+        except (pa.ArrowException, OSError) as error:
+            raise LatteError(f"{path}: damaged Parquet file ({error})") from error
 
 
 def read_documents(path: Path, field: str = "text", meter: Meter = no_meter) -> Iterator[str]:
@@ -521,12 +518,13 @@ def embedded_files() -> tuple[tuple[EmbeddedFile, ...], tuple[EmbeddedFile, ...]
     A family is the set of files that are near-identical to one another (:func:`families`), and
     all of it falls on one side. The result depends on nothing but the files' contents.
     """
-    try:
+    documented: dict[str, str] = {}
+    with contextlib.suppress(ImportError):  # some distributions package the topics apart
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package the topics apart
-        topics = {}
+
+        documented = topics
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [EmbeddedFile(f"topics/{name}.rst", topics[name]) for name in sorted(topics)]
+    found = [EmbeddedFile(f"topics/{name}.rst", text) for name, text in sorted(documented.items())]
     files = [file for file in (*_library_sources(root), *found) if file.text.strip()]
     if sum(len(file.text) for file in files) < 1_000_000:
         raise LatteError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,12 +187,10 @@ def _times(
     """Times of one length, all cases in turns; those that run out of memory stand aside."""
     calls: dict[Case, Call] = {}
     for case, make in makers.items():
-        try:
+        with suppress(torch.OutOfMemoryError):
             call = make(length)
             call()
             calls[case] = call
-        except torch.OutOfMemoryError:
-            pass
     timed = interleave(calls, budget) if calls else {}
     return {case: timed.get(case, "out of memory") for case in makers}
 

@@ -112,22 +112,18 @@ def mixing(model: Any, value: str) -> Iterator[None]:
     from latte.conversion.attention import MacchiatoAttention
 
     layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention)]
-    adapters = [m for m in model.modules() if hasattr(m, "lora_A")] if value == "base" else []
-    before = [layer.mixing for layer in layers]
-    configured = model.config.mixing
+    wanted: list[tuple[Any, str, Any]] = [(x, "mixing", value) for x in (model.config, *layers)]
+    if value == "base":  # an adapter's own method would change what is trained
+        adapters = [m for m in model.modules() if hasattr(m, "lora_A")]
+        wanted += [(adapter, "_disable_adapters", True) for adapter in adapters]
+    before = [getattr(each, name) for each, name, _ in wanted]
     try:
-        model.config.mixing = value
-        for layer in layers:
-            layer.mixing = value
-        for adapter in adapters:
-            adapter._disable_adapters = True  # its method would change what is trained
+        for each, name, new in wanted:
+            setattr(each, name, new)
         yield
     finally:
-        model.config.mixing = configured
-        for layer, old in zip(layers, before, strict=True):
-            layer.mixing = old
-        for adapter in adapters:
-            adapter._disable_adapters = False
+        for (each, name, _), old in zip(wanted, before, strict=True):
+            setattr(each, name, old)
 
 
 class ConversionTrainer(LatteTrainer):

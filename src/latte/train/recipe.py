@@ -11,7 +11,6 @@ overridden on the command line by its dotted name. This module never imports tor
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -245,11 +244,6 @@ def _make_room_for_length(tree: dict[str, Any], overrides: list[str] | tuple[str
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     """The inverse of `Recipe.as_dict`, checked."""
     return check(build(Recipe, values))
-
-
-def dump(recipe: Recipe) -> str:
-    """The recipe as JSON (which YAML reads too)."""
-    return json.dumps(recipe.as_dict(), indent=2) + "\n"
 
 
 def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -171,8 +171,6 @@ def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
 
 def architecture_config(architecture: str, values: dict[str, Any]) -> Any:
     """The config of a plain model of Transformers. Raises LatteError for unknown names."""
-    from dataclasses import fields
-
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -184,7 +182,7 @@ def architecture_config(architecture: str, values: dict[str, Any]) -> Any:
     kind: Any = CONFIG_MAPPING[architecture]
     # Some have names of their own for fields that all share (GPT-2: n_positions).
     values = {kind.attribute_map.get(name, name): value for name, value in values.items()}
-    known = {field.name for field in fields(kind)}
+    known = {field.name for field in dataclasses.fields(kind)}
     for name in values:
         if name not in known:
             raise LatteError(f"unknown field {name!r} of {kind.__name__}")

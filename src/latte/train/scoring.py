@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -105,14 +106,9 @@ def _share(
     source: Iterator[dict[str, torch.Tensor]], rank: int, processes: int
 ) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
     """This process's batches; the last round repeats one (not counted) where none is left."""
-    group: list[dict[str, torch.Tensor]] = []
-    for batch in source:
-        group.append(batch)
-        if len(group) == processes:
-            yield group[rank], True
-            group = []
-    if group:
-        yield (group[rank], True) if rank < len(group) else (group[0], False)
+    while group := list(islice(source, processes)):
+        mine = rank < len(group)
+        yield group[rank if mine else 0], mine
 
 
 def _score_batch(

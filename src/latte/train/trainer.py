@@ -41,8 +41,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from latte.data.preparing import Text
 from latte.errors import LatteError
-from latte.train.recipe import Recipe, dump
-from latte.train.run_folder import STAGING, rotate, seal
+from latte.train.recipe import Recipe
+from latte.train.run_folder import STAGING, rotate, seal, write_json
 from latte.train.scoring import score
 from latte.train.speed import of_own_blocks, quicken
 
@@ -260,7 +260,7 @@ class LatteTrainer(Trainer):
         model.save_pretrained(folder, state_dict=state)
         model.config.use_cache = training
         self.text.tokenizer.save_pretrained(folder)
-        Path(folder, "recipe.json").write_text(dump(self.recipe), encoding="utf-8")
+        write_json(Path(folder, "recipe.json"), self.recipe.as_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._sharded:
