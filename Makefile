@@ -5,29 +5,37 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
+NATIVE := $(VENV)/.native
+CPP := src/latte/ops/cpp_backend
 # One thread per test process: two OpenMP pools on one machine slow each other down.
 # Tests last from milliseconds to a minute (the kernels'): an idle process takes over the other's.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: setup demo test test-all test-triton lint format docs bench gpu-check clean
 
-setup: $(READY)
+setup: $(NATIVE)
 
-$(READY): pyproject.toml $(CONSTRAINTS)
+$(READY): pyproject.toml hatch_build.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Latte needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[train,docs,dev]"
 	touch $(READY)
 
+# The native CPU kernels, which installing has built already where a C++ compiler works: says in one
+# line whether they are there, and builds them anew when their sources change.
+$(NATIVE): $(READY) $(CPP)/build.py $(wildcard $(CPP)/*.cpp $(CPP)/*.h)
+	$(BIN)/python $(CPP)/build.py
+	touch $(NATIVE)
+
 # Triton, whose interpreter and compiler test the kernels without a GPU, and flash-linear-attention,
 # whose models run in that interpreter too. Triton has no wheels for every system: without it those
 # tests are skipped.
-$(KERNELS): $(READY)
+$(KERNELS): $(NATIVE)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu]" || echo "no Triton here: the kernels' tests will be skipped"
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[baselines]" || echo "no flash-linear-attention here: its models' tests will be skipped"
 	touch $(KERNELS)
 
-demo: $(READY)
+demo: $(NATIVE)
 	$(BIN)/python -m examples.demo
 
 test: $(KERNELS)
@@ -52,7 +60,7 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
-bench: $(READY)
+bench: $(NATIVE)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[jax]"
 	$(BIN)/python benchmarks/cpu_ops.py
 	$(BIN)/python benchmarks/cpu_scaling.py

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import reference, triton_backend
+from latte.ops import cpp_backend, reference, triton_backend
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
     check_floats,
@@ -82,11 +82,13 @@ LINEAR: dict[str, Callable[..., tuple[Tensor, LinearState]]] = {
 RG_LRU: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "reference": reference.rg_lru,
     "torch": torch_recurrence.rg_lru,
+    "cpu": cpp_backend.rg_lru,
     "triton": triton_backend.rg_lru,
 }
 CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "reference": reference.causal_conv1d,
     "torch": torch_recurrence.causal_conv1d,
+    "cpu": cpp_backend.causal_conv1d,
     "triton": triton_backend.causal_conv1d,
 }
 # Full softmax attention has no kernels of its own: by default it stays with PyTorch's.
@@ -448,7 +450,8 @@ def rg_lru(
         initial_state = initial_state.to(dtype)
     every = (x, recurrence_gate, input_gate, theta, initial_state)
     step = is_step(every, sequences)
-    chosen = choose(op, backend, RG_LRU, x.device, lambda: unavailable_for(x), step=step)
+    at = (x.device, lambda: unavailable_for(x))
+    chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
     if x.numel() == 0:
@@ -500,10 +503,11 @@ def causal_conv1d(
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     every = (x, weight, bias, initial_state)
     step = is_step(every, sequences)
-    chosen = choose(op, backend, CONVOLUTION, x.device, lambda: unavailable_for(x), step=step)
-    if chosen == "triton" and x.numel() == 0:
+    at = (x.device, lambda: unavailable_for(x))
+    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=every)
+    if chosen in ("cpu", "triton") and x.numel() == 0:
         chosen = "torch"  # there is nothing to launch kernels for
-    if chosen == "triton":
+    if chosen in ("cpu", "triton"):
         check_tangents(op, *every)
     out, tail = CONVOLUTION[chosen](x, weight, bias, sequences, initial_state)
     return out, tail if output_final_state else None

@@ -31,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops import cpp_backend
 from latte.ops.tensors import Sequences
 
-BACKENDS = ("reference", "torch", "triton")
+BACKENDS = ("reference", "torch", "cpu", "triton")
 
 # None: nobody has named one. A plain value, so that torch.compile can guard on it.
 _default: str | None = os.environ.get("LATTE_BACKEND")
@@ -95,6 +96,7 @@ def choose(
     refusal: Callable[[], str | None],
     *,
     step: bool = False,
+    inputs: tuple[Tensor | None, ...] = (),
 ) -> str:
     """The backend of one call: exactly the one asked for, which None leaves open.
 
@@ -104,6 +106,7 @@ def choose(
         refusal: why the Triton kernels cannot serve the inputs, or None if they can; asked only
             where it matters.
         step: this is a step of decoding, and ``op`` has a kernel for it.
+        inputs: of the op, where the native CPU kernels serve it.
 
     Raises:
         ValueError: the op has no such backend, or that one cannot serve the inputs.
@@ -112,6 +115,8 @@ def choose(
         named = named_backend()
         if named is None and step and device.type == "cuda" and refusal() is None:
             return "triton"
+        if named is None and "cpu" in serves and cpp_backend.serves(*inputs):
+            return "cpu"
         backend = named if named is not None and named in serves else "torch"
     elif backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be None or one of {tuple(serves)}, got {backend!r}")
@@ -122,6 +127,8 @@ def choose(
         )
     if backend == "triton" and (reason := refusal()) is not None:
         raise ValueError(f"{op}: backend 'triton' is not available {reason}")
+    if backend == "cpu" and (reason := cpp_backend.unavailable(inputs[0])) is not None:
+        raise ValueError(f"{op}: backend 'cpu' is not available {reason}")
     return backend
 
 

@@ -46,7 +46,13 @@ def empty_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def connect_gradients(
-    op: Any, backward_op: Any, wanted: tuple[int, ...], *, outputs: int, saved_from: int
+    op: Any,
+    backward_op: Any,
+    wanted: tuple[int, ...],
+    *,
+    outputs: int,
+    saved_from: int,
+    again: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> None:
     """Let the custom op ``backward_op`` give the gradients of ``op``.
 
@@ -54,6 +60,8 @@ def connect_gradients(
         wanted: the inputs whose gradients it gives, in its order; empty for those that are None.
         outputs: so many have gradients, the first; the others are there to be saved.
         saved_from: the first of the outputs that the backward pass needs.
+        again: the outputs that have gradients, of the same inputs, by operations that can be
+            differentiated twice. None: the gradients cannot be differentiated.
     """
 
     def fake(*args):
@@ -68,14 +76,44 @@ def connect_gradients(
 
     def gradients(ctx, *grads):
         saved = ctx.saved_tensors
+        if again is not None and torch.is_grad_enabled():  # they are to be differentiated
+            return _differentiable(
+                again, wanted, grads[:outputs], saved[: ctx.tensors], ctx.numbers
+            )
         found = backward_op(*grads[:outputs], *saved, *ctx.numbers)
         every: list[Tensor | None] = [None] * (ctx.tensors + len(ctx.numbers))
         for i, dx in zip(wanted, found, strict=True):
             every[i] = None if saved[i] is None else dx
         return tuple(every)
 
-    backward_op.register_fake(fake)
-    op.register_autograd(gradients, setup_context=save)
+    torch.library.register_fake(backward_op, fake)
+    torch.library.register_autograd(op, gradients, setup_context=save)
+
+
+def _differentiable(
+    again: Callable[..., tuple[Tensor, ...]],
+    wanted: tuple[int, ...],
+    grads: tuple[Tensor, ...],
+    inputs: tuple[Tensor | None, ...],
+    numbers: tuple[Any, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs, as functions of the inputs and of ``grads``."""
+    # Inputs of their own: the same tensor may stand in two places.
+    inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
+    places = [i for i in wanted if (x := inputs[i]) is not None and x.requires_grad]
+    outputs = again(*inputs, *numbers)
+    pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y.requires_grad]
+    found = torch.autograd.grad(
+        [y for y, _ in pairs],
+        [inputs[i] for i in places],
+        [dy for _, dy in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+    every: list[Tensor | None] = [None] * (len(inputs) + len(numbers))
+    for i, dx in zip(places, found, strict=True):
+        every[i] = dx
+    return tuple(every)
 
 
 def custom_op(name: str, function: Callable[..., Any], inputs: str, outputs: int) -> Any:

@@ -1,0 +1,174 @@
+"""Native CPU kernels: C++ where PyTorch's operations cannot reach what the machine can do.
+
+Each op is a file, ``rg_lru.cpp`` and so on, compiled when the package is installed (:mod:`.build`)
+into one library that registers the kernels of the ops ``latte::cpu_*``. What is said of them here
+is the rest of an op: schema, shapes of the results, gradients. Without the library the package
+works; :data:`ABSENT` says why it is not there.
+
+Shape suffixes: B batch, T tokens, E channels, K taps, N sequences (B, or the packed ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from latte.ops.cpp_backend.build import library_name
+from latte.ops.custom_ops import connect_gradients, empty_gradients
+from latte.ops.tensors import Sequences, computation_dtype, count_sequences
+from latte.ops.torch_backend import recurrence
+
+# Tokens between two states that the RG-LRU keeps for its backward pass: CHUNK in rg_lru.cpp.
+CHUNK = 32
+
+
+def _load() -> str | None:
+    """Load the library; why it is not there, or None if it is."""
+    path = Path(__file__).parent / library_name()
+    if not path.exists():
+        return (
+            "the native kernels are not built: python -m latte.ops.cpp_backend.build builds them "
+            "or says why it cannot"
+        )
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}"
+    return None
+
+
+ABSENT: str | None = _load()
+
+
+def unavailable(x: Tensor) -> str | None:
+    """Why the kernels cannot serve inputs like ``x``, or None if they can."""
+    if ABSENT is not None:
+        return f"here: {ABSENT}"
+    return None if x.device.type == "cpu" else f"for tensors on {x.device}"
+
+
+def serves(*tensors: Tensor | None) -> bool:
+    """The kernels are the default for these inputs.
+
+    They are not where derivatives are taken in ways that custom ops lack, forward mode or a
+    transform of ``torch.func``: PyTorch's own operations have them.
+    """
+    if ABSENT is not None or any(x is not None and x.device.type != "cpu" for x in tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(x is None or forward_ad.unpack_dual(x).tangent is None for x in tensors)
+
+
+def _op(
+    name: str,
+    inputs: str,
+    outputs: int,
+    wanted: tuple[int, ...],
+    again: Callable[..., tuple[Tensor, ...]],
+    fake: Callable[..., tuple[Tensor, ...]],
+    *,
+    differentiable: int,
+) -> Any:
+    """The op ``latte::NAME`` and its backward op, whose kernels the library has.
+
+    Args:
+        inputs: the schema's, tensors then numbers.
+        outputs: how many there are, of which the first ``differentiable`` have gradients.
+        wanted: the inputs whose gradients the backward op gives.
+        again: the differentiable outputs by PyTorch's operations, for the gradients of gradients.
+        fake: empty outputs.
+    """
+    schemas.define(f"{name}({inputs}) -> ({', '.join(['Tensor'] * outputs)})")
+    tensors = inputs.split(", ")
+    count = sum(x.startswith("Tensor") for x in tensors)
+    grads = [f"Tensor grad_{i}" for i in range(differentiable)]
+    kept = [f"Tensor kept_{i}" for i in range(outputs - differentiable)]
+    given = ", ".join([*grads, *tensors[:count], *kept, *tensors[count:]])
+    schemas.define(f"{name}_backward({given}) -> ({', '.join(['Tensor'] * len(wanted))})")
+    op, backward_op = (getattr(torch.ops.latte, x).default for x in (name, f"{name}_backward"))
+    torch.library.register_fake(op, fake)
+    connect_gradients(
+        op, backward_op, wanted, outputs=differentiable, saved_from=differentiable, again=again
+    )
+    return op
+
+
+def rg_lru(
+    x_BTE: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    theta_E: Tensor,
+    sequences: Sequences,
+    initial_state: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E)."""
+    inputs = (x_BTE, recurrence_gate, input_gate, theta_E.to(computation_dtype(x_BTE.dtype)))
+    return rg_lru_op(*inputs, *_plain(initial_state, sequences), reverse)[:2]
+
+
+def causal_conv1d(
+    x_BTE: Tensor,
+    weight_EK: Tensor,
+    bias_E: Tensor | None,
+    sequences: Sequences,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, K-1, E)."""
+    dtype = computation_dtype(x_BTE.dtype)
+    bias_E = None if bias_E is None else bias_E.to(dtype)
+    tail = None if initial_state is None else initial_state.to(x_BTE.dtype)
+    return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, *_plain(tail, sequences))
+
+
+def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, ...]:
+    """State, mask and bounds as the kernels read them: contiguous, and int64."""
+    key_mask, cu_seqlens, _ = sequences
+    bounds = None if cu_seqlens is None else cu_seqlens.long()
+    return tuple(None if x is None else x.contiguous() for x in (state, key_mask, bounds))
+
+
+def _rg_lru_fake(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
+    (B, T, E), N = x.shape, count_sequences(x.shape[0], bounds)
+    M = B * -(-T // CHUNK) if bounds is None else T // CHUNK + N
+    states = (x.new_empty(n, E, dtype=computation_dtype(x.dtype)) for n in (N, M))
+    return *empty_gradients(x), *states
+
+
+def _rg_lru_again(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
+    inputs = (x, recurrence_gate, input_gate, theta)
+    return recurrence.rg_lru(*inputs, Sequences(mask, bounds), initial, reverse)
+
+
+def _convolution_fake(x, weight, bias, initial, mask, bounds):
+    N = count_sequences(x.shape[0], bounds)
+    return *empty_gradients(x), x.new_empty(N, weight.shape[1] - 1, x.shape[2])
+
+
+def _convolution_again(x, weight, bias, initial, mask, bounds):
+    return recurrence.causal_conv1d(x, weight, bias, Sequences(mask, bounds), initial)
+
+
+if ABSENT is None:
+    schemas = torch.library.Library("latte", "FRAGMENT")
+    rg_lru_op = _op(
+        "cpu_rg_lru",
+        "Tensor x, Tensor recurrence_gate, Tensor input_gate, Tensor theta, Tensor? initial, "
+        "Tensor? mask, Tensor? bounds, bool reverse",
+        *(3, (0, 1, 2, 3, 4), _rg_lru_again, _rg_lru_fake),
+        differentiable=2,
+    )
+    convolution_op = _op(
+        "cpu_convolution",
+        "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? mask, Tensor? bounds",
+        *(2, (0, 1, 2, 3), _convolution_again, _convolution_fake),
+        differentiable=2,
+    )

@@ -1,0 +1,91 @@
+// Compiles the file LATTE_FILE once per instruction set, each time in a namespace of its own, with
+// the vectors of simd.h in that set's width. The compiler's own flags stay the baseline's: which of
+// the functions run is decided once, when the first of them is called.
+//
+// LATTE_CHOOSE(f) is the function f of the best namespace that this processor runs;
+// ATEN_CPU_CAPABILITY=default|avx2|avx512 holds it down, as it does PyTorch.
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "torch_abi.h"
+
+#define LATTE_INLINE static inline __attribute__((always_inline))
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define LATTE_WIDTH 32
+namespace latte::avx2 {
+#include "simd.h"
+#include LATTE_FILE
+}  // namespace latte::avx2
+#undef LATTE_WIDTH
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#endif
+#define LATTE_WIDTH 64
+namespace latte::avx512 {
+#include "simd.h"
+#include LATTE_FILE
+}  // namespace latte::avx512
+#undef LATTE_WIDTH
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+#define LATTE_WIDTH 16
+namespace latte::baseline {
+#include "simd.h"
+#include LATTE_FILE
+}  // namespace latte::baseline
+#undef LATTE_WIDTH
+
+namespace latte {
+
+enum class Isa { baseline, avx2, avx512 };
+
+inline Isa isa() {
+    static const Isa chosen = [] {
+#if defined(__x86_64__)
+        const char* most = std::getenv("ATEN_CPU_CAPABILITY");
+        if (most && !std::strcmp(most, "default")) return Isa::baseline;
+        if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::baseline;
+        if (most && !std::strcmp(most, "avx2")) return Isa::avx2;
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            return Isa::avx512;
+        return Isa::avx2;
+#else
+        return Isa::baseline;
+#endif
+    }();
+    return chosen;
+}
+
+}  // namespace latte
+
+#if defined(__x86_64__)
+#define LATTE_CHOOSE(f)                                     \
+    (::latte::isa() == ::latte::Isa::avx512 ? ::latte::avx512::f \
+     : ::latte::isa() == ::latte::Isa::avx2 ? ::latte::avx2::f   \
+                                            : ::latte::baseline::f)
+#else
+#define LATTE_CHOOSE(f) ::latte::baseline::f
+#endif

@@ -1,0 +1,226 @@
+// Vectors for one instruction set: included by each_isa.h, once per namespace. V<float> and V<double>
+// are what is computed with, a pair of vectors of LATTE_WIDTH bytes in the compiler's own types: two
+// independent chains of operations hide each other's latency. bf16 and fp16 exist in memory alone.
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+template <class T> struct Raw;
+template <> struct Raw<float> {
+    typedef float numbers __attribute__((vector_size(LATTE_WIDTH)));
+    typedef int32_t integers __attribute__((vector_size(LATTE_WIDTH)));
+    typedef uint16_t halves __attribute__((vector_size(LATTE_WIDTH / 2)));
+};
+template <> struct Raw<double> {
+    typedef double numbers __attribute__((vector_size(LATTE_WIDTH)));
+    typedef int64_t integers __attribute__((vector_size(LATTE_WIDTH)));
+};
+// Lanes of a half of a V<T>, and of all of it.
+template <class T> constexpr int64_t half_width = LATTE_WIDTH / sizeof(T);
+template <class T> constexpr int64_t width = 2 * half_width<T>;
+
+template <class T> struct Mask { typename Raw<T>::integers low, high; };
+template <class T> struct V { typename Raw<T>::numbers low, high; };
+
+template <class T> LATTE_INLINE V<T> all(T x) {
+    typename Raw<T>::numbers none{};
+    return {none + x, none + x};
+}
+#define LATTE_OPERATOR(op)                                                             \
+    template <class T> LATTE_INLINE V<T> operator op(V<T> x, V<T> y) {                 \
+        return {x.low op y.low, x.high op y.high};                                     \
+    }                                                                                  \
+    template <class T> LATTE_INLINE V<T> operator op(V<T> x, T y) { return x op all(y); } \
+    template <class T> LATTE_INLINE V<T> operator op(T x, V<T> y) { return all(x) op y; }
+LATTE_OPERATOR(+)
+LATTE_OPERATOR(-)
+LATTE_OPERATOR(*)
+LATTE_OPERATOR(/)
+#undef LATTE_OPERATOR
+template <class T> LATTE_INLINE V<T> operator-(V<T> x) { return {-x.low, -x.high}; }
+template <class T> LATTE_INLINE Mask<T> operator<(V<T> x, V<T> y) {
+    return {x.low < y.low, x.high < y.high};
+}
+template <class T> LATTE_INLINE Mask<T> operator<(V<T> x, T y) { return x < all(y); }
+template <class T> LATTE_INLINE V<T> select(Mask<T> where, V<T> x, V<T> y) {
+    return {where.low ? x.low : y.low, where.high ? x.high : y.high};
+}
+template <class T> LATTE_INLINE V<T> smaller(V<T> x, V<T> y) { return select(x < y, x, y); }
+template <class T> LATTE_INLINE V<T> larger(V<T> x, V<T> y) { return select(x < y, y, x); }
+
+// What elements S of memory are computed in.
+template <class S> struct Computed { using type = float; };
+template <> struct Computed<double> { using type = double; };
+
+LATTE_INLINE float widen(fp16 x) {
+    uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu, bits;
+    float result;
+    if (rest >= 0x7c00u) {
+        bits = 0x7f800000u | (rest << 13);
+    } else {  // scaled by 2^-112 as bits, which is exact also for subnormal numbers
+        bits = rest << 13;
+        std::memcpy(&result, &bits, 4);
+        result *= 0x1p112f;
+        std::memcpy(&bits, &result, 4);
+    }
+    bits |= sign;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+LATTE_INLINE float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+LATTE_INLINE float widen(float x) { return x; }
+LATTE_INLINE double widen(double x) { return x; }
+
+// Rounds to the nearest, ties to even.
+LATTE_INLINE void narrow(float x, float& to) { to = x; }
+LATTE_INLINE void narrow(double x, double& to) { to = x; }
+LATTE_INLINE void narrow(float x, bf16& to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+LATTE_INLINE void narrow(float x, fp16& to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) {
+        rest = 0x7e00;
+    } else if (rest >= 0x477ff000u) {  // rounds to 65536 or above
+        rest = 0x7c00;
+    } else if (rest < 0x38800000u) {  // subnormal: adding 0.5 rounds at the last place
+        float y;
+        std::memcpy(&y, &rest, 4);
+        y += 0.5f;
+        std::memcpy(&rest, &y, 4);
+        rest -= 0x3f000000u;
+    } else {
+        rest = (rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1)) >> 13;
+    }
+    to.bits = uint16_t(sign | rest);
+}
+
+// Whole vectors of neighbouring elements.
+// (Half by half: compilers copy the pair in smaller pieces, which then cannot be read as vectors.)
+template <class T> LATTE_INLINE V<T> load_all(const T* from) {
+    typename Raw<T>::numbers low, high;
+    std::memcpy(&low, from, sizeof low);
+    std::memcpy(&high, from + half_width<T>, sizeof high);
+    return {low, high};
+}
+LATTE_INLINE typename Raw<float>::numbers load_half(const bf16* from) {
+    typename Raw<float>::halves half;
+    std::memcpy(&half, from, sizeof half);
+    return (typename Raw<float>::numbers)(
+        __builtin_convertvector(half, typename Raw<float>::integers) << 16);
+}
+LATTE_INLINE V<float> load_all(const bf16* from) {
+    return {load_half(from), load_half(from + half_width<float>)};
+}
+LATTE_INLINE V<float> load_all(const fp16* from) {
+    float x[width<float>];
+    for (int j = 0; j < width<float>; ++j) x[j] = widen(from[j]);
+    return load_all(x);
+}
+template <class T> LATTE_INLINE void store_all(T* to, V<T> x) {
+    std::memcpy(to, &x.low, sizeof x.low);
+    std::memcpy(to + half_width<T>, &x.high, sizeof x.high);
+}
+LATTE_INLINE void store_half(bf16* to, typename Raw<float>::numbers x) {
+    auto bits = (typename Raw<float>::integers)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : bits * 0 + 0x7fc0;
+    auto half = __builtin_convertvector(bits, typename Raw<float>::halves);
+    std::memcpy(to, &half, sizeof half);
+}
+LATTE_INLINE void store_all(bf16* to, V<float> x) {
+    store_half(to, x.low), store_half(to + half_width<float>, x.high);
+}
+LATTE_INLINE void store_all(fp16* to, V<float> x) {
+    float numbers[width<float>];
+    store_all(numbers, x);
+    for (int j = 0; j < width<float>; ++j) narrow(numbers[j], to[j]);
+}
+
+// The first `count` elements, `stride` apart; the other lanes are 0.
+template <class S>
+LATTE_INLINE V<typename Computed<S>::type> load(const S* from, int64_t stride, int64_t count) {
+    using T = typename Computed<S>::type;
+    if (__builtin_expect(stride == 1 && count >= width<T>, 1)) return load_all(from);
+    T x[width<T>] = {};
+    for (int64_t j = 0; j < width<T> && j < count; ++j) x[j] = widen(from[j * stride]);
+    return load_all(x);
+}
+template <class S>
+LATTE_INLINE void store(S* to, V<typename Computed<S>::type> x, int64_t count) {
+    using T = typename Computed<S>::type;
+    if (__builtin_expect(count >= width<T>, 1)) return store_all(to, x);
+    T numbers[width<T>];
+    store_all(numbers, x);
+    for (int64_t j = 0; j < count; ++j) narrow(numbers[j], to[j]);
+}
+
+template <double (*f)(double)>
+LATTE_INLINE V<double> each(V<double> x) {
+    double numbers[width<double>];
+    store_all(numbers, x);
+    for (double& number : numbers) number = f(number);
+    return load_all(numbers);
+}
+LATTE_INLINE V<double> root(V<double> x) { return each<std::sqrt>(x); }
+LATTE_INLINE V<float> root(V<float> x) {
+#if LATTE_WIDTH == 64
+    return {(typename Raw<float>::numbers)_mm512_sqrt_ps((__m512)x.low),
+            (typename Raw<float>::numbers)_mm512_sqrt_ps((__m512)x.high)};
+#elif LATTE_WIDTH == 32
+    return {(typename Raw<float>::numbers)_mm256_sqrt_ps((__m256)x.low),
+            (typename Raw<float>::numbers)_mm256_sqrt_ps((__m256)x.high)};
+#elif defined(__x86_64__)
+    return {(typename Raw<float>::numbers)_mm_sqrt_ps((__m128)x.low),
+            (typename Raw<float>::numbers)_mm_sqrt_ps((__m128)x.high)};
+#else
+    float numbers[width<float>];
+    store_all(numbers, x);
+    for (float& number : numbers) number = __builtin_sqrtf(number);
+    return load_all(numbers);
+#endif
+}
+
+// e^x and 1 - e^x for x <= 0, each within 2 ulp, without cancellation; NaN stays. What e^x is below
+// the smallest normal number counts as 0.
+template <class T> struct Decay { V<T> kept, lost; };
+
+LATTE_INLINE Decay<double> decay(V<double> x) {
+    return {each<std::exp>(x), -each<std::expm1>(x)};
+}
+LATTE_INLINE Decay<float> decay(V<float> x) {
+    // x = n log 2 + r, e^x = 2^n (1 + s), 1 - e^x = (1 - 2^n) - 2^n s.
+    Mask<float> none = x < -87.336544f;
+    x = select(none, all(-87.336544f), x);
+    const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the last bits
+    V<float> shifted = x * 1.44269504088896341f + round;
+    V<float> n = shifted - round;
+    V<float> r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    V<float> square = r * r;
+    V<float> p = (r * 1.9875691500e-4f + 1.3981999507e-3f) * square +
+                 (r * 8.3334519073e-3f + 4.1665795894e-2f);
+    p = p * square + (r * 1.6666665459e-1f + 5.0000001201e-1f);
+    V<float> s = p * square + r;
+    using Integers = typename Raw<float>::integers;
+    using Numbers = typename Raw<float>::numbers;
+    V<float> scale = {(Numbers)(((Integers)shifted.low - (0x4b400000 - 127)) << 23),
+                      (Numbers)(((Integers)shifted.high - (0x4b400000 - 127)) << 23)};
+    V<float> lost = (all(1.0f) - scale) - scale * s;
+    return {select(none, V<float>{}, scale * s + scale), select(none, all(1.0f), lost)};
+}
+// sigmoid(x), without overflow.
+template <class T> LATTE_INLINE V<T> sigmoid(V<T> x) {
+    Mask<T> negative = x < T(0);
+    V<T> e = decay(select(negative, x, -x)).kept;
+    return select(negative, e, all(T(1))) / (e + T(1));
+}

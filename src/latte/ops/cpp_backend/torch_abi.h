@@ -1,0 +1,196 @@
+// PyTorch's stable C interface, as far as the kernels use it, and the arguments of a kernel.
+//
+// The declarations are those of torch/csrc/stable/c/shim.h and of torch/csrc/inductor/aoti_torch/c/
+// shim.h, which keep their meaning from PyTorch 2.10 on; a test compiles both together, so that a
+// difference is an error there. They stand here because then no PyTorch is needed to build the
+// library, and one library serves every version: pip builds a package before it installs what the
+// package depends on.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include <sys/mman.h>
+
+struct AtenTensorOpaque;
+using AtenTensorHandle = AtenTensorOpaque*;
+class TorchLibraryOpaque;
+using TorchLibraryHandle = TorchLibraryOpaque*;
+using StableIValue = uint64_t;
+using AOTITorchError = int32_t;
+
+extern "C" {
+typedef void (*ParallelFunc)(int64_t begin, int64_t end, void* ctx);
+int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_float16();
+int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_float64();
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* ret_dim);
+AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** ret_sizes);
+AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** ret_strides);
+AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* ret_dtype);
+AOTITorchError aoti_torch_empty_strided(
+    int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+    int32_t device_type, int32_t device_index, AtenTensorHandle* ret_new_tensor);
+AOTITorchError aoti_torch_library_init_impl(
+    const char* ns, const char* k, const char* file, uint32_t line,
+    TorchLibraryHandle* ret_new_torch_lib);
+AOTITorchError torch_library_impl(
+    TorchLibraryHandle self, const char* name,
+    void (*fn)(StableIValue*, uint64_t, uint64_t), uint64_t extension_build_version);
+AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** ret_data_ptr);
+AOTITorchError torch_get_num_threads(uint32_t* out_num_threads);
+AOTITorchError torch_parallel_for(
+    int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
+}
+
+namespace latte {
+
+inline void check(AOTITorchError error) {
+    if (error) throw std::runtime_error("latte: PyTorch refused a call of its C interface");
+}
+
+enum class Type { F32, F64, BF16, F16 };
+
+// A tensor of at most 5 dimensions, or none (data == nullptr).
+struct Tensor {
+    AtenTensorHandle handle = nullptr;
+    char* data = nullptr;
+    int64_t dims = 0, sizes[5] = {}, strides[5] = {};
+    int32_t dtype = 0;
+
+    Tensor() = default;
+    explicit Tensor(AtenTensorHandle owned) : handle(owned) {
+        int64_t *size, *stride;
+        void* pointer;
+        check(torch_get_mutable_data_ptr(handle, &pointer));
+        check(aoti_torch_get_dim(handle, &dims));
+        check(aoti_torch_get_sizes(handle, &size));
+        check(aoti_torch_get_strides(handle, &stride));
+        check(aoti_torch_get_dtype(handle, &dtype));
+        data = static_cast<char*>(pointer);
+        for (int64_t d = 0; d < dims; ++d) sizes[d] = size[d], strides[d] = stride[d];
+    }
+    Tensor(Tensor&& other) noexcept { *this = static_cast<Tensor&&>(other); }
+    Tensor& operator=(Tensor&& other) noexcept {
+        if (this == &other) return *this;
+        if (handle) aoti_torch_delete_tensor_object(handle);
+        std::memcpy(static_cast<void*>(this), &other, sizeof(Tensor));
+        other.handle = nullptr;
+        return *this;
+    }
+    ~Tensor() {
+        if (handle) aoti_torch_delete_tensor_object(handle);
+    }
+    // Contiguous and not written yet.
+    static Tensor empty(std::initializer_list<int64_t> shape, int32_t dtype) {
+        int64_t strides[5], step = 1, d = static_cast<int64_t>(shape.size());
+        while (d-- > 0) strides[d] = step, step *= shape.begin()[d] > 1 ? shape.begin()[d] : 1;
+        AtenTensorHandle made;
+        check(aoti_torch_empty_strided(
+            static_cast<int64_t>(shape.size()), shape.begin(), strides, dtype,
+            aoti_torch_device_type_cpu(), 0, &made));
+        Tensor result(made);
+        result.expect_huge_pages();
+        return result;
+    }
+    // Memory that comes fresh from the system costs more to map in small pages than to write.
+    void expect_huge_pages() const {
+        const uintptr_t page = uintptr_t(1) << 21, at = reinterpret_cast<uintptr_t>(data);
+        const uintptr_t begin = (at + page - 1) & ~(page - 1);
+        const uintptr_t end = (at + uintptr_t(bytes())) & ~(page - 1);
+        if (end > begin + 8 * page) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    }
+    // Whether there is a tensor: one without an element has no memory.
+    explicit operator bool() const { return handle != nullptr; }
+    // Of a contiguous tensor.
+    int64_t bytes() const {
+        int64_t count = dims ? strides[0] * sizes[0] : 1;
+        return count * (type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2);
+    }
+    Type type() const {
+        if (dtype == aoti_torch_dtype_float32()) return Type::F32;
+        if (dtype == aoti_torch_dtype_float64()) return Type::F64;
+        if (dtype == aoti_torch_dtype_bfloat16()) return Type::BF16;
+        if (dtype == aoti_torch_dtype_float16()) return Type::F16;
+        throw std::runtime_error("latte: a floating-point tensor was expected");
+    }
+    template <class T>
+    T* at() const {
+        return reinterpret_cast<T*>(data);
+    }
+};
+
+// What sums are kept in: fp64 for fp64, else fp32.
+inline int32_t wide(const Tensor& x) {
+    return x.type() == Type::F64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+}
+
+// The arguments of a kernel, taken off the stack one after the other; then its results, put there.
+class Stack {
+  public:
+    explicit Stack(StableIValue* stack) : stack(stack) {}
+    Tensor tensor() { return Tensor(read<AtenTensorHandle>(stack[next++])); }
+    Tensor maybe_tensor() {
+        auto* boxed = read<StableIValue*>(stack[next++]);
+        if (!boxed) return Tensor();
+        auto* handle = read<AtenTensorHandle>(*boxed);
+        delete boxed;
+        return Tensor(handle);
+    }
+    int64_t integer() { return read<int64_t>(stack[next++]); }
+    double number() { return read<double>(stack[next++]); }
+    bool flag() { return read<bool>(stack[next++]); }
+    template <class... Results>
+    void give(Results&... results) {
+        int place = 0;
+        ((stack[place++] = reinterpret_cast<uintptr_t>(results.handle), results.handle = nullptr),
+         ...);
+    }
+
+  private:
+    template <class T>
+    static T read(StableIValue value) {
+        T result;
+        std::memcpy(&result, &value, sizeof(T));
+        return result;
+    }
+    StableIValue* stack;
+    int next = 0;
+};
+
+inline int64_t thread_count() {
+    uint32_t count;
+    check(torch_get_num_threads(&count));
+    return count;
+}
+
+// Calls work(begin, end) for parts of 0 ... count, each of at least `grain`, on PyTorch's threads.
+template <class Work>
+void parallel(int64_t count, int64_t grain, const Work& work) {
+    auto call = [](int64_t begin, int64_t end, void* context) {
+        (*static_cast<const Work*>(context))(begin, end);
+    };
+    check(torch_parallel_for(0, count, grain, call, const_cast<Work*>(&work)));
+}
+
+// Registers kernels of the ops latte::NAME, whose schemas are defined in Python.
+struct Register {
+    using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
+    Register(const char* name, Kernel kernel) {
+        static TorchLibraryHandle library = [] {
+            TorchLibraryHandle made;
+            check(aoti_torch_library_init_impl("latte", "CPU", __FILE__, __LINE__, &made));
+            return made;
+        }();
+        const uint64_t version = (2ULL << 56) | (10ULL << 48);
+        check(torch_library_impl(library, name, kernel, version));
+    }
+};
+
+}  // namespace latte
