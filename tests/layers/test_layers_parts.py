@@ -14,6 +14,7 @@ from latte.layers import (
     LatteAttention,
     LatteMacchiato,
     Piece,
+    RMSNorm,
     RotaryEmbedding,
     SinusoidalPositions,
     SlidingWindowAttention,
@@ -203,3 +204,32 @@ def test_feed_forward_networks_are_their_formulas():
     assert sum(p.numel() for p in gelu.parameters()) == 2 * 8 * 12 + 8 + 12
     with pytest.raises(ValueError, match="intermediate_size must be a positive integer"):
         SwiGLU(8, 0)
+
+
+def test_rms_norm_is_pytorchs_with_every_kind_of_derivative():
+    norm = RMSNorm(8, eps=1e-3).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+
+    def call(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, x)
+
+    theirs = F.rms_norm(x, (8,), norm.weight, 1e-3)
+    torch.testing.assert_close(call(x, norm.weight), theirs, rtol=1e-14, atol=1e-14)
+    assert torch.autograd.gradcheck(call, (x, norm.weight))
+    assert torch.autograd.gradgradcheck(call, (x, norm.weight))
+    point, weight = x.detach(), norm.weight.detach()
+    _, tangent = torch.func.jvp(call, (point, weight), (point, weight))
+    expected = torch.func.jvp(
+        lambda x, w: F.rms_norm(x, (8,), w, 1e-3), (point, weight), (point, weight)
+    )[1]
+    torch.testing.assert_close(tangent, expected)
+
+
+def test_rotation_has_every_kind_of_derivative():
+    rotary = RotaryEmbedding(8)(torch.arange(5)[None], torch.float64)
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, rotary), x)
+    assert torch.autograd.gradgradcheck(lambda x: apply_rotary(x, rotary), x)
+    _, tangent = torch.func.jvp(lambda x: apply_rotary(x, rotary), (x.detach(),), (x.detach(),))
+    torch.testing.assert_close(tangent, apply_rotary(x, rotary).detach())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from latte.models import PRESETS, LatteForCausalLM
+from latte.models import PRESETS, LatteForCausalLM, preset_config
+from latte.ops import macchiato_attention
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
@@ -155,3 +156,43 @@ def test_model_compiles_in_one_graph(fresh, tokens, preset):
     compiled.loss.backward()
     torch.testing.assert_close(compiled.logits, eager.logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(gradients(model), expected, atol=1e-4, rtol=1e-3)
+
+
+def operations(step):
+    """How many of PyTorch's operations a call runs, those inside others counted as well."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    return sum(event.name.startswith("aten::") for event in profile.events())
+
+
+@pytest.mark.parametrize(("preset", "most"), [("latte-conv-swa++", 6000), ("transformer++", 2600)])
+def test_a_training_step_runs_few_operations(preset, most):
+    """4 x 256 tokens at size tiny, the optimiser aside: overhead that no machine hides."""
+    torch.manual_seed(0)
+    model = LatteForCausalLM(preset_config(preset, "tiny")).train()
+    ids = torch.randint(model.config.vocab_size, (4, 256))
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    assert operations(step) <= most
+
+
+def test_macchiato_saves_its_inputs_and_little_else():
+    """Neither branch's output, nor a probability: what grows with T is in memory anyway."""
+    torch.manual_seed(0)
+    H, L, D, T = 4, 16, 32, 1024
+    shapes = [(1, T, H, L + 1), (1, T, H, L), *[(1, T, H, D)] * 3]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        macchiato_attention(*inputs, window=64)
+    given = sum(x.untyped_storage().nbytes() for x in inputs)
+    assert sum(kept.values()) <= 1.05 * given

@@ -35,8 +35,9 @@ class BlockDiagonalLinear(Drawn):
         return {"weight": weight, "bias": torch.zeros_like(self.bias)}
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        x_BTNP = x_BTE.unflatten(-1, self.weight.shape[:2])
-        return torch.einsum("btni,nij->btnj", x_BTNP, self.weight).flatten(-2) + self.bias
+        (N, P, _), (B, T, E) = self.weight.shape, x_BTE.shape
+        x_NMP = x_BTE.reshape(-1, N, P).transpose(0, 1)
+        return torch.bmm(x_NMP, self.weight).transpose(0, 1).reshape(B, T, E) + self.bias
 
     def step(self, x_NBP: Tensor) -> Tensor:
         """The same of single tokens, by blocks: (B, E)."""
