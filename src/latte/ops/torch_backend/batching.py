@@ -34,7 +34,14 @@ class Rows(NamedTuple):
 
     def take(self, x: Tensor, span: slice) -> Tensor:
         """Tokens ``span`` of these sequences: (B, T, ...) -> (n, span, ...)."""
-        return x[self.ids, span] if self.tokens is None else x[0][self.tokens[:, span]]
+        return self.view(x, span) if self.tokens is None else x[0][self.tokens[:, span]]
+
+    def view(self, x: Tensor, span: slice) -> Tensor:
+        """The same where nothing is packed: x itself if that is all of it."""
+        whole = isinstance(self.ids, slice) and self.ids.stop - self.ids.start == x.shape[0]
+        if whole and span.stop - span.start == x.shape[1]:
+            return x
+        return x[self.ids, span]
 
     def take_gradient(self, dx: Tensor, span: slice) -> Tensor:
         """Like :meth:`take`, with zeros for padding, whose outputs nobody saw."""
@@ -47,7 +54,7 @@ class Rows(NamedTuple):
     def put(self, x: Tensor, span: slice, values: Tensor) -> None:
         """Write (n, span, ...) back to where it was taken from; padding is dropped."""
         if self.tokens is None:
-            x[self.ids, span] = values
+            self.view(x, span).copy_(values)
         elif self.real is None:
             x[0, self.tokens[:, span]] = values.to(x.dtype)
         else:
@@ -64,7 +71,7 @@ class Rows(NamedTuple):
     def add(self, x: Tensor, span: slice, values: Tensor) -> None:
         """Add (n, span, ...) where it was taken from; padding is dropped."""
         if self.tokens is None:
-            x[self.ids, span].add_(values)
+            self.view(x, span).add_(values)
         elif self.real is None:
             x[0, self.tokens[:, span]] += values
         else:

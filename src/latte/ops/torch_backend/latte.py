@@ -126,7 +126,9 @@ class Segment:
 
     def put(self, target: Tensor, x_XSD: Tensor, add: bool = False) -> None:
         """Write (X, S, D) back to these tokens of the target (B, T, H, D), or add it there."""
-        x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)[:, :, : self.t, : target.shape[-1]]
+        x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)
+        if self.t < self.S or x_nHSD.shape[-1] != target.shape[-1]:
+            x_nHSD = x_nHSD[:, :, : self.t, : target.shape[-1]]
         put = self.rows.add if add else self.rows.put
         put(target, self.span, x_nHSD.transpose(1, 2))
 
@@ -230,13 +232,17 @@ class Run:
         missing = -self.length % self.chunk
         return F.pad(x_XSD, (0, 0, 0, missing), value=fill) if missing else x_XSD
 
+    def own(self, x_XSD: Tensor) -> Tensor:
+        """Without what :meth:`padded` has added."""
+        return x_XSD if self.length == x_XSD.shape[1] else x_XSD[:, : self.length]
+
     def forward(self) -> tuple[Tensor, Carry]:
         """Outputs of these tokens and the state after them."""
         if self.keys is None:
             out, state = pairwise.forward(self.p, self.k, self.v, self.start)
         else:
             out, state = linear_domain.forward(self.p, self.keys, self.v, self.mean)
-        return out[:, : self.length], state
+        return self.own(out), state
 
     def state_after(self) -> Carry:
         """Only the state after these tokens."""
@@ -251,7 +257,7 @@ class Run:
             grads = pairwise.backward(self.p, self.k, self.v, self.start, dy, dA, dmu)
         else:
             grads = linear_domain.backward(self.p, self.keys, self.v, self.mean, dy, dA, dmu)
-        return *(x[:, : self.length] for x in grads[:3]), *grads[3:]
+        return *(self.own(x) for x in grads[:3]), *grads[3:]
 
 
 def first_state(

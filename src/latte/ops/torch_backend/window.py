@@ -287,7 +287,7 @@ class Segment:
         K, start = x_line.shape[-1], self.before * self.chunks.Q
         chunks = x_line.view(self.n, self.G, self.width, self.R, self.chunks.Q, K)
         tokens = chunks.transpose(2, 3).reshape(self.n, self.G * self.R, -1, K)
-        return tokens[:, :, start : start + self.t].transpose(1, 2)
+        return tokens.narrow(2, start, self.t).transpose(1, 2)
 
     def blocks(self) -> Iterator[Block]:
         """The parts of the line whose logits are formed together."""
