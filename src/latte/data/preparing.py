@@ -16,6 +16,7 @@ from latte.data.corpora import Corpus, open_corpus, sample_text
 from latte.data.sources import FileSource, find_files
 from latte.data.tokenfile import TokenFile, made_once, tokenize_corpus
 from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from latte.errors import LatteError
 
 if TYPE_CHECKING:
     from latte.data.blocks import BlockCollator, EvaluationText, PackedBlocks
@@ -97,6 +98,13 @@ def prepare_text(section: DataSection, progress: bool = True) -> Text:
 
 def open_section(section: DataSection) -> Corpus:
     """The corpus of a recipe's `data` section."""
+    if not (isinstance(section.corpus, str) and section.corpus.startswith("hub:")):
+        for name in ("hub_config", "hub_validation_split"):
+            if getattr(section, name) is not None:
+                raise LatteError(
+                    f"data.{name}: only for a 'hub:NAME' corpus; expected data.{name}=null with"
+                    f" {section.corpus!r}"
+                )
     return open_corpus(
         section.corpus,
         validation=section.validation,

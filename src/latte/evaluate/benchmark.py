@@ -91,9 +91,10 @@ def check(settings: Settings) -> list[Case]:
     }
     for field, names in known.items():
         given = getattr(settings, field)
-        for name in [given] if isinstance(given, str) else given:
+        values, what = ([given], "one") if isinstance(given, str) else (given, "some")
+        for name in values:
             if name not in names:
-                raise LatteError(f"{field}: expected some of {', '.join(names)}, got {name!r}")
+                raise LatteError(f"{field}: expected {what} of {', '.join(names)}, got {name!r}")
     for field in ("batch", "heads", "latents", "head_dim", "window", "budget"):
         if not getattr(settings, field) > 0:
             raise LatteError(f"{field}: expected more than 0, got {getattr(settings, field)}")
