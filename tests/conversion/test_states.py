@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bases import NAMES, converted, tokens
+from transformers import CompileConfig
 
 from latte.models import LatteCache
 
@@ -85,10 +86,32 @@ def test_the_future_cannot_change_the_past(option):
 def test_generation_is_the_argmax_of_the_whole(family):
     model = converted(family)
     ids = tokens(9)
-    out = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), out)
     for step in range(9, 17):
         wanted = model(out[:, :step]).logits[:, -1].argmax(-1)
         assert torch.equal(out[:, step], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "family"), [("plain", "gemma2"), ("base", "llama")])
+def test_compiled_decoding_is_one_graph(option, family):
+    torch._dynamo.reset()
+    model = converted(family, **OPTIONS[option])
+    compiled = CompileConfig(backend="aot_eager", fullgraph=True)
+    compiled._compile_all_devices = True
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(tokens(9), **options)
+    options |= {"cache_implementation": "static", "compile_config": compiled}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(model.generate(tokens(9), **options), expected)
+
+
+@pytest.mark.parametrize("option", ["sinks", "latents"])
+def test_layers_without_a_step_have_no_static_cache(option):
+    with pytest.raises(ValueError, match="needs layers with a step of decoding"):
+        converted("llama", **OPTIONS[option]).generate(tokens(4), cache_implementation="static")
 
 
 def test_the_cache_is_constant_in_size_but_for_the_base():
