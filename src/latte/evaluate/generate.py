@@ -78,7 +78,7 @@ def _compile_step(model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> d
     if not carries_state(model) or not getattr(getattr(model, "model", None), "steps", False):
         raise LatteError("compile: this model has no step of decoding that can be compiled")
     compile_config = CompileConfig(fullgraph=True)
-    compile_config._compile_all_devices = True
+    compile_config._compile_all_devices = True  # type: ignore[assignment]
     room, begun = input_ids.shape[1] + max_new_tokens, time.perf_counter()
 
     def options() -> dict[str, Any]:

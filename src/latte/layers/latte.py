@@ -204,6 +204,6 @@ def step_macchiato(
 ) -> Tensor:
     """Heads' outputs (B, H, D) of one token per row: of latent q and k, and of local q, k and v."""
     assert state.latent is not None and state.ring is not None
-    written = *state.latent, state.ring, state.slot
-    options = {"scale": scale, "softcap": softcap}
-    return macchiato_step(*latents, *local, *written, state.clock.real, **options)
+    inputs = *latents, *local, *state.latent
+    ring, slot, real = state.ring, state.slot, state.clock.real
+    return macchiato_step(*inputs, ring, slot, real, scale=scale, softcap=softcap)

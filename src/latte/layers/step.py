@@ -135,7 +135,8 @@ class StepState:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""
-        return StepState(self.clock, *map_tensors(fn, self.parts), size=self.size)
+        latent, linear, ring, rglru, conv = map_tensors(fn, self.parts)
+        return StepState(self.clock, latent, linear, ring, rglru, conv, self.size)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ class LatteCacheLayer(CacheLayerMixin):
             off it; otherwise cutting needs recording (:meth:`activate_past_recording`).
     """
 
-    is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = False
@@ -45,6 +44,7 @@ class LatteCacheLayer(CacheLayerMixin):
         # Not calling the base's __init__: what it sets are read-only views of the state here.
         self.grows = grows
         self.record_past = False
+        self.is_compileable = False  # the cache says: its buffers stay where they are
         self.device: torch.device | None = None
         self.buffers: StepState | None = None
         self._state: MixerState | None = MixerState()  # None: the buffers hold it
@@ -62,6 +62,8 @@ class LatteCacheLayer(CacheLayerMixin):
     def state(self, state: MixerState) -> None:
         self._seen = self.seen_tokens
         self._state = state
+        if not self.is_compileable:
+            self.buffers = None
 
     @property
     def seen_tokens(self) -> int:
@@ -311,6 +313,8 @@ class LatteCache(Cache):
         self.step = None
         if not steps or x_BTE.shape[1] != 1 or torch.is_grad_enabled() or self.offload_layers:
             return None
+        if torch.compiler.is_compiling() and not self.is_static:
+            return None  # buffers that move, and a length that is a number, are graphs without end
         kind = x_BTE.device.type
         if torch.is_autocast_enabled(kind) or not steps_in_place(kind, self.is_static):
             return None
@@ -516,7 +520,7 @@ class StateGenerationMixin(GenerationMixin):
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
 
-    def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prefill(self, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Steps alone are compiled: prompts, whole or in chunks, have all lengths."""
         wanted = generation_config.disable_compile
         generation_config.disable_compile = True

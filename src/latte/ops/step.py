@@ -19,7 +19,7 @@ width, F feature width, E channels, W slots of the window.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def number(value: float, like: Tensor) -> Tensor | float:
+def number(value: float, like: Tensor) -> Any:
     """``value`` for arithmetic with ``like``: outside of graphs a tensor that is kept.
 
     A Python number is made into a tensor at every use, which takes four operations more.
