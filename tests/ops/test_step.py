@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import F64, key_mask, latte_inputs, macchiato_inputs, randn, relative_error
 
-from latte.ops import LatteState, reference
+from latte.ops import LatteState, cpp_backend, reference, use_backend
 from latte.ops.step import (
     Ring,
     conv_step,
@@ -21,6 +21,15 @@ from latte.ops.step import (
 from latte.ops.tensors import Local, Sequences, computation_dtype
 
 B, T, H, L, K, D = 2, 14, 4, 3, 6, 5
+
+
+@pytest.fixture(autouse=True, params=["torch", "cpu"])
+def steps_by(request):
+    """PyTorch's operations, then the native kernels."""
+    if request.param == "cpu" and cpp_backend.ABSENT is not None:
+        pytest.skip(cpp_backend.ABSENT)
+    with use_backend(request.param):
+        yield
 
 
 def stepped(step, *inputs, mask):

@@ -6,11 +6,12 @@ sequences that have begun: every row has read a real token. The cache sees to al
 (:mod:`latte.layers.step`). Shapes never change and nothing waits for the host, so that a step is
 one graph for ``torch.compile``.
 
-A few large tensor operations each, since at one token what an operation costs is its call. States
-are fp32 (fp64 for fp64 inputs), and what is computed is too; outputs have the dtype of ``v``.
-``real`` (B,) bool is False for rows whose token is padding, None if there are none: padding
-leaves latents, sums and the RG-LRU as they are, and is a masked slot of the window and a zero of
-the convolution.
+Each is one call of a native CPU kernel where there are such (:mod:`latte.ops.cpp_backend`), unless
+somebody has named another backend; elsewhere a few large tensor operations, since at one token what
+an operation costs is its call. States are fp32 (fp64 for fp64 inputs), and what is computed is too;
+outputs have the dtype of ``v``. ``real`` (B,) bool is False for rows whose token is padding, None
+if there are none: padding leaves latents, sums and the RG-LRU as they are, and is a masked slot of
+the window and a zero of the convolution.
 
 Shape suffixes: B batch, H query heads, G key/value heads, L latents per head, K key width, D value
 width, F feature width, E channels, W slots of the window.
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops import cpp_backend
+from latte.ops.backend import named_backend
 from latte.ops.tensors import computation_dtype
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
 
@@ -59,6 +62,8 @@ def latte_step(
     Returns:
         y, (B, H, D).
     """
+    if _native(mean, q, k, v):
+        return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, real)
     B, H, L, D = mean.shape
     _see(k, v, log_mass, mean, real)
     p_BHL = in_dtype(q, mean.dtype).softmax(-1)
@@ -95,6 +100,11 @@ def macchiato_step(
     Returns:
         y, (B, H, D).
     """
+    if _native(mean, latent_q, latent_k, q, k, v, *ring[:2]):
+        return torch.ops.latte.cpu_macchiato_step(
+            *(latent_q, latent_k, q, k, v, log_mass, mean, *ring, slot, real),
+            *(scale, softcap or 0.0),
+        )
     (B, H, L, D), G, W = mean.shape, ring.keys.shape[1], ring.keys.shape[2]
     _see(latent_k, v, log_mass, mean, real)
     p_BH1, p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1).split([1, L], -1)
@@ -128,6 +138,11 @@ def window_step(
     Returns:
         y, (B, H, D).
     """
+    if _native(None, q, k, v, *ring[:2]):
+        slots = ring.keys.shape[2] if length is None else length
+        return torch.ops.latte.cpu_window_step(
+            *(q, k, v, *ring, slot, real, scale, softcap or 0.0, slots)
+        )
     B, H, D = *q.shape[:2], v.shape[-1]
     weights = _window_weights(
         q, k, v, ring, slot, real, scale, softcap, computation_dtype(q.dtype), length
@@ -185,6 +200,9 @@ def rg_lru_step(
     Returns:
         h' itself, (B, E): the state, which the next step overwrites.
     """
+    if _native(state, x, recurrence_gate, input_gate):
+        torch.ops.latte.cpu_rg_lru_step(x, recurrence_gate, input_gate, theta, state, real)
+        return state
     x, r, i, theta = (in_dtype(y, state.dtype) for y in (x, recurrence_gate, input_gate, theta))
     rate = torch.sigmoid(r) * F.softplus(theta)
     a = torch.exp(rate * number(-GATE_STRENGTH, rate))
@@ -207,6 +225,8 @@ def conv_step(
     Returns:
         y, (B, E), in the dtype of x.
     """
+    if _native(None, x, tail):
+        return torch.ops.latte.cpu_convolution_step(x, weight, bias, tail, real)
     dtype = computation_dtype(x.dtype)
     if real is not None:
         x = x.masked_fill(~real[:, None], 0.0)
@@ -214,6 +234,20 @@ def conv_step(
     tail.copy_(inputs_BKE[:, 1:])
     y = (in_dtype(inputs_BKE, dtype) * in_dtype(weight, dtype).mT).sum(1)
     return in_dtype(y if bias is None else y + in_dtype(bias, dtype), x.dtype)
+
+
+def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
+    """The native CPU kernels take this step: nobody has named another backend.
+
+    Args:
+        state: of the precision of the sums; None if there is none.
+        first, others: all of one dtype.
+    """
+    if cpp_backend.ABSENT is not None or first.device.type != "cpu":
+        return False
+    if named_backend() not in (None, "cpu") or any(x.dtype != first.dtype for x in others):
+        return False
+    return state is None or state.dtype == computation_dtype(first.dtype)
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -172,3 +172,44 @@ if ABSENT is None:
         *(2, (0, 1, 2, 3), _convolution_again, _convolution_fake),
         differentiable=2,
     )
+    # Steps of decoding (latte.ops.step), which write into the states that they are given.
+    latents = "Tensor(a!) log_mass, Tensor(b!) mean"
+    ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot, Tensor? real"
+    local = "Tensor q, Tensor k, Tensor v"
+    for step, given, results in (
+        ("latte", f"{local}, {latents}, Tensor? real", "Tensor"),
+        (
+            "macchiato",
+            f"Tensor latent_q, Tensor latent_k, {local}, {latents}, {ring}, "
+            "float scale, float softcap",
+            "Tensor",
+        ),
+        ("window", f"{local}, {ring}, float scale, float softcap, int length", "Tensor"),
+        (
+            "rg_lru",
+            "Tensor x, Tensor recurrence_gate, Tensor input_gate, Tensor theta, "
+            "Tensor(a!) state, Tensor? real",
+            "()",
+        ),
+        (
+            "convolution",
+            "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? real",
+            "Tensor",
+        ),
+    ):
+        schemas.define(f"cpu_{step}_step({given}) -> {results}")
+    ops = torch.ops.latte
+    torch.library.register_fake(
+        ops.cpu_latte_step.default, lambda q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2])
+    )
+    torch.library.register_fake(
+        ops.cpu_macchiato_step.default,
+        lambda latent_q, latent_k, q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2]),
+    )
+    torch.library.register_fake(
+        ops.cpu_window_step.default, lambda q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2])
+    )
+    torch.library.register_fake(ops.cpu_rg_lru_step.default, lambda *_: None)
+    torch.library.register_fake(
+        ops.cpu_convolution_step.default, lambda x, *_: x.new_empty(x.shape)
+    )

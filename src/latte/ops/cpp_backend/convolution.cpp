@@ -116,6 +116,18 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.dx, dweight, dbias, op.dinitial);
 }
 
+// (x, weight, bias?, tail!, real?) -> y: one token (B, E), its tail moved on
+static void step(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Convolution op;
+    op.x = stack.tensor(), op.weight = stack.tensor(), op.bias = stack.maybe_tensor();
+    op.tail = stack.tensor(), op.mask = stack.maybe_tensor();
+    op.out = Tensor::empty({op.x.sizes[0], op.x.sizes[1]}, op.x.dtype);
+    LATTE_CHOOSE(run_step)(op);
+    stack.give(op.out);
+}
+
+static Register registered_step("cpu_convolution_step", step);
 static Register registered_forward("cpu_convolution", forward);
 static Register registered_backward("cpu_convolution_backward", backward);
 
@@ -276,6 +288,36 @@ static void backward_all(Convolution& op) {
         for (int64_t p = 0; p < K - 1; ++p)
             element_gradient<S, T>(op, Line(op, n), p, taps.data(),
                                    op.dinitial.at<S>() + (n * (K - 1) + p) * E);
+}
+
+template <class S>
+static void take_step(Convolution& op) {
+    using T = typename Computed<S>::type;
+    const int64_t B = op.x.sizes[0], E = op.x.sizes[1], K = op.width();
+    for (int64_t b = 0; b < B; ++b) {
+        const bool real = !op.mask || op.mask.at<bool>()[b * op.mask.strides[0]];
+        for (int64_t e = 0; e < E; ++e) {
+            S* tail = op.tail.at<S>() + b * op.tail.strides[0] + e * op.tail.strides[2];
+            S newest = real ? op.x.at<S>()[b * op.x.strides[0] + e * op.x.strides[1]] : S{};
+            T y = op.bias ? number_at<T>(op.bias, e * op.bias.strides[0]) : T(0);
+            const int64_t at = e * op.weight.strides[0], next = op.tail.strides[1];
+            for (int64_t i = 0; i < K; ++i) {
+                const S x = i < K - 1 ? tail[i * next] : newest;
+                y += number_at<T>(op.weight, at + i * op.weight.strides[1]) * widen(x);
+                if (i) tail[(i - 1) * next] = x;
+            }
+            narrow(y, op.out.at<S>()[b * E + e]);
+        }
+    }
+}
+
+static void run_step(Convolution& op) {
+    switch (op.x.type()) {
+        case Type::F32: return take_step<float>(op);
+        case Type::F64: return take_step<double>(op);
+        case Type::BF16: return take_step<bf16>(op);
+        case Type::F16: return take_step<fp16>(op);
+    }
 }
 
 static void run_forward(Convolution& op) {

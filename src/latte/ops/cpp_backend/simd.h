@@ -164,6 +164,25 @@ LATTE_INLINE void store(S* to, V<typename Computed<S>::type> x, int64_t count) {
     for (int64_t j = 0; j < count; ++j) narrow(numbers[j], to[j]);
 }
 
+// Of all lanes, in one order.
+template <class T> LATTE_INLINE T sum(V<T> x) {
+    T numbers[half_width<T>], total = 0;
+    auto both = x.low + x.high;
+    std::memcpy(numbers, &both, sizeof both);
+    for (T number : numbers) total += number;
+    return total;
+}
+
+// Element `at` of a tensor of any dtype.
+template <class T> LATTE_INLINE T number_at(const Tensor& x, int64_t at) {
+    switch (x.type()) {
+        case Type::F32: return T(x.at<float>()[at]);
+        case Type::F64: return T(x.at<double>()[at]);
+        case Type::BF16: return T(widen(x.at<bf16>()[at]));
+        default: return T(widen(x.at<fp16>()[at]));
+    }
+}
+
 template <double (*f)(double)>
 LATTE_INLINE V<double> each(V<double> x) {
     double numbers[width<double>];

@@ -1,0 +1,99 @@
+"""Steps of decoding by the native kernels: who takes them, one graph, extreme logits, threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import latte_inputs, macchiato_inputs, randn
+from torch.profiler import profile
+
+from latte.ops import LatteState, use_backend
+from latte.ops.step import (
+    Ring,
+    conv_step,
+    latte_step,
+    macchiato_step,
+    rg_lru_step,
+    window_step,
+)
+
+B, H, G, L, K, D, W, E = 2, 4, 2, 3, 6, 20, 5, 21
+
+
+def case(dtype=torch.float32, scale=1.0):
+    """Every step as a function of no arguments, and the states that it writes."""
+    latent_q, latent_k, q, k, v = (
+        x[:, 0].to(dtype) for x in macchiato_inputs(B, 1, H, G, L, K, D, scale=scale)
+    )
+    log_mass, mean = (x.float() for x in LatteState(randn(B, H, L), randn(B, H, L, D)))
+    ring = Ring(randn(B, G, W, K).to(dtype), randn(B, G, W, D).to(dtype), randn(B, W) > 0)
+    slot, real = torch.tensor([2]), torch.tensor([True, False])
+    x, r, i = (randn(B, E, seed=s).to(dtype) for s in range(3))
+    state, tail = randn(B, E).float(), randn(B, 2, E).to(dtype)
+    theta, weight, bias = randn(E), randn(E, 3), randn(E)
+    local = {"scale": 0.4, "softcap": 3.0}
+    latents = (log_mass, mean)
+    steps = {
+        "latte": lambda: latte_step(latent_q[..., 1:], latent_k, v, *latents, real),
+        "macchiato": lambda: macchiato_step(
+            latent_q, latent_k, q, k, v, *latents, ring, slot, real, **local
+        ),
+        "window": lambda: window_step(q, k, v, ring, slot, real, length=4, **local),
+        "rg_lru": lambda: rg_lru_step(x, r, i, theta, state, real),
+        "conv": lambda: conv_step(x, weight, bias, tail, real),
+    }
+    return steps, [*latents, *ring, state, tail]
+
+
+STEPS = pytest.mark.parametrize("name", ["latte", "macchiato", "window", "rg_lru", "conv"])
+
+
+@STEPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_step_is_pytorchs_step(name, dtype, scale):
+    results = []
+    for backend in ("torch", "cpu"):
+        steps, states = case(dtype, scale)
+        with use_backend(backend), torch.no_grad():
+            results.append([steps[name](), *states])
+    for a, b in zip(*results, strict=True):
+        worst = 2e-2 if a.dtype == torch.bfloat16 else 1e-5
+        top = b.to(torch.float32).abs().max().item()
+        torch.testing.assert_close(a, b, rtol=worst, atol=worst * top)
+
+
+@STEPS
+def test_a_step_is_one_kernel_by_default_and_one_graph(name):
+    steps, states = case()
+    with torch.no_grad(), profile() as seen:
+        out = steps[name]()
+    events = [e.name for e in seen.events()]
+    assert sum(e.startswith("latte::cpu_") for e in events) == 1
+    plain = [out.clone(), *(x.clone() for x in states)]
+    steps, states = case()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(steps[name], fullgraph=True, backend="aot_eager")()
+    assert all(torch.equal(a, b) for a, b in zip([out, *states], plain, strict=True))
+
+
+def test_threads_change_nothing():
+    heads, before, results = 64, torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            q, k, v = (x[:, 0].float() for x in latte_inputs(2, 1, heads, 32, 64))
+            state = LatteState(*(randn(2, heads, 32, *n).float() for n in ((), (64,))))
+            results.append([latte_step(q, k, v, *state), *state])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+def test_a_state_that_is_not_contiguous_is_refused():
+    q, k, v = (x[:, 0].float() for x in latte_inputs(2, 1, H, L, D))
+    state = LatteState(randn(2, L, H).float().mT, randn(2, H, L, D).float())
+    with pytest.raises(RuntimeError, match="must be contiguous"):
+        latte_step(q, k, v, *state)
