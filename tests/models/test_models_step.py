@@ -10,6 +10,7 @@ from transformers import CompileConfig, GenerationConfig
 from latte.layers import LatteAttention, LatteMacchiato
 from latte.layers.state import map_tensors
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
+from latte.ops import use_backend
 
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 
@@ -37,6 +38,23 @@ def test_the_state_after_steps_is_that_of_the_whole(build, tokens, preset):
         torch.testing.assert_close(ours.state, theirs.state, **TOLERANCE)
         assert ours.seen_tokens == 13
     assert stepped.position.tolist() == [13, 13] and stepped.batch_size == 2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_as_exact_as_the_general_way(build, tokens, preset, dtype):
+    model, ids = build(preset, dtype=dtype), tokens(2, 12)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        expected = exact(ids, use_cache=False).logits[:, -1]
+    errors = []
+    for backend in ("reference", "torch"):
+        with use_backend(backend):
+            cache = decoded(model, ids[:, :11], 6)
+            assert cache.layers[0].is_written_in_place == (backend == "torch")
+            logits = read(model, cache, ids[:, 11:])[:, -1]
+        errors.append((logits.double() - expected).norm() / expected.norm())
+    assert errors[1] <= max(2 * errors[0], 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "latte-conv++", "linear++", "transformer++"])

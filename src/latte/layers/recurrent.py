@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from latte.layers.checks import check_decay_range, check_input, check_multiple
 from latte.layers.parts import Drawn
 from latte.ops import rg_lru
-from latte.ops.step import rg_lru_step
+from latte.ops.step import in_dtype, rg_lru_step
+from latte.ops.tensors import computation_dtype
 
 DECAY_RANGE = (0.9, 0.999)  # Griffin's, of a_t where the recurrence gate is fully open, r = 1
 
@@ -40,9 +41,11 @@ class BlockDiagonalLinear(Drawn):
         return torch.bmm(x_NMP, self.weight).transpose(0, 1).reshape(B, T, E) + self.bias
 
     def step(self, x_NBP: Tensor) -> Tensor:
-        """The same of single tokens, by blocks: (B, E)."""
+        """The same of single tokens, by blocks and in at least fp32: (B, E)."""
         N, B, P = x_NBP.shape
-        y_NBP = torch.baddbmm(self.bias.view(N, 1, P), x_NBP, self.weight)
+        wide = computation_dtype(x_NBP.dtype)  # a CPU's batched products in bf16 take twice as long
+        bias, x_NBP, weight = (in_dtype(y, wide) for y in (self.bias, x_NBP, self.weight))
+        y_NBP = torch.baddbmm(bias.view(N, 1, P), x_NBP, weight)
         return y_NBP.transpose(0, 1).reshape(B, N * P)
 
     def extra_repr(self) -> str:
