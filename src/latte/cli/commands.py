@@ -97,7 +97,6 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
-    from latte.data.sources import without_lone_surrogates
     from latte.data.tokenizers import document_ends
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling
@@ -107,8 +106,7 @@ def generate(options: Namespace) -> int:
     check_sampling(**sampling)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
-    print(without_lone_surrogates(options.prompt), end="", flush=True)
-    run(model, tokenizer, options.prompt, **sampling, compiled=options.compile)
+    run(model, tokenizer, options.prompt, **sampling, echo=True, compiled=options.compile)
     return 0
 
 

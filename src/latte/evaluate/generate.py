@@ -24,9 +24,12 @@ def generate(
     top_p: float | None = 0.95,
     seed: int | None = None,
     stream: bool = True,
+    echo: bool = False,
     compiled: bool = False,
 ) -> str:
     """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
+
+    With `echo` the prompt is printed before it.
 
     The model sees the prompt as it saw documents in training, after the start token. Temperature
     0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
@@ -52,6 +55,8 @@ def generate(
         sampling["top_p"] = 1.0 if top_p is None else top_p
     if compiled:
         sampling |= _compile_step(model, input_ids, max_new_tokens)
+    if echo:
+        print(prompt, end="", flush=True)
     if seed is not None:
         torch.manual_seed(seed)
     output = model.generate(
