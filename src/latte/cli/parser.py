@@ -256,7 +256,7 @@ def _benchmark(command: Any) -> None:
         ("--head-dim", int, "of the ops, width of keys and values; 64"),
         ("--window", int, "of the ops, in keys; 128"),
         ("--dtype", str, "float32, bfloat16 or float16; float32"),
-        ("--backend", str, "of the ops: reference, torch or triton; the library's choice"),
+        ("--backend", str, "of the ops: reference, torch, cpu or triton; the library's choice"),
         ("--device", str, DEVICE),
         ("--budget", float, "seconds of timed calls of each; 1"),
         ("--lengths", integers, "tokens; 1024,4096"),

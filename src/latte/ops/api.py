@@ -11,8 +11,9 @@ Keywords that every op shares:
   States then have N entries.
 * ``initial_state``, ``output_final_state``: carry a sequence on; the state goes back in as it
   came out, and gradients flow through it.
-* ``backend``: ``"reference"``, ``"torch"`` or ``"triton"`` is exactly that one; None takes the
-  default, which is ``"torch"`` unless set (:mod:`latte.ops.backend`).
+* ``backend``: ``"reference"``, ``"torch"``, ``"cpu"`` or ``"triton"`` is exactly that one; None
+  takes the default: unless set, ``"cpu"`` where a native CPU kernel is at hand, else ``"torch"``
+  (:mod:`latte.ops.backend`).
 
 Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32, states are fp32 (fp64
 for fp64 inputs), the output has the dtype of ``v``. Bad arguments raise ``ValueError``.

@@ -1,7 +1,8 @@
 """Which backend serves a call.
 
 Where a caller names none (``backend=None``), the default does: ``LATTE_BACKEND`` from the
-environment, else ``"torch"``. Models and layers name no backend, so this is the one place that
+environment, else ``"cpu"``, the native kernels, on CPU tensors if the library is there and has the
+op, else ``"torch"``. Models and layers name no backend, so this is the one place that
 decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
 have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
 it, or raises ``ValueError`` where it cannot serve the inputs. Nothing switches by size, but for
@@ -15,6 +16,12 @@ which nobody wants a gradient.
 | ``"triton"`` | the step's kernel: on CUDA tensors, or anywhere under Triton's interpreter |
 | neither | on CUDA tensors the step's kernel if Triton, dtype and widths allow it; else ``torch`` |
 | another | that one |
+
+The native kernels are no default inside a transform of ``torch.func`` and for inputs with
+forward-mode tangents, which custom ops do not have: ``torch`` serves these. Gradients of gradients
+come from PyTorch's operations, whichever served the first. ``backend="cpu"`` without the library,
+or for tensors elsewhere, raises ``ValueError``, forward mode ``NotImplementedError``; the steps of
+decoding in place (:mod:`latte.ops.step`) are native kernels unless another backend is named.
 
 What the kernel cannot serve when it was asked for raises ``ValueError``. The RG-LRU and the
 convolution follow the same rule with their own kernels. ``LATTE_BACKEND=torch`` or ``with
@@ -41,7 +48,7 @@ _default: str | None = os.environ.get("LATTE_BACKEND")
 
 
 def default_backend() -> str:
-    """The backend of ops whose caller names none.
+    """The backend of ops whose caller names none, where no native kernel takes its place.
 
     Raises:
         ValueError: ``LATTE_BACKEND`` names no backend.

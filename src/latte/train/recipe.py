@@ -77,7 +77,7 @@ class TrainingSection:
     weight_decay: float = 0.1  # on matrices; not on norms, biases and gates
     max_grad_norm: float = 1.0
     bf16: bool = False  # autocast; parameters and optimiser stay fp32
-    backend: Literal["torch", "triton"] | None = None  # of Latte's ops; None: the default
+    backend: Literal["torch", "cpu", "triton"] | None = None  # of Latte's ops; None: the default
     torch_compile: bool = False  # Latte's own models block by block, others whole
     liger: bool = False  # RMSNorm and SwiGLU by Liger-Kernel
     chunked_loss: bool = False  # the loss without all logits in memory
