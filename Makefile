@@ -69,6 +69,7 @@ bench: $(NATIVE)
 # On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.
 gpu-check: $(READY)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu,baselines]"
+	$(BIN)/python benchmarks/gpu_check.py --fill
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:

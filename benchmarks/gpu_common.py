@@ -2,8 +2,9 @@
 
 Timing. Every side of a comparison is warmed up first (kernels compile, autotuners search), then
 the sides take turns over several rounds, each call between two CUDA events and after a write of
-more than the level-2 cache. Medians and percentiles are over single calls. A side that cannot run
-(out of memory, a library missing) says so in one line, and the others go on.
+more than the level-2 cache; ops as replays of CUDA graphs. Medians and percentiles are over single
+calls. A side that cannot run (out of memory, a library missing) says so in one line, and the others
+go on.
 
 On ``--device cpu`` the same scripts run with a wall clock, for their tests: those times mean
 nothing.
@@ -156,6 +157,25 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
+def replayed(at: Place, name: str, call: Call) -> Call:
+    """The call, which has run before, as a CUDA graph: the host's time is then not measured.
+
+    The call itself on a CPU, and where it cannot be captured, which one line says.
+    """
+    if not at.cuda:
+        return call
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except Exception as error:  # noqa: BLE001 - whatever a rival's host code does
+        stop_if_broken(at, error)
+        say(f"  {name}: timed with the host, as it cannot be captured ({reason(error)})")
+        forget()
+        return call
+    return graph.replay
+
+
 def measure(
     at: Place,
     sides: Mapping[str, Call],
@@ -163,19 +183,24 @@ def measure(
     budget: float = 1.0,
     rounds: int = 5,
     cold_cache: bool = True,
+    graphs: bool = False,
 ) -> tuple[dict[str, Times], dict[str, str]]:
     """Time the sides in turns: statistics of those that ran, and why the others did not.
 
     Args:
         budget: seconds of timed calls per side; each gets at least one call a round.
         cold_cache: write over the level-2 cache before every call.
+        graphs: replay the calls as CUDA graphs.
     """
     failed: dict[str, str] = {}
     bursts: dict[str, int] = {}
+    timed = dict(sides)
     for name, call in sides.items():
         try:
             call()  # compiles and searches
             wait(at.device)
+            if graphs:
+                timed[name] = call = replayed(at, name, call)
             seconds = budget
             for _ in range(2):
                 start = time.perf_counter()
@@ -196,7 +221,7 @@ def measure(
             for _ in range(burst):
                 if cold_cache:
                     flush(at.device)
-                watches[name].time(sides[name])
+                watches[name].time(timed[name])
             watches[name].read()
     return {name: Times.of([x / 1e3 for x in w.read()]) for name, w in watches.items()}, failed
 
@@ -221,7 +246,7 @@ def compare(
 
     Returns the times, none where ours did not run: then there are no rows.
     """
-    times, failed = measure(at, calls, budget=0.05 if at.quick else budget)
+    times, failed = measure(at, calls, budget=0.05 if at.quick else budget, graphs=True)
     if ours not in times:
         say(f"{ours} is left out: {failed[ours]}")
         return {}

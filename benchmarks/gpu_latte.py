@@ -9,6 +9,9 @@ bf16; forward, and forward+backward (the gradients of ``<dy, y>`` for q, k and v
 * Bytes: the least that any kernel must move, inputs and outputs once each, over the median time;
   beside it the bandwidth of a copy in the same run.
 * Saved: distinct storages that autograd holds between the passes, inputs included.
+* Expected: what Latte's kernels move, states and all, at that bandwidth; docs/kernels.md says why
+  bytes, and not instructions, should be what limits them. Nothing is faster.
+* sigma: of the logits, 1; and 4 and 8, Latte alone, where tokens go beyond its references' reach.
 * Errors: relative norms against fp64, of outputs and of gradients, at 1,024 tokens.
 
     python benchmarks/gpu_latte.py [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
@@ -44,9 +47,10 @@ def latte(backend: str) -> Op:
     return lambda q, k, v: latte_attention(q, k, v, backend=backend)[0]
 
 
-def make_inputs(at: gpu.Place, B: int, T: int, L: int, D: int) -> list[Tensor]:
-    """q, k, v and dy, standard normal."""
-    return [gpu.normal(at, B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D))]
+def make_inputs(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.0) -> list[Tensor]:
+    """q, k, v and dy, standard normal; q and k times ``sigma``."""
+    found = [gpu.normal(at, B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D))]
+    return [x * sigma for x in found[:2]] + found[2:]
 
 
 def least_bytes(mode: str, tokens: int, L: int, D: int, size: int) -> int:
@@ -56,12 +60,23 @@ def least_bytes(mode: str, tokens: int, L: int, D: int, size: int) -> int:
     return tokens * H * size * (forward if mode == "forward" else forward + backward)
 
 
-def sizes(quick: bool) -> list[tuple[int, int, int, int]]:
-    """(B, T, L, D): the ends of the range first, so that a cut run has seen them."""
+def moved_bytes(mode: str, B: int, T: int, L: int, D: int, size: int) -> float:
+    """What Latte's kernels read and write: docs/kernels.md, "The two floors"."""
+    cut, tiles = B * H < 240, -(-D // 128)
+    forward = (2 * L + 2 * D) * size + cut * ((L + D) * size + L * D / 64)
+    backward = (7 * L + 5 * D) * size + 8 + L / 4 + cut * L * D / 50
+    backward += (tiles - 1) * (9 * size + 8) * L
+    return B * T * H * (forward if mode == "forward" else forward + backward)
+
+
+def sizes(quick: bool) -> list[tuple[int, int, int, int, float]]:
+    """(B, T, L, D, sigma): the ends of the range first, so that a cut run has seen them."""
     if quick:
-        return [(1, 64, 16, 16), (2, 32, 16, 16)]
+        return [(1, 64, 16, 16, 1.0), (2, 32, 16, 16, 1.0), (1, 64, 16, 16, 8.0)]
     parts = (BATCHES[:2], BATCHES[2:])
-    return [(B, TOKENS // B, L, D) for part in parts for L, D in WIDTHS for B in part]
+    found = [(B, TOKENS // B, L, D, 1.0) for part in parts for L, D in WIDTHS for B in part]
+    wide = [(B, TOKENS // B, *WIDTHS[0], sigma) for sigma in (4.0, 8.0) for B in BATCHES[:2]]
+    return found[:2] + wide + found[2:]
 
 
 def errors(
@@ -96,11 +111,12 @@ def memories(at: gpu.Place, ops: dict[str, Op], inputs: Sequence[Tensor]) -> dic
 
 
 def rows_of_size(
-    at: gpu.Place, table: Table, rivals: dict[str, Op], B: int, T: int, L: int, D: int
+    at: gpu.Place, table: Table, rivals: dict[str, Op], B: int, T: int, L: int, D: int, sigma: float
 ) -> None:
     """The rows of one size: both modes of every side."""
+    rivals = rivals if sigma == 1.0 else {}
     ops = {OURS: latte(at.backend), **rivals}
-    *inputs, dy = make_inputs(at, B, T, L, D)
+    *inputs, dy = make_inputs(at, B, T, L, D, sigma)
     memory = memories(at, ops, inputs)
     bandwidth = gpu.copy_bandwidth(at.device)
     for mode in MODES:
@@ -110,11 +126,13 @@ def rows_of_size(
             q, k, v = inputs
             keys, g = gates(k)
             calls["gla, gates given"] = call_of(mode, given, [q.softmax(-1), keys, g, v], dy)
-        least = least_bytes(mode, B * T, L, D, inputs[0].element_size())
+        size = inputs[0].element_size()
+        least, moved = least_bytes(mode, B * T, L, D, size), moved_bytes(mode, B, T, L, D, size)
 
-        def more(side: str, t: Times, least: int = least) -> Row:
+        def more(side: str, t: Times, least: int = least, moved: float = moved) -> Row:
             rate = least / (t.median / 1e3)
             return {
+                "expected_ms": round(1e3 * moved / bandwidth, 4) if side == OURS else "",
                 "least_bytes": least,
                 "gb_per_s": round(rate / 1e9, 1),
                 "copy_gb_per_s": round(bandwidth / 1e9, 1),
@@ -122,7 +140,7 @@ def rows_of_size(
                 **memory.get(side, gpu.Memory(0, None, None)).row(),
             }
 
-        sizes = {"mode": mode, "B": B, "T": T, "H": H, "L": L, "D": D}
+        sizes = {"mode": mode, "B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}
         if not gpu.compare(at, table, OURS, calls, sizes, more, ratio="times_latte", budget=0.15):
             raise RuntimeError("latte did not run")
 
@@ -131,6 +149,8 @@ def goals_of(rows: Sequence[Row], wrong: dict[str, dict[str, float]]) -> list[Go
     """The worst size of each goal; goals that compare need a rival that ran."""
     sized: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
+        if row["sigma"] != 1.0:
+            continue
         size = f"L = {row['L']}, D = {row['D']}, B = {row['B']}"
         sized.setdefault((row["mode"], size), {})[row["side"]] = row
 

@@ -74,6 +74,9 @@ def launching(instead: Callable[..., None], capability: int = 90) -> Iterator[py
     driver.set_active(Card(capability))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("latte.") and hasattr(module, "capability"):
+                patch.setattr(module, "capability", lambda device: capability)
         served = launch.unavailable_for
         for name, module in list(sys.modules.items()):
             if name.startswith("latte.") and getattr(module, "unavailable_for", None) is served:
@@ -99,13 +102,15 @@ class Case(NamedTuple):
     taps: int = 4
     K: int | None = None  # else D
     T: int = 200
+    heads: tuple[int, int] = (4, 2)
+    window: int = 33
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, T, H, G."""
         if self.one:
             return 1, 200 if self.cut else 1, 1, 1
-        return 1 if self.kind == "packed" else 2, self.T, 4, 2
+        return 1 if self.kind == "packed" else 2, self.T, *self.heads
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         x = torch.randn((*shape[:-1], 2 * shape[-1] + 1) if self.strided else shape)
@@ -145,7 +150,7 @@ def latte(case: Case) -> tuple[Any, list[Tensor]]:
 
 def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     B, T, H, G = case.sizes
-    K, window = case.K or case.D, 1 if case.one else 33
+    K, window = case.K or case.D, 1 if case.one else case.window
     inputs = [case.randn(B, T, H, case.L + 1), case.randn(B, T, H, case.L), case.randn(B, T, H, K)]
     inputs += [case.randn(B, T, G, K), case.randn(B, T, G, case.D)]
     options, state = case.options(), ()
@@ -159,7 +164,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
 
 def window(case: Case) -> tuple[Any, list[Tensor]]:
     B, T, H, G = case.sizes
-    K, window = case.K or case.D, 1 if case.one else 33
+    K, window = case.K or case.D, 1 if case.one else case.window
     inputs = [case.randn(B, T, H, K), case.randn(B, T, G, K), case.randn(B, T, G, case.D)]
     options, state = case.options(), ()
     if case.kind != "plain":

@@ -55,6 +55,7 @@ from latte.ops.triton_backend.tiles import (
     SIZES,
     TINY,
     add_source,
+    added,
     counted,
     factor,
     finite,
@@ -331,12 +332,12 @@ def walk(
             unseen = tl.max(fresh, 0)
         rise = largest(k - ref[None, :])
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        mass_t = mass + counted(past.to(tl.float32), e, PRODUCT)
+        mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
         y = mm(scores, v, PRODUCT) + mm(p_over_mass, tl.trans(total), PRODUCT)
-        after = total + mm(tl.trans(v), e, PRODUCT)
-        mass_after = mass + counted(ones, e, PRODUCT)
+        after = added(total, mm(tl.trans(v), e, PRODUCT))
+        mass_after = added(mass, counted(ones, e, PRODUCT))
         if rise > REACH:
             highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
             near = tl.associative_scan(highest, 0, larger) <= REACH
@@ -427,15 +428,16 @@ def query_walk(
         store_latents(slot_mass_ptr, slot, L, tl.max(mass, 0), BL)
         rise = largest(k - ref[None, :])
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        over = reciprocal(tl.maximum(mass + counted(past.to(tl.float32), e, PRODUCT), TINY))
+        mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
+        over = reciprocal(tl.maximum(mass_t, TINY))
         pairs = tl.where(past, mm(dy, tl.trans(v), PRODUCT), 0.0)
         pulled = p * over * (mm(dy, total, PRODUCT) + mm(pairs, e, PRODUCT))
         c = tl.sum(pulled, 1)
         if GATED:
             own = tl.load(window_delta_ptr + (at + token) * H, mask=at + token < stop, other=0.0)
             c += gate * own
-        after = total + mm(tl.trans(v), e, PRODUCT)
-        mass_after = mass + counted(ones, e, PRODUCT)
+        after = added(total, mm(tl.trans(v), e, PRODUCT))
+        mass_after = added(mass, counted(ones, e, PRODUCT))
         lost_after = lost
         if asked_ptr is not None:
             # The first state's share of the state now, at most 1.
@@ -481,7 +483,7 @@ def query_walk(
                 ref, mass_after, after = later, mass_after * kept, after * kept
         mass, total, lost = mass_after, after, lost_after
         if asked_ptr is not None:
-            asked += mm(tl.trans(dy), asks, PRODUCT)
+            asked = added(asked, mm(tl.trans(dy), asks, PRODUCT))
     store_latents(end_ref_ptr, i, L, ref, BL)
     store_latents(end_mass_ptr, i, L, tl.max(mass, 0), BL)
     if asked_ptr is not None:
@@ -544,20 +546,27 @@ def source_walk(
             load_latents(slot_mass_ptr, slot, L, BL),
         )
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        mass_t = mass[None, :] + counted(past.to(tl.float32), e, PRODUCT)
+        mass_t = counted(past.to(tl.float32), e, PRODUCT)
+        mass_t = added(tl.broadcast_to(mass[None, :], mass_t.shape), mass_t)
         over = reciprocal(tl.maximum(mass_t, TINY))
         asks = factor(p * over, PRODUCT)
         pulled = factor((dq + p * c[:, None]) * over, PRODUCT)
         kept = tl.exp(tl.minimum(ref - later, 0.0))[None, :]
         here, lost_here = total * kept, lost * kept
-        pairs = tl.where(future, mm(v, tl.trans(dy), PRODUCT), 0.0)
+        # What is written early holds no registers; where tokens are beyond reach, nothing is.
+        beyond = largest(k - ref[None, :]) > REACH
+        reached = tl.where(beyond, at, stop)
         scores = tl.where(future, mm(e, tl.trans(asks), PRODUCT), 0.0)
-        dk = mm(v, here, PRODUCT) - lost_here - counted(future.to(tl.float32), pulled, PRODUCT)
-        dk = (dk + mm(pairs, asks, PRODUCT)) * e.to(tl.float32)
         dv = mm(scores, dy, PRODUCT) + mm(e, tl.trans(here), PRODUCT)
-        here += mm(tl.trans(dy), asks, PRODUCT)
-        lost_here += counted(ones, pulled, PRODUCT)
-        if largest(k - ref[None, :]) > REACH:
+        store_tile(dv_ptr, dv_t, 1, at, reached, 0, D, dv, C, BD)
+        pairs = tl.where(future, mm(v, tl.trans(dy), PRODUCT), 0.0)
+        dk = mm(v, here, PRODUCT) + mm(pairs, asks, PRODUCT)
+        dk = dk - lost_here - counted(future.to(tl.float32), pulled, PRODUCT)
+        dk *= e.to(tl.float32)
+        store_tile(dk_ptr, H * L, 1, at, reached, 0, L, dk, C, BL)
+        here = added(here, mm(tl.trans(dy), asks, PRODUCT))
+        lost_here = added(lost_here, counted(ones, pulled, PRODUCT))
+        if beyond:
             top_s, lost_s, here = later, tl.max(lost, 0), total
             tokens = tl.minimum(stop - at, C).to(tl.int32)
             for back in range(0, tokens):
@@ -582,9 +591,6 @@ def source_walk(
             kept_s = tl.exp(tl.minimum(ref - top_s, 0.0))
             here *= kept_s[None, :]
             lost_here = (lost_s * kept_s)[None, :] + tl.zeros((C, BL), tl.float32)
-        else:
-            store_tile(dk_ptr, H * L, 1, at, stop, 0, L, dk, C, BL)
-            store_tile(dv_ptr, dv_t, 1, at, stop, 0, D, dv, C, BD)
         total, lost, later = here, lost_here, ref
     if dmean0_ptr is not None:
         store_latents(lost0_ptr, i, L, tl.max(lost, 0) * mass, BL)

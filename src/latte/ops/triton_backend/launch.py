@@ -1,7 +1,8 @@
 """What the kernels serve, every number that is tuned, and how a kernel is launched.
 
-Sizes of tiles, warps, stages and limits of registers of all kernels are here, as compiled for
-sm_90: docs/kernels.md has what each takes. But for the cuts none depends on B or T.
+Sizes of tiles, warps, stages and limits of registers of all kernels are here, chosen by what their
+machine code takes and issues: docs/kernels.md has it. They are functions of the compute capability,
+the widths and the dtype. But for the cuts none depends on B or T.
 
 This file loads without Triton.
 
@@ -18,6 +19,8 @@ from torch import Tensor
 MOST_LATENTS = 256
 WIDEST_VALUE = 512
 WIDEST_KEY = 256  # of a window
+HOPPER = 90  # the compute capability, 9.0, that the tables are for
+OLDEST = 80  # the least that is served: bf16's products, and copies beside the program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # What the factors of products are rounded to: WIDE for factors in fp32, NARROW where one has the
@@ -37,6 +40,7 @@ class ByChunk(NamedTuple):
     narrow: str
     warps: int  # of the forward kernels
     warps_back: int  # of the backward kernels, which hold more
+    stages: int  # of ``mixture_gradients``: loads of this many tiles of D are under way
 
 
 # Padded latents -> C, BD, warps forward and back.
@@ -76,11 +80,12 @@ class Walk(NamedTuple):
 
 
 # Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
-# of 128 take 8 warps. What multiplies in tf32 needs more registers, so that its chunks are short.
+# of 128 take 8 warps. Four warps are one group of Hopper's: eight on a chunk of 64 compute most of
+# it twice. What multiplies in tf32 needs more registers, so that its chunks are short.
 WALKS = {
     torch.bfloat16: {
-        16: (64, 128, 4, 3, 128, 8, 2),
-        32: (64, 128, 4, 3, 128, 8, 2),
+        16: (64, 64, 4, 3, 128, 4, 2),
+        32: (64, 64, 4, 3, 128, 4, 2),
         64: (64, 64, 8, 2, 64, 8, 2),
         128: (16, 64, 8, 2, 64, 8, 2),
         256: (16, 64, 8, 2, 32, 8, 2),
@@ -98,6 +103,16 @@ WALKS = {
         64: (16, 64, 8, 2, 32, 8, 2),
         128: (16, 32, 8, 2, 32, 8, 2),
         256: (16, 16, 8, 2, 16, 8, 2),
+    },
+}
+# Without Hopper's products, whose factors lie in shared memory, those of bf16 take registers too.
+WALKS_ELSEWHERE = {
+    **WALKS,
+    torch.bfloat16: WALKS[torch.bfloat16]
+    | {
+        16: (32, 64, 4, 2, 64, 4, 2),
+        32: (32, 64, 4, 2, 64, 4, 2),
+        64: (32, 64, 8, 2, 32, 8, 2),
     },
 }
 # Left alone, ptxas gives tf32's walks over 128 latents and more 32 to 128 registers, and puts the
@@ -140,12 +155,13 @@ _NARROW_WINDOW = {
 _SINGLE_WINDOW = dict.fromkeys(_NARROW_WINDOW, (32, 8, 8, 1))
 WINDOW = {
     torch.bfloat16: (
-        _NARROW_WINDOW,
+        _NARROW_WINDOW | dict.fromkeys((16, 32), (64, 4, 4, 2)),
         _NARROW_WINDOW | dict.fromkeys((16, 32, 64), (128, 8, 8, 1)),
     ),
     torch.float16: (_NARROW_WINDOW, _NARROW_WINDOW),
     torch.float32: (_SINGLE_WINDOW, _SINGLE_WINDOW),
 }
+WINDOW_ELSEWHERE = WINDOW | {torch.bfloat16: (_NARROW_WINDOW, _NARROW_WINDOW)}
 # Elements between tokens from which on inputs of the window are copied: offsets within a chunk,
 # of 64 tokens at most, then fit into 32 bits.
 FARTHEST_TOKENS = 1 << 24
@@ -160,15 +176,15 @@ class MacchiatoTiles(NamedTuple):
 
 
 _HALF_MACCHIATO = {
-    16: (64, 8, 3),
-    32: (64, 8, 3),
+    16: (64, 4, 3),
+    32: (64, 4, 3),
     64: (64, 8, 2),
     128: (64, 8, 2),
     256: (64, 8, 2),
 }
 MACCHIATO = {
     torch.bfloat16: _HALF_MACCHIATO,
-    torch.float16: _HALF_MACCHIATO,
+    torch.float16: _HALF_MACCHIATO | dict.fromkeys((16, 32), (64, 8, 3)),
     torch.float32: dict.fromkeys(_HALF_MACCHIATO, (32, 8, 1)),
 }
 
@@ -196,28 +212,53 @@ def padded(L: int) -> int:
     return max(16, 1 << (L - 1).bit_length())
 
 
-def by_chunk(L: int, dtype: torch.dtype) -> ByChunk:
+@torch.compiler.assume_constant_result
+def capability(device: torch.device) -> int:
+    """90 for compute capability 9.0, which stands for a CPU's interpreter too."""
+    if device.type != "cuda":
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def shared_memory(card: int) -> int:
+    """Bytes of shared memory that one program may use, by compute capability."""
+    if card in (80, 87):
+        return 166912
+    return 232448 if card in (90, 100, 101, 103) else 101376
+
+
+def warpgroups(card: int) -> bool:
+    """Whether products take their factors from shared memory: Hopper, and B200 after it."""
+    return 90 <= card < 120
+
+
+def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER) -> ByChunk:
     """The one configuration for these latents: ten in all, for two sizes of element."""
     BL = padded(L)
     C, BD, warps, warps_back = BY_CHUNK[dtype][BL]
-    return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back)
+    room, largest = shared_memory(card), dtype == torch.float32 and BL == 256
+    stages = 3 if room > 200_000 else 2 if room > 150_000 or not largest else 1
+    return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
 
 
-def walking(L: int, D: int, dtype: torch.dtype) -> Walk:
+def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER) -> Walk:
     """The one configuration of the walks for these sizes."""
     BL = padded(L)
-    C, tile, warps, stages, tile_back, warps_back, stages_back = WALKS[dtype][BL]
+    table = WALKS if warpgroups(card) else WALKS_ELSEWHERE
+    C, tile, warps, stages, tile_back, warps_back, stages_back = table[dtype][BL]
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
-    warps = warps if BD <= 64 else 8
+    warps_back = warps_back if BD_back <= 64 else 8
     product = WALKED[dtype]
     registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
     return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
 
 
-def window_tiles(L: int, K: int, D: int, dtype: torch.dtype) -> WindowTiles:
+def window_tiles(L: int, K: int, D: int, dtype: torch.dtype, card: int = HOPPER) -> WindowTiles:
     """The tiles of the window's kernels; they do not depend on the window."""
-    return WindowTiles(*WINDOW[dtype][max(K, D) > 64][padded(L)])
+    table = WINDOW if warpgroups(card) else WINDOW_ELSEWHERE
+    return WindowTiles(*table[dtype][max(K, D) > 64][padded(L)])
 
 
 def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:
@@ -265,6 +306,8 @@ def unavailable_for(x: Tensor) -> str | None:
         return "here: Triton is not installed"
     if x.device.type != "cuda" and mode != "interpreter":
         return f"on {x.device}: expected CUDA tensors, or TRITON_INTERPRET=1 for the interpreter"
+    if torch.version.hip is None and (card := capability(x.device)) < OLDEST:
+        return f"on compute capability {card / 10}: expected {OLDEST / 10} or newer"
     return None
 
 

@@ -47,6 +47,7 @@ from latte.ops.triton_backend.tiles import (
     SIZES,
     TINY,
     add_source,
+    added,
     factor,
     first_reference,
     first_token,
@@ -305,14 +306,15 @@ def macchiato_walk(
             highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
             near = tl.associative_scan(highest, 0, larger) <= REACH
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        mass_t = mass[None, :] + mm(past.to(tl.float32), e, PRODUCT)
+        mass_t = mm(past.to(tl.float32), e, PRODUCT)
+        mass_t = added(tl.broadcast_to(mass[None, :], mass_t.shape), mass_t)
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         p_over_mass = tl.where(near[:, None], p_over_mass, 0.0)
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
         y = y * share + mm(p_over_mass, tl.trans(total), PRODUCT)
         y += mm(w * share + scores, v, PRODUCT)
         store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BX)
-        after = total + mm(tl.trans(v), e, PRODUCT)
+        after = added(total, mm(tl.trans(v), e, PRODUCT))
         # The last token's is the largest: it counts all of the chunk.
         mass_after = tl.max(mass_t, 0)
         if rise > REACH / 4:

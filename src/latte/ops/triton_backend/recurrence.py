@@ -51,6 +51,8 @@ from latte.ops.triton_backend.tiles import (
     log1p_of_share,
     parts_of,
     place,
+    power,
+    reciprocal,
     store_steps,
 )
 
@@ -235,8 +237,8 @@ def softplus(theta):
 @triton.jit
 def sigmoids(logit):
     """sigmoid(logit) and 1 - sigmoid(logit), each without cancellation or overflow."""
-    e = tl.exp(-tl.abs(logit))
-    larger = 1.0 / (1.0 + e)
+    e = power(-tl.abs(logit))
+    larger = reciprocal(1.0 + e)
     smaller = e * larger
     return tl.where(logit >= 0, larger, smaller), tl.where(logit >= 0, smaller, larger)
 
@@ -285,7 +287,7 @@ def steps(mask_ptr, start, stop, C: tl.constexpr, DOWN: tl.constexpr):
 def decays(r, strength, real, fresh):
     """a and sqrt(1 - a^2): 1 and 0 for what is not real, 0 and 1 where a sequence starts anew."""
     log_a = tl.minimum(-r * strength[None, :], LEAST_DECAY)
-    a = tl.exp(log_a)
+    a = power(log_a)
     factor = tl.sqrt(one_minus_square(a, -2.0 * log_a))
     a = tl.where(fresh[:, None], 0.0, a)
     factor = tl.where(fresh[:, None], 1.0, factor)
@@ -482,7 +484,7 @@ def retreat(
     # Where log a is cut off, where a sequence starts anew and where nothing is real, a is fixed.
     free = real & (fresh == 0)
     moves = free[:, None] & (-r * strength[None, :] <= LEAST_DECAY)
-    ratio = a * a / tl.where(factor == 0.0, 1.0, factor)
+    ratio = a * a * reciprocal(tl.where(factor == 0.0, 1.0, factor))
     dlog_a = tl.where(moves, g * (a * before - i * x * ratio), 0.0)
     store_steps(dx_ptr, t, stop, e, E, gated * i)
     store_steps(di_ptr, t, stop, e, E, gated * x * i * not_i)

@@ -27,6 +27,7 @@ from latte.ops.triton_backend.launch import (
     WANTED,
     Walk,
     by_chunk,
+    capability,
     contiguous,
     launch,
     rounding,
@@ -35,6 +36,7 @@ from latte.ops.triton_backend.launch import (
 from latte.ops.triton_backend.tiles import (
     REACH,
     SIZES,
+    added,
     compose,
     counted,
     factor,
@@ -176,7 +178,7 @@ class ChunkLauncher(Launcher):
 
     def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
         B, T, _, L = q.shape
-        self.config = by_chunk(L, q.dtype)
+        self.config = by_chunk(L, q.dtype, capability(q.device))
         super().__init__(q, D, Parts.of(B, T, self.config.C, cu_seqlens))
         wide, narrow = rounding(self.config.wide), rounding(self.config.narrow)
         self.products = {"WIDE": wide, "NARROW": narrow}
@@ -202,7 +204,7 @@ class Walker(Launcher):
 
     def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
         B, T, _, L = q.shape
-        self.walk = walking(L, D, q.dtype)
+        self.walk = walking(L, D, q.dtype, capability(q.device))
         self.length = length_for(q, D, self.walk, cu_seqlens)
         self.cut = self.length < T  # whether a sequence may have more than one segment
         super().__init__(q, D, Parts.of(B, T, self.length, cu_seqlens, at_least=1))
@@ -254,7 +256,7 @@ def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> Between:
     Without entries where no sequence is cut: nobody needs them. From shapes alone.
     """
     B, T = k.shape[:2]
-    length = length_for(k, D, walking(k.shape[-1], D, k.dtype), cu_seqlens)
+    length = length_for(k, D, walking(k.shape[-1], D, k.dtype, capability(k.device)), cu_seqlens)
     if length < T:
         return state_buffers(
             k, D, count_parts(B, T, length, cu_seqlens), count_sequences(B, cu_seqlens)
@@ -367,8 +369,8 @@ def segment_sums(
             kept = tl.exp(ref - later)
             ref, mass, total = later, mass * kept[None, :], total * kept[None, :]
         e = factor(power(k - ref[None, :]), PRODUCT)
-        mass += counted(ones, e, PRODUCT)
-        total += mm(tl.trans(v), e, PRODUCT)
+        mass = added(mass, counted(ones, e, PRODUCT))
+        total = added(total, mm(tl.trans(v), e, PRODUCT))
     i = m.to(tl.int64) * H + h
     if d0 == 0:
         store_latents(top_ptr, i, L, tl.where(fresh == 1, float("-inf"), ref), BL)

@@ -290,9 +290,9 @@ def load_mixture(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: t
     t = start + tl.arange(0, C)
     own = tl.load(ptr + t * stride_t - stride_x, mask=t < stop, other=0.0).to(tl.float32)
     top = tl.maximum(tl.max(q, 1), own)
-    e, own = tl.exp(q - top[:, None]), tl.exp(own - top)
-    total = tl.sum(e, 1) + own
-    return e / total[:, None], own / total
+    e, own = power(q - top[:, None]), power(own - top)
+    share = reciprocal(tl.sum(e, 1) + own)
+    return e * share[:, None], own * share
 
 
 @triton.jit
@@ -362,6 +362,17 @@ def mm(a, b, PRODUCT: tl.constexpr):
         return tl.dot(a, b, input_precision="tf32")
     else:
         return tl.dot(a, b, input_precision=PRODUCT)
+
+
+@triton.jit
+def added(total, product):
+    """total + product, in an addition of its own.
+
+    ``total + mm(...)`` becomes one product that accumulates in ``total``. Tensor cores cut such
+    sums off where an addition rounds: carried from chunk to chunk they would drift. Triton joins
+    sums with products, but not this.
+    """
+    return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), total)
 
 
 @triton.jit

@@ -45,6 +45,7 @@ from latte.ops.tensors import Local, Sequences
 from latte.ops.triton_backend.launch import (
     FARTHEST_TOKENS,
     WINDOW_STAGES,
+    capability,
     contiguous,
     launch,
     readable,
@@ -53,6 +54,7 @@ from latte.ops.triton_backend.launch import (
 from latte.ops.triton_backend.segments import ChunkLauncher
 from latte.ops.triton_backend.tiles import (
     SIZES,
+    added,
     finite,
     first_token,
     inverse,
@@ -63,6 +65,7 @@ from latte.ops.triton_backend.tiles import (
     load_state,
     mm,
     place,
+    power,
     store_numbers,
     store_tile,
     tanh,
@@ -151,7 +154,7 @@ class WindowLauncher(ChunkLauncher):
         super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu)
         self.K, self.G = w.k.shape[-1], w.k.shape[2]
         self.R = self.H // self.G
-        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype)
+        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype, capability(q.device))
         self.window = w
 
     def by_tile(
@@ -349,10 +352,15 @@ def chunk_logits(
         bent = tanh(logits / softcap)
         slope = 1.0 - bent * bent
         logits = softcap * bent
+    # Which keys a query sees is a range, so that each pair takes two comparisons.
     i = tl.arange(0, C)
-    gap = i[:, None] - i[None, :] - off
-    seen = (gap <= reach) & real[None, :] & (i < queries)[:, None]
-    seen = seen & ((gap >= 0) if CAUSAL else (gap >= -reach))
+    oldest = tl.maximum(i - off - reach, tl.minimum(first, C).to(tl.int32))
+    newest = i - off if CAUSAL else i - off + reach
+    newest = tl.minimum(newest, tl.minimum(last, C).to(tl.int32) - 1)
+    newest = tl.where(i < queries, newest, -1)
+    seen = (i[None, :] >= oldest[:, None]) & (i[None, :] <= newest[:, None])
+    if mask_ptr is not None:
+        seen = seen & real[None, :]
     return tl.where(seen, logits, float("-inf")), slope, first, last
 
 
@@ -365,14 +373,14 @@ def softmax_step(top, mass, logits):
     """
     later = tl.maximum(top, tl.max(logits, 1))
     kept = tl.exp(top - finite(later))
-    w = tl.exp(logits - finite(later)[:, None])
+    w = power(logits - finite(later)[:, None])
     return later, mass * kept + tl.sum(w, 1), kept, w
 
 
 @triton.jit
 def window_weights(logits, top, mass):
     """The softmax over the window again, from its queries' (top, mass)."""
-    w = tl.exp(tl.minimum(logits - finite(top)[:, None], 0.0))
+    w = power(tl.minimum(logits - finite(top)[:, None], 0.0))
     return w * inverse(mass)[:, None]
 
 
@@ -421,7 +429,7 @@ def attend(
         at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, G * D, P)
         v = load_chunk(at, step, first, last, d0, D, C, BX)
         top, mass, kept, w = softmax_step(top, mass, logits)
-        y = y * kept[:, None] + mm(w, v, NARROW)
+        y = added(y * kept[:, None], mm(w, v, NARROW))
     logits, _, _, _ = chunk_logits(
         q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, P,
         start, begin, stop, 0, reach, scale, softcap,

@@ -1,0 +1,73 @@
+"""What the default configurations may take and issue on an H100, from their machine code.
+
+Bounds are a little above what the tool prints: ``machine_code.py`` says what its columns mean.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from launches import BF16, Case  # noqa: E402
+from machine_code import CARDS, HEADS, Code, analyse  # noqa: E402
+
+from latte.ops.triton_backend import launch  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+H100 = 90
+CODE = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   MUFU.EX2 R2, R2 ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   FADD R3, R3, R3 ;
+        /*0040*/                   FADD R3, R3, R3 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0070*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0080*/                   FMUL R3, R3, R3 ;
+.L_x_3:
+        /*0090*/               @P2 BRA `(.L_x_0) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_the_path_that_is_counted():
+    """Through the main loop once, by way of the products; the other branch is for rare tokens."""
+    found = Code(CODE).path([1], whole=False)
+    assert found == {"MUFU.EX2": 1, "BRA": 2, "HGMMA.64x32x16.F32.BF16": 1, "FMUL": 1}
+    assert Code(CODE).path([1], whole=True).total() == 5 + 2
+
+
+def test_cards_have_the_room_that_configurations_count_on():
+    for card, made in CARDS.items():
+        assert launch.shared_memory(card) == made.shared_block
+
+
+def test_latte_on_an_h100():
+    """L = 32, D = 64: two blocks at a time, and the backward pass issues less than its bytes."""
+    rows = {row.takes.kernel: row for row in analyse(Case("latte", BF16, "plain", **HEADS), H100)}
+    assert list(rows) == ["walk", "query_walk", "source_walk"]
+    for row in rows.values():
+        assert row.takes.blocks(CARDS[H100]) == 2
+        assert row.takes.stack <= 128 and row.work.copies > 0 and row.work.carried == 0
+        assert row.issue_floor < row.bytes_floor
+    assert sum(rows[name].issue_floor for name in ("query_walk", "source_walk")) < 130
+
+
+@pytest.mark.slow
+def test_macchiato_on_an_h100():
+    """The forward walk at two blocks, its loads under way beside the products."""
+    case = Case("macchiato", BF16, "plain", window=128, **HEADS)
+    rows = {row.takes.kernel: row for row in analyse(case, H100)}
+    walk = rows["macchiato_walk"]
+    assert walk.takes.blocks(CARDS[H100]) == 2 and walk.takes.stack <= 160
+    assert walk.work.copies > 0 and walk.work.carried == 0 and walk.issue_floor < 145
