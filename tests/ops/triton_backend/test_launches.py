@@ -86,7 +86,8 @@ def most_stack(kernel: str, dtype: torch.dtype, L: int, D: int, beside: bool) ->
             return 640
         if uneven and beside:
             return 320
-        least = 16 if beside or kernel == EARLIER else 0
+        # Four warps and two blocks at a time: half the instructions, for a little stack.
+        least = 64 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
         return 96 if D > 64 or L > 32 else 64 if uneven else least
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, "step"), kernel
     return 0
