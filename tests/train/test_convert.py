@@ -142,24 +142,24 @@ def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
 
 
 def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted, small, tmp_path):
-    out = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    """Stopped in its first stage, and killed in its second; meanwhile nobody else goes on."""
+    stopped = small("transfer.max_minutes=1e-6")
+    with pytest.raises(LatteError, match="transfer was stopped at step 1 by its max_minutes"):
+        convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
+    held, _ = take(tmp_path / "out", "conversion.json", {}, {}, identity=dict)
+    with pytest.raises(FolderInUse, match="another process is training in"):
+        convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    held.lock.close()
+    more = small("transfer.max_minutes=60", "evaluation.lengths=[32]")
+    out = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
     # As a kill during the second stage leaves it: a checkpoint and no result.
     for name in ("model.safetensors", "config.json", "finished.json"):
         (out / "next-token" / name).unlink()
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "next-token" / "checkpoint-3", ignore_errors=True)
-    again = convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
+    again = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
     for name, weight in weights(converted).items():
         assert torch.equal(weight, weights(again)[name]), name
-
-
-def test_a_conversion_stopped_by_its_minutes_goes_on_with_more(base, small, tmp_path):
-    stopped = small("transfer.max_minutes=1e-6")
-    with pytest.raises(LatteError, match="transfer was stopped at step 1 by its max_minutes"):
-        convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
-    more = small("transfer.max_minutes=60", "training.save_steps=1", "evaluation.lengths=[32]")
-    out = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
-    assert (out / "model.safetensors").is_file()
     with pytest.raises(LatteError, match="another conversion: transfer.learning_rate is"):
         other = small("transfer.learning_rate=0.5")
         convert_and_train(str(base), tmp_path / "out", other, quiet=True)
@@ -253,16 +253,6 @@ def test_plugins_reach_every_stage_and_the_identity(small, tmp_path):
     assert [each["recipe"]["plugins"] for each in identities] == [[], ["mine.py", "math"]]
     del values[0]["recipe"]["plugins"]  # as conversions begun before had it
     assert _identity(values[0]) == identities[0]
-
-
-def test_a_conversion_under_way_is_left_to_its_process(base, small, tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(LatteError, match="transfer was stopped at step 1"):
-        convert_and_train(str(base), out, small("transfer.max_minutes=1e-6"), quiet=True)
-    held, _ = take(out, "conversion.json", {}, {}, identity=dict)
-    with pytest.raises(FolderInUse, match="another process is training in"):
-        convert_and_train(str(base), out, small(), quiet=True)
-    held.lock.close()
 
 
 def test_no_stage_at_all_is_a_mistake(small):
