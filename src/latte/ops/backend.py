@@ -103,7 +103,7 @@ def choose(
     refusal: Callable[[], str | None],
     *,
     step: bool = False,
-    inputs: tuple[Tensor | None, ...] = (),
+    inputs: tuple[Any, ...] = (),
 ) -> str:
     """The backend of one call: exactly the one asked for, which None leaves open.
 

@@ -100,12 +100,12 @@ def _differentiable(
     """The gradients of all inputs, as functions of the inputs and of ``grads``."""
     # Inputs of their own: the same tensor may stand in two places.
     inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
-    places = [i for i in wanted if (x := inputs[i]) is not None and x.requires_grad]
+    places = {i: x for i in wanted if (x := inputs[i]) is not None and x.requires_grad}
     outputs = again(*inputs, *numbers)
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y.requires_grad]
     found = torch.autograd.grad(
         [y for y, _ in pairs],
-        [inputs[i] for i in places],
+        list(places.values()),
         [dy for _, dy in pairs],
         create_graph=True,
         allow_unused=True,
