@@ -62,9 +62,8 @@ docs: $(READY)
 
 bench: $(NATIVE)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[jax]"
-	$(BIN)/python benchmarks/cpu_ops.py
-	$(BIN)/python benchmarks/cpu_scaling.py
-	$(BIN)/python benchmarks/cpu_decode.py
+	for part in ops scaling decode training; do \
+		$(BIN)/python benchmarks/cpu_$$part.py $(BENCH) || exit 1; done
 
 # On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.
 gpu-check: $(READY)

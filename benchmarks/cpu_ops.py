@@ -152,9 +152,43 @@ def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> 
     return int(best)
 
 
-def goals_of(times: dict[tuple[str, str, int], Times], lengths: Sequence[int]) -> list[Goal]:
+def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float:
+    """The time of a call's matrix products at their rate, and of its bytes at that of a copy.
+
+    Products of Latte's chunks of 32 tokens and of the keys that a window sees; backward once more
+    what the weights are made of. Bytes are inputs, outputs, gradients: each is moved once.
+    """
+    back, C = mode == MODES[1], 32
+    latent = (7 * L * D + 4 * C * L + 3 * C * D) if back else (2 * L * D + C * L + C * D)
+    local = WINDOW * D * (7 if back else 2)
+    products, widths = {
+        "latte": (latent, 2 * L + 2 * D),
+        "window 128": (local, 4 * D),
+        "macchiato": (latent + local, 2 * L + 1 + 4 * D),
+        "rg-lru": (0, 4 * D),
+    }[side]
+    moved = 4 * widths * (2 if back else 1)
+    return 1e3 * T * H * (2 * products / rates["matmul"] + moved / rates["copy"])
+
+
+def goals_of(
+    times: dict[tuple[str, str, int], Times], lengths: Sequence[int], rates: dict[str, float]
+) -> list[Goal]:
     """The goals at the lengths that were run."""
     goals = []
+    for mode, most in zip(MODES, (2.0, 2.5), strict=True):
+        for side in ("latte", "window 128", "macchiato"):
+            if (side, mode, GOAL_LENGTH) in times:
+                limit = limit_ms(side, mode, GOAL_LENGTH, rates)
+                ours = times[side, mode, GOAL_LENGTH].median
+                name = f"{side}, {mode}, T = {GOAL_LENGTH}: times its limit"
+                note = f"{ours:.1f} ms against {limit:.1f} ms"
+                goals.append(Goal(name, most, ours / limit, False, note))
+        found = {
+            f"T = {T}": times["rg-lru", mode, T].median / limit_ms("rg-lru", mode, T, rates)
+            for T in lengths
+        }
+        goals += records.worst(f"rg-lru, {mode}: times the copy rate", 3.0, found, False)
     for mode, target in zip(MODES, (3.0, 5.0), strict=True):
         if ("jax scan", mode, GOAL_LENGTH) in times:
             ours, scan = (times[s, mode, GOAL_LENGTH].median for s in ("latte", "jax scan"))
@@ -181,6 +215,10 @@ def main() -> None:
         say("jax is not installed: leaving out the jax scan (pip install jax)")
     check_sides(64 if args.quick else 256)
 
+    rates = records.rates()
+    say(
+        f"{rates['matmul'] / 1e9:.0f} GFLOP/s of products, {rates['copy'] / 1e9:.1f} GB/s of copies"
+    )
     table = records.Table(out / "cpu_ops.csv")
     times: dict[tuple[str, str, int], Times] = {}
     for mode in MODES:
@@ -201,6 +239,8 @@ def main() -> None:
                 row: Row = {"side": side, "mode": mode, "tokens": T, **statistics.row()}
                 row |= {"times_latte": round(statistics.median / measured["latte"].median, 3)}
                 row |= {"unroll": unroll if side == "jax scan" else ""}
+                limited = side not in ("jax scan", "sdpa")
+                row |= {"limit_ms": round(limit_ms(side, mode, T, rates), 3) if limited else ""}
                 table.add(row | {"dtype": "float32", "B": 1, "H": H, "L": L, "D": D})
                 say(
                     f"{mode:17} T = {T:6} {side:11} {statistics.median:10.2f} ms "
@@ -208,7 +248,7 @@ def main() -> None:
                     f"{statistics.calls} calls), {row['times_latte']:.2f} x latte",
                 )
     say(f"wrote {table.path} and {of_ops(out)}")
-    records.report_goals(out, "cpu_ops", goals_of(times, lengths))
+    records.report_goals(out, "cpu_ops", goals_of(times, lengths, rates))
 
 
 if __name__ == "__main__":

@@ -300,6 +300,13 @@ PLAIN: dict[str, tuple[str, list[Panel]]] = {
         "Forward pass of whole models, a constant number of tokens",
         [Panel(f"size {size}", having(size=size)) for size in ("400m", "2.6b", "tiny")],
     ),
+    "cpu_training": (
+        "Training on a CPU: tokens per second, and peak memory of a step",
+        [
+            Panel("throughput", y="tokens_per_s", ylabel="tokens/s"),
+            Panel("memory", y="peak_process_mb", ylabel="MB"),
+        ],
+    ),
     "gpu_training": (
         "Training throughput",
         [

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from latte.machine import CPU, describe, in_fresh_process, peak_memory_bytes
+from latte.machine import CPU, describe, in_fresh_process, interleave, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,6 +52,9 @@ def parser(description: str | None, budget: float | None = None) -> argparse.Arg
         type=Path,
         help="folder for the CSV files and figures (default: benchmarks/results and docs/figures; "
         "with --quick build/benchmarks)",
+    )
+    options.add_argument(
+        "--resume", action="store_true", help="keep the rows that an interrupted run has written"
     )
     what = "of timed calls per side, mode and size" if budget is None else "(default: %(default)g)"
     options.add_argument("--budget", type=float, default=budget, help=f"seconds {what}")
@@ -100,6 +103,26 @@ def call_of(
     return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
 
 
+def aten_calls(call: Callable[[], Any]) -> int:
+    """PyTorch's operations in a call, in the profiler, those inside others counted too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(event.name.startswith("aten::") for event in profile.events())
+
+
+def rates() -> dict[str, float]:
+    """What bounds a call, here and now: FLOP/s of a matrix product, bytes/s of a copy and a sum.
+
+    A copy reads and writes; the sum only reads, as a step of decoding does its weights.
+    """
+    a, b = torch.randn(1536, 1536), torch.randn(1 << 26)
+    c = torch.empty_like(b)
+    calls = {"matmul": lambda: torch.mm(a, a), "copy": lambda: c.copy_(b), "read": lambda: b.sum()}
+    work = {"matmul": 2.0 * 1536**3, "copy": 8.0 * b.numel(), "read": 4.0 * b.numel()}
+    times = interleave(calls, 0.5)
+    return {name: work[name] / (1e-3 * times[name].median) for name in work}
+
+
 def peaks(before: int, device: torch.device = CPU) -> Row:
     """The most memory so far, beyond what was in use before and in all."""
     peak = peak_memory_bytes(device)
@@ -120,9 +143,15 @@ def columns(device: torch.device | None) -> Row:
 class Table:
     """A CSV file that is written row by row, so that an interrupted run leaves what it has."""
 
-    def __init__(self, path: Path, device: torch.device | None = None) -> None:
+    def __init__(
+        self, path: Path, device: torch.device | None = None, resume: bool = False
+    ) -> None:
         self.path, self.device = path, device
-        self.rows: list[Row] = []
+        self.rows: list[Row] = read_rows(path) if resume and path.exists() else []
+
+    def has(self, **key: Any) -> bool:
+        """Whether there are rows with these values, of this run or the one that is resumed."""
+        return any(all(str(row[k]) == str(value) for k, value in key.items()) for row in self.rows)
 
     def add(self, row: Row) -> None:
         """Append the row, with the machine's columns, to the file; the first one starts it."""
@@ -201,8 +230,24 @@ def write_goals(path: Path, script: str, goals: Sequence[Goal], machine: Row) ->
 
 
 def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
-    """Put this script's goals into goals.csv and print the whole table."""
-    print_goals(write_goals(out / "goals.csv", script, goals, columns(None)))
+    """Put this script's goals into goals.csv, and all of a CPU's into the docs; print them."""
+    rows = write_goals(out / "goals.csv", script, goals, columns(None))
+    if out == RESULTS:
+        document_goals(ROOT / "docs" / "results" / "cpu.md", rows)
+    print_goals(rows)
+
+
+def document_goals(page: Path, rows: Sequence[Row]) -> None:
+    """The table of a CPU's goals into a page, between its two marks."""
+    lines = ["| goal | target | measured | |", "|---|---|---:|---|"]
+    for row in rows:
+        if row["script"].startswith("cpu_"):
+            verdict = f"{row['verdict']}: {row['note']}" if row["note"] else row["verdict"]
+            lines.append(f"| {row['goal']} | {row['target']} | {row['measured']} | {verdict} |")
+    head, rest = page.read_text(encoding="utf-8").split("<!-- results: goals -->\n", 1)
+    tail = rest.split("<!-- /results -->", 1)[1]
+    body = "\n".join(lines)
+    page.write_text(f"{head}<!-- results: goals -->\n{body}\n<!-- /results -->{tail}", "utf-8")
 
 
 def print_goals(rows: Sequence[Row]) -> None:

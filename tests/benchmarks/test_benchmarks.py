@@ -70,6 +70,31 @@ def test_decode(tmp_path, environment):
     assert growth == pytest.approx(int(long) / int(short), rel=0.01)
 
 
+def test_training(tmp_path, environment):
+    printed, rows = run("cpu_training", tmp_path, environment)
+    assert [row["side"] for row in rows] == ["latte-r-swa++", "transformer++"]
+    assert all(int(row["aten_calls"]) > 1000 and float(row["tokens_per_s"]) > 0 for row in rows)
+    assert "tokens/s" in printed
+
+
+def test_a_resumed_table_keeps_its_rows(tmp_path):
+    records.Table(tmp_path / "rows.csv").add({"tokens": 1})
+    table = records.Table(tmp_path / "rows.csv", resume=True)
+    assert table.has(tokens=1) and not table.has(tokens=2)
+    table.add({"tokens": 2})
+    assert [row["tokens"] for row in records.read_rows(table.path)] == ["1", "2"]
+
+
+def test_the_goals_of_a_cpu_go_into_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results: goals -->\nold\n<!-- /results -->\nafter\n")
+    goal = {"goal": "fast", "target": ">= 1", "measured": "2", "verdict": "pass", "note": "so"}
+    records.document_goals(page, [goal | {"script": "cpu_ops"}, goal | {"script": "gpu_latte"}])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("<!-- /results -->\nafter\n")
+    assert text.count("| fast | >= 1 | 2 | pass: so |") == 1 and "old" not in text
+
+
 @pytest.mark.parametrize("mode", ["forward", "gradients"])
 def test_listing_1_is_latte(mode):
     pytest.importorskip("jax")

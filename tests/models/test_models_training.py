@@ -166,7 +166,11 @@ def operations(step):
     return sum(event.name.startswith("aten::") for event in profile.events())
 
 
-@pytest.mark.parametrize(("preset", "most"), [("latte-conv-swa++", 6000), ("transformer++", 2600)])
+@pytest.mark.parametrize(
+    ("preset", "most"),
+    # The RG-LRU without its native kernel is a loop of some 4,000 operations.
+    [("latte-r-swa++", 9000), ("latte-conv-swa++", 5100), ("transformer++", 1950)],
+)
 def test_a_training_step_runs_few_operations(preset, most):
     """4 x 256 tokens at size tiny, the optimiser aside: overhead that no machine hides."""
     torch.manual_seed(0)

@@ -57,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = torch.addcmul(number(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
         ctx.eps = eps
         return (x * scale).mul_(weight)
@@ -70,8 +70,9 @@ class _RMSNorm(torch.autograd.Function):
             scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
         normed = x * scale
         pulled = (dy * normed).view(-1, x.shape[-1])
-        along = torch.mv(pulled, weight).div_(-x.shape[-1]).view(scale.shape)
-        return (dy * weight).addcmul_(normed, along).mul_(scale), pulled.sum(0), None
+        along = torch.mv(pulled, weight).view(scale.shape)
+        dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+        return dx, pulled.sum(0), None
 
 
 class Drawn(nn.Module):
@@ -276,10 +277,10 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.sign = sign
-        out = torch.empty(x.shape, dtype=cos.dtype)
-        (first, second), (a, b) = x.chunk(2, -1), out.chunk(2, -1)
-        torch.mul(first, cos, out=a).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=b).addcmul_(first, sin, value=sign)
+        out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
+        first, second = x[..., :K], x[..., K:]
+        torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
         return out.to(x.dtype)
 
     @staticmethod

@@ -88,7 +88,7 @@ def initial_carry(earlier: Earlier, rows: Rows) -> Carry | None:
 def heads_first(x_ntHD: Tensor, S: int, dtype: torch.dtype, fill: float = 0.0) -> Tensor:
     """(n, t, H, D) -> contiguous (n H, S, D), padded from t to S tokens."""
     n, t, H, D = x_ntHD.shape
-    out = x_ntHD.new_empty(n, H, S, D, dtype=dtype)
+    out = torch.empty((n, H, S, D), dtype=dtype, device=x_ntHD.device)
     if t == S:
         out.copy_(x_ntHD.transpose(1, 2))
     else:
@@ -161,7 +161,7 @@ class Segment:
 
     def backward(
         self, state: Carry | None, dy_XSD: Tensor, dA_XL: Tensor, dmu_XLD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Any, ...]:
         """(p dp, dk, dv, dA, dmu); the last two of the state before, None if there is none."""
         runs = [self.run(0, state, False)]
         while runs[-1].span.stop < self.S:
@@ -253,6 +253,7 @@ class Run:
     def backward(self, dy: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Any, ...]:
         """Gradients of these tokens and of the state before them."""
         dy = self.padded(dy, 0.0)
+        grads: tuple[Any, ...]
         if self.keys is None:
             grads = pairwise.backward(self.p, self.k, self.v, self.start, dy, dA, dmu)
         else:
@@ -319,8 +320,10 @@ class Checkpoints:
         """One state for every boundary between segments, packed or not."""
         B, T, H, L = q.shape
         M = B * ((T - 1) // segment_length(H, L, v.shape[-1]))
-        top = q.new_empty((M, H, L), dtype=computation_dtype(q.dtype))
-        return top, torch.empty_like(top), top.new_empty((M, H, L, aligned(v.shape[-1])))
+        shapes = ((M, H, L), (M, H, L), (M, H, L, aligned(v.shape[-1])))
+        dtype = computation_dtype(q.dtype)
+        top, mass, mean = (torch.empty(x, dtype=dtype, device=q.device) for x in shapes)
+        return top, mass, mean
 
     def save(self, n: int, state: Carry) -> None:
         """Keep the state of n rows."""

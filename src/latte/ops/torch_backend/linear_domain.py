@@ -134,7 +134,9 @@ def running_states(
 def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor | None) -> tuple[Tensor, Tensor]:
     """States before every chunk (X, N, L, D) and after the last (X, L, D), unnormalised."""
     X, _, L = keys.e_XSL.shape
-    sums_XNLD = torch.bmm(chunk(keys.e_XSL).mT, chunk(v_XSD)).view(X, -1, L, v_XSD.shape[-1])
+    sums_XNLD = torch.bmm(chunk(keys.e_XSL).transpose(1, 2), chunk(v_XSD)).view(
+        X, -1, L, v_XSD.shape[-1]
+    )
     start = None
     if keys.mass_XL is not None and mean_XLD is not None:
         start = keys.mass_XL[..., None] * mean_XLD
@@ -162,7 +164,7 @@ def forward(
     """Outputs (X, S, D) of one segment, and the state after it."""
     states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
     ratio = chunk(p_XSL / keys.alpha_XSL)
-    scores = torch.bmm(ratio, chunk(keys.e_XSL).mT).tril_()
+    scores = torch.bmm(ratio, chunk(keys.e_XSL).transpose(1, 2)).tril_()
     out = torch.bmm(scores, chunk(v_XSD))
     out.baddbmm_(ratio, states_XNLD.flatten(0, 1))
     return out.view(v_XSD.shape), carry(keys, last_XLD)
@@ -190,12 +192,12 @@ def backward(
     ratio, e, v, dy = chunk(ratio_XSL), chunk(keys.e_XSL), chunk(v_XSD), chunk(dy_XSD)
 
     # (C, C) each: a_ts without the other chunks, and <dy_t, v_s>.
-    scores = torch.bmm(ratio, e.mT).tril_()
-    pairs = torch.bmm(dy, v.mT).tril_()
+    scores = torch.bmm(ratio, e.transpose(1, 2)).tril_()
+    pairs = torch.bmm(dy, v.transpose(1, 2)).tril_()
 
     # delta_t alpha_t = <dy_t, unnormalised state at t>
     delta = torch.bmm(pairs, e)
-    delta.baddbmm_(dy, states_XNLD.flatten(0, 1).mT)
+    delta.baddbmm_(dy, states_XNLD.flatten(0, 1).transpose(1, 2))
     delta_XSL = delta.view(X, S, L).div_(keys.alpha_XSL)
     pulled_XSL = p_XSL * delta_XSL
     lost_XSL = pulled_XSL / keys.alpha_XSL
@@ -205,20 +207,20 @@ def backward(
     last_mean_XLD = last_XLD / alpha_XL[..., None]
     reverse_XLD = dmean_XLD / alpha_XL[..., None]
     scalar_XL = (reverse_XLD * last_mean_XLD).sum(-1) - dlog_mass_XL / alpha_XL
-    sums_XNLD = torch.bmm(ratio.mT, dy).view(states_XNLD.shape)
+    sums_XNLD = torch.bmm(ratio.transpose(1, 2), dy).view(states_XNLD.shape)
     C = ratio.shape[1]
     later_XNLD, reverse_XLD = running_states(reverse_XLD, sums_XNLD, back=True)
     scalars_XNL = lost_XSL.view(X, -1, C, L).sum(2)
     scalars_XNL, scalar_XL = running_states(scalar_XL, scalars_XNL, back=True)
     later = later_XNLD.flatten(0, 1)
 
-    dv = torch.bmm(scores.mT, dy)
+    dv = torch.bmm(scores.transpose(1, 2), dy)
     dv.baddbmm_(e, later)
-    dk = torch.bmm(pairs.mT, ratio)
-    dk.baddbmm_(v, later.mT)
+    dk = torch.bmm(pairs.transpose(1, 2), ratio)
+    dk.baddbmm_(v, later.transpose(1, 2))
     # sum over t >= s inside the chunk. Never as total - prefix: that cancels.
     upper = triangle(C, 0, True, (p_XSL.dtype, p_XSL.device))
-    dk -= torch.matmul(upper, lost_XSL.view(-1, C, L))
+    dk -= torch.bmm(upper.expand(dk.shape[0], C, C), lost_XSL.view(-1, C, L))
     dk_XNCL = dk.view(X, -1, C, L)
     dk_XNCL -= scalars_XNL[:, :, None]
     dk_XSL = dk.view(X, S, L).mul_(keys.e_XSL)

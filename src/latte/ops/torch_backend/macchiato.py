@@ -62,9 +62,9 @@ class Call:
     """The arguments of a pass, as the two branches take them."""
 
     def __init__(self, five: tuple[Tensor, ...], rest: tuple[Any, ...], causal: bool) -> None:
-        latent_q, self.latent_k, *qkv = five
+        latent_q, self.latent_k, q, k, v = five
         key_mask, cu_seqlens, log_mass, mean, tail_k, tail_v, tail_mask, *local = rest
-        self.qkv = tuple(qkv)
+        self.qkv = (q, k, v)
         self.sequences = Sequences(key_mask, cu_seqlens, causal)
         self.earlier: Earlier = (log_mass, mean)
         self.near = (Local(*local), self.sequences, (tail_k, tail_v, tail_mask))
@@ -109,6 +109,7 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
         )
         if call.R > 1:
             dv = near.dv + dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
+        assert near.dshare is not None
         pulled = torch.cat([near.dshare, dlatent_q], -1)
         latent_q, _, q, k, v = inputs[:5]
         if call.earlier[1] is None:

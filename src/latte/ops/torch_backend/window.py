@@ -256,8 +256,8 @@ class Segment:
     def key_line(self, K: int) -> Tensor:
         """An empty line of keys, with zeros around: (before + X width + after, Q, K)."""
         before, chunks, after = self.chunks.before, self.X * self.width, self.chunks.after
-        like = self.q_line
-        x_line = like.new_empty(before + chunks + after, self.chunks.Q, K, dtype=self.dtype)
+        shape = (before + chunks + after, self.chunks.Q, K)
+        x_line = torch.empty(shape, dtype=self.dtype, device=self.q_line.device)
         x_line[:before].zero_()
         if after:
             x_line[-after:].zero_()
@@ -277,7 +277,7 @@ class Segment:
         """(n, t, H, K) -> (X width, R Q, K): the heads of a group read the same keys."""
         n, t, H, K = own.shape
         Q, start = self.chunks.Q, self.before * self.chunks.Q
-        tokens = own.new_empty(n, H, self.width * Q, K, dtype=self.dtype)
+        tokens = torch.empty((n, H, self.width * Q, K), dtype=self.dtype, device=own.device)
         put_tokens(tokens, own, start)
         chunks = tokens.view(n, self.G, self.R, self.width, Q, K).transpose(2, 3)
         return chunks.reshape(-1, self.R * Q, K)
@@ -314,7 +314,7 @@ class Block:
 
     def add_to_keys(self, x_line: Tensor, w: Tensor, y: Tensor, scale: float = 1.0) -> None:
         """The adjoint of :meth:`keys` for w^T y: every chunk of keys hears from all its readers."""
-        heard = torch.bmm(w.mT, y).unflatten(1, (-1, self.part.chunks.Q))
+        heard = torch.bmm(w.transpose(1, 2), y).unflatten(1, (-1, self.part.chunks.Q))
         for j in range(heard.shape[1]):
             x_line[self.first + j : self.first + j + self.n].add_(heard[:, j], alpha=scale)
 
@@ -323,7 +323,7 @@ class Block:
         part, M = self.part, self.part.chunks.M
         q = part.q_line[self.own]
         logits, tanh = q.new_empty(*q.shape[:2], M), None
-        logits.baddbmm_(q, self.keys(part.k_line).mT, beta=0, alpha=local.scale)
+        logits.baddbmm_(q, self.keys(part.k_line).transpose(1, 2), beta=0, alpha=local.scale)
         if local.softcap:
             tanh = logits.div_(local.softcap).tanh_()
             logits = tanh * local.softcap
@@ -408,11 +408,19 @@ def backward(
     dtype = computation_dtype(q.dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dshare = None if share is None else torch.empty_like(share)
+    dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+    dtail_k, dtail_v = (
+        k.new_empty(0) if x is None else k.new_zeros(x.shape, dtype=dtype) for x in tail[:2]
+    )
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
-    dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-    dtail_k, dtail_v = (k.new_zeros(0 if x is None else x.shape, dtype=dtype) for x in tail[:2])
+    alone: bool | None = None
     for part in _segments(qkv, local, sequences, tail):
         rows, span = part.rows, part.span
+        if alone is None:
+            alone = rows.tokens is None and (part.n, part.t) == q.shape[:2]
+            if not alone:
+                dk.zero_()
+                dv.zero_()
         dy = rows.take_gradient(dout, span)
         dy_line = part.line(dy if share is None else dy * rows.take(share, span))
         dq_line, dk_line, dv_line = (
@@ -424,7 +432,7 @@ def backward(
         for block in part.blocks():
             weights, tanh = block.weights(local)
             queries, dy = part.q_line[block.own], dy_line[block.own]
-            pulled = torch.bmm(dy, block.keys(part.v_line).mT).mul_(weights)
+            pulled = torch.bmm(dy, block.keys(part.v_line).transpose(1, 2)).mul_(weights)
             block.add_to_keys(dv_line, weights, dy)
             sums = torch.sum(pulled, -1, keepdim=True, out=sums_line[block.own])
             dlogits = pulled.addcmul_(weights, sums, value=-1.0)
@@ -439,7 +447,7 @@ def backward(
         stop = part.pad + part.high - part.low
         for target, dtail, x_line in ((dk, dtail_k, dk_line), (dv, dtail_v, dv_line)):
             dx = part.row_tokens(x_line).transpose(1, 2)
-            rows.add(target, part.keys_span, dx[:, part.pad : stop])
+            (rows.put if alone else rows.add)(target, part.keys_span, dx[:, part.pad : stop])
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]

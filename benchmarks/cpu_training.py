@@ -1,0 +1,113 @@
+"""Training steps on a CPU, 256 to 16k tokens: tokens per second, peak memory, ATen calls.
+
+``latte-r-swa++`` beside ``transformer++`` of the same size: loss, gradients, clipping and fused
+AdamW on random tokens, fp32, in turns in one process. Peak memory is of one step in a process of
+its own, in all and beyond what was resident before the model. Calls are PyTorch's operations in
+the profiler, those inside others counted too.
+
+    python benchmarks/cpu_training.py [--quick] [--resume] [--out DIR] [--budget SECONDS]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import records
+import torch
+from records import Goal, Row, say
+
+from latte import machine
+from latte.models import LatteForCausalLM, preset_config
+
+OURS, RIVAL = "latte-r-swa++", "transformer++"
+# Size, batch, tokens; and the tokens per second to reach, of the rival's.
+SHAPES = (("tiny", 4, 256), ("small", 1, 1024), ("small", 1, 4096), ("small", 1, 16384))
+TARGETS = {256: 0.95, 1024: 1.0, 4096: 1.5, 16384: 4.0}
+
+
+class Training:
+    """One model and its optimiser; each call is one step."""
+
+    def __init__(self, name: str, size: str, B: int, T: int) -> None:
+        torch.manual_seed(0)
+        self.model: Any = LatteForCausalLM(preset_config(name, size)).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.ids = torch.randint(self.model.config.vocab_size, (B, T))
+
+    def __call__(self) -> None:
+        self.model(self.ids, labels=self.ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def peak_of_a_step(name: str, size: str, B: int, T: int) -> Row:
+    """Peak memory, in this process."""
+    records.use_all_threads()
+    before = machine.memory_bytes()
+    Training(name, size, B, T)()
+    return records.peaks(before)
+
+
+def goals_of(rows: Sequence[Row]) -> list[Goal]:
+    """Throughput by length, memory at 4,096 tokens, calls of the short step."""
+    found = {(row["side"], int(row["T"])): row for row in rows}
+    goals = []
+    for T, target in TARGETS.items():
+        if (RIVAL, T) not in found:
+            continue
+        ours, rival = ({k: float(found[s, T][k]) for k in NUMBERS} for s in (OURS, RIVAL))
+        rates = [side["tokens_per_s"] for side in (ours, rival)]
+        note = f"{rates[0]:.0f} against {rates[1]:.0f}"
+        name = f"training, T = {T}: tokens/s over {RIVAL}'s"
+        goals.append(Goal(name, target, rates[0] / rates[1], True, note))
+        if T == 4096:
+            peaks = [side["peak_process_mb"] for side in (ours, rival)]
+            note = f"{peaks[0]:.0f} against {peaks[1]:.0f} MB"
+            name = f"training, T = {T}: peak memory over {RIVAL}'s"
+            goals.append(Goal(name, 1.0, peaks[0] / peaks[1], False, note))
+        if T == 256:
+            note = f"{RIVAL} {rival['aten_calls']:.0f}"
+            name = "training, 4 x 256 tokens at size tiny: ATen calls of a step"
+            goals.append(Goal(name, 6000, ours["aten_calls"], False, note))
+    return goals
+
+
+NUMBERS = ("tokens_per_s", "peak_process_mb", "aten_calls")
+
+
+def main() -> None:
+    args = records.parser(__doc__).parse_args()
+    out, threads = records.output_folder(args), records.use_all_threads()
+    budget = args.budget or (0.05 if args.quick else 4.0)
+    say(f"training: fp32, {threads} threads")
+    table, apart = (
+        records.Table(out / "cpu_training.csv", resume=args.resume),
+        records.Apart(args.quick),
+    )
+    for size, B, T in (("tiny", 1, 64),) if args.quick else SHAPES:
+        if table.has(size=size, T=T):
+            continue
+        steps = {name: Training(name, size, B, T) for name in (OURS, RIVAL)}
+        times = machine.interleave(steps, budget)
+        calls = {name: records.aten_calls(step) if T <= 1024 else 0 for name, step in steps.items()}
+        del steps
+        for name, statistics in times.items():
+            row: Row = {"side": name, "size": size, "B": B, "T": T, **statistics.row()}
+            row |= {"tokens_per_s": round(1e3 * B * T / statistics.median, 1)}
+            row |= {"aten_calls": calls[name], **apart(peak_of_a_step, name, size, B, T)}
+            table.add(row | {"dtype": "float32"})
+            say(
+                f"{size:5} {B} x {T:5} {name:14} {row['tokens_per_s']:8.0f} tokens/s, step "
+                f"{row['median_ms']:.1f} ms, peak {row['peak_process_mb']:.0f} MB, "
+                f"{calls[name]} calls"
+            )
+    from figures import PLAIN, draw
+
+    say(f"wrote {table.path} and {draw(out, 'cpu_training', *PLAIN['cpu_training'])}")
+    records.report_goals(out, "cpu_training", goals_of(table.rows))
+
+
+if __name__ == "__main__":
+    main()
