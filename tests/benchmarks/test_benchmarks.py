@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_decode
+import cpu_scaling
 import listing1
 import pytest
 import records
@@ -25,22 +27,22 @@ def environment(tmp_path_factory):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def run(script, out, environment):
-    """Output, the rows of the script's CSV file and the goals; a figure must be there too."""
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--quick", "--out", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def rows_of(script, out):
+    """The rows of the script's CSV file; a figure must be there too."""
     figure = (out / f"{script}.png").read_bytes()
     assert figure.startswith(b"\x89PNG") and len(figure) < 200_000
     rows = records.read_rows(out / f"{script}.csv")
     for row in rows:
         assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
         assert row["torch"] == torch.__version__ and row["cpu"] and row["date"]
-    return done.stdout, rows
+    return rows
 
 
 def test_ops_without_jax(tmp_path, environment):
-    printed, rows = run("cpu_ops", tmp_path, environment)
+    command = [sys.executable, str(BENCHMARKS / "cpu_ops.py"), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed, rows = done.stdout, rows_of("cpu_ops", tmp_path)
     assert printed.count("jax is not installed") == 1
     sides = {"latte", "macchiato", "window 128", "rg-lru", "sdpa"}
     modes = {"forward", "forward+backward"}
@@ -49,8 +51,9 @@ def test_ops_without_jax(tmp_path, environment):
     assert "with the fp64 reference: relative difference" in printed
 
 
-def test_scaling(tmp_path, environment):
-    printed, rows = run("cpu_scaling", tmp_path, environment)
+def test_scaling(tmp_path, quick, capfd):
+    quick(cpu_scaling, apart=True)
+    printed, rows = capfd.readouterr().out, rows_of("cpu_scaling", tmp_path)
     assert len(rows) == 4
     # Inputs and outputs alone: q and k of L, v and out of D, in fp32.
     for row in rows:
@@ -61,8 +64,9 @@ def test_scaling(tmp_path, environment):
     assert all(goal["goal"] in printed for goal in goals)
 
 
-def test_decode(tmp_path, environment):
-    _, rows = run("cpu_decode", tmp_path, environment)
+def test_decode(tmp_path, quick):
+    quick(cpu_decode)
+    rows = rows_of("cpu_decode", tmp_path)
     caches = {(row["model"], row["context"]): int(row["cache_bytes"]) for row in rows}
     short, long = sorted({row["context"] for row in rows}, key=int)
     assert caches["latte-r-swa++", short] == caches["latte-r-swa++", long]

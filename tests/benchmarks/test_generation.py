@@ -14,14 +14,9 @@ from transformers import DynamicCache
 
 from latte.models import LatteForCausalLM, preset_config
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "generation.py"
 
-
-def test_two_checkpoints_side_by_side(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_two_checkpoints_side_by_side(tmp_path, quick):
+    quick(generation)
     figure = (tmp_path / "generation.png").read_bytes()
     assert figure.startswith(b"\x89PNG") and len(figure) < 200_000
     rows = records.read_rows(tmp_path / "generation.csv")

@@ -312,7 +312,7 @@ def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:
 
 def test_one_seed_is_a_grid_too(make_recipe: Any, capsys: Any) -> None:
     """The same tokens for all, in the order of the presets; what was finished is read again."""
-    recipe: Recipe = make_recipe("latte++", name="both")
+    recipe: Recipe = make_recipe("latte++", name="both", max_steps=2)
     recipe.comparison.presets, recipe.comparison.lengths = ["latte++", "swa++"], [16]
     recipe.comparison.max_tokens = 200
     outcomes, text = compare(recipe)

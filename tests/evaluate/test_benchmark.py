@@ -36,16 +36,15 @@ def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path) -> None:
-    """q, k and v of 32,768 tokens in fp32 are 16 + 16 + 8 MB; half of that at half the length.
+    """q, k and v of 32,768 tokens in fp32 are 16 + 16 + 8 MB, and the output is 8 MB.
 
     In this process, which has run other tests, it may all lie where they freed memory.
     """
-    sizes: dict[str, Any] = {"heads": 2, "latents": 64, "head_dim": 32, "lengths": (16384, 32768)}
+    sizes: dict[str, Any] = {"heads": 2, "latents": 64, "head_dim": 32, "lengths": (32768,)}
     chosen: dict[str, Any] = {"ops": ("latte",), "models": (), "modes": ("forward",)}
     settings = Settings(device="cpu", budget=1e-3, **sizes, **chosen)
-    first, second = benchmark(settings, tmp_path, quiet=True)
-    assert first["peak_net_mb"] > 0 and first["note"] == second["note"] == ""
-    assert second["peak_net_mb"] - first["peak_net_mb"] > 10
+    (row,) = benchmark(settings, tmp_path, quiet=True)
+    assert row["peak_net_mb"] > 40 and row["note"] == ""
 
 
 def test_what_runs_out_of_memory_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:

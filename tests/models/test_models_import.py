@@ -15,8 +15,10 @@ from latte.models import LatteForCausalLM
 # One interpreter forked for each piece of code: none sees what another has imported. What none is
 # about is imported before, for it takes most of the time.
 FORKS = """
-import os, sys
-import torch._dynamo, torch.distributed.tensor
+import contextlib, os, sys
+import huggingface_hub, tokenizers, torch._dynamo, torch.distributed.tensor
+with contextlib.suppress(ImportError):  # which Transformers takes where they are there
+    import accelerate.utils, jinja2, scipy.optimize
 for code in sys.argv[1:]:
     child = os.fork()
     if child == 0:

@@ -173,6 +173,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     # Once for all attempts: importing takes longer than training.
+    import torch.utils.tensorboard  # noqa: F401
+
     import latte.models.modeling
     import latte.train.run  # noqa: F401
 

@@ -15,15 +15,16 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
 
 
 @pytest.mark.skipif(RUNS_ALREADY, reason="the kernels' tests run in this process")
-@pytest.mark.parametrize("name", sorted(path.name for path in HERE.glob("test_kernels_*.py")))
-def test_under_the_interpreter(name, request):
-    """The cases that this run selects, slow ones or not."""
+@pytest.mark.parametrize("half", [0, 1])
+def test_under_the_interpreter(half, request):
+    """The cases that this run selects, slow ones or not: in two processes, as there are workers."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     selected = request.config.getoption("markexpr")
+    files = sorted(str(path) for path in HERE.glob("test_kernels_*.py"))[half::2]
     done = subprocess.run(
-        [*command, "-p", "no:xdist", "-m", selected, str(HERE / name)],
+        [*command, "-p", "no:xdist", "-m", selected, *files],
         env=environment,
         capture_output=True,
         text=True,

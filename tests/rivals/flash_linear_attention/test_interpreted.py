@@ -16,14 +16,14 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run in this process"
 )
-@pytest.mark.parametrize("name", ["test_models.py", "test_layers.py"])
-def test_under_the_interpreter(name: str) -> None:
+def test_under_the_interpreter() -> None:
     if not all(importlib.util.find_spec(library) for library in ("triton", "fla")):
         pytest.skip("needs Triton and flash-linear-attention: pip install '.[gpu,baselines]'")
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    files = [str(HERE / name) for name in ("test_models.py", "test_layers.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-p", "no:xdist", str(HERE / name)],
+        [*command, "-p", "no:xdist", *files],
         env=os.environ | environment,
         capture_output=True,
         text=True,
