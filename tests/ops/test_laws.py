@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import (
@@ -26,6 +28,7 @@ from latte.ops import (
     rg_lru,
     sliding_window_attention,
 )
+from latte.ops.state import WindowState
 
 W = 8
 
@@ -355,3 +358,32 @@ def test_autocast_changes_nothing(op, backend):
         assert out.dtype == torch.float32
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     assert_same(results[1], results[0], 1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(("T", "causal"), [(5, True), (5, False), (130, True), (130, False)])
+def test_a_sequence_that_is_not_finite_stays_alone(T, causal, carried, bad):
+    """Values and gradients of its neighbours in the batch are those beside a sound one."""
+    if carried and not causal:
+        pytest.skip("a bidirectional window carries no state")
+    B, H, L, D, W = 3, 2, 4, 8, 16
+    torch.manual_seed(T)
+    shapes = [(B, T, H, L + 1), (B, T, H, L), *[(B, T, H, D)] * 3]
+    inputs = [torch.randn(shape) for shape in shapes]
+    past = [torch.randn(B, W - 1, H, D) for _ in range(2)]
+
+    def run(inputs):
+        state, inputs = None, [x.requires_grad_() for x in inputs]
+        if carried:
+            latent = LatteState.empty(B, H, L, D)
+            state = (latent, WindowState(*past, torch.ones(B, W - 1, dtype=torch.bool)))
+        options = {"window": W, "causal": causal, "backend": "torch", "initial_state": state}
+        y = macchiato_attention(*inputs, **options)[0][[0, 2]]
+        return y, *(g[[0, 2]] for g in torch.autograd.grad(y.square().sum(), inputs))
+
+    sound = run([x.clone() for x in inputs])
+    for x in inputs:
+        x[1, T // 2] = bad
+    for x, y in zip(sound, run(inputs), strict=True):
+        torch.testing.assert_close(y, x)  # an infinite key may take the batch another way

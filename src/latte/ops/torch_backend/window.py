@@ -12,6 +12,7 @@ earlier state, K key width, D value width.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -182,7 +183,8 @@ class Segment:
     A line has a row of ``width`` chunks for each of X = n G sequences and heads of keys: those
     before the segment, its own N, and those after it, as far as there are any. Every chunk of
     queries reads M consecutive keys of the line where they stand, without a copy; what it finds
-    there of a neighbouring row, or of the zeros around the line, is masked.
+    there of a neighbouring row, or of the zeros around the line, is masked. Rows that are
+    ``apart`` stand with room between them, and are computed one at a time.
     """
 
     def __init__(
@@ -193,18 +195,20 @@ class Segment:
         qkv: Three,
         key_mask: Tensor | None,
         tail: Earlier,
+        apart: bool,
     ) -> None:
         q, k, v = qkv
         Q = chunks.Q
-        self.rows, self.span, self.chunks = rows, span, chunks
+        self.rows, self.span, self.chunks, self.apart = rows, span, chunks, apart
         self.dtype = computation_dtype(q.dtype)
         self.t = span.stop - span.start
         self.N = -(-self.t // Q)
         P = 0 if tail[0] is None else tail[0].shape[1]
         # Tokens [low, high) of the sequence stand in a row from ``pad`` on, after ``old`` of the
         # state's, whose last one is token -1.
-        self.before = chunks.before if span.start or P else 0
-        self.width = self.before + self.N + (chunks.after if span.stop < rows.length else 0)
+        self.before = chunks.before if span.start or P or apart else 0
+        after = chunks.after if span.stop < rows.length or apart else 0
+        self.width = self.before + self.N + after
         first = span.start - self.before * Q
         self.low, self.high = max(0, first), min(rows.length, first + self.width * Q)
         self.keys_span = slice(self.low, self.high)
@@ -292,7 +296,7 @@ class Segment:
     def blocks(self) -> Iterator[Block]:
         """The parts of the line whose logits are formed together."""
         at_once = max(1, SCORES_AT_ONCE // (self.width * self.R * self.chunks.Q * self.chunks.M))
-        at_once = -(-self.X // -(-self.X // at_once))
+        at_once = 1 if self.apart else -(-self.X // -(-self.X // at_once))
         for x in range(0, self.X, at_once):
             yield Block(self, x, min(at_once, self.X - x))
 
@@ -341,7 +345,9 @@ class Block:
         return (x if x.shape[1] == 1 else x[:, self.places])[:, :, None]
 
 
-def _segments(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Iterator[Segment]:
+def _segments(
+    qkv: Three, local: Local, sequences: Sequences, tail: Earlier, apart: bool
+) -> Iterator[Segment]:
     """Segments of equal length, as long as a row's scores stay small."""
     q, _, v = qkv
     T, H = q.shape[1:3]
@@ -353,7 +359,16 @@ def _segments(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> 
     for rows in rows_of(q, H * max(q.shape[-1], v.shape[-1]), most, sequences.cu_seqlens):
         length = -(-rows.length // (-(-rows.length // most) * Q)) * Q
         for span in spans(rows.length, length):
-            yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail)
+            yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail, apart)
+
+
+def _mixes_rows(x: Tensor) -> bool:
+    """Whether ``x`` holds what is not finite, so that rows that read each other may have it too.
+
+    A weight of zero does not keep infinity or NaN out of a sum. A GPU is not waited for: there a
+    sequence that is not finite may make its neighbours in the batch so.
+    """
+    return x.device.type == "cpu" and not math.isfinite(x.sum(dtype=computation_dtype(x.dtype)))
 
 
 def forward(
@@ -362,6 +377,7 @@ def forward(
     sequences: Sequences,
     tail: Earlier,
     share: Tensor | None = None,
+    apart: bool = False,
 ) -> Tensor:
     """Windowed softmax attention; ``softcap=0`` is none.
 
@@ -370,13 +386,15 @@ def forward(
     q, _, v = qkv
     dtype = v.dtype if share is None else share.dtype
     out = v.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
-    for part in _segments(qkv, local, sequences, tail):
+    for part in _segments(qkv, local, sequences, tail, apart):
         y_line = part.q_line.new_empty(*part.q_line.shape[:2], v.shape[-1])
         for block in part.blocks():
             weights, _ = block.weights(local)
             torch.bmm(weights, block.keys(part.v_line), out=y_line[block.own])
         y = part.back(y_line)
         part.rows.put(out, part.span, y if share is None else y * part.rows.take(share, part.span))
+    if not apart and _mixes_rows(out):
+        return forward(qkv, local, sequences, tail, share, apart=True)
     return out
 
 
@@ -402,6 +420,7 @@ def backward(
     sequences: Sequences,
     tail: Earlier,
     share: Tensor | None = None,
+    apart: bool = False,
 ) -> Gradients:
     """The gradients of :func:`forward`."""
     q, k, v = qkv
@@ -414,7 +433,7 @@ def backward(
     )
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     alone: bool | None = None
-    for part in _segments(qkv, local, sequences, tail):
+    for part in _segments(qkv, local, sequences, tail, apart):
         rows, span = part.rows, part.span
         if alone is None:
             alone = rows.tokens is None and (part.n, part.t) == q.shape[:2]
@@ -451,6 +470,8 @@ def backward(
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
+    if not apart and _mixes_rows(dk):  # whatever is not finite comes by here
+        return backward(dout, qkv, local, sequences, tail, share, apart=True)
     return Gradients(dq, dk, dv, dtail_k, dtail_v, dshare)
 
 
