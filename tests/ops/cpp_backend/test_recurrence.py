@@ -253,7 +253,10 @@ def test_compiles_in_one_graph(packed):
     assert_same(values_and_gradients(compiled, inputs), values_and_gradients(fn, inputs), 0.0)
 
 
-@FLAGS
+@pytest.mark.parametrize(  # every pair of choices
+    ("masked", "packed", "carried"),
+    [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
+)
 def test_custom_ops_keep_their_contracts(masked, packed, carried):
     B, T, E = (1 if packed else 2), 40, 3
     cu = boundaries(T).long() if packed else None
