@@ -62,7 +62,7 @@ docs: $(READY)
 
 bench: $(NATIVE)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[jax]"
-	for part in ops scaling decode training; do \
+	for part in ops decode training; do \
 		$(BIN)/python benchmarks/cpu_$$part.py $(BENCH) || exit 1; done
 
 # On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.

@@ -1,158 +1,242 @@
-"""Decoding on a CPU: time per token, cache and memory at contexts of 1k to 100k tokens.
+"""Decoding on a CPU: time per token, operations, cache and memory, 1k to 100k tokens of context.
 
-``latte-r-swa++`` beside ``transformer++`` of the same size, fp32, batch of one, random weights
-(they do not change the work), all threads.
+``latte-r-swa++`` beside ``transformer++`` of the same size, batch of one, random weights (they do
+not change the work), all threads; in turns in one process for each size and dtype.
 
-* Time per token: single-token forwards of the model through its cache, timed in turns over all
-  models and contexts in one process (``latte.machine``). Contexts grow by the timed tokens (fewer
-  than 200).
-* Latte's contexts are real: random tokens go through the state in chunks of 500.
-  ``transformer++``, whose prefill takes quadratic time, processes 1000 tokens so, and its keys
-  and values are repeated up to the context: the cost of a step does not depend on their values.
-  Its cache is this library's, which appends by concatenation.
-* Cache: bytes of all layers' states at that context.
-* Peak memory: of a fresh process that fills the cache as above and decodes 8 tokens; and the
-  same less what was resident once the model was there. ``transformer++`` has a process for each
-  context; Latte's contexts are stations of one process, as its peak only covers what was before.
+* eager: single-token forwards of the model through its cache. ``compiled``: the same as one graph
+  on a static cache, as ``generate(cache_implementation="static")`` runs it. Contexts grow by the
+  timed tokens (fewer than 200).
+* Contexts in fp32 are real for Latte: random tokens go through the state in chunks.
+  ``transformer++`` processes 1000 so and repeats the last keys and values up to the context; in
+  bf16 both process 4 and repeat, since chunks in bf16 are slow on CPUs without instructions for
+  it. The cost of a step does not depend on the values.
+* weights: one row through ``F.linear`` with every matrix of Latte's model, which reads each weight
+  once; its time is what a step of decoding cannot go below.
+* Calls: PyTorch's operations of a step per layer in the profiler, those inside others counted too;
+  ``torch`` without the native kernels.
+* Peak memory, of the smallest size: of a fresh process that fills the cache so and decodes 8
+  tokens; and the same less what was resident once the model was there. Latte's contexts are
+  stations of one process, ``transformer++`` has one for each.
 
-    python benchmarks/cpu_decode.py [--quick] [--out DIR] [--budget SECONDS] [--size SIZE]
+    python benchmarks/cpu_decode.py [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import records
 import torch
-from generation import Generator, cache_bytes, feed, line, peaks_of
-from records import (
-    Apart,
-    Goal,
-    Row,
-    Table,
-    output_folder,
-    parser,
-    report_goals,
-    say,
-    use_all_threads,
-)
+from generation import Generator, cache_bytes, feed, peaks_of
+from records import Goal, Row, say
+from torch.nn import functional as F
 
 from latte.machine import interleave
-from latte.models import SIZES, LatteCache, LatteForCausalLM, preset_config
+from latte.models import LatteCache, LatteForCausalLM, preset_config
+from latte.ops import cpp_backend, use_backend
 
-LATTE, RIVAL = "latte-r-swa++", "transformer++"
-CONTEXTS = (1000, 4000, 16000, 64000, 100000)
+LATTE, RIVAL, WEIGHTS = "latte-r-swa++", "transformer++", "weights"
+CONTEXTS = {"tiny": (1000, 10000, 100000), "small": (1000, 10000, 100000), "paper": (1000,)}
+RIVALS_LONGEST = 10000
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNK = 500
+SIDES = ("size", "dtype", "how", "model")
+SHOWN = {
+    "median_ms": "Milliseconds per token, by tokens of context:",
+    "aten_calls": "ATen calls of a step per layer:",
+    "aten_torch": "The same without native kernels:",
+    "cache_bytes": "Bytes of the cache:",
+    "peak_net_mb": "Peak memory beyond the model, MB:",
+}
 
 
-def make_model(name: str, size: str) -> LatteForCausalLM:
+def make_model(name: str, size: str, dtype: str = "float32") -> LatteForCausalLM:
     """A model with random weights."""
     torch.manual_seed(0)
-    return LatteForCausalLM(preset_config(name, size)).eval()
-
-
-def repeat_window(cache: LatteCache, context: int) -> None:
-    """Repeat every layer's keys and values until they fill the context."""
-    for layer in cache.layers:
-        state = layer.state
-        index = torch.arange(context) % layer.seen_tokens
-        window = type(state.window)(*(x[:, index] for x in state.window))
-        position = torch.full_like(state.position, context)
-        layer.state = state._replace(window=window, position=position)
-        layer.seen_tokens = context
+    return LatteForCausalLM(preset_config(name, size)).eval().to(DTYPES[dtype])
 
 
 def fill(model: LatteForCausalLM, cache: LatteCache | None, seen: int, context: int) -> LatteCache:
     """Bring the cache to the context, from what it has already seen."""
-    wanted = min(2 * CHUNK, context) if model.config.mixer == "softmax" else context
-    cache = feed(model, cache, wanted - seen, CHUNK, seen)
-    if context > wanted:
-        repeat_window(cache, context)
+    real = context if model.config.mixer != "softmax" else min(2 * CHUNK, context)
+    cache = feed(model, cache, (4 if model.dtype == torch.bfloat16 else real) - seen, CHUNK, seen)
+    if cache.get_seq_length() < context:
+        for layer in cache.layers:
+            state, count = layer.state, context if layer.grows else model.config.sliding_window - 1
+            assert state.window is not None and state.position is not None
+            newest = torch.arange(count) % 4 - 4
+            window = type(state.window)(*(x[:, newest] for x in state.window))
+            position = torch.full_like(state.position, context)
+            layer.state = state._replace(window=window, position=position)
+            layer.seen_tokens = context
     return cache
 
 
-def time_all(size: str, contexts: Sequence[int], budget: float) -> dict[tuple[str, int], Row]:
-    """Time per token and bytes of cache of every model and context, timed in turns."""
-    rows: dict[tuple[str, int], Row] = {}
-    sides: dict[str, Generator] = {}
+def compiled(model: LatteForCausalLM, context: int) -> Generator:
+    """Steps as one graph on a static cache."""
+    side = Generator(model, None)
+    side.cache = fill(model, LatteCache(model.config, max_cache_len=context + 300), 0, context)
+    side.model = Compiled(model)
+    return side
+
+
+class Compiled:
+    """A model whose forward is compiled; with a mask, which `generate` gives."""
+
+    def __init__(self, model: LatteForCausalLM) -> None:
+        self.device, self.step = model.device, torch.compile(model, fullgraph=True)
+        self.mask = torch.ones(1, 1, dtype=torch.long)
+
+    def __call__(self, token: torch.Tensor, **options: Any) -> Any:
+        return self.step(token, attention_mask=self.mask, **options)
+
+
+def stream(model: LatteForCausalLM) -> Callable[[], None]:
+    """One row through each matrix of the model."""
+    matrices = [p.detach().flatten(0, -2) for p in model.parameters() if p.ndim >= 2]
+    rows = {m.shape[1]: torch.randn(1, m.shape[1], dtype=m.dtype) for m in matrices}
+
+    def call() -> None:
+        for matrix in matrices:
+            F.linear(rows[matrix.shape[1]], matrix)
+
+    return call
+
+
+def time_all(
+    size: str, dtype: str, contexts: Sequence[int], budget: float, quick: bool
+) -> list[Row]:
+    """Every side of one size and dtype: time per token, calls, bytes of the cache."""
+    sides: dict[tuple[str, str, int], Any] = {}
+    first = contexts[0]
     for name in (LATTE, RIVAL):
-        model = make_model(name, size)
-        parameters = model.num_parameters()
-        cache, seen, seconds = None, 0, 0.0
+        model = make_model(name, size, dtype)
+        cache, seen = None, 0
         for context in contexts:
+            if name == RIVAL and context > RIVALS_LONGEST:
+                continue
             if name == RIVAL:
                 cache, seen = None, 0
-            start = time.perf_counter()
             cache, seen = fill(model, cache, seen, context), context
-            seconds += time.perf_counter() - start
-            side = sides[f"{name} {context}"] = Generator(model, cache)
-            rows[name, context] = {
-                "parameters": parameters,
-                "cache_bytes": cache_bytes(side.cache),
-            }
-            say(f"{name:14} filled to {context:6} tokens after {seconds:6.1f} s")
-    say("timing single tokens, all in turns ...")
-    for (name, context), times in zip(rows, interleave(sides, budget).values(), strict=True):
-        rows[name, context] |= times.row()
+            sides[name, "eager", context] = Generator(model, cache)
+        if name == LATTE:
+            sides[WEIGHTS, "eager", first] = stream(model)
+        if size == "tiny" and dtype == "float32" and not quick:
+            sides[name, "compiled", first] = compiled(model, first)
+        say(f"{size:5} {dtype:8} {name:14} filled")
+    layers = preset_config(LATTE, size).num_hidden_layers
+    rows = []
+    for (name, how, context), times in interleave(sides, budget).items():
+        side = sides[name, how, context]
+        row: Row = {"model": name, "size": size, "dtype": dtype, "how": how, "context": context}
+        row |= times.row() | dict.fromkeys(("cache_bytes", "aten_calls", "aten_torch"), "")
+        if name != WEIGHTS:
+            row["cache_bytes"] = cache_bytes(side.cache)
+        if name != WEIGHTS and how == "eager":
+            step = functools.partial(side.model, side.token, past_key_values=side.cache)
+            row["aten_calls"] = records.aten_calls(step) / layers
+            with use_backend("torch"):
+                row["aten_torch"] = records.aten_calls(step) / layers
+        rows.append(row)
     return rows
 
 
 def measure_memory(name: str, size: str, contexts: Sequence[int]) -> dict[int, Row]:
     """Peak memory of one model at growing contexts, in this process."""
-    use_all_threads()
+    records.use_all_threads()
     return peaks_of(make_model(name, size), fill, contexts)
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
-    """Latte's growth from the shortest to the longest context, 1 being constant."""
-    ours = [row for row in rows if row["model"] == LATTE]
-    rival = [row for row in rows if row["model"] == RIVAL]
-    goals = []
-    wanted = (
-        ("time per token", "median_ms", 1.10, 1, "ms"),
-        ("cache size", "cache_bytes", 1.0, 2**20, "MB"),
-        ("the process's peak memory", "peak_process_mb", 1.05, 1, "MB"),
-    )
-    span = f"{ours[0]['context']} to {ours[-1]['context']} tokens"
-    for what, column, most, scale, unit in wanted:
-        a, b, c, d = (row[column] / scale for side in (ours, rival) for row in (side[0], side[-1]))
-        note = f"{a:.2f} to {b:.2f} {unit}; {RIVAL} {c:.2f} to {d:.2f}"
-        if column == "peak_process_mb":
-            beyond = (f"{row['peak_net_mb']:.0f}" for row in (ours[0], ours[-1]))
-            note += f"; beyond the model {' to '.join(beyond)}"
-        name = f"decoding, growth of {what}, {span}"
-        goals.append(Goal(name, most, b / a, False, note))
+    """What a step costs beside the rival's, its weights and its own at the longest context."""
+    found = {(r["model"], r["size"], r["dtype"], r["how"], int(r["context"])): r for r in rows}
+    goals: list[Goal] = []
+
+    def ratio(name: str, target: float, ours: Row | None, other: Row | None, key: str) -> None:
+        if ours and other and ours[key] and other[key]:
+            a, b = float(ours[key]), float(other[key])
+            scale, unit = (2**20, "MB") if key == "cache_bytes" else (1, key.split("_")[-1])
+            note = f"{a / scale:.2f} against {b / scale:.2f} {unit.replace('mb', 'MB')}"
+            goals.append(Goal(f"decoding, {name}", target, a / b, False, note))
+
+    for size, dtype in dict.fromkeys(key[1:3] for key in found):
+        first = found.get((LATTE, size, dtype, "eager", 1000))
+        rival = found.get((RIVAL, size, dtype, "eager", 1000))
+        weights = found.get((WEIGHTS, size, dtype, "eager", 1000))
+        last = found.get((LATTE, size, dtype, "eager", 100000))
+        what = f"{size}, {dtype}"
+        ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 1.0, first, rival, "median_ms")
+        if size == "paper":
+            ratio(f"{what}: time over streaming the weights", 1.3, first, weights, "median_ms")
+        ratio(f"{what}: growth of time, 1k to 100k tokens", 1.05, last, first, "median_ms")
+        if size == "tiny":
+            ratio(f"{what}: growth of the cache", 1.0, last, first, "cache_bytes")
+            ratio(f"{what}: growth of peak memory", 1.05, last, first, "peak_process_mb")
+    for row in rows:
+        if (row["model"], row["size"], row["dtype"]) == (LATTE, "tiny", "float32"):
+            if row["how"] == "compiled":
+                ms = float(row["median_ms"])
+                goals.append(Goal("decoding, tiny, compiled: ms per token", 1.0, ms, False))
+            elif int(row["context"]) == min(key[4] for key in found):
+                wanted = [("tensor operations", 220, "aten_torch")]
+                wanted += [("native kernels", 80, "aten_calls")] * native()
+                for kind, most, key in wanted:
+                    name = f"decoding, {kind}: ATen calls per layer"
+                    goals.append(Goal(name, most, float(row[key]), False))
     return goals
 
 
-def main() -> None:
-    from figures import of_cpu_decode  # here, so that matplotlib is not part of what is measured
+def native() -> bool:
+    """Whether the native kernels are there."""
+    return cpp_backend.unavailable(torch.zeros(1)) is None
 
-    options = parser(__doc__)
-    options.add_argument("--size", choices=SIZES, help="size of the models (default: small)")
+
+def main() -> None:
+    options = records.parser(__doc__)
+    options.add_argument("--size", choices=CONTEXTS, help="of the models (default: all)")
     args = options.parse_args()
-    out, threads = output_folder(args), use_all_threads()
-    contexts = (1000, 1500) if args.quick else CONTEXTS
+    out, threads = records.output_folder(args), records.use_all_threads()
+    sizes = [args.size] if args.size else ["tiny"] if args.quick else list(CONTEXTS)
     budget = args.budget or (0.1 if args.quick else 2.0)
-    size = args.size or ("tiny" if args.quick else "small")
-    say(f"decode: fp32, batch of 1, size {size}, {threads} threads")
-    with torch.inference_mode():
-        timed = time_all(size, contexts, budget)
-    table = Table(out / "cpu_decode.csv")
-    say("peak memory, in processes of its own ...")
-    apart = Apart(args.quick)
-    # Latte's contexts are stations of one process, the rival's have a process each.
-    memory = {LATTE: apart(measure_memory, LATTE, size, contexts), RIVAL: {}}
-    for context in contexts:
-        memory[RIVAL] |= apart(measure_memory, RIVAL, size, [context])
-    for name, context in timed:
-        row = timed[name, context] | memory[name][context]
-        repeated = name == RIVAL and context > 2 * CHUNK
-        filled = {"context_is": "repeated keys and values" if repeated else "processed tokens"}
-        table.add({"model": name, "size": size, "context": context, **row, **filled, "B": 1})
-        say(line(name, context, row))
-    say(f"wrote {table.path} and {of_cpu_decode(out)}")
-    report_goals(out, "cpu_decode", goals_of(table.rows))
+    native_or_not = "with" if native() else "without"
+    say(f"decode: batch of 1, {threads} threads, {native_or_not} native kernels")
+    table = records.Table(out / "cpu_decode.csv", resume=args.resume)
+    apart = records.Apart(args.quick)
+    for size in sizes:
+        for dtype in DTYPES:
+            if table.has(size=size, dtype=dtype):
+                continue
+            contexts = (1000, 1500) if args.quick else CONTEXTS[size]
+            contexts = contexts if dtype == "float32" else contexts[:1]
+            memory: dict[str, dict[int, Row]] = {LATTE: {}, RIVAL: {}, WEIGHTS: {}}
+            if (size, dtype) == ("tiny", "float32"):
+                memory[LATTE] = apart(measure_memory, LATTE, size, contexts)
+                for context in contexts:
+                    if context <= RIVALS_LONGEST:
+                        memory[RIVAL] |= apart(measure_memory, RIVAL, size, [context])
+            with torch.inference_mode():
+                rows = time_all(size, dtype, contexts, budget, args.quick)
+            for row in rows:
+                eager = row["how"] == "eager"
+                peaks = memory[row["model"]].get(row["context"], {}) if eager else {}
+                blank = {"peak_net_mb": "", "peak_process_mb": ""}
+                table.add(row | blank | peaks)
+                say(
+                    f"{size:5} {dtype:8} {row['how']:8} {row['model']:13} {row['context']:6} tokens"
+                    f" {row['median_ms']:8.2f} ms (p10 {row['p10_ms']:.2f}, p90 "
+                    f"{row['p90_ms']:.2f}, {row['calls']} calls), {row['aten_calls']} ATen calls"
+                )
+    from figures import draw  # here, so that matplotlib is not part of what is measured
+
+    say(f"wrote {table.path} and {draw(out, 'cpu_decode')}")
+    tables = [
+        records.pivot(text, [row for row in table.rows if row[key] != ""], SIDES, "context", key)
+        for key, text in SHOWN.items()
+    ]
+    records.document(out, "decode", table.rows, *tables)
+    records.report_goals(out, "cpu_decode", goals_of(table.rows))
 
 
 if __name__ == "__main__":

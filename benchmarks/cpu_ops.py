@@ -1,4 +1,4 @@
-"""Time of the ops on a CPU, 1k to 16k tokens, beside softmax attention and a scan of Listing 1.
+"""Time of the ops on a CPU beside softmax attention, a scan of Listing 1 and the machine's limit.
 
 fp32, B = 1, H = 8 heads, L = 32 latents per head, D = 64 value width; every side uses all threads.
 Sides, all timed in turns in one process (``latte.machine``):
@@ -15,27 +15,34 @@ Sides, all timed in turns in one process (``latte.machine``):
 "forward" is one call without gradients. "forward+backward" is one call and the gradients of
 ``<dy, y>`` for a fixed random dy with respect to all inputs; the scan's need not return y itself.
 
-    python benchmarks/cpu_ops.py [--quick] [--out DIR] [--budget SECONDS]
+The limit is the time of a call's matrix products and bytes at the rates of a large product and a
+copy, measured in the same run. After that Latte alone from 4k to 256k tokens, each length in a
+process of its own: time, peak memory beyond what was resident before the inputs (inputs, outputs,
+gradients and all between), and the slopes of least-squares lines in the logarithms.
+
+    python benchmarks/cpu_ops.py [--quick] [--resume] [--out DIR] [--budget SECONDS]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import listing1
 import records
 import torch
-from figures import of_ops
+from figures import draw
 from records import MODES, D, Goal, H, L, Row, call_of, say
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.machine import Times, interleave
+from latte import machine
 from latte.ops import latte_attention, macchiato_attention, rg_lru, sliding_window_attention
 
 WINDOW = 128
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (1024, 4096, 16384)
+SCALING = (4096, 16384, 65536, 262144)
 UNROLLS = (1, 2, 4, 8, 16, 32)
 GOAL_LENGTH = 4096
 # Agreement: a thousand roundings of fp32, relative to the largest entry.
@@ -43,6 +50,8 @@ TOLERANCE = 1000 * torch.finfo(torch.float32).eps
 
 Call = Callable[[], Any]
 Inputs = dict[str, Tensor]
+Key = tuple[str, str, int]
+NAMES = {"jax scan": "the jitted scan", "sdpa": "SDPA"}
 
 
 def make_inputs(T: int) -> Inputs:
@@ -145,7 +154,7 @@ def check_sides(T: int) -> None:
 def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> int:
     """The unroll whose median time is the smallest, all timed in turns."""
     x = make_inputs(T)
-    times = interleave({str(n): scan_call(mode, x, n) for n in unrolls}, budget)
+    times = machine.interleave({str(n): scan_call(mode, x, n) for n in unrolls}, budget)
     best = min(times, key=lambda n: times[n].median)
     all_of_them = ", ".join(f"{n}: {t.median:.1f} ms" for n, t in times.items())
     say(f"unroll, {mode}, T = {T}: {all_of_them}; fastest {best}")
@@ -171,37 +180,98 @@ def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float:
     return 1e3 * T * H * (2 * products / rates["matmul"] + moved / rates["copy"])
 
 
-def goals_of(
-    times: dict[tuple[str, str, int], Times], lengths: Sequence[int], rates: dict[str, float]
-) -> list[Goal]:
+def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """The goals at the lengths that were run."""
+    times = {(r["side"], r["mode"], int(r["tokens"])): float(r["median_ms"]) for r in rows}
+    limits = {
+        (r["side"], r["mode"], int(r["tokens"])): float(r["limit_ms"])
+        for r in rows
+        if r["limit_ms"]
+    }
     goals = []
+
+    def ratio(name: str, target: float, a: Key, b: Key, others: dict[Key, float]) -> None:
+        if a in times and b in others:
+            high, low, fast = times[a], others[b], others is times
+            first, second = (low, high) if fast else (high, low)
+            note = f"{first:.1f} ms against {second:.1f} ms"
+            goals.append(Goal(name, target, high / low, fast, note))
+
     for mode, most in zip(MODES, (2.0, 2.5), strict=True):
         for side in ("latte", "window 128", "macchiato"):
-            if (side, mode, GOAL_LENGTH) in times:
-                limit = limit_ms(side, mode, GOAL_LENGTH, rates)
-                ours = times[side, mode, GOAL_LENGTH].median
-                name = f"{side}, {mode}, T = {GOAL_LENGTH}: times its limit"
-                note = f"{ours:.1f} ms against {limit:.1f} ms"
-                goals.append(Goal(name, most, ours / limit, False, note))
+            key = (side, mode, GOAL_LENGTH)
+            ratio(f"{side}, {mode}, T = {GOAL_LENGTH}: times its limit", most, key, key, limits)
         found = {
-            f"T = {T}": times["rg-lru", mode, T].median / limit_ms("rg-lru", mode, T, rates)
-            for T in lengths
+            f"T = {T}": times[side, m, T] / limits[side, m, T]
+            for side, m, T in limits
+            if (side, m) == ("rg-lru", mode)
         }
         goals += records.worst(f"rg-lru, {mode}: times the copy rate", 3.0, found, False)
-    for mode, target in zip(MODES, (3.0, 5.0), strict=True):
-        if ("jax scan", mode, GOAL_LENGTH) in times:
-            ours, scan = (times[s, mode, GOAL_LENGTH].median for s in ("latte", "jax scan"))
-            name = f"{mode}, T = {GOAL_LENGTH}: times faster than the jitted scan"
-            note = f"{ours:.1f} ms against {scan:.1f} ms"
-            goals.append(Goal(name, target, scan / ours, True, note))
-    for mode in MODES:
-        if LENGTHS[-1] in lengths:
-            ours, softmax = (times[s, mode, LENGTHS[-1]].median for s in ("latte", "sdpa"))
-            name = f"{mode}, T = {LENGTHS[-1]}: times faster than SDPA"
-            note = f"{ours:.1f} ms against {softmax:.1f} ms"
-            goals.append(Goal(name, 20.0, softmax / ours, True, note))
+    for rival, T, targets in (
+        ("jax scan", GOAL_LENGTH, (3.0, 5.0)),
+        ("sdpa", LENGTHS[-1], (20, 20)),
+    ):
+        for mode, target in zip(MODES, targets, strict=True):
+            name = f"{mode}, T = {T}: times faster than {NAMES[rival]}"
+            ratio(name, target, (rival, mode, T), ("latte", mode, T), times)
     return goals
+
+
+# --- one length in a process of its own: time and memory as they grow ----------------------------
+
+
+def alone(mode: str, T: int, budget: float) -> Row:
+    """Time and peak memory of Latte, inputs and gradients included, in this process."""
+    records.use_all_threads()
+
+    def prepare(T: int) -> Call:
+        generator = torch.Generator().manual_seed(T)
+        shapes = (("latent_q", L), ("latent_k", L), ("v", D), ("dy", D))
+        made = shapes if mode == MODES[1] else shapes[:3]
+        x = {name: torch.randn(1, T, H, width, generator=generator) for name, width in made}
+        return latte_call(mode, {"dy": x["v"], **x})
+
+    prepare(256)()
+    before = machine.memory_bytes()
+    machine.reset_peak_memory()
+    times = machine.interleave({"latte": prepare(T)}, budget)["latte"]
+    return times.row() | records.peaks(before)
+
+
+def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
+    """Exponents of time and memory per mode; in the note that of the longer half."""
+    goals = []
+    for column, what in (("median_ms", "time"), ("peak_net_mb", "peak memory")):
+        for mode in MODES:
+            found = {int(r["tokens"]): float(r[column]) for r in rows if r["mode"] == mode}
+            T, values = list(found), list(found.values())
+            half = len(T) // 2 - (len(T) < 4)
+            name = f"{mode}: exponent of {what}, {T[0]} to {T[-1]} tokens"
+            note = f"{records.exponent(T[half:], values[half:]):.3f} from {T[half]} tokens"
+            goals.append(Goal(name, 1.05, records.exponent(T, values), False, note))
+    return goals
+
+
+def scale(args: Any, out: Path) -> list[Goal]:
+    """cpu_scaling.csv, its figure and section; the goals."""
+    table = records.Table(out / "cpu_scaling.csv", resume=args.resume)
+    apart = records.Apart(args.quick)
+    for mode in MODES:
+        for T in (1024, 2048) if args.quick else SCALING:
+            if not table.has(mode=mode, tokens=T):
+                row = apart(alone, mode, T, args.budget or (0.05 if args.quick else 1.0))
+                table.add({"mode": mode, "tokens": T, **row, "dtype": "float32"})
+                say(
+                    f"{mode:17} T = {T:6} {row['median_ms']:10.2f} ms ({row['calls']} calls), "
+                    f"peak memory {row['peak_net_mb']:.1f} MB"
+                )
+    captions = {"median_ms": "Milliseconds:", "peak_net_mb": "Peak memory, MB:"}
+    tables = [
+        records.pivot(text, table.rows, ("mode",), "tokens", c) for c, text in captions.items()
+    ]
+    records.document(out, "scaling", table.rows, *tables)
+    say(f"wrote {table.path} and {draw(out, 'cpu_scaling')}")
+    return scaling_goals(table.rows)
 
 
 def main() -> None:
@@ -219,23 +289,22 @@ def main() -> None:
     say(
         f"{rates['matmul'] / 1e9:.0f} GFLOP/s of products, {rates['copy'] / 1e9:.1f} GB/s of copies"
     )
-    table = records.Table(out / "cpu_ops.csv")
-    times: dict[tuple[str, str, int], Times] = {}
+    table = records.Table(out / "cpu_ops.csv", resume=args.resume)
     for mode in MODES:
+        missing = [T for T in lengths if not table.has(mode=mode, tokens=T)]
         unroll = 0
-        if listing1.AVAILABLE:
+        if listing1.AVAILABLE and missing:
             at = lengths[-1] if args.quick else GOAL_LENGTH
-            unroll = fastest_unroll(mode, at, unrolls, budget)
-        for T in lengths:
+            unroll = fastest_unroll(mode, at, unrolls, budget / 2)
+        for T in missing:
             x = make_inputs(T)
             sides = torch_sides(mode, x)
             if listing1.AVAILABLE:
                 scan = scan_call(mode, x, unroll)
                 agree(f"latte with jax scan, {mode}, T = {T}", sides["latte"](), scan())
                 sides = {"latte": sides.pop("latte"), "jax scan": scan, **sides}
-            measured = interleave(sides, budget)
+            measured = machine.interleave(sides, budget)
             for side, statistics in measured.items():
-                times[side, mode, T] = statistics
                 row: Row = {"side": side, "mode": mode, "tokens": T, **statistics.row()}
                 row |= {"times_latte": round(statistics.median / measured["latte"].median, 3)}
                 row |= {"unroll": unroll if side == "jax scan" else ""}
@@ -247,8 +316,17 @@ def main() -> None:
                     f"(p10 {statistics.p10:.2f}, p90 {statistics.p90:.2f}, "
                     f"{statistics.calls} calls), {row['times_latte']:.2f} x latte",
                 )
-    say(f"wrote {table.path} and {of_ops(out)}")
-    records.report_goals(out, "cpu_ops", goals_of(times, lengths, rates))
+    say(f"wrote {table.path} and {draw(out, 'cpu_ops')}")
+    bounded = [row for row in table.rows if row["limit_ms"]]
+    tables = [
+        records.pivot(text, rows, ("mode", "side"), "tokens", column)
+        for text, rows, column in (
+            ("Milliseconds, by tokens:", table.rows, "median_ms"),
+            ("The limit, milliseconds:", bounded, "limit_ms"),
+        )
+    ]
+    records.document(out, "ops", table.rows, *tables)
+    records.report_goals(out, "cpu_ops", goals_of(table.rows) + scale(args, out))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-from records import FIGURES, MODES, RESULTS, Row, exponent, read_rows
+from records import FIGURES, MODES, RESULTS, Row, read_rows
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; Latte is the strong one.
 STYLES: dict[str, dict[str, Any]] = {
@@ -158,10 +158,11 @@ def having(**values: str) -> Keep:
     return lambda row: all(row[name] == value for name, value in values.items())
 
 
-def draw(out: Path, name: str, title: str, parts: Sequence[Panel]) -> Path | None:
-    """The figure of one CSV file; None where it has no rows for any panel."""
+def draw(out: Path, name: str, title: str = "", parts: Sequence[Panel] = ()) -> Path | None:
+    """The figure of one CSV file, as ``PLAIN`` says; None where it has no rows for any panel."""
+    title, parts = (title, parts) if parts else PLAIN[name]
     rows = rows_of(out, name)
-    parts = [panel for panel in parts if any(panel.keep(row) for row in rows)]
+    parts = [p for p in parts if any(p.keep(row) and row.get(p.y) for row in rows)]
     if not parts:
         return None
     sides = list(dict.fromkeys(row[parts[0].key] for row in rows))
@@ -170,7 +171,7 @@ def draw(out: Path, name: str, title: str, parts: Sequence[Panel]) -> Path | Non
     styles = {side: STYLES.get(side) or next(spare) for side in sides}
     figure, axes = panels(len(parts), title, hardware(rows))
     for ax, panel in zip(axes, parts, strict=True):
-        here = [row for row in rows if panel.keep(row)]
+        here = [row for row in rows if panel.keep(row) and row.get(panel.y)]
         for side in dict.fromkeys(row[panel.key] for row in here):
             own = [row for row in here if row[panel.key] == side]
             own.sort(key=lambda row: float(row[panel.x]))
@@ -188,65 +189,9 @@ def rows_of(out: Path, name: str) -> list[Row]:
     path = out / f"{name}.csv"
     rows = read_rows(path) if path.exists() else []
     for row in rows:
-        if "cache_bytes" in row:
+        if row.get("cache_bytes"):
             row["cache_mb"] = str(float(row["cache_bytes"]) / 2**20)
     return rows
-
-
-def of_ops(out: Path) -> Path | None:
-    """Time of every side over the length, a panel per mode."""
-    parts = [Panel(mode, having(mode=mode), x="tokens", xlabel="tokens") for mode in MODES]
-    title = f"Time of one call on a CPU ({sizes(out, 'cpu_ops')})"
-    return draw(out, "cpu_ops", title, parts)
-
-
-def sizes(out: Path, name: str) -> str:
-    row = next(iter(rows_of(out, name)), {"H": "", "L": "", "D": ""})
-    return f"H = {row['H']}, L = {row['L']}, D = {row['D']}, batch of 1"
-
-
-def of_scaling(out: Path) -> Path | None:
-    """Time and peak memory over the length, fitted, with lines of slope 1."""
-
-    def fitted(column: str) -> Callable[[Axes, Sequence[Row], str], None]:
-        def finish(ax: Axes, rows: Sequence[Row], color: str) -> None:
-            mode = rows[0]["mode"]
-            xs, ys = ([float(row[name]) for row in rows] for name in ("tokens", column))
-            corner: dict[str, Any] = {"transform": ax.transAxes, "ha": "right", "fontsize": 8.5}
-            height = 0.10 if mode == MODES[1] else 0.03
-            text = f"{mode}: exponent {exponent(xs, ys):.3f}"
-            ax.text(0.98, height, text, color=color, **corner)
-            # Through the last point: what is above it at the left are fixed costs.
-            ideal = [ys[-1] * x / xs[-1] for x in xs]
-            label = "slope 1 (exactly linear)" if mode == MODES[1] else None
-            ax.plot(xs, ideal, ":", color="#777777", linewidth=1, label=label, zorder=1)
-
-        return finish
-
-    columns = (
-        ("time of one call", "median_ms", MS),
-        ("peak memory beyond the bare process", "peak_net_mb", "MB"),
-    )
-    parts = [
-        Panel(title, y=y, ylabel=ylabel, finish=fitted(y), key="mode", x="tokens", xlabel="tokens")
-        for title, y, ylabel in columns
-    ]
-    title = f"Latte's time and peak memory on a CPU ({sizes(out, 'cpu_scaling')})"
-    return draw(out, "cpu_scaling", title, parts)
-
-
-def of_cpu_decode(out: Path) -> Path | None:
-    """Time per token, cache and peak memory over the context."""
-    columns = (
-        ("time per token", "median_ms", MS),
-        ("cache", "cache_mb", "MB"),
-        ("peak memory beyond the model", "peak_net_mb", "MB"),
-    )
-    parts = [Panel(title, y=y, ylabel=ylabel, **OF_A_CONTEXT) for title, y, ylabel in columns]
-    size = next((row["size"] for row in rows_of(out, "cpu_decode")), "")
-    return draw(
-        out, "cpu_decode", f"Decoding on a CPU (models of size '{size}', batch of 1)", parts
-    )
 
 
 def of_generation(out: Path) -> Path | None:
@@ -277,8 +222,9 @@ def of_latte(out: Path) -> Path | None:
     return draw(out, "gpu_latte", "Latte: one call on a constant number of tokens", parts)
 
 
-FROM_THEIR_ROWS = (of_ops, of_scaling, of_cpu_decode, of_generation, of_latte)
+FROM_THEIR_ROWS = (of_generation, of_latte)
 # Name, title and panels of the others.
+SHAPE = "H = 8, L = 32, D = 64, batch of 1"
 PLAIN: dict[str, tuple[str, list[Panel]]] = {
     "gpu_macchiato": (
         "Latte-Macchiato (window 128) beside softmax attention",
@@ -300,6 +246,37 @@ PLAIN: dict[str, tuple[str, list[Panel]]] = {
         "Forward pass of whole models, a constant number of tokens",
         [Panel(f"size {size}", having(size=size)) for size in ("400m", "2.6b", "tiny")],
     ),
+    "cpu_ops": (
+        f"Time of one call on a CPU ({SHAPE})",
+        [Panel(mode, having(mode=mode), x="tokens", xlabel="tokens") for mode in MODES],
+    ),
+    "cpu_scaling": (
+        f"Latte's time and peak memory on a CPU ({SHAPE})",
+        [
+            Panel(title, y=y, ylabel=ylabel, key="mode", x="tokens", xlabel="tokens")
+            for title, y, ylabel in (
+                ("time of one call", "median_ms", MS),
+                ("peak memory beyond the bare process", "peak_net_mb", "MB"),
+            )
+        ],
+    ),
+    "cpu_decode": (
+        "Decoding on a CPU (batch of 1, fp32)",
+        [
+            Panel(
+                f"{what}, size {size}",
+                having(size=size, dtype="float32", how="eager"),
+                y=y,
+                ylabel=ylabel,
+                **OF_A_CONTEXT,
+            )
+            for what, size, y, ylabel in (
+                ("time per token", "tiny", "median_ms", MS),
+                ("time per token", "small", "median_ms", MS),
+                ("cache", "tiny", "cache_mb", "MB"),
+            )
+        ],
+    ),
     "cpu_training": (
         "Training on a CPU: tokens per second, and peak memory of a step",
         [
@@ -320,7 +297,7 @@ PLAIN: dict[str, tuple[str, list[Panel]]] = {
 def draw_all(out: Path) -> list[Path]:
     """Every figure whose CSV file is there."""
     drawn = [figure(out) for figure in FROM_THEIR_ROWS]
-    drawn += [draw(out, name, title, parts) for name, (title, parts) in PLAIN.items()]
+    drawn += [draw(out, name) for name in PLAIN]
     return [path for path in drawn if path is not None]
 
 

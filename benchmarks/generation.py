@@ -274,8 +274,10 @@ def main() -> None:
     budget = args.budget or (0.05 if args.quick else 2.0)
     segment = min(args.segment, 32) if args.quick else args.segment
     out, threads = output_folder(args), use_all_threads()
+    table = Table(out / "generation.csv", resume=args.resume)
     with tempfile.TemporaryDirectory() as scratch:
         chosen = chosen or quick_checkpoints(Path(scratch))
+        contexts = [n for n in contexts if not all(table.has(model=m, context=n) for m in chosen)]
         try:
             models = {name: load(path, args.device, mix) for name, (path, mix) in chosen.items()}
         except LatteError as error:
@@ -287,7 +289,6 @@ def main() -> None:
             name: apart(measure_memory, folder, args.device, mixing, segment, contexts)
             for name, (folder, mixing) in chosen.items()
         }
-    table = Table(out / "generation.csv")
     where = machine.describe(torch.device(args.device), ("device", "transformers"))
     with torch.inference_mode():
         for name, context, row in time_all(models, contexts, segment, budget):

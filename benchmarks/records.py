@@ -7,9 +7,12 @@ benchmarks/results. A quick run's mean nothing: they go to build/benchmarks, as 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import functools
 import math
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"
 FIGURES = ROOT / "docs" / "figures"
+CPU_PAGE = ROOT / "docs" / "results" / "cpu.md"
 # The last columns of every row; those of a GPU script begin with the first ones.
 MACHINE = ("threads", "cpu", "cores", "torch", "jax", "python", "latte", "date")
 OF_A_GPU = ("device", "cuda", "triton", "fla", "transformers")
@@ -53,9 +57,9 @@ def parser(description: str | None, budget: float | None = None) -> argparse.Arg
         help="folder for the CSV files and figures (default: benchmarks/results and docs/figures; "
         "with --quick build/benchmarks)",
     )
-    options.add_argument(
-        "--resume", action="store_true", help="keep the rows that an interrupted run has written"
-    )
+    if budget is None:
+        text = "keep the rows that a run of the same commit has written, measure the others"
+        options.add_argument("--resume", action="store_true", help=text)
     what = "of timed calls per side, mode and size" if budget is None else "(default: %(default)g)"
     options.add_argument("--budget", type=float, default=budget, help=f"seconds {what}")
     return options
@@ -137,7 +141,17 @@ def peaks(before: int, device: torch.device = CPU) -> Row:
 
 def columns(device: torch.device | None) -> Row:
     """The machine and its versions; of a GPU script (any device) what its rows name besides."""
-    return describe(device or CPU, MACHINE if device is None else (*OF_A_GPU, *MACHINE))
+    known = describe(device or CPU, MACHINE if device is None else (*OF_A_GPU, *MACHINE))
+    return known | {"commit": commit()}
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that is checked out; "" outside of a clone."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 class Table:
@@ -147,21 +161,27 @@ class Table:
         self, path: Path, device: torch.device | None = None, resume: bool = False
     ) -> None:
         self.path, self.device = path, device
-        self.rows: list[Row] = read_rows(path) if resume and path.exists() else []
+        kept = read_rows(path) if resume and path.exists() else []
+        self.rows: list[Row] = [row for row in kept if row.get("commit") == commit()]
 
     def has(self, **key: Any) -> bool:
         """Whether there are rows with these values, of this run or the one that is resumed."""
         return any(all(str(row[k]) == str(value) for k, value in key.items()) for row in self.rows)
 
     def add(self, row: Row) -> None:
-        """Append the row, with the machine's columns, to the file; the first one starts it."""
-        row = row | columns(self.device)
-        with self.path.open("a" if self.rows else "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(row))
-            if not self.rows:
-                writer.writeheader()
-            writer.writerow(row)
-        self.rows.append(row)
+        """Add the row, with the machine's columns; the first one of a new run starts the file."""
+        self.rows.append(row | columns(self.device))
+        write_rows(self.path, self.rows)
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """A CSV file with the columns of any row."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, fieldnames=list(dict.fromkeys(k for row in rows for k in row))
+        )
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -222,32 +242,57 @@ def write_goals(path: Path, script: str, goals: Sequence[Goal], machine: Row) ->
     ]
     rows = sorted([*kept, *new], key=lambda row: row["script"])
     if rows:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(path, rows)
     return rows
 
 
 def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
     """Put this script's goals into goals.csv, and all of a CPU's into the docs; print them."""
     rows = write_goals(out / "goals.csv", script, goals, columns(None))
-    if out == RESULTS:
-        document_goals(ROOT / "docs" / "results" / "cpu.md", rows)
+    lines = ["| goal | target | measured | |", "|---|---|---:|---|"]
+    for row in rows:
+        verdict = f"{row['verdict']}: {row['note']}" if row["note"] else row["verdict"]
+        lines.append(f"| {row['goal']} | {row['target']} | {row['measured']} | {verdict} |")
+    document(out, "goals", rows, lines)
     print_goals(rows)
 
 
-def document_goals(page: Path, rows: Sequence[Row]) -> None:
-    """The table of a CPU's goals into a page, between its two marks."""
-    lines = ["| goal | target | measured | |", "|---|---|---:|---|"]
-    for row in rows:
-        if row["script"].startswith("cpu_"):
-            verdict = f"{row['verdict']}: {row['note']}" if row["note"] else row["verdict"]
-            lines.append(f"| {row['goal']} | {row['target']} | {row['measured']} | {verdict} |")
-    head, rest = page.read_text(encoding="utf-8").split("<!-- results: goals -->\n", 1)
+def document(
+    out: Path, section: str, rows: Sequence[Row], *tables: Sequence[str], page: Path = CPU_PAGE
+) -> None:
+    """Tables made of the rows into the page, between a section's marks; not of another folder."""
+    if out != RESULTS and page == CPU_PAGE:
+        return
+    one = rows[-1]
+    machine = f"{one['cpu']}, {one['cores']} cores, {one['threads']} threads, torch {one['torch']}"
+    parts = [f"{machine}, {one['date']}.", *("\n".join(table) for table in tables)]
+    if section != "goals":
+        parts.append(f"![Figure](../figures/cpu_{section}.png)")
+    body = "\n\n".join(parts)
+    head, rest = page.read_text("utf-8").split(f"<!-- results: {section} -->\n", 1)
     tail = rest.split("<!-- /results -->", 1)[1]
-    body = "\n".join(lines)
-    page.write_text(f"{head}<!-- results: goals -->\n{body}\n<!-- /results -->{tail}", "utf-8")
+    mark = f"<!-- results: {section} -->"
+    page.write_text(f"{head}{mark}\n{body}\n<!-- /results -->{tail}", "utf-8")
+
+
+def pivot(
+    caption: str, rows: Sequence[Row], down: Sequence[str], across: str, value: str
+) -> list[str]:
+    """Lines of a table: a row for each combination of ``down``, a column for each ``across``."""
+    numbers = list(dict.fromkeys(int(row[across]) for row in rows))
+    heads = (*down, *(f"{n:,}" for n in sorted(numbers)))
+    lines = [
+        caption,
+        "",
+        f"| {' | '.join(heads)} |",
+        "|" + "---|" * len(down) + "---:|" * len(numbers),
+    ]
+    for key in dict.fromkeys(tuple(row[name] for name in down) for row in rows):
+        own = {int(r[across]): r[value] for r in rows if tuple(r[name] for name in down) == key}
+        shown = [own.get(n, "") for n in sorted(numbers)]
+        cells = ("" if x == "" else f"{float(x):,.{2 if float(x) < 10 else 1}f}" for x in shown)
+        lines.append(f"| {' | '.join((*key, *cells))} |")
+    return lines
 
 
 def print_goals(rows: Sequence[Row]) -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import cpu_decode
-import cpu_scaling
 import cpu_training
 import listing1
 import pytest
@@ -39,7 +38,7 @@ def rows_of(script, out):
     return rows
 
 
-def test_ops_without_jax(tmp_path, environment):
+def test_ops_and_their_scaling_without_jax(tmp_path, environment):
     command = [sys.executable, str(BENCHMARKS / "cpu_ops.py"), "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -50,30 +49,33 @@ def test_ops_without_jax(tmp_path, environment):
     found = {(row["side"], row["mode"]) for row in rows}
     assert found == {(side, mode) for side in sides for mode in modes}
     assert "with the fp64 reference: relative difference" in printed
-
-
-def test_scaling(tmp_path, quick, capfd):
-    quick(cpu_scaling, apart=True)
-    printed, rows = capfd.readouterr().out, rows_of("cpu_scaling", tmp_path)
-    assert len(rows) == 4
+    rows = records.read_rows(tmp_path / "cpu_scaling.csv")
+    assert len(rows) == 4 and (tmp_path / "cpu_scaling.png").exists()
     # Inputs and outputs alone: q and k of L, v and out of D, in fp32.
     for row in rows:
         least = int(row["tokens"]) * records.H * 2 * (records.L + records.D) * 4
         assert float(row["peak_process_mb"]) * 2**20 > least
     goals = records.read_rows(tmp_path / "goals.csv")
-    assert {goal["script"] for goal in goals} == {"cpu_scaling"} and len(goals) == 4
+    assert {goal["script"] for goal in goals} == {"cpu_ops"}
+    assert sum("exponent" in goal["goal"] for goal in goals) == 4
     assert all(goal["goal"] in printed for goal in goals)
 
 
 @pytest.mark.filterwarnings("ignore:.*log-scaled")  # other tests have used more memory before
-def test_decode(tmp_path, quick):
+def test_decode(tmp_path, quick, capfd):
     quick(cpu_decode)
-    rows = rows_of("cpu_decode", tmp_path)
-    caches = {(row["model"], row["context"]): int(row["cache_bytes"]) for row in rows}
+    printed, rows = capfd.readouterr().out, rows_of("cpu_decode", tmp_path)
+    models = {"latte-r-swa++", "transformer++", "weights"}
+    assert {row["model"] for row in rows} == models
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
+    rows = [row for row in rows if row["dtype"] == "float32"]
+    caches = {(row["model"], row["context"]): row["cache_bytes"] for row in rows}
     short, long = sorted({row["context"] for row in rows}, key=int)
     assert caches["latte-r-swa++", short] == caches["latte-r-swa++", long]
-    growth = caches["transformer++", long] / caches["transformer++", short]
+    growth = int(caches["transformer++", long]) / int(caches["transformer++", short])
     assert growth == pytest.approx(int(long) / int(short), rel=0.01)
+    assert "tiny, bfloat16, 1000 tokens: time over transformer++'s" in printed
+    assert "tensor operations: ATen calls per layer" in printed
 
 
 def test_training(tmp_path, quick, capfd):
@@ -84,22 +86,27 @@ def test_training(tmp_path, quick, capfd):
     assert "tokens/s" in printed
 
 
-def test_a_resumed_table_keeps_its_rows(tmp_path):
+def test_a_resumed_table_keeps_the_rows_of_its_commit(tmp_path, monkeypatch):
     records.Table(tmp_path / "rows.csv").add({"tokens": 1})
     table = records.Table(tmp_path / "rows.csv", resume=True)
     assert table.has(tokens=1) and not table.has(tokens=2)
     table.add({"tokens": 2})
     assert [row["tokens"] for row in records.read_rows(table.path)] == ["1", "2"]
+    monkeypatch.setattr(records, "commit", lambda: "another")
+    assert not records.Table(table.path, resume=True).rows
 
 
-def test_the_goals_of_a_cpu_go_into_a_page(tmp_path):
+def test_tables_go_into_a_page_between_the_marks(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- results: goals -->\nold\n<!-- /results -->\nafter\n")
-    goal = {"goal": "fast", "target": ">= 1", "measured": "2", "verdict": "pass", "note": "so"}
-    records.document_goals(page, [goal | {"script": "cpu_ops"}, goal | {"script": "gpu_latte"}])
+    page.write_text("before\n<!-- results: ops -->\nold\n<!-- /results -->\nafter\n")
+    rows = [{"side": s, "T": t, "ms": m} for s, t, m in (("a", 1024, 2), ("b", "512", "1234.5"))]
+    rows = [row | records.columns(None) for row in rows]
+    table = records.pivot("Times:", rows, ("side",), "T", "ms")
+    records.document(tmp_path, "ops", rows, table, page=page)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- /results -->\nafter\n")
-    assert text.count("| fast | >= 1 | 2 | pass: so |") == 1 and "old" not in text
+    assert "| side | 512 | 1,024 |\n|---|---:|---:|\n| a |  | 2.00 |\n| b | 1,234.5 |  |" in text
+    assert torch.__version__ in text and "old" not in text
 
 
 @pytest.mark.parametrize("mode", ["forward", "gradients"])
