@@ -243,7 +243,9 @@ def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
     goals = []
     for column, what in (("median_ms", "time"), ("peak_net_mb", "peak memory")):
         for mode in MODES:
-            found = {int(r["tokens"]): float(r[column]) for r in rows if r["mode"] == mode}
+            here = [row for row in rows if row["mode"] == mode]
+            # Of a quick run, in memory that was used before, the peak may be 0.
+            found = {int(row["tokens"]): max(1e-3, float(row[column])) for row in here}
             T, values = list(found), list(found.values())
             half = len(T) // 2 - (len(T) < 4)
             name = f"{mode}: exponent of {what}, {T[0]} to {T[-1]} tokens"
