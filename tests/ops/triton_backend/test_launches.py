@@ -58,11 +58,14 @@ MOST = {
 MOST_UNEVEN = 1408
 
 
-def most_stack(kernel: str, dtype: torch.dtype, L: int, D: int, beside: bool) -> int:
+def most_stack(
+    kernel: str, dtype: torch.dtype, L: int, D: int, beside: bool, cut: bool = False
+) -> int:
     """Bytes of stack per thread that are let pass: most kernels need none.
 
-    ``beside``: the latents beside a window, or the window beside latents. Sizes that are multiples
-    of nothing take more.
+    ``beside``: the latents beside a window, or the window beside latents. ``cut``: into segments,
+    where ``query_walk`` sums what each asks of the state before it; 89 of its 1,754 instructions
+    then reach the stack. Sizes that are multiples of nothing take more.
     """
     single, common = dtype == FP32, dtype == BF16 and L <= 32 and D <= 64
     uneven = bool(L % 16 and L > 1 or D % 16 and D > 1)
@@ -78,7 +81,7 @@ def most_stack(kernel: str, dtype: torch.dtype, L: int, D: int, beside: bool) ->
         if uneven:
             return max(MOST_UNEVEN, MOST[dtype][256])
         most = next(most for latents, most in MOST[dtype].items() if L <= latents)
-        return 128 if beside and common else most
+        return 128 if beside and common and not cut else most
     if kernel == "macchiato_walk":
         return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
     if kernel in (*WINDOW, EARLIER):
@@ -87,7 +90,7 @@ def most_stack(kernel: str, dtype: torch.dtype, L: int, D: int, beside: bool) ->
         if uneven and beside:
             return 320
         # Four warps and two blocks at a time: half the instructions, for a little stack.
-        least = 80 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
+        least = 88 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
         return 96 if D > 64 or L > 32 else 64 if uneven else least
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, "step"), kernel
     return 0
@@ -143,13 +146,15 @@ CASES = [*COMMON, *(pytest.param(case, marks=pytest.mark.slow) for case in RARE)
 def test_kernels_stay_within_their_bounds(case):
     """The ones that the case is there for, and no others."""
     launched = report(case)
-    check(launched, case.dtype, case.L, case.D, case.op == "macchiato")
+    check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut)
     assert {r.kernel for r in launched} == expected(case)
 
 
-def check(launched: list[Resources], dtype: torch.dtype, L: int, D: int, beside: bool) -> None:
+def check(
+    launched: list[Resources], dtype: torch.dtype, L: int, D: int, beside: bool, cut: bool = False
+) -> None:
     for r in launched:
-        most = most_stack(r.kernel, dtype, L, D, beside)
+        most = most_stack(r.kernel, dtype, L, D, beside, cut)
         assert r.stack <= most, f"{r.kernel}: {r.stack} bytes of stack, {most} are let pass"
         assert r.shared <= launch.shared_memory(launch.HOPPER), (
             f"{r.kernel}: {r.shared} bytes of shared memory"
