@@ -22,6 +22,7 @@ from latte.ops import (
     sliding_window_attention,
     use_backend,
 )
+from latte.ops.backend import choose
 
 X = randn(1, 9, 4)
 LATTE, MACCHIATO = latte_inputs(1, 9), macchiato_inputs(1, 9)
@@ -101,6 +102,30 @@ def test_a_default_that_an_op_has_not_is_torch():
             latte_attention(q, k, v)
     with pytest.raises(ValueError, match="'triton' is not available for this op"):
         linear_attention(q, k, v, feature_map="elu", backend="triton")
+
+
+def test_a_default_that_does_not_fit_a_gpu_gives_way(recwarn):
+    """With one warning, whoever calls how often; what a call asks for itself is an error."""
+    gpu, served = torch.device("cuda"), ("reference", "torch", "triton")
+    reason = "on compute capability 7.5: expected 8.0 or newer"
+
+    def chosen(backend):
+        return choose("op", backend, served, gpu, lambda: reason)
+
+    def call(x):
+        return x + (chosen(None) == "torch")
+
+    with use_backend("triton"):
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        torch._dynamo.reset()
+        assert compiled(torch.zeros(1)).item() == 1
+        assert [chosen(None), chosen(None)] == ["torch", "torch"]
+        with pytest.raises(ValueError, match="'triton' is not available on compute capability"):
+            chosen("triton")
+    told = [str(w.message) for w in recwarn if reason in str(w.message)]
+    assert told == [
+        f"op: backend 'triton' is not available {reason}; the default gives way to 'torch'"
+    ]
 
 
 def test_an_unknown_default_is_told():

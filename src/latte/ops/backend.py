@@ -5,8 +5,9 @@ environment, else ``"cpu"``, the native kernels, on CPU tensors if the library i
 op, else ``"torch"``. Models and layers name no backend, so this is the one place that
 decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
 have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
-it, or raises ``ValueError`` where it cannot serve the inputs. Nothing switches by size, but for
-one token at a time:
+it, or raises ``ValueError`` where it cannot serve the inputs. On a GPU ``"torch"`` takes the place
+of a default ``"triton"`` that cannot serve the card or the widths, with one warning. Nothing
+switches by size, but for one token at a time:
 
 A *step* of decoding is a call with one token per row (T = 1) that is causal, not packed, and of
 which nobody wants a gradient.
@@ -23,7 +24,7 @@ come from PyTorch's operations, whichever served the first. ``backend="cpu"`` wi
 or for tensors elsewhere, raises ``ValueError``, forward mode ``NotImplementedError``; the steps of
 decoding in place (:mod:`latte.ops.step`) are native kernels unless another backend is named.
 
-What the kernel cannot serve when it was asked for raises ``ValueError``. The RG-LRU and the
+What the kernel cannot serve when a call asked for it raises ``ValueError``. The RG-LRU and the
 convolution follow the same rule with their own kernels. ``LATTE_BACKEND=torch`` or ``with
 use_backend("torch"):`` keeps steps off the kernels.
 """
@@ -31,6 +32,7 @@ use_backend("torch"):`` keeps steps off the kernels.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +45,7 @@ from latte.ops.tensors import Sequences
 
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
+_warnings: set[str] = set()  # that have been given
 # None: nobody has named one. A plain value, so that torch.compile can guard on it.
 _default: str | None = os.environ.get("LATTE_BACKEND")
 
@@ -116,8 +119,10 @@ def choose(
         inputs: of the op, where the native CPU kernels serve it.
 
     Raises:
-        ValueError: the op has no such backend, or that one cannot serve the inputs.
+        ValueError: the op has no such backend, or that one cannot serve the inputs; on a GPU a
+            default ``"triton"`` warns instead, once, and ``"torch"`` serves them.
     """
+    exactly = backend is not None
     if backend is None:
         named = named_backend()
         if named is None and step and device.type == "cuda" and refusal() is None:
@@ -133,10 +138,22 @@ def choose(
             f"expected one of {tuple(serves)}"
         )
     if backend == "triton" and (reason := refusal()) is not None:
-        raise ValueError(f"{op}: backend 'triton' is not available {reason}")
+        message = f"{op}: backend 'triton' is not available {reason}"
+        if exactly or device.type != "cuda":
+            raise ValueError(message)
+        warn_once(f"{message}; the default gives way to 'torch'")
+        return "torch"
     if backend == "cpu" and (reason := cpp_backend.unavailable(inputs[0])) is not None:
         raise ValueError(f"{op}: backend 'cpu' is not available {reason}")
     return backend
+
+
+@torch.compiler.assume_constant_result
+def warn_once(message: str) -> None:
+    """Not again for the next layer, the next step, or a function that is compiled."""
+    if message not in _warnings:
+        _warnings.add(message)
+        warnings.warn(message, stacklevel=4)
 
 
 def steps_in_place(device_type: str, compiled: bool) -> bool:
