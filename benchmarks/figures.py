@@ -158,9 +158,13 @@ def having(**values: str) -> Keep:
     return lambda row: all(row[name] == value for name, value in values.items())
 
 
-def draw(out: Path, name: str, title: str = "", parts: Sequence[Panel] = ()) -> Path | None:
+def draw(out: Path, name: str) -> Path | None:
     """The figure of one CSV file, as ``PLAIN`` says; None where it has no rows for any panel."""
-    title, parts = (title, parts) if parts else PLAIN[name]
+    return draw_panels(out, name, *PLAIN[name])
+
+
+def draw_panels(out: Path, name: str, title: str, parts: Sequence[Panel]) -> Path | None:
+    """The panels of one CSV file for which it has rows; None where it has none."""
     rows = rows_of(out, name)
     parts = [p for p in parts if any(p.keep(row) and row.get(p.y) for row in rows)]
     if not parts:
@@ -206,7 +210,7 @@ def of_generation(out: Path) -> Path | None:
         Panel("time per token", ylabel=label, finish=band, **OF_A_CONTEXT),
         Panel("cache", y="cache_mb", ylabel="MB", **OF_A_CONTEXT),
     ]
-    return draw(out, "generation", "Generation with growing context (batch of 1)", parts)
+    return draw_panels(out, "generation", "Generation with growing context (batch of 1)", parts)
 
 
 def of_latte(out: Path) -> Path | None:
@@ -219,7 +223,7 @@ def of_latte(out: Path) -> Path | None:
         for mode in MODES
         for D in dict.fromkeys((*ends[:1], *ends[-1:]))
     ]
-    return draw(out, "gpu_latte", "Latte: one call on a constant number of tokens", parts)
+    return draw_panels(out, "gpu_latte", "Latte: one call on a constant number of tokens", parts)
 
 
 FROM_THEIR_ROWS = (of_generation, of_latte)
