@@ -10,7 +10,7 @@ from transformers import CompileConfig, GenerationConfig
 from latte.layers import LatteAttention, LatteMacchiato
 from latte.layers.state import map_tensors
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
-from latte.ops import use_backend
+from latte.ops import cpp_backend, use_backend
 
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 
@@ -106,15 +106,65 @@ def test_a_mixer_that_changes_what_is_computed_has_no_step():
     assert LatteAttention.steps and Renamed.steps and not Doubled.steps
 
 
-def test_a_step_takes_few_operations():
+@pytest.mark.parametrize(("backend", "most"), [("torch", 220), ("cpu", 80)])
+def test_a_step_takes_few_operations(backend, most):
     """Counted as the profiler does, nested ones too; a count is the same on every machine."""
+    if backend == "cpu" and cpp_backend.ABSENT is not None:
+        pytest.skip(cpp_backend.ABSENT)
     model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny")).eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), use_backend(backend):
         cache = decoded(model, torch.zeros(1, 80, dtype=torch.long), 78)
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             read(model, cache, torch.zeros(1, 1, dtype=torch.long))
     operations = sum(event.name.startswith("aten::") for event in seen.events())
-    assert operations <= 220 * model.config.num_hidden_layers
+    assert operations <= most * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "r-swa++", "linear++", "transformer++"])
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_native_kernels_decode_what_pytorchs_operations_do(build, tokens, preset, rows):
+    if cpp_backend.ABSENT is not None:
+        pytest.skip(cpp_backend.ABSENT)
+    model, ids, logits = build(preset), tokens(rows, 9), []
+    for backend in ("torch", "cpu"):
+        with use_backend(backend):
+            logits.append(read(model, decoded(model, ids[:, :8], 5), ids[:, 8:]))
+    torch.testing.assert_close(*logits, **TOLERANCE)
+
+
+def test_a_hook_or_another_module_in_a_layer_is_not_passed_over(build, tokens):
+    """Steps take weights by themselves only where a module is nothing but its class."""
+    model, ids = copy.deepcopy(build("latte-r-swa++")), tokens(1, 8)
+    cache, seen = decoded(model, ids[:, :6], 4), []
+    layer = model.model.layers[1]
+
+    def watch(module, args, output):
+        seen.append(module)
+
+    watched = [
+        *(layer.mixer.v_proj, layer.mixer.o_proj, layer.mlp.up_proj, layer.mixer_norm),
+        *(layer.mixer.latents.k_proj, layer.mixer.latents.input.norm, model.lm_head),
+    ]
+    for module in watched:
+        module.register_forward_hook(watch)
+    read(model, cache, ids[:, 6:7])
+    assert set(seen) == set(watched)
+    with torch.no_grad():
+        layer.mixer.q_proj = Twice(layer.mixer.q_proj)
+    expected = read(model, LatteCache(model.config), ids)[:, -1:]
+    found = read(model, decoded(model, ids[:, :7], 4), ids[:, 7:])
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+class Twice(torch.nn.Module):
+    """An adapter around a linear map."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return 2 * self.base(x)
 
 
 # --- a static cache ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from latte.layers.checks import check_choice, check_multiple
 from latte.layers.latent_input import LatentInput
 from latte.layers.mixer import Mixer, MixingLogits, Projected
-from latte.layers.parts import Rotary
+from latte.layers.parts import Rotary, linear_maps
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
@@ -97,18 +97,22 @@ class SlidingWindowAttention(Mixer):
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         z_BE = self.input.step(x_BE, state)
-        local = *self._local_step(z_BE, state, rotary), self._values(z_BE)
-        return step_window(local, state, self.head_dim**-0.5, self.softcap)
+        local, rotary = self._local_step(z_BE, state, rotary)
+        return step_window(local, state, self.head_dim**-0.5, self.softcap, rotary)
 
 
 def step_window(
-    local: tuple[Tensor, Tensor, Tensor], state: StepState, scale: float, softcap: float | None
+    local: tuple[Tensor, Tensor, Tensor],
+    state: StepState,
+    scale: float,
+    softcap: float | None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Heads' outputs (B, H, D) of one token per row, of its local q, k and v."""
     assert state.ring is not None
     clock = state.clock
     length = None if state.size or clock.length is None else clock.length + 1
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "length": length}
+    options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "length": length}
     return window_step(*local, state.ring, state.slot, clock.real, **options)
 
 
@@ -201,8 +205,9 @@ class LinearAttention(Mixer):
         assert state.linear is not None
         phi, wide = FEATURE_MAPS[self.feature_map], state.linear.memory.dtype
         heads = (len(x_BE), self.num_heads, -1)
-        q, k = (phi(in_dtype(proj(x_BE), wide).view(heads)) for proj in (self.q_proj, self.k_proj))
-        v = self._values(x_BE)
+        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        q, k = (phi(in_dtype(x, wide).view(heads)) for x in (q, k))
+        v = v.view(len(x_BE), self.num_key_value_heads, -1)
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)
         return in_dtype(linear_step(q, k, wide_v, *state.linear, state.clock.real), v.dtype)
 

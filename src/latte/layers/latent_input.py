@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.checks import check_choice, check_multiple, check_probability
-from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
+from latte.layers.parts import CausalConv1d, Drawn, RMSNorm, is_plain, linear_maps
 from latte.layers.recurrent import DECAY_RANGE, RGLRU
 from latte.layers.state import MixerState, Piece, TokenLog
 from latte.layers.step import StepState
+from latte.ops import dense
 from latte.ops.step import conv_step, in_dtype
 
 LATENT_INPUTS = ("none", "conv", "rglru")
@@ -92,7 +93,11 @@ class LatentInput(nn.Module):
             return conv_step(x_BE, self.conv.weight, self.conv.bias, state.conv, real)
         if self.kind == "rglru":
             assert state.rglru is not None
-            return self.norm(in_dtype(self.rglru.step(x_BE, state.rglru, real), x_BE.dtype))
+            weights, norm = self.rglru.plain_weights(), self.norm
+            plain = weights and is_plain(norm, RMSNorm)
+            if plain and dense.serves_step(x_BE, *weights, norm.weight):
+                return dense.rg_lru(x_BE, *weights, norm.weight, norm.eps, state.rglru, real)
+            return norm(in_dtype(self.rglru.step(x_BE, state.rglru, real), x_BE.dtype))
         return x_BE
 
     def extra_repr(self) -> str:
@@ -158,7 +163,7 @@ class LatentLogits(Drawn):
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row."""
         z = self.input.step(x_BE, state)
         heads = (len(x_BE), self.num_heads, -1)
-        q_BHL, k_BHL = self.q_proj(z).view(heads), self.k_proj(z).view(heads)
+        q_BHL, k_BHL = (x.view(heads) for x in linear_maps(z, self.q_proj, self.k_proj))
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)
         return q_BHL, k_BHL

@@ -173,8 +173,8 @@ class LatteMacchiato(Mixer):
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         latents = self.latents.step(x_BE, state)
-        local = *self._local_step(x_BE, state, rotary), self._values(x_BE)
-        return step_macchiato(latents, local, state, self.head_dim**-0.5, self.softcap)
+        local, rotary = self._local_step(x_BE, state, rotary)
+        return step_macchiato(latents, local, state, self.head_dim**-0.5, self.softcap, rotary)
 
 
 def mix_macchiato(
@@ -201,9 +201,11 @@ def step_macchiato(
     state: StepState,
     scale: float,
     softcap: float | None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Heads' outputs (B, H, D) of one token per row: of latent q and k, and of local q, k and v."""
     assert state.latent is not None and state.ring is not None
     inputs = *latents, *local, *state.latent
     ring, slot, real = state.ring, state.slot, state.clock.real
-    return macchiato_step(*inputs, ring, slot, real, scale=scale, softcap=softcap)
+    local_options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary}
+    return macchiato_step(*inputs, ring, slot, real, **local_options)

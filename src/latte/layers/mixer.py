@@ -17,8 +17,8 @@ from latte.layers.parts import (
     Rotary,
     RotaryEmbedding,
     apply_rotary,
+    linear_maps,
     of_single_tokens,
-    rotate_token,
     token_positions,
 )
 from latte.layers.state import MixerState, Piece, TokenLog
@@ -175,7 +175,7 @@ class Mixer(Drawn):
         if isinstance(state, StepState):
             B, _, E = x_BTE.shape
             out_BHD = self._step(x_BTE.view(B, E), state, rotary)
-            return self.o_proj(out_BHD.view(B, -1)).view(B, 1, E), None
+            return linear_maps(out_BHD.view(B, -1), self.o_proj)[0].view(B, 1, E), None
         piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
         projected = self._project(piece)
         out_BTHD, after = self._attend(projected, piece)
@@ -317,7 +317,7 @@ class Mixer(Drawn):
 
     def _values(self, x_BE: Tensor) -> Tensor:
         """Values (B, G, D) of one token per row."""
-        return self.v_proj(x_BE).view(len(x_BE), self.num_key_value_heads, -1)
+        return linear_maps(x_BE, self.v_proj)[0].view(len(x_BE), self.num_key_value_heads, -1)
 
     def _add_local(
         self, window: int | None, rope_theta: float | None, softcap: float | None
@@ -350,16 +350,14 @@ class Mixer(Drawn):
 
     def _local_step(
         self, x_BE: Tensor, state: StepState, rotary: Rotary | None
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`_local` of one token per row: q (B, H, K) and k (B, G, K)."""
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
+        """q (B, H, K), k (B, G, K) and v (B, G, D) of one token per row, and what turns q and k."""
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
-        q, k = self.q_proj(x_BE).view(B, H, -1), self.k_proj(x_BE).view(B, G, -1)
-        if self.rotary is None:
-            return q, k
-        if rotary is None:
+        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
+        if self.rotary is not None and rotary is None:
             rotary = of_single_tokens(self.rotary(state.clock.position[:, None], q.dtype))
-        q, k = rotate_token(torch.cat([q, k], 1), rotary).split([H, G], 1)
-        return q, k
+        return local, None if self.rotary is None else rotary
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

@@ -14,13 +14,44 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from latte.layers.checks import check_input, check_positive
-from latte.ops import causal_conv1d
-from latte.ops.step import in_dtype, number
+from latte.ops import causal_conv1d, dense
+from latte.ops.step import number
 from latte.ops.tensors import full_precision
 
 LayerNorm = nn.LayerNorm
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Nothing stands in the module's place, around it or on it: it does what its class says."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        return False
+    return type(module) is kind and not (_global_forward_hooks or _global_forward_pre_hooks)
+
+
+def plain_weights(*maps: nn.Module) -> list[Tensor]:
+    """The weights of linear maps that are nothing else, without biases; none if one is not."""
+    weights = []
+    for module in maps:
+        held = module._parameters
+        if not is_plain(module, nn.Linear) or held.get("bias") is not None:
+            return []
+        weight = held.get("weight")
+        if weight is None:
+            return []
+        weights.append(weight)
+    return weights
+
+
+def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
+    """What each linear map makes of x (..., E): of single tokens in one call, where it can be."""
+    weights = plain_weights(*maps)
+    if weights and dense.serves(x, *weights):
+        return dense.linear_maps(x, *weights)
+    return tuple(linear(x) for linear in maps)
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -40,6 +71,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         E, eps = x_BTE.shape[-1], self.eps
+        if eps is not None and dense.serves(x_BTE, self.weight):
+            return dense.rms_norm(x_BTE, self.weight, eps)
         exact = x_BTE.dtype == self.weight.dtype and x_BTE.dtype in (torch.float32, torch.float64)
         if not exact or eps is None or not on_cpu(x_BTE):
             return super().forward(x_BTE)
@@ -121,7 +154,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+        weights = plain_weights(self.gate_proj, self.up_proj)
+        if weights and dense.serves(x_BTE, *weights):
+            inner = dense.swiglu(x_BTE, *weights)
+        else:
+            inner = F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE)
+        return linear_maps(inner, self.down_proj)[0]
 
 
 class CausalConv1d(Drawn):
@@ -259,15 +297,8 @@ def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
 
 
 def of_single_tokens(rotary: Rotary) -> Rotary:
-    """The table (B or 1, 1, 1, K/2) as :func:`rotate_token` wants it: sines (B or 1, 1, 2, K/2)."""
+    """The table as the steps of :mod:`latte.ops.step` want it: sines with signs, (..., 2, K/2)."""
     return Rotary(rotary.cos, torch.cat([-rotary.sin, rotary.sin], 2))
-
-
-def rotate_token(x_BHK: Tensor, rotary: Rotary) -> Tensor:
-    """:func:`apply_rotary` on the heads of single tokens, by :func:`of_single_tokens`."""
-    pairs = x_BHK.view(*x_BHK.shape[:2], 2, -1)
-    turned = torch.addcmul(pairs * rotary.cos, pairs.flip(2), rotary.sin)
-    return in_dtype(turned.view(x_BHK.shape), x_BHK.dtype)
 
 
 class _Rotation(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from latte.layers.checks import check_decay_range, check_input, check_multiple
-from latte.layers.parts import Drawn
+from latte.layers.parts import Drawn, is_plain
 from latte.ops import rg_lru
 from latte.ops.step import in_dtype, rg_lru_step
 from latte.ops.tensors import computation_dtype
@@ -123,6 +123,13 @@ class RGLRU(Drawn):
             output_final_state=output_final_state,
             reverse=self.reverse,
         )
+
+    def plain_weights(self) -> tuple[Tensor, ...]:
+        """Weight and bias of both gates, and theta; none if a gate is not what its class says."""
+        gates = self.recurrence_gate, self.input_gate
+        if not is_plain(self, RGLRU) or not all(is_plain(x, BlockDiagonalLinear) for x in gates):
+            return ()
+        return *gates[0]._parameters.values(), *gates[1]._parameters.values(), self.theta
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
         """One token per row: the state after it, which is written in place."""

@@ -4,6 +4,7 @@ Shape suffixes: B batch, T tokens, E hidden size, P past tokens.
 """
 
 import math
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from latte.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from latte.layers.parts import of_single_tokens, token_positions
+from latte.layers.parts import linear_maps, of_single_tokens, token_positions
 from latte.layers.step import StepState
 from latte.models.cache import (
     LatteCache,
@@ -217,7 +218,7 @@ class LatteModel(LattePreTrainedModel):
         hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
         hidden_states, attentions = [], []
         # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
-        for index, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+        for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
             hidden_states.append(hidden)
             state = None if cache is None else cache.state(index)
             hidden, after, weights = layer(
@@ -357,7 +358,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         loss = logits = None
         in_chunks = self.chunked_loss and self.training and scored is not None
         if not in_chunks:
-            logits = self.lm_head(hidden)
+            logits = linear_maps(hidden, self.lm_head)[0]
         if scored is not None:
             if hidden.shape[:2] != scored.shape:
                 raise ValueError(

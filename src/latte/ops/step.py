@@ -6,12 +6,12 @@ sequences that have begun: every row has read a real token. The cache sees to al
 (:mod:`latte.layers.step`). Shapes never change and nothing waits for the host, so that a step is
 one graph for ``torch.compile``.
 
-Each is one call of a native CPU kernel where there are such (:mod:`latte.ops.cpp_backend`), unless
-somebody has named another backend; elsewhere a few large tensor operations, since at one token what
-an operation costs is its call. States are fp32 (fp64 for fp64 inputs), and what is computed is too;
-outputs have the dtype of ``v``. ``real`` (B,) bool is False for rows whose token is padding, None
-if there are none: padding leaves latents, sums and the RG-LRU as they are, and is a masked slot of
-the window and a zero of the convolution.
+Most are one call of a native CPU kernel where there are such (:mod:`latte.ops.cpp_backend`), unless
+somebody has named another backend (the RG-LRU's kernel is in :mod:`latte.ops.dense`); elsewhere a
+few large tensor operations, since at one token what an operation costs is its call. States are fp32
+(fp64 for fp64 inputs), and what is computed is too; outputs have the dtype of ``v``. ``real`` (B,)
+bool is False for rows whose token is padding, None if there are none: padding leaves latents, sums
+and the RG-LRU as they are, and is a masked slot of the window and a zero of the convolution.
 
 Shape suffixes: B batch, H query heads, G key/value heads, L latents per head, K key width, D value
 width, F feature width, E channels, W slots of the window.
@@ -30,6 +30,8 @@ from latte.ops import cpp_backend
 from latte.ops.backend import named_backend
 from latte.ops.tensors import computation_dtype
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
+
+Rotary = tuple[Tensor, Tensor]  # of single tokens: (B or 1, 1, 1, K/2), and twice that with signs
 
 
 class Ring(NamedTuple):
@@ -85,30 +87,33 @@ def macchiato_step(
     *,
     scale: float,
     softcap: float | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Latte-Macchiato: ``y = p(0) SWA + sum_{l>=1} p(l) mu'[l]``.
 
     Args:
         latent_q: (B, H, L+1), column 0 is the window's logit.
         latent_k: (B, H, L).
-        q, k: local, rotated, (B, H, K) and (B, G, K).
+        q, k: local, (B, H, K) and (B, G, K).
         v: values of both branches, (B, G, D).
         log_mass, mean: as for :func:`latte_step`, written.
         ring: the window, of which ``slot`` (1,) int64 is written.
         scale, softcap: of the local logits.
+        rotary: turns ``q`` and ``k`` first, :func:`latte.layers.parts.of_single_tokens`.
 
     Returns:
         y, (B, H, D).
     """
     if _native(mean, latent_q, latent_k, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
-            *(latent_q, latent_k, q, k, v, log_mass, mean, *ring, slot, real),
-            *(scale, softcap or 0.0),
+            *(latent_q, latent_k, q, k, v, log_mass, mean, *ring, slot),
+            *(*(rotary or (None, None)), real, scale, softcap or 0.0),
         )
     (B, H, L, D), G, W = mean.shape, ring.keys.shape[1], ring.keys.shape[2]
     _see(latent_k, v, log_mass, mean, real)
     p_BH1, p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1).split([1, L], -1)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
+    q, k = _rotated(q, k, rotary)
     weights = _window_weights(q, k, v, ring, slot, real, scale, softcap, mean.dtype)
     weights = (weights.view(B, H, W) * p_BH1).view(B * G, H // G, W)
     values = in_dtype(ring.values.view(B * G, W, D), mean.dtype)
@@ -126,6 +131,7 @@ def window_step(
     *,
     scale: float,
     softcap: float | None = None,
+    rotary: Rotary | None = None,
     length: int | None = None,
 ) -> Tensor:
     """Softmax attention over the slots of a window, or over all tokens so far.
@@ -141,9 +147,11 @@ def window_step(
     if _native(None, q, k, v, *ring[:2]):
         slots = ring.keys.shape[2] if length is None else length
         return torch.ops.latte.cpu_window_step(
-            *(q, k, v, *ring, slot, real, scale, softcap or 0.0, slots)
+            *(q, k, v, *ring, slot, *(rotary or (None, None))),
+            *(real, scale, softcap or 0.0, slots),
         )
     B, H, D = *q.shape[:2], v.shape[-1]
+    q, k = _rotated(q, k, rotary)
     weights = _window_weights(
         q, k, v, ring, slot, real, scale, softcap, computation_dtype(q.dtype), length
     )
@@ -200,9 +208,6 @@ def rg_lru_step(
     Returns:
         h' itself, (B, E): the state, which the next step overwrites.
     """
-    if _native(state, x, recurrence_gate, input_gate):
-        torch.ops.latte.cpu_rg_lru_step(x, recurrence_gate, input_gate, theta, state, real)
-        return state
     x, r, i, theta = (in_dtype(y, state.dtype) for y in (x, recurrence_gate, input_gate, theta))
     rate = torch.sigmoid(r) * F.softplus(theta)
     a = torch.exp(rate * number(-GATE_STRENGTH, rate))
@@ -245,9 +250,13 @@ def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
     """
     if cpp_backend.ABSENT is not None or first.device.type != "cpu":
         return False
-    if named_backend() not in (None, "cpu") or any(x.dtype != first.dtype for x in others):
+    dtype = first.dtype
+    for x in others:
+        if x.dtype != dtype:
+            return False
+    if named_backend() not in (None, "cpu"):
         return False
-    return state is None or state.dtype == computation_dtype(first.dtype)
+    return state is None or state.dtype == computation_dtype(dtype)
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -289,6 +298,17 @@ def _see(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | No
     else:
         grouped = mean.view(B, G, H // G, L, D)
         grouped.lerp_(v.view(B, G, 1, 1, D), gain.view(B, G, H // G, L, 1))
+
+
+def _rotated(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, K) and keys (B, G, K), the pairs (i, i + K/2) of both turned."""
+    if rotary is None:
+        return q, k
+    x, (cos, sin) = torch.cat([q, k], 1), rotary
+    pairs = x.view(*x.shape[:2], 2, -1)
+    turned = torch.addcmul(pairs * cos, pairs.flip(2), sin)
+    q, k = in_dtype(turned.view(x.shape), q.dtype).split([q.shape[1], k.shape[1]], 1)
+    return q, k
 
 
 def _window_weights(

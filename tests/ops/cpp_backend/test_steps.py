@@ -7,13 +7,13 @@ import torch
 from helpers import latte_inputs, macchiato_inputs, randn
 from torch.profiler import profile
 
-from latte.ops import LatteState, use_backend
+from latte.layers import RGLRU, RMSNorm
+from latte.ops import LatteState, dense, use_backend
 from latte.ops.step import (
     Ring,
     conv_step,
     latte_step,
     macchiato_step,
-    rg_lru_step,
     window_step,
 )
 
@@ -28,10 +28,21 @@ def case(dtype=torch.float32, scale=1.0):
     log_mass, mean = (x.float() for x in LatteState(randn(B, H, L), randn(B, H, L, D)))
     ring = Ring(randn(B, G, W, K).to(dtype), randn(B, G, W, D).to(dtype), randn(B, W) > 0)
     slot, real = torch.tensor([2]), torch.tensor([True, False])
-    x, r, i = (randn(B, E, seed=s).to(dtype) for s in range(3))
+    x = randn(B, E).to(dtype)
+    torch.manual_seed(0)
+    rglru, norm = RGLRU(E, 3).to(dtype), RMSNorm(E, eps=1e-6).to(dtype)
+
+    def recur():
+        weights = *rglru.plain_weights(), norm.weight
+        if dense.serves_step(x, *weights):
+            return dense.rg_lru(x, *weights, norm.eps, state, real)
+        return norm(rglru.step(x, state, real).to(dtype))
+
     state, tail = randn(B, E).float(), randn(B, 2, E).to(dtype)
-    theta, weight, bias = randn(E), randn(E, 3), randn(E)
-    local = {"scale": 0.4, "softcap": 3.0}
+    weight, bias = randn(E, 3), randn(E)
+    angles = randn(B, 1, 1, K // 2).to(state.dtype)
+    rotary = angles.cos(), torch.cat([-angles.sin(), angles.sin()], 2)
+    local = {"scale": 0.4, "softcap": 3.0, "rotary": rotary}
     latents = (log_mass, mean)
     steps = {
         "latte": lambda: latte_step(latent_q[..., 1:], latent_k, v, *latents, real),
@@ -39,7 +50,7 @@ def case(dtype=torch.float32, scale=1.0):
             latent_q, latent_k, q, k, v, *latents, ring, slot, real, **local
         ),
         "window": lambda: window_step(q, k, v, ring, slot, real, length=4, **local),
-        "rg_lru": lambda: rg_lru_step(x, r, i, theta, state, real),
+        "rg_lru": recur,
         "conv": lambda: conv_step(x, weight, bias, tail, real),
     }
     return steps, [*latents, *ring, state, tail]

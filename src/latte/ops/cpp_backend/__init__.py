@@ -174,7 +174,8 @@ if ABSENT is None:
     )
     # Steps of decoding (latte.ops.step), which write into the states that they are given.
     latents = "Tensor(a!) log_mass, Tensor(b!) mean"
-    ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot, Tensor? real"
+    ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot"
+    ring = f"{ring}, Tensor? cos, Tensor? sin, Tensor? real"
     local = "Tensor q, Tensor k, Tensor v"
     for step, given, results in (
         ("latte", f"{local}, {latents}, Tensor? real", "Tensor"),
@@ -187,9 +188,10 @@ if ABSENT is None:
         ("window", f"{local}, {ring}, float scale, float softcap, int length", "Tensor"),
         (
             "rg_lru",
-            "Tensor x, Tensor recurrence_gate, Tensor input_gate, Tensor theta, "
-            "Tensor(a!) state, Tensor? real",
-            "()",
+            "Tensor x, Tensor recurrence_weight, Tensor recurrence_bias, Tensor input_weight, "
+            "Tensor input_bias, Tensor theta, Tensor norm, float eps, Tensor(a!) state, "
+            "Tensor? real",
+            "Tensor",
         ),
         (
             "convolution",
@@ -209,7 +211,12 @@ if ABSENT is None:
     torch.library.register_fake(
         ops.cpu_window_step.default, lambda q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2])
     )
-    torch.library.register_fake(ops.cpu_rg_lru_step.default, lambda *_: None)
-    torch.library.register_fake(
-        ops.cpu_convolution_step.default, lambda x, *_: x.new_empty(x.shape)
-    )
+    for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
+        torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
+    # What else a token needs (latte.ops.dense), which nobody compiles.
+    schemas.define("cpu_linear(Tensor x, Tensor a) -> Tensor")
+    schemas.define("cpu_linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)")
+    three = "Tensor a, Tensor b, Tensor c"
+    schemas.define(f"cpu_linear3(Tensor x, {three}) -> (Tensor, Tensor, Tensor)")
+    schemas.define("cpu_swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor")
+    schemas.define("cpu_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")

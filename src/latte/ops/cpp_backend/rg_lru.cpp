@@ -141,16 +141,6 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.dx, op.dr, op.di, dtheta, op.dinitial);
 }
 
-// (x, recurrence gate, input gate, theta, state!, real?): one token (B, E) of rows that have begun
-static void step(StableIValue* arguments, uint64_t, uint64_t) {
-    Stack stack(arguments);
-    RgLru op;
-    op.x = stack.tensor(), op.r = stack.tensor(), op.i = stack.tensor(), op.theta = stack.tensor();
-    op.last = stack.tensor(), op.mask = stack.maybe_tensor();
-    LATTE_CHOOSE(run_step)(op);
-}
-
-static Register registered_step("cpu_rg_lru_step", step);
 static Register registered_forward("cpu_rg_lru", forward);
 static Register registered_backward("cpu_rg_lru_backward", backward);
 
@@ -158,21 +148,7 @@ static Register registered_backward("cpu_rg_lru_backward", backward);
 
 #else  // once per instruction set
 
-// log a is never quite 0, where the square root has no slope.
-template <class T> constexpr T LEAST_DECAY;
-template <> constexpr float LEAST_DECAY<float> = -1.1754943508222875e-38f;
-template <> constexpr double LEAST_DECAY<double> = -2.2250738585072014e-308;
-
-// What the gates of one token make of it, some channels at once.
-template <class T>
-struct Gates { V<T> r, i, a, factor; };
-
-template <class T>
-LATTE_INLINE Gates<T> open(V<T> r, V<T> i, V<T> strength) {
-    r = sigmoid(r), i = sigmoid(i);
-    Decay<T> a = decay(smaller(-r * strength, all(LEAST_DECAY<T>)));
-    return {r, i, a.kept, root(a.lost * (a.kept + T(1)))};  // 1 - a^2 = (1 - a) (1 + a)
-}
+#include "gates.h"
 
 // 8 softplus(theta) and its slope, of a block of channels.
 template <class T>
@@ -326,40 +302,6 @@ static void walk_backward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
         for (int64_t c = 0; c < size; ++c) slopes[c] -= double(sums[c]) * double(slope[c]);
     }
     if (op.initial) std::memcpy(op.dinitial.at<T>() + n * E + first, later, size * sizeof(T));
-}
-
-template <class S>
-static void take_step(RgLru& op) {
-    using T = typename Computed<S>::type;
-    const int64_t B = op.x.sizes[0], E = op.x.sizes[1];
-    alignas(64) T strength[BLOCK] = {}, slope[BLOCK];
-    for (int64_t first = 0; first < E; first += BLOCK) {
-        const int64_t size = first + BLOCK < E ? BLOCK : E - first;
-        strengths<T>(op, first, first + size, strength, slope);
-        for (int64_t b = 0; b < B; ++b) {
-            if (op.mask && !op.mask.at<bool>()[b * op.mask.strides[0]]) continue;
-            auto at = [&](const Tensor& x, int64_t c) {
-                const int64_t stride = x.strides[1];
-                const S* row = x.at<S>() + b * x.strides[0];
-                return load(row + (first + c) * stride, stride, size - c);
-            };
-            T* state = op.last.at<T>() + b * op.last.strides[0] + first;
-            for (int64_t c = 0; c < size; c += width<T>) {
-                Gates<T> gates = open<T>(at(op.r, c), at(op.i, c), load_all(strength + c));
-                V<T> gated = gates.i * at(op.x, c), h = load(state + c, 1, size - c);
-                store(state + c, gates.a * h + gates.factor * gated, size - c);
-            }
-        }
-    }
-}
-
-static void run_step(RgLru& op) {
-    switch (op.x.type()) {
-        case Type::F32: return take_step<float>(op);
-        case Type::F64: return take_step<double>(op);
-        case Type::BF16: return take_step<bf16>(op);
-        case Type::F16: return take_step<fp16>(op);
-    }
 }
 
 static void run_forward(RgLru& op) {

@@ -166,11 +166,12 @@ LATTE_INLINE void store(S* to, V<typename Computed<S>::type> x, int64_t count) {
 
 // Of all lanes, in one order.
 template <class T> LATTE_INLINE T sum(V<T> x) {
-    T numbers[half_width<T>], total = 0;
+    T numbers[half_width<T>];
     auto both = x.low + x.high;
     std::memcpy(numbers, &both, sizeof both);
-    for (T number : numbers) total += number;
-    return total;
+    for (int64_t n = half_width<T> / 2; n; n /= 2)
+        for (int64_t j = 0; j < n; ++j) numbers[j] += numbers[j + n];
+    return numbers[0];
 }
 
 // Element `at` of a tensor of any dtype.

@@ -19,6 +19,7 @@ struct Step {
     Tensor latent_q, latent_k, q, k, v;    // (B,H,L or L+1), (B,H,L), (B,H,K), (B,G,K), (B,G,D)
     Tensor log_mass, mean;                 // (B,H,L), (B,H,L,D)
     Tensor keys, values, mask, slot, real; // (B,G,W,K), (B,G,W,D), (B,W), (1,) int64, (B,)
+    Tensor cos, sin;                       // (B or 1, 1, 1 or 2, K/2): the last of each row
     double scale = 1.0, softcap = 0.0;     // 0: none
     int64_t length = 0;                    // slots that are used
     Tensor out;                            // (B,H,D)
@@ -51,7 +52,7 @@ static void latents(Stack& stack, Step& step) {
 
 static void ring(Stack& stack, Step& step) {
     step.keys = stack.tensor(), step.values = stack.tensor(), step.mask = stack.maybe_tensor();
-    step.slot = stack.tensor();
+    step.slot = stack.tensor(), step.cos = stack.maybe_tensor(), step.sin = stack.maybe_tensor();
     expect_contiguous(step.keys), expect_contiguous(step.values);
     if (step.mask) expect_contiguous(step.mask);
     step.length = step.keys.sizes[2];
@@ -73,8 +74,8 @@ static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
     finish(stack, step);
 }
 
-// (latent_q, latent_k, q, k, v, log_mass!, mean!, keys!, values!, mask?!, slot, real?, scale,
-// softcap) -> y
+// (latent_q, latent_k, q, k, v, log_mass!, mean!, keys!, values!, mask?!, slot, cos?, sin?,
+// real?, scale, softcap) -> y
 static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -87,7 +88,7 @@ static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     finish(stack, step);
 }
 
-// (q, k, v, keys!, values!, mask?!, slot, real?, scale, softcap, length) -> y
+// (q, k, v, keys!, values!, mask?!, slot, cos?, sin?, real?, scale, softcap, length) -> y
 static void window_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -112,6 +113,23 @@ template <class S, class T>
 static void row(const Tensor& x, int64_t b, int64_t head, T* to) {
     const S* from = x.at<S>() + b * x.strides[0] + head * x.strides[1];
     for (int64_t j = 0; j < x.sizes[2]; ++j) to[j] = widen(from[j * x.strides[2]]);
+}
+
+// Turns the pairs (i, i + K/2) of a query or key by the angles of row b.
+template <class T>
+static void rotate(const Step& step, int64_t b, T* x) {
+    if (!step.cos) return;
+    auto last = [b](const Tensor& table) {
+        const int64_t row = table.sizes[0] > 1 ? b : 0;
+        return table.at<T>() + row * table.strides[0] + (table.sizes[2] - 1) * table.strides[2];
+    };
+    const T *cos = last(step.cos), *sin = last(step.sin);
+    const int64_t half = step.cos.sizes[3], c = step.cos.strides[3], s = step.sin.strides[3];
+    for (int64_t j = 0; j < half; ++j) {
+        const T first = x[j], second = x[j + half];
+        x[j] = first * cos[j * c] - second * sin[j * s];
+        x[j + half] = second * cos[j * c] + first * sin[j * s];
+    }
 }
 
 // Logits become weights that sum to 1: all 0 if every one is -inf.
@@ -188,13 +206,16 @@ static void take_in(Step& step) {
     const int64_t B = step.keys.sizes[0], G = step.keys.sizes[1], W = step.keys.sizes[2];
     const int64_t K = step.keys.sizes[3], D = step.values.sizes[3], slot = *step.slot.at<int64_t>();
     if (slot < 0 || slot >= W) throw std::runtime_error("latte: a window's slot is out of range");
-    auto put = [&](const Tensor& x, Tensor& ring, int64_t b, int64_t g, int64_t n) {
-        const S* from = x.at<S>() + b * x.strides[0] + g * x.strides[1];
-        S* to = ring.at<S>() + ((b * G + g) * W + slot) * n;
-        for (int64_t j = 0; j < n; ++j) to[j] = step.is_real(b) ? from[j * x.strides[2]] : S{};
-    };
+    std::vector<typename Computed<S>::type> x(size_t(K > D ? K : D));
     for (int64_t b = 0; b < B; ++b) {
-        for (int64_t g = 0; g < G; ++g) put(step.k, step.keys, b, g, K), put(step.v, step.values, b, g, D);
+        for (int64_t g = 0; g < G; ++g) {
+            auto put = [&](Tensor& ring, int64_t n) {
+                S* to = ring.at<S>() + ((b * G + g) * W + slot) * n;
+                for (int64_t j = 0; j < n; ++j) step.is_real(b) ? narrow(x[j], to[j]) : void(to[j] = S{});
+            };
+            row<S>(step.k, b, g, x.data()), rotate(step, b, x.data()), put(step.keys, K);
+            row<S>(step.v, b, g, x.data()), put(step.values, D);
+        }
         if (step.mask) step.mask.at<bool>()[b * W + slot] = step.is_real(b);
     }
 }
@@ -220,7 +241,7 @@ static void heads(Step& step, int64_t begin, int64_t end) {
             weight = p[0];
         }
         if (step.window()) {
-            row<S>(step.q, b, head, q.data());
+            row<S>(step.q, b, head, q.data()), rotate(step, b, q.data());
             attend<S>(step, b, head, q.data(), weight, logits.data(), y.data());
         }
         S* out = step.out.at<S>() + task * D;

@@ -91,12 +91,14 @@ struct Tensor {
     }
     // Contiguous and not written yet.
     static Tensor empty(std::initializer_list<int64_t> shape, int32_t dtype) {
-        int64_t strides[5], step = 1, d = static_cast<int64_t>(shape.size());
-        while (d-- > 0) strides[d] = step, step *= shape.begin()[d] > 1 ? shape.begin()[d] : 1;
+        return empty(shape.begin(), static_cast<int64_t>(shape.size()), dtype);
+    }
+    static Tensor empty(const int64_t* shape, int64_t count, int32_t dtype) {
+        int64_t strides[5], step = 1, d = count;
+        while (d-- > 0) strides[d] = step, step *= shape[d] > 1 ? shape[d] : 1;
         AtenTensorHandle made;
         check(aoti_torch_empty_strided(
-            static_cast<int64_t>(shape.size()), shape.begin(), strides, dtype,
-            aoti_torch_device_type_cpu(), 0, &made));
+            count, shape, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
         Tensor result(made);
         result.expect_huge_pages();
         return result;

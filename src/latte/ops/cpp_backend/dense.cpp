@@ -1,0 +1,304 @@
+// What a token of decoding needs besides mixing: linear maps, norms, SwiGLU and the RG-LRU.
+//
+//     y = W x,   silu(G x) * (U x),   w x / sqrt(mean(x^2) + eps)
+//     r, i = sigmoid of block-diagonal affine maps of x,  log a = -8 r softplus(theta)
+//     h' = a h + sqrt(1 - a^2) i x,   z = RMSNorm(h')
+//
+// Few rows are bound by the weights that come from memory: each is read once, in the order in which
+// they lie, on all threads. A task is one row of a matrix, or one block of the gates; a row of x
+// comes out the same whatever stands beside it.
+//
+// Shapes: R rows of x, all its dimensions but the last, E width, M outputs of a map, N blocks of P.
+#ifndef LATTE_DENSE
+#define LATTE_DENSE
+
+#include "torch_abi.h"
+
+namespace latte {
+
+constexpr int64_t WEIGHTS = 32768;  // that are worth a thread of their own
+
+inline int64_t width_of(const Tensor& x) { return x.sizes[x.dims - 1]; }
+inline int64_t rows_of(const Tensor& x) {
+    int64_t rows = 1;
+    for (int64_t d = 0; d < x.dims - 1; ++d) rows *= x.sizes[d];
+    return rows;
+}
+
+struct Maps {
+    Tensor x, weights[3], outs[3];  // (..., E), (M, E) and (..., M) each
+    int64_t count = 0;
+    bool gated = false;  // one output: silu of the first map times the second
+};
+
+struct Norm {
+    Tensor x, weight, out;  // (..., E), (E,), (..., E)
+    double eps = 0.0;
+};
+
+struct Recurrence {
+    Tensor x, weights[2], biases[2], theta;  // (R,E), (N,P,P), (E,), (E,): recurrence, input gate
+    Tensor norm, state, real, out;           // (E,), (R,E), (R,), (R,E)
+    double eps = 0.0;
+};
+
+}  // namespace latte
+
+#define LATTE_FILE "dense.cpp"
+#include "each_isa.h"
+
+namespace latte {
+
+// Like x, with another width.
+static Tensor output(const Tensor& x, int64_t width) {
+    int64_t sizes[5];
+    std::copy(x.sizes, x.sizes + x.dims, sizes);
+    sizes[x.dims - 1] = width;
+    return Tensor::empty(sizes, x.dims, x.dtype);
+}
+
+static Maps maps(StableIValue* arguments, int64_t count) {
+    Stack stack(arguments);
+    Maps op;
+    op.x = stack.tensor(), op.count = count;
+    for (int64_t m = 0; m < count; ++m) op.weights[m] = stack.tensor();
+    return op;
+}
+
+// (x, weight, ...) -> as many outputs
+template <int64_t count>
+static void linear(StableIValue* arguments, uint64_t, uint64_t) {
+    Maps op = maps(arguments, count);
+    for (int64_t m = 0; m < count; ++m) op.outs[m] = output(op.x, op.weights[m].sizes[0]);
+    LATTE_CHOOSE(run_maps)(op);
+    Stack results(arguments);
+    if constexpr (count == 1) results.give(op.outs[0]);
+    if constexpr (count == 2) results.give(op.outs[0], op.outs[1]);
+    if constexpr (count == 3) results.give(op.outs[0], op.outs[1], op.outs[2]);
+}
+
+// (x, gate, up) -> silu(gate x) * (up x)
+static void swiglu(StableIValue* arguments, uint64_t, uint64_t) {
+    Maps op = maps(arguments, 2);
+    op.gated = true, op.outs[0] = output(op.x, op.weights[0].sizes[0]);
+    LATTE_CHOOSE(run_maps)(op);
+    Stack(arguments).give(op.outs[0]);
+}
+
+// (x, weight, eps) -> y
+static void rms_norm(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Norm op;
+    op.x = stack.tensor(), op.weight = stack.tensor(), op.eps = stack.number();
+    op.out = output(op.x, width_of(op.x));
+    LATTE_CHOOSE(run_norm)(op);
+    stack.give(op.out);
+}
+
+// (x, recurrence gate's weight and bias, input gate's, theta, norm, eps, state!, real?) -> z: rows
+// that have begun
+static void rg_lru(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Recurrence op;
+    op.x = stack.tensor();
+    for (int gate : {0, 1}) op.weights[gate] = stack.tensor(), op.biases[gate] = stack.tensor();
+    op.theta = stack.tensor(), op.norm = stack.tensor(), op.eps = stack.number();
+    op.state = stack.tensor(), op.real = stack.maybe_tensor();
+    op.out = output(op.x, width_of(op.x));
+    LATTE_CHOOSE(run_recurrence)(op);
+    stack.give(op.out);
+}
+
+static Register registered_linear("cpu_linear", linear<1>);
+static Register registered_linear2("cpu_linear2", linear<2>);
+static Register registered_linear3("cpu_linear3", linear<3>);
+static Register registered_swiglu("cpu_swiglu", swiglu);
+static Register registered_norm("cpu_rms_norm", rms_norm);
+static Register registered_rg_lru("cpu_rg_lru_step", rg_lru);
+
+}  // namespace latte
+
+#else  // once per instruction set
+
+#include "gates.h"
+
+// Row `row` of x.
+template <class S>
+static const S* row_of(const Tensor& x, int64_t row) {
+    const S* from = x.at<S>();
+    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--]) from += row % x.sizes[d] * x.strides[d];
+    return from;
+}
+
+// The rows of x, widened and padded with zeros to whole vectors.
+template <class S>
+struct Rows {
+    using T = typename Computed<S>::type;
+    int64_t count, size, step;
+    std::vector<T> numbers;
+
+    Rows(const Tensor& x, V<T> (*read)(const S*, int64_t, int64_t)) : count(rows_of(x)), size(width_of(x)) {
+        step = (size + width<T> - 1) / width<T> * width<T>;
+        numbers.resize(size_t(count * step));
+        const int64_t stride = x.strides[x.dims - 1];
+        for (int64_t row = 0; row < count; ++row) {
+            const S* from = row_of<S>(x, row);
+            for (int64_t c = 0; c < size; c += width<T>)
+                store_all((*this)[row] + c, read(from + c * stride, stride, size - c));
+        }
+    }
+    T* operator[](int64_t row) { return numbers.data() + row * step; }
+    const T* operator[](int64_t row) const { return numbers.data() + row * step; }
+};
+
+// A whole vector in the order in which it is widened fastest: of bf16 the even elements, then the
+// odd ones.
+template <class S>
+LATTE_INLINE V<typename Computed<S>::type> load_shuffled(const S* from) { return load_all(from); }
+LATTE_INLINE V<float> load_shuffled(const bf16* from) {
+    typename Raw<float>::integers pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    return {(typename Raw<float>::numbers)(pairs << 16),
+            (typename Raw<float>::numbers)(pairs & int32_t(0xffff0000))};
+}
+template <class S>
+static V<typename Computed<S>::type> read_shuffled(const S* from, int64_t stride, int64_t count) {
+    S padded[width<typename Computed<S>::type>] = {};
+    for (int64_t j = 0; j < width<typename Computed<S>::type> && j < count; ++j) padded[j] = from[j * stride];
+    return load_shuffled(padded);
+}
+
+// Of `count` rows of weights with a row of x that was read alike.
+template <int count, class S, class T>
+LATTE_INLINE void dots(const S* weights, int64_t next, int64_t stride, const T* x, int64_t size, T* out) {
+    V<T> sums[count] = {};
+    int64_t c = 0;
+    if (stride == 1)
+        for (; c + width<T> <= size; c += width<T>)
+            for (int n = 0; n < count; ++n) {
+                const S* at = weights + n * next + c;
+                __builtin_prefetch(at + count * next);  // the rows after these
+                sums[n] = sums[n] + load_shuffled(at) * load_all(x + c);
+            }
+    for (; c < size; c += width<T>)
+        for (int n = 0; n < count; ++n)
+            sums[n] = sums[n] + read_shuffled(weights + n * next + c * stride, stride, size - c) *
+                                    load_all(x + c);
+    for (int n = 0; n < count; ++n) out[n] = sum(sums[n]);
+}
+
+template <class T>
+static T silu(T x) { return x / (T(1) + std::exp(-x)); }
+
+// Outputs o ... o + count of map m.
+template <int count, class S>
+static void apply_rows(Maps& op, const Rows<S>& x, int64_t m, int64_t o) {
+    using T = typename Computed<S>::type;
+    auto times = [&](const Tensor& weight, int64_t r, T* y) {
+        const int64_t next = weight.strides[0];
+        dots<count>(weight.at<S>() + o * next, next, weight.strides[1], x[r], x.size, y);
+    };
+    T y[count], up[count];
+    for (int64_t r = 0; r < x.count; ++r) {
+        times(op.weights[m], r, y);
+        if (op.gated) times(op.weights[1], r, up);
+        S* out = op.outs[m].at<S>() + r * op.weights[m].sizes[0] + o;
+        for (int n = 0; n < count; ++n) narrow(op.gated ? silu(y[n]) * up[n] : y[n], out[n]);
+    }
+}
+
+template <class S>
+static void apply_maps(Maps& op) {
+    const Rows<S> x(op.x, read_shuffled<S>);
+    int64_t tasks = 0;
+    for (int64_t m = 0; m < (op.gated ? 1 : op.count); ++m) tasks += op.weights[m].sizes[0];
+    parallel(tasks, 1 + WEIGHTS / (1 + x.size), [&](int64_t begin, int64_t end) {
+        int64_t first = 0;
+        for (int64_t m = 0; begin < end; first += op.weights[m++].sizes[0]) {
+            const int64_t stop = std::min(end, first + op.weights[m].sizes[0]);
+            for (; begin + 4 <= stop; begin += 4) apply_rows<4>(op, x, m, begin - first);
+            for (; begin < stop; ++begin) apply_rows<1>(op, x, m, begin - first);
+        }
+    });
+}
+
+// w x / sqrt(mean(x^2) + eps) of a padded row.
+template <class S, class T>
+static void normalise(const T* x, const Tensor& weight, double eps, int64_t size, S* out) {
+    V<T> squares{};
+    for (int64_t c = 0; c < size; c += width<T>) squares = squares + load_all(x + c) * load_all(x + c);
+    const T scale = T(1) / std::sqrt(sum(squares) / T(size) + T(eps));
+    const int64_t stride = weight.strides[0];
+    for (int64_t c = 0; c < size; c += width<T>) {
+        V<T> w = load(weight.at<S>() + c * stride, stride, size - c);
+        store(out + c, load_all(x + c) * scale * w, size - c);
+    }
+}
+
+template <class S>
+static void apply_norm(Norm& op) {
+    const Rows<S> x(op.x, load<S>);
+    for (int64_t r = 0; r < x.count; ++r)
+        normalise(x[r], op.weight, op.eps, x.size, op.out.at<S>() + r * x.size);
+}
+
+// One block of channels of a row: its gates, and the state after the token.
+template <class S, class T>
+static void gate(Recurrence& op, int64_t r, int64_t n, const T* x, T* h) {
+    const int64_t P = op.weights[0].sizes[1], first = n * P;
+    const int64_t step = (P + width<T> - 1) / width<T> * width<T>;
+    const bool real = !op.real || op.real.at<bool>()[r * op.real.strides[0]];
+    T* state = op.state.at<T>() + r * op.state.strides[0] + first;
+    if (!real) {
+        std::copy(state, state + P, h + first);
+        return;
+    }
+    std::vector<T> gates(size_t(2 * step));
+    for (int64_t g : {0, 1}) {
+        const Tensor &weight = op.weights[g], &bias = op.biases[g];
+        T* sums = gates.data() + g * step;
+        for (int64_t c = 0; c < P; c += width<T>)
+            store_all(sums + c, load(bias.at<S>() + first + c, 1, P - c));
+        const S* from = weight.at<S>() + n * P * P;
+        for (int64_t p = 0; p < P; ++p, from += P)
+            for (int64_t c = 0; c < P; c += width<T>)
+                store_all(sums + c, load_all(sums + c) + load(from + c, 1, P - c) * x[first + p]);
+    }
+    for (int64_t c = 0; c < P; c += width<T>) {
+        V<T> strength = T(8) * softplus(load(op.theta.at<S>() + first + c, 1, P - c));
+        Gates<T> now = open(load_all(gates.data() + c), load_all(gates.data() + step + c), strength);
+        V<T> gated = now.i * load(x + first + c, 1, P - c);
+        V<T> after = now.a * load(state + c, 1, P - c) + now.factor * gated;
+        store(state + c, after, P - c), store(h + first + c, after, P - c);
+    }
+}
+
+template <class S>
+static void recur(Recurrence& op) {
+    using T = typename Computed<S>::type;
+    const Rows<S> x(op.x, load<S>);
+    Rows<S> h(op.x, load<S>);
+    const int64_t N = op.weights[0].sizes[0], P = op.weights[0].sizes[1];
+    parallel(x.count * N, 1 + WEIGHTS / (1 + 2 * P * P), [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task)
+            gate<S, T>(op, task % x.count, task / x.count, x[task % x.count], h[task % x.count]);
+    });
+    for (int64_t r = 0; r < x.count; ++r)
+        normalise(h[r], op.norm, op.eps, x.size, op.out.at<S>() + r * x.size);
+}
+
+#define LATTE_RUN(name, function, Op)                          \
+    static void name(Op& op) {                                 \
+        switch (op.x.type()) {                                 \
+            case Type::F32: return function<float>(op);        \
+            case Type::F64: return function<double>(op);       \
+            case Type::BF16: return function<bf16>(op);        \
+            case Type::F16: return function<fp16>(op);         \
+        }                                                      \
+    }
+LATTE_RUN(run_maps, apply_maps, Maps)
+LATTE_RUN(run_norm, apply_norm, Norm)
+LATTE_RUN(run_recurrence, recur, Recurrence)
+#undef LATTE_RUN
+
+#endif

@@ -1,0 +1,91 @@
+"""What a token of decoding needs besides mixing, each one call of a native CPU kernel.
+
+Few rows are bound by the weights that come from memory, and small models by the calls that they
+make: linear maps of one input, SwiGLU's product, the RMSNorm, and the RG-LRU from its gates' maps
+to the norm after it. Nothing here has gradients; who may call it :func:`serves` and
+:func:`serves_step` say. Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
+
+Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from latte.ops import cpp_backend
+from latte.ops.backend import named_backend
+
+MOST_ROWS = 4  # of x: with more, matrix products pay
+PLAIN = (Tensor, nn.Parameter)  # not quantised, sharded, or whatever else a tensor may stand for
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def serves(x: Tensor, *weights: Tensor) -> bool:
+    """The kernels take these few rows x (..., E): eager, on a CPU, without gradients."""
+    if torch.is_grad_enabled() or x.numel() > MOST_ROWS * x.shape[-1]:
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    return serves_step(x, *weights)
+
+
+def serves_step(x: Tensor, *weights: Tensor) -> bool:
+    """The same in a step of :mod:`latte.ops.step`, which may be compiled."""
+    if cpp_backend.ABSENT is not None or named_backend() not in (None, "cpu"):
+        return False
+    dtype = x.dtype
+    for y in weights:  # a loop, since it is run for every part of every layer
+        if y.dtype != dtype or type(y) not in PLAIN or not y.is_cpu:
+            return False
+    return dtype in DTYPES and type(x) is Tensor and x.is_cpu
+
+
+def linear_maps(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """``x W^T`` for up to three weights (M, E): (..., M) each."""
+    ops: Any = torch.ops.latte
+    if len(weights) == 1:
+        return (ops.cpu_linear(x, *weights),)
+    return ops.cpu_linear2(x, *weights) if len(weights) == 2 else ops.cpu_linear3(x, *weights)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(x gate^T) * (x up^T)``, (..., M), of two weights (M, E)."""
+    return torch.ops.latte.cpu_swiglu(x, gate, up)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``w x / sqrt(mean(x^2) + eps)``."""
+    return torch.ops.latte.cpu_rms_norm(x, weight, eps)
+
+
+def rg_lru(
+    x: Tensor,
+    recurrence_weight: Tensor,
+    recurrence_bias: Tensor,
+    input_weight: Tensor,
+    input_bias: Tensor,
+    theta: Tensor,
+    norm: Tensor,
+    eps: float,
+    state: Tensor,
+    real: Tensor | None = None,
+) -> Tensor:
+    """The RG-LRU of rows that have begun and the RMSNorm of its state after the token, (B, E).
+
+    Args:
+        x: (B, E).
+        recurrence_weight, recurrence_bias, input_weight, input_bias: of both gates, (N, P, P) and
+            (E,): affine maps of blocks of x.
+        theta: (E,).
+        norm, eps: of the RMSNorm, (E,).
+        state: h, (B, E), written.
+        real: (B,) bool or None.
+    """
+    gates = recurrence_weight, recurrence_bias, input_weight, input_bias
+    return torch.ops.latte.cpu_rg_lru_step(x, *gates, theta, norm, eps, state, real)

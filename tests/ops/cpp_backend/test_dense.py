@@ -1,0 +1,145 @@
+"""Linear maps, SwiGLU and norms of single tokens by the native kernels, and who takes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import F64, randn, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+from latte.layers import RGLRU, RMSNorm, SwiGLU
+from latte.layers.parts import linear_maps, plain_weights
+from latte.ops import dense, use_backend
+from latte.ops.step import rg_lru_step
+
+DTYPES = pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+SHAPES = pytest.mark.parametrize(("M", "E"), [(1, 1), (3, 7), (4, 16), (9, 31), (65, 100)])
+
+
+def close(found, exact, dtype, terms=1):
+    """As exact as a sum of so many terms in at least fp32, rounded to ``dtype`` at the end."""
+    assert found.dtype == dtype
+    summed = torch.finfo(F64 if dtype == F64 else torch.float32).eps * (4 + terms**0.5)
+    assert relative_error(found.to(F64), exact) <= summed + torch.finfo(dtype).eps
+
+
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("rows", [(1,), (3, 1), (2, 2)])
+def test_linear_maps_and_swiglu(dtype, M, E, rows):
+    x = randn(*rows, E).to(dtype)
+    weights = [randn(n, E, seed=n).to(dtype) for n in (M, M + 1, M + 5)]
+    wide = [x.to(F64) @ w.to(F64).mT for w in weights]
+    for count in (1, 2, 3):
+        found = dense.linear_maps(x, *weights[:count])
+        for y, exact in zip(found, wide, strict=False):
+            close(y, exact, dtype, E)
+    up = randn(M, E, seed=9).to(dtype)
+    exact = F.silu(wide[0]) * (x.to(F64) @ up.to(F64).mT)
+    close(dense.swiglu(x, weights[0], up), exact, dtype, E)
+
+
+@DTYPES
+def test_strides_rows_and_threads_change_nothing(dtype):
+    x, weight = randn(4, 100).to(dtype), randn(2000, 100, seed=1).to(dtype)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(dense.linear_maps(x, weight)[0])
+    finally:
+        torch.set_num_threads(before)
+    one = torch.cat([dense.linear_maps(x[n : n + 1], weight)[0] for n in range(4)])
+    turned = dense.linear_maps(x.mT.contiguous().mT, weight)[0]
+    assert all(torch.equal(y, results[0]) for y in (*results, one, turned))
+    columns = weight.mT.contiguous().mT
+    close(dense.linear_maps(x, columns)[0], x.to(F64) @ weight.to(F64).mT, dtype, 100)
+
+
+@DTYPES
+@pytest.mark.parametrize("E", [1, 7, 100])
+def test_rms_norm(dtype, E):
+    x, weight = randn(2, 1, E).to(dtype), randn(E, seed=1).to(dtype)
+    exact = F.rms_norm(x.to(F64), (E,), weight.to(F64), 1e-6)
+    close(dense.rms_norm(x, weight, 1e-6), exact, dtype, E)
+    assert (dense.rms_norm(torch.zeros_like(x), weight, 1e-6) == 0).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize(("E", "blocks"), [(6, 3), (21, 1), (96, 4)])
+def test_rg_lru_with_its_gates_and_norm(E, blocks, scale):
+    torch.manual_seed(0)
+    rglru, norm = RGLRU(E, blocks), RMSNorm(E, eps=1e-6)
+    with torch.no_grad():
+        rglru.theta.add_(scale * torch.randn(E))
+        rglru.input_gate.bias.normal_(), rglru.recurrence_gate.bias.normal_(), norm.weight.normal_()
+    x, start = randn(3, E, scale=scale), randn(3, E, seed=2)
+    real, results = torch.tensor([True, False, True]), []
+    for dtype in (F64, torch.float32):
+        rglru, norm, state = rglru.to(dtype), norm.to(dtype), start.to(dtype, copy=True)
+        weights = *rglru.plain_weights(), norm.weight
+        with torch.no_grad():
+            z = dense.rg_lru(x.to(dtype), *weights, 1e-6, state, real)
+        results.append((z, state))
+    rglru, norm, state = rglru.to(F64), norm.to(F64), start.clone()
+    with torch.no_grad():
+        x_NBP = x.view(3, blocks, -1).transpose(0, 1)
+        gates = rglru.recurrence_gate.step(x_NBP), rglru.input_gate.step(x_NBP)
+        rg_lru_step(x, *gates, rglru.theta, state, real)
+        expected = F.rms_norm(state, (E,), norm.weight, 1e-6), state
+    for (z, after), worst in zip(results, (1e-12, 1e-5), strict=True):
+        assert relative_error(z.to(F64), expected[0]) <= worst
+        assert relative_error(after.to(F64), expected[1]) <= worst
+
+
+def test_only_few_plain_rows_without_gradients_are_taken():
+    linear, x = nn.Linear(6, 4, bias=False), torch.randn(1, 6)
+    weight = linear.weight
+    with torch.no_grad():
+        assert dense.serves(x, weight)
+        assert not dense.serves(torch.randn(9, 6), weight)
+        assert not dense.serves(x.double(), weight) and not dense.serves(x.half(), weight.half())
+        assert not dense.serves(x.to("meta"), weight.to("meta"))
+        with use_backend("torch"):
+            assert not dense.serves(x, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not dense.serves(x, weight)
+
+        def mapped(y):
+            assert not dense.serves(y, weight)
+            return linear_maps(y, linear)[0]
+
+        close(torch.func.vmap(mapped)(x[None])[0].double(), linear(x).double(), F64, 1e12)
+    assert not dense.serves(x, weight)
+    assert linear_maps(x, linear)[0].requires_grad
+
+
+def test_a_module_that_is_more_than_its_class_is_called():
+    def made(change):
+        linear = nn.Linear(6, 6, bias=False)
+        return change(linear) or linear
+
+    class Scaled(nn.Linear):
+        pass
+
+    changes = {
+        "hook": lambda m: m.register_forward_hook(lambda *_: None) and None,
+        "pre-hook": lambda m: m.register_forward_pre_hook(lambda *_: None) and None,
+        "forward": lambda m: setattr(m, "forward", lambda x: x),
+        "class": lambda m: Scaled(6, 6, bias=False),
+        "bias": lambda m: nn.Linear(6, 6),
+        "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m) and None,
+        "no weight": lambda m: delattr(m, "weight"),
+    }
+    assert len(plain_weights(made(lambda m: None))) == 1
+    for name, change in changes.items():
+        assert not plain_weights(nn.Linear(6, 6, bias=False), made(change)), name
+
+
+def test_swiglu_of_a_token_is_that_of_many():
+    mlp, x = SwiGLU(20, 33).to(F64), randn(1, 9, 20)
+    with torch.no_grad():
+        many = mlp(x)
+        one = torch.cat([mlp(x[:, t : t + 1]) for t in range(9)], 1)
+    torch.testing.assert_close(one, many)
