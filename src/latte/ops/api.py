@@ -36,6 +36,7 @@ from latte.ops.checks import (
     check_inputs,
     check_latent_queries,
     check_latte_state,
+    check_log_decay,
     check_parameters,
     check_sequences,
     check_shape,
@@ -46,7 +47,16 @@ from latte.ops.checks import (
     check_window,
     check_window_state,
 )
-from latte.ops.state import LatteState, LinearState, WindowState, begun, final_window_state
+from latte.ops.state import (
+    AnyState,
+    LatteState,
+    LinearState,
+    WindowState,
+    begun,
+    final_window_state,
+    state_of,
+    total_log_decay,
+)
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
@@ -92,6 +102,8 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cpu": cpp_backend.causal_conv1d,
     "triton": triton_backend.causal_conv1d,
 }
+# Who serves latents that forget.
+FORGETTING = ("reference", "torch")
 # Full softmax attention has no kernels of its own: by default it stays with PyTorch's.
 FULL = ("reference", "torch")
 
@@ -105,10 +117,11 @@ def latte_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: LatteState | None = None,
+    initial_state: AnyState | None = None,
     output_final_state: bool = False,
+    log_decay: Tensor | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, LatteState | None]:
+) -> tuple[Tensor, AnyState | None]:
     """Latte: linear-time attention whose weights are probabilities (paper, eq. 6-14).
 
     ``p(l|t) = softmax_l(q_t)``, ``p(s|l,t) = softmax_{s<=t}(k_s[l])`` and
@@ -120,12 +133,17 @@ def latte_attention(
         k: key logits over the sources, (B, T, H, L).
         v: values, (B, T, H, D), or (B, T, G, D) with G dividing H.
         initial_state: ``LatteState`` of (B or N, H, L) and (B or N, H, L, D).
+        log_decay: g <= 0, what each latent forgets of its past at a token, (B, T, H, L), or (H, L)
+            for all tokens alike; causal only. ``p(s|l,t)`` is then the softmax over s <= t of
+            ``k_s[l] + g_{s+1}[l] + ... + g_t[l]`` (beyond the paper). A masked token makes nothing
+            forget.
 
     Returns:
         Output (B, T, H, D) and the final state (None unless ``output_final_state``).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+        ValueError: shapes, dtypes or devices do not fit, or the backend is not available; on a CPU
+            also where ``log_decay`` is not finite or above 0.
     """
     op = "latte_attention"
     sizes = check_inputs(op, q=(q, "BTHL"), k=(k, "BTHL"), v=(v, "BTGD"))
@@ -135,22 +153,40 @@ def latte_attention(
     N = check_sequences(op, B, T, q.device, sequences)
     dtype = computation_dtype(q.dtype)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
-    step = is_step((q, k, v, initial_state), sequences)
-    chosen = choose(op, backend, LATTE, q.device, lambda: unavailable(q, L, D), step=step)
-    if chosen != "reference":
-        check_tangents(op, q, k, v, *(initial_state or ()))
+    log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
+    step = is_step((q, k, v, initial_state, log_decay), sequences)
     start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
-    if step and chosen == "triton":
-        from latte.ops.triton_backend.step import latte_step_op
-
-        out, *after = latte_step_op(q, k, v, key_mask, *start)
-        return out, LatteState(*after) if output_final_state else None
-    if G != H:
+    total = total_log_decay(log_decay, initial_state, cu_seqlens)
+    initial_state, log_decay = _forget_first(initial_state, log_decay, step)
+    serves = LATTE if log_decay is None else FORGETTING
+    chosen = choose(op, backend, serves, q.device, lambda: unavailable(q, L, D), step=step)
+    if chosen != "reference":
+        check_tangents(op, q, k, v, log_decay, *(initial_state or ()))
+    if G != H and not (step and chosen == "triton"):
         v = v.repeat_interleave(H // G, 2)
     if B * T == 0:
-        return nothing_out(v, q, k), start if output_final_state else None
-    out, state = LATTE[chosen](q, k, v, sequences, initial_state)
-    return out, state if output_final_state else None
+        out, state = nothing_out(v, q, k), start
+    elif step and chosen == "triton":
+        from latte.ops.triton_backend.step import latte_step_op
+
+        out, *after = latte_step_op(q, k, v, key_mask, *(initial_state or start)[:2])
+        state = LatteState(*after)
+    else:
+        earlier = None if initial_state is None else initial_state[:2]
+        forgetting = {} if log_decay is None else {"log_decay": log_decay}
+        out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
+    return out, state_of(*state[:2], total) if output_final_state else None
+
+
+def _forget_first(
+    state: AnyState | None, log_decay: Tensor | None, step: bool
+) -> tuple[AnyState | None, Tensor | None]:
+    """Before a step, which has no source to forget but the state: any kernel then serves it."""
+    if log_decay is None or not step:
+        return state, log_decay
+    if state is not None:
+        state = state._replace(log_mass=state.log_mass + log_decay[:, 0])
+    return state, None
 
 
 @full_precision
@@ -167,10 +203,11 @@ def macchiato_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: tuple[LatteState, WindowState] | None = None,
+    initial_state: tuple[AnyState, WindowState] | None = None,
     output_final_state: bool = False,
+    log_decay: Tensor | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, tuple[LatteState, WindowState] | None]:
+) -> tuple[Tensor, tuple[AnyState, WindowState] | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
 
     ``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with p a softmax over L+1 logits: one
@@ -185,6 +222,7 @@ def macchiato_attention(
         v: values of both branches, (B, T, G, D).
         scale: of the local logits; 1 / sqrt(K) if None.
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
+        log_decay: what the latents forget, as for :func:`latte_attention`; the window does not.
 
     Returns:
         Output (B, T, H, D), and the state, a tuple ``(LatteState, WindowState)``, or None.
@@ -220,7 +258,13 @@ def macchiato_attention(
     latents, tail = (None, None) if initial_state is None else initial_state
     latents = check_latte_state(op, latents, (N, H, L, D), q)
     tail = check_window_state(op, tail, window, N, k, v)
-    step = is_step((latent_q, latent_k, q, k, v, initial_state), sequences)
+    log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
+    step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
+    start = latents or LatteState.empty(
+        N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
+    )
+    total = total_log_decay(log_decay, latents, cu_seqlens)
+    latents, log_decay = _forget_first(latents, log_decay, step)
 
     def refusal() -> str | None:
         if not step:
@@ -229,21 +273,18 @@ def macchiato_attention(
             return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
         return unavailable(q, L, D)
 
-    chosen = choose(op, backend, MACCHIATO, q.device, refusal, step=step)
+    serves = MACCHIATO if log_decay is None else FORGETTING
+    chosen = choose(op, backend, serves, q.device, refusal, step=step)
     if chosen != "reference":
-        check_tangents(op, latent_q, latent_k, q, k, v, *(latents or ()), *(tail or ()))
+        check_tangents(op, latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
     local = Local.of(window, scale, softcap, K)
-    start = latents or LatteState.empty(
-        N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
-    )
     if step and chosen == "triton":
         from latte.ops.triton_backend.step import macchiato_step_op
 
         before = tail or WindowState.empty(k, v, window)
-        out, A, mu, *after = macchiato_step_op(
-            *(latent_q, latent_k, q, k, v, key_mask, *start, *before, local.scale, softcap)
-        )
-        state = (LatteState(A, mu), WindowState(*after))
+        step_inputs = (latent_q, latent_k, q, k, v, key_mask, *(latents or start)[:2], *before)
+        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap)
+        state = (state_of(A, mu, total), WindowState(*after))
         return out, state if output_final_state else None
     window_state = None
     if output_final_state:
@@ -253,8 +294,12 @@ def macchiato_attention(
         latte_state = start
     else:
         inputs = (latent_q, latent_k, q, k, v)
-        out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, latents, tail)
-    return out, None if window_state is None else (latte_state, window_state)
+        earlier = None if latents is None else latents[:2]
+        forgetting = {} if log_decay is None else {"log_decay": log_decay}
+        out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **forgetting)
+    if window_state is None:
+        return out, None
+    return out, (state_of(*latte_state[:2], total), window_state)
 
 
 @full_precision
@@ -527,13 +572,14 @@ def attention_weights(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """The probabilities p(s|t) themselves, (B, H, T, T), for looking at: O(T^2) memory.
 
     Without local ``q`` and ``k``: Latte (eq. 6-8), with latent_q and latent_k (B, T, H, L). With
     them: Latte-Macchiato (eq. 15), latent_q (B, T, H, L+1), q (B, T, H, K), k (B, T, G, K). Every
     row sums to 1, less p(0|t) where the window holds no source at all; a row without any source
-    is all zeros.
+    is all zeros. ``log_decay`` is that of :func:`latte_attention`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -550,5 +596,6 @@ def attention_weights(
         check_groups(op, sizes["H"], sizes["G"], "k")
     sequences = Sequences(key_mask, cu_seqlens, causal)
     check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
+    log_decay = check_log_decay(op, log_decay, sizes, latent_q, sequences)
     near = Local.of(window, scale, softcap, sizes.get("K", 1))
-    return reference.attention_weights(latent_q, latent_k, q, k, near, sequences)
+    return reference.attention_weights(latent_q, latent_k, q, k, near, sequences, log_decay)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.state import LatteState, WindowState
-from latte.ops.tensors import Sequences, computation_dtype
+from latte.ops.state import AnyState, ForgettingState, LatteState, WindowState
+from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -179,13 +179,45 @@ def check_state(
 
 
 def check_latte_state(
-    op: str, state: LatteState | None, sizes: tuple[int, int, int, int], q: Tensor
-) -> LatteState | None:
+    op: str, state: AnyState | None, sizes: tuple[int, int, int, int], q: Tensor
+) -> AnyState | None:
     """The state fits N, H, L, D; as wide as what is computed with inputs like ``q``."""
     if state is None:
         return None
-    check_state(op, state, LatteState._fields, (sizes[:3], sizes), q.device)
-    return LatteState(*(x.to(computation_dtype(q.dtype)) for x in state))
+    kind = ForgettingState if isinstance(state, tuple) and len(state) == 3 else LatteState
+    shapes = (sizes[:3], sizes, sizes[:3])[: len(kind._fields)]
+    check_state(op, state, kind._fields, shapes, q.device)
+    return kind(*(x.to(computation_dtype(q.dtype)) for x in state))
+
+
+def check_log_decay(
+    op: str, log_decay: Tensor | None, sizes: dict[str, int], q: Tensor, sequences: Sequences
+) -> Tensor | None:
+    """What latents forget, (B, T, H, L): finite, at most 0, and 0 at masked tokens.
+
+    Values are looked at on CPUs alone.
+    """
+    if log_decay is None:
+        return None
+    if not sequences.causal:
+        raise ValueError(f"{op}: log_decay needs causal=True: a bidirectional latent has no past")
+    check_floats(op, {"log_decay": log_decay})
+    if log_decay.ndim == 2:
+        check_shape(op, "log_decay", log_decay, "HL", sizes)
+    else:
+        check_shape(op, "log_decay", log_decay, "BTHL", sizes)
+    if log_decay.device != q.device:
+        raise ValueError(f"{op}: log_decay must be on {q.device}, got {log_decay.device}")
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and log_decay.numel():
+        low, high = (float(f(log_decay.detach())) for f in (torch.amin, torch.amax))
+        if not -math.inf < low <= high <= 0.0:
+            raise ValueError(
+                f"{op}: log_decay must be finite and at most 0, got values from {low} to {high}"
+            )
+    g_BTHL = log_decay.to(computation_dtype(q.dtype))
+    if log_decay.ndim == 2:
+        g_BTHL = g_BTHL.expand(sizes["B"], sizes["T"], *log_decay.shape)
+    return without_masked(sequences.key_mask, g_BTHL)
 
 
 def check_window_state(

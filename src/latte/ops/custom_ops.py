@@ -140,6 +140,7 @@ def latte_op(
     *,
     count: int = 2,
     saved_from: int = 2,
+    forgets: bool = False,
 ) -> Any:
     """The op of ``latte_attention``: to the output, the final log-mass and mean, and what is saved.
 
@@ -151,27 +152,37 @@ def latte_op(
             of the final state.
         count: how many they are.
         saved_from: 2 if the backward pass needs the final mean too, else 3.
+        forgets: there is one more input, ``log_decay``, which the passes take by that name; its
+            gradient is the last.
     """
 
-    def run(q, k, v, key_mask, cu_seqlens, *earlier):
-        return forward((q, k, v), Sequences(key_mask, cu_seqlens), earlier)
+    def run(q, k, v, key_mask, cu_seqlens, *more):
+        return forward((q, k, v), Sequences(key_mask, cu_seqlens), more[:2], **forgetting(more))
 
-    def run_back(dout, dlog_mass, dmean, q, k, v, key_mask, cu_seqlens, log_mass, mean, *kept):
-        grads, sequences = (dout, dlog_mass, dmean), Sequences(key_mask, cu_seqlens)
-        found = backward(grads, (q, k, v), sequences, (log_mass, mean), *kept)
-        return found if mean is not None else (*found[:3], q.new_empty(0), q.new_empty(0))
+    def forgetting(more):
+        return {"log_decay": more[2]} if forgets else {}
+
+    def run_back(dout, dlog_mass, dmean, q, k, v, key_mask, cu_seqlens, *more):
+        grads, sequences, kept = (dout, dlog_mass, dmean), Sequences(key_mask, cu_seqlens), more[2:]
+        kept = kept[1:] if forgets else kept
+        found = backward(grads, (q, k, v), sequences, more[:2], *kept, **forgetting(more))
+        if more[1] is not None:
+            return found
+        return (*found[:3], q.new_empty(0), q.new_empty(0), *found[5:])
 
     def fake(q, k, v, key_mask, cu_seqlens, *_):
         A, mu = final_buffers(q, v, cu_seqlens)
         after = saved(q, k, v, cu_seqlens) if saved else (torch.empty_like(A), torch.empty_like(A))
         return torch.empty_like(v, memory_format=torch.contiguous_format), A, mu, *after
 
-    op = custom_op(name, run, LATTE, 3 + count)
+    inputs = f"{LATTE}, Tensor log_decay" if forgets else LATTE
+    op = custom_op(name, run, inputs, 3 + count)
     op.register_fake(fake)
     kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
-    given = f"Tensor dout, Tensor dlog_mass, Tensor dmean, {LATTE}, {kept}"
-    backward_op = custom_op(f"{name}_backward", run_back, given, 5)
-    connect_gradients(op, backward_op, (0, 1, 2, 5, 6), outputs=3, saved_from=saved_from)
+    given = f"Tensor dout, Tensor dlog_mass, Tensor dmean, {inputs}, {kept}"
+    wanted = (0, 1, 2, 5, 6, 7)[: 5 + forgets]
+    backward_op = custom_op(f"{name}_backward", run_back, given, len(wanted))
+    connect_gradients(op, backward_op, wanted, outputs=3, saved_from=saved_from)
     return op
 
 
@@ -203,10 +214,14 @@ def window_op(
 
 
 def run_latte(
-    op: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, earlier: LatteState | None
+    op: Any,
+    qkv: Three,
+    sequences: Sequences,
+    earlier: tuple[Tensor, Tensor] | None,
+    *log_decay: Tensor,
 ) -> tuple[Tensor, LatteState]:
     """Output and final state, by an op of :func:`latte_op`."""
-    out, A, mu = op(q, k, v, *sequences[:2], *(earlier or (None, None)))[:3]
+    out, A, mu = op(*qkv, *sequences[:2], *(earlier or (None, None)), *log_decay)[:3]
     return out, LatteState(A, mu)
 
 

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.state import LatteState, LinearState, WindowState, last_tokens, merge_states
+from latte.ops.state import (
+    LatteState,
+    LinearState,
+    WindowState,
+    last_tokens,
+    merge_states,
+    total_log_decay,
+)
 from latte.ops.tensors import (
     Local,
     Sequences,
@@ -80,16 +87,35 @@ def _own_sources(like: Tensor, sequences: Sequences) -> Tensor:
     return real & (sequence_ids(cu_seqlens, T) == n[:, None])
 
 
+def forgotten(log_decay_BTHL: Tensor, sequences: Sequences) -> Tensor:
+    """What each latent forgets from the start of a token's sequence to that token, (B, T, H, L)."""
+    total_BTHL = log_decay_BTHL.cumsum(1)
+    if sequences.cu_seqlens is None:
+        return total_BTHL
+    before_1THL = F.pad(total_BTHL, (0, 0, 0, 0, 1, 0))
+    starts_T = sequence_starts(sequences.cu_seqlens, total_BTHL.shape[1])
+    return total_BTHL - before_1THL[:, starts_T]
+
+
 def latte_weights(
     k_BTHL: Tensor,
     seen_BTS: Tensor,
     latent: int,
     log_mass_BTH: Tensor | None = None,
+    forgotten_BTHL: Tensor | None = None,
 ) -> Tensor:
-    """p(s|l,t) for one latent (eq. 8): (B, H, T, S), or S+1 with the earlier state in column 0."""
+    """p(s|l,t) for one latent (eq. 8): (B, H, T, S), or S+1 with the earlier state in column 0.
+
+    What a latent forgets between s and t is taken from the logit of s.
+    """
     logits_BHTS = k_BTHL[..., latent].transpose(1, 2)[:, :, None, :]
     logits_BHTS = logits_BHTS.expand(-1, -1, seen_BTS.shape[1], -1)
     seen = seen_BTS[:, None].expand(logits_BHTS.shape[0], logits_BHTS.shape[1], -1, -1)
+    if forgotten_BTHL is not None:
+        forgotten_BHT = forgotten_BTHL[..., latent].transpose(1, 2)
+        logits_BHTS = logits_BHTS + (forgotten_BHT[..., None] - forgotten_BHT[:, :, None, :])
+        if log_mass_BTH is not None:
+            log_mass_BTH = log_mass_BTH + forgotten_BTHL[..., latent]
     if log_mass_BTH is not None:
         logits_BHTS = torch.cat([log_mass_BTH.transpose(1, 2)[..., None], logits_BHTS], -1)
         seen = torch.cat([torch.ones_like(seen[..., :1]), seen], -1)
@@ -101,7 +127,8 @@ def latte_attention(
     k_BTHL: Tensor,
     v_BTHD: Tensor,
     sequences: Sequences,
-    earlier: LatteState | None,
+    earlier: tuple[Tensor, Tensor] | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """y_t = sum_l p(l|t) sum_s p(s|l,t) v_s (paper, eq. 6-14)."""
     dtype = v_BTHD.dtype
@@ -112,21 +139,30 @@ def latte_attention(
     v_BTHD = without_masked(sequences.key_mask, v_BTHD)
     v_BHTD = v_BTHD.transpose(1, 2)
     out_BHTD = torch.zeros_like(v_BHTD)
+    lost = None if log_decay is None else forgotten(log_decay, sequences)
     for latent in range(L):
         if earlier is None:
-            mean_BHTD = latte_weights(k_BTHL, seen, latent) @ v_BHTD
+            mean_BHTD = latte_weights(k_BTHL, seen, latent, None, lost) @ v_BHTD
         else:
-            earlier_BTH = _per_token(earlier.log_mass[..., latent], sequences, B, T)
-            weights = latte_weights(k_BTHL, seen, latent, earlier_BTH)
-            mu_BTHD = _per_token(earlier.mean[..., latent, :], sequences, B, T)
+            log_mass, mean = earlier
+            earlier_BTH = _per_token(log_mass[..., latent], sequences, B, T)
+            weights = latte_weights(k_BTHL, seen, latent, earlier_BTH, lost)
+            mu_BTHD = _per_token(mean[..., latent, :], sequences, B, T)
             mean_BHTD = weights[..., 1:] @ v_BHTD + weights[..., :1] * mu_BTHD.transpose(1, 2)
         out_BHTD = out_BHTD + p_BTHL[..., latent].transpose(1, 2)[..., None] * mean_BHTD
-    state = _latte_state(k_BTHL, v_BTHD, _own_sources(k_BTHL, sequences), earlier)
-    return out_BHTD.transpose(1, 2).to(dtype), state
+    own_NT = _own_sources(k_BTHL, sequences)
+    if log_decay is not None and lost is not None:
+        # Later tokens make the latents forget what is kept: the total, of each state.
+        total_NHL = total_log_decay(log_decay, None, sequences.cu_seqlens)
+        assert total_NHL is not None
+        k_BTHL = k_BTHL + (_per_token(total_NHL, sequences, B, T) - lost)
+        if earlier is not None:
+            earlier = (earlier[0] + total_NHL, earlier[1])
+    return out_BHTD.transpose(1, 2).to(dtype), _latte_state(k_BTHL, v_BTHD, own_NT, earlier)
 
 
 def _latte_state(
-    k_BTHL: Tensor, v_BTHD: Tensor, seen_NT: Tensor, earlier: LatteState | None
+    k_BTHL: Tensor, v_BTHD: Tensor, seen_NT: Tensor, earlier: tuple[Tensor, Tensor] | None
 ) -> LatteState:
     """Log-mass and mean over all the sources of a sequence, then merged with the earlier state."""
     N = seen_NT.shape[0]
@@ -208,8 +244,9 @@ def macchiato_attention(
     v_BTGD: Tensor,
     local: Local,
     sequences: Sequences,
-    earlier: LatteState | None,
+    earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
 
@@ -219,7 +256,8 @@ def macchiato_attention(
     """
     near = sliding_window_attention(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail)
     v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
-    far, state = latte_attention(latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD, sequences, earlier)
+    latents = (latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD)
+    far, state = latte_attention(*latents, sequences, earlier, log_decay)
     logits, near, far = wide(latent_q_BTHL, near, far)
     odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
     return (torch.sigmoid(odds) * near + torch.sigmoid(-odds) * far).to(v_BTGD.dtype), state
@@ -350,6 +388,7 @@ def attention_weights(
     k: Tensor | None,
     local: Local,
     sequences: Sequences,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """p(s|t) = sum_l p(l|t) p(s|l,t), with the window as state 0 if q and k are given."""
     latent_q, latent_k = wide(latent_q, latent_k)
@@ -365,6 +404,8 @@ def attention_weights(
         weights = masked_softmax(window_logits(q, k, local), near[:, None])
         total = total + p_BHTL[..., :1] * weights
         p_BHTL = p_BHTL[..., 1:]
+    lost = None if log_decay is None else forgotten(log_decay, sequences)
     for latent in range(L):
-        total = total + p_BHTL[..., latent, None] * latte_weights(latent_k, seen, latent)
+        weights = latte_weights(latent_k, seen, latent, None, lost)
+        total = total + p_BHTL[..., latent, None] * weights
     return total

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.tensors import Sequences, without_masked
+from latte.ops.tensors import Sequences, sequence_ids, without_masked
 
 
 class LatteState(NamedTuple):
@@ -21,7 +21,8 @@ class LatteState(NamedTuple):
 
     ``log_mass[l] = logsumexp_s k_s[l]`` over the sources seen so far and ``mean[l] = sum_s
     p(s|l) v_s``. The mean never exceeds ``max |v|``, whatever the logits or the length (paper,
-    eq. 7-14). The empty state is ``(-inf, 0)``.
+    eq. 7-14). The empty state is ``(-inf, 0)``. Where latents forget, the state is a
+    :class:`ForgettingState`, which is also what ``LatteState(log_mass, mean, log_decay)`` makes.
 
     Attributes:
         log_mass: (B, H, L), fp32 (fp64 for fp64 inputs).
@@ -30,6 +31,11 @@ class LatteState(NamedTuple):
 
     log_mass: Tensor
     mean: Tensor
+
+    @property
+    def log_decay(self) -> Tensor:
+        """Nothing is forgotten: zeros (B, H, L)."""
+        return torch.zeros_like(self.log_mass)
 
     @classmethod
     def empty(
@@ -46,13 +52,60 @@ class LatteState(NamedTuple):
         log_mass = torch.full((batch, heads, latents), -torch.inf, device=device, dtype=dtype)
         return cls(log_mass, log_mass.new_zeros(batch, heads, latents, value_dim))
 
-    def merge(self, other: LatteState) -> LatteState:
+    def merge(self, other: AnyState) -> AnyState:
         """The state of this sequence followed by the other one (associative).
 
         ``A = logaddexp(A1, A2)``, ``mu = e^{A1-A} mu1 + e^{A2-A} mu2``. Safe, also in its
         gradients, when one side or both are empty.
         """
-        return LatteState(*merge_states(self.log_mass, self.mean, other.log_mass, other.mean))
+        return _followed_by(self, other)
+
+
+class ForgettingState(NamedTuple):
+    """A :class:`LatteState` of latents that forget.
+
+    Attributes:
+        log_mass: (B, H, L), as there, less what was forgotten of each source.
+        mean: (B, H, L, D).
+        log_decay: (B, H, L), what reading this span has made the latents forget of what was before
+            it, in all.
+    """
+
+    log_mass: Tensor
+    mean: Tensor
+    log_decay: Tensor
+
+    def merge(self, other: AnyState) -> AnyState:
+        """As :meth:`LatteState.merge`, with ``A1 + G2`` for A1: G is ``log_decay``, G1 + G2."""
+        return _followed_by(self, other)
+
+
+def _followed_by(state: AnyState, other: AnyState) -> AnyState:
+    forgets = isinstance(state, ForgettingState) or isinstance(other, ForgettingState)
+    log_mass = state.log_mass
+    if isinstance(other, ForgettingState):
+        log_mass = log_mass + other.log_decay
+    merged = merge_states(log_mass, state.mean, other.log_mass, other.mean)
+    if not forgets:
+        return LatteState(*merged)
+    return ForgettingState(*merged, state.log_decay + other.log_decay)
+
+
+def state_of(log_mass: Tensor, mean: Tensor, log_decay: Tensor | None) -> AnyState:
+    """A pair where nothing is forgotten: a state is then what it always was."""
+    if log_decay is None:
+        return LatteState(log_mass, mean)
+    return ForgettingState(log_mass, mean, log_decay)
+
+
+def _new(cls: type, log_mass: Tensor, mean: Tensor, log_decay: Tensor | None = None) -> AnyState:
+    if log_decay is None:
+        return tuple.__new__(cls, (log_mass, mean))
+    return ForgettingState(log_mass, mean, log_decay)
+
+
+LatteState.__new__ = _new  # type: ignore[method-assign, assignment]
+AnyState = LatteState | ForgettingState
 
 
 class WindowState(NamedTuple):
@@ -102,6 +155,22 @@ def merge_states(a1: Tensor, mu1: Tensor, a2: Tensor, mu2: Tensor) -> tuple[Tens
     safe = torch.where(empty, 1.0, mass)
     mean = (e1 / safe).unsqueeze(-1) * mu1 + (e2 / safe).unsqueeze(-1) * mu2
     return torch.where(empty, -torch.inf, top + torch.log(safe)), mean
+
+
+def total_log_decay(
+    log_decay_BTHL: Tensor | None, earlier: AnyState | None, cu_seqlens: Tensor | None
+) -> Tensor | None:
+    """What latents have forgotten by the end of every sequence, (N, H, L); None: they do not."""
+    before = earlier.log_decay if isinstance(earlier, ForgettingState) else None
+    if log_decay_BTHL is None:
+        return before
+    if cu_seqlens is None:
+        total_NHL = log_decay_BTHL.sum(1)
+    else:
+        T, N = log_decay_BTHL.shape[1], len(cu_seqlens) - 1
+        total_NHL = log_decay_BTHL.new_zeros(N, *log_decay_BTHL.shape[2:])
+        total_NHL = total_NHL.index_add(0, sequence_ids(cu_seqlens, T), log_decay_BTHL[0])
+    return total_NHL if before is None else before + total_NHL
 
 
 def final_window_state(

@@ -49,7 +49,14 @@ class Ring(NamedTuple):
 
 
 def latte_step(
-    q: Tensor, k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_mass: Tensor,
+    mean: Tensor,
+    real: Tensor | None = None,
+    *,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Latte: ``A' = logaddexp(A, k)``, ``mu' = mu + e^{k - A'} (v - mu)``, ``y = p(l) mu'``.
 
@@ -60,10 +67,13 @@ def latte_step(
         log_mass: A, (B, H, L), written.
         mean: mu, (B, H, L, D), written.
         real: (B,) bool or None.
+        log_decay: what the latents forget before they see the token, (B, H, L) or (H, L).
 
     Returns:
         y, (B, H, D).
     """
+    if log_decay is not None:
+        _forget(log_decay, log_mass, real)
     if _native(mean, q, k, v):
         return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, real)
     B, H, L, D = mean.shape
@@ -88,6 +98,7 @@ def macchiato_step(
     scale: float,
     softcap: float | None = None,
     rotary: Rotary | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Latte-Macchiato: ``y = p(0) SWA + sum_{l>=1} p(l) mu'[l]``.
 
@@ -100,10 +111,13 @@ def macchiato_step(
         ring: the window, of which ``slot`` (1,) int64 is written.
         scale, softcap: of the local logits.
         rotary: turns ``q`` and ``k`` first, :func:`latte.layers.parts.of_single_tokens`.
+        log_decay: as for :func:`latte_step`.
 
     Returns:
         y, (B, H, D).
     """
+    if log_decay is not None:
+        _forget(log_decay, log_mass, real)
     if _native(mean, latent_q, latent_k, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
             *(latent_q, latent_k, q, k, v, log_mass, mean, *ring, slot),
@@ -276,6 +290,13 @@ def number(value: float, like: Tensor) -> Any:
 def _kept(value: float, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _forget(log_decay: Tensor, log_mass: Tensor, real: Tensor | None) -> None:
+    """What has been seen loses weight, in place; padding makes nothing forget."""
+    if real is not None:
+        log_decay = torch.where(real[:, None, None], log_decay, 0.0)
+    log_mass.add_(log_decay)
 
 
 def _see(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None) -> None:

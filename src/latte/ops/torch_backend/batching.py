@@ -125,9 +125,10 @@ def spans(length: int, segment: int) -> list[slice]:
     return [slice(t, min(length, t + segment)) for t in range(0, length, segment)]
 
 
-def exp_difference(a: Tensor, b: Tensor) -> Tensor:
-    """exp(a - b) for a <= b, and 0 where a is -inf, also when b is."""
-    return torch.exp(a - torch.where(torch.isneginf(b), 0.0, b))
+def exp_difference(a: Tensor, b: Tensor, lost: Tensor | None = None) -> Tensor:
+    """exp(a + lost - b) for a + lost <= b, and 0 where a is -inf, also when b is."""
+    gap = a - torch.where(torch.isneginf(b), 0.0, b)
+    return torch.exp(gap if lost is None else gap + lost)
 
 
 def divide(a: Tensor, mass: Tensor) -> Tensor:

@@ -46,11 +46,14 @@ def latte_attention(
     k_BTHL: Tensor,
     v_BTHD: Tensor,
     sequences: Sequences,
-    earlier: LatteState | None,
+    earlier: tuple[Tensor, Tensor] | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
-    op = causal_op if sequences.causal else bidirectional_op
-    return run_latte(op, q_BTHL, k_BTHL, v_BTHD, sequences, earlier)
+    qkv = (q_BTHL, k_BTHL, v_BTHD)
+    if log_decay is not None:
+        return run_latte(forgetting_op, qkv, sequences, earlier, log_decay)
+    return run_latte(causal_op if sequences.causal else bidirectional_op, qkv, sequences, earlier)
 
 
 def segment_length(H: int, L: int, D: int) -> int:
@@ -101,9 +104,15 @@ class Segment:
     """What is computed at once: its inputs, heads first and in the dtype of the sums."""
 
     def __init__(
-        self, rows: Rows, span: slice, pkv: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None
+        self,
+        rows: Rows,
+        span: slice,
+        pkv: tuple[Tensor, Tensor, Tensor],
+        key_mask: Tensor | None,
+        log_decay: Tensor | None = None,
     ) -> None:
         p, k, v = (rows.take(x, span) for x in pkv)
+        g = None if log_decay is None else rows.take(log_decay, span)
         self.rows, self.span, self.dtype = rows, span, p.dtype
         self.n, self.t, self.H = p.shape[:3]
         self.S = padded_length(self.t)
@@ -112,12 +121,14 @@ class Segment:
         if real is not None:
             k = k.masked_fill(~real[:, :, None, None], -torch.inf)
             v = without_masked(real, v)
+            g = None if g is None else without_masked(real, g)
             seen_nt = real.cumsum(1) > 0
             seen_nS = torch.cat([seen_nt, seen_nt[:, -1:].expand(-1, self.S - self.t)], 1)
             self.seen_XS = seen_nS.repeat_interleave(self.H, 0)
         self.p_XSL = heads_first(p, self.S, self.dtype)
         self.k_XSL = heads_first(k, self.S, self.dtype, -torch.inf)
         self.v_XSD = widened(heads_first(v, self.S, self.dtype))
+        self.g_XSL = None if g is None else heads_first(g, self.S, self.dtype)
 
     def gradient(self, dout: Tensor) -> Tensor:
         """The outputs' gradient (B, T, H, D) at these tokens: (X, S, D)."""
@@ -132,28 +143,47 @@ class Segment:
         put = self.rows.add if add else self.rows.put
         put(target, self.span, x_nHSD.transpose(1, 2))
 
-    def run(self, start: int, state: Carry | None, after_short: bool) -> Run:
+    def run(self, start: int, state: Carry | None, level: int) -> Run:
         """The run of tokens from ``start`` on, as long as its kernel can serve; see ``Run``."""
-        k, seen = self.k_XSL, self.seen_XS
+        k, seen, g, stop = self.k_XSL, self.seen_XS, self.g_XSL, self.S
         if k.device.type != "cpu":
             # Asking for the reach of a reference would wait for the device.
-            return Run(self, slice(start, self.S), state, None)
-        if after_short:
-            return Run(self, slice(start, min(self.S, start + SAFE_RUN)), state, None)
-        if start:
-            k, seen = k[:, start:], None if seen is None else seen[:, start:]
+            return Run(self, slice(start, stop), state, g)
+        if g is not None and not g[:, start].any():
+            # Up to the first token that forgets, as where none does: to the same bits.
+            forgets_S = g[:, start:].count_nonzero((0, 2)) > 0
+            if forgets_S.any():
+                stop = start + int(forgets_S.to(torch.uint8).argmax())
+            g = None
+        careful = slice(start, min(stop, start + SAFE_RUN))
+        if level == 2 or (level == 1 and g is None):
+            return Run(self, careful, state, g)
+        if g is not None:
+            span = careful if level else slice(start, stop)
+            size = linear_domain.SHORT_CHUNK if level else CHUNK
+            run = Run(self, span, state, g)
+            gauge = run.gauge(size)
+            length = gauge.length()
+            if length < run.length:
+                run = Run(self, slice(start, start + length), state, g)
+                gauge = run.gauge(size)
+            masked = seen is not None
+            return run.scaled(linear_domain.forgetting_keys(run.k, gauge, state, masked), level)
+        if start or stop < self.S:
+            k, seen = k[:, start:stop], None if seen is None else seen[:, start:stop]
         reference, top = linear_domain.reference_logits(k, state, seen), k.amax(1)
         length = linear_domain.run_length(k, top, reference)
         if length < k.shape[1]:
             top = k[:, :length].amax(1)
-        return Run(self, slice(start, start + length), state, (reference, top))
+        run = Run(self, slice(start, start + length), state, None)
+        return run.scaled(linear_domain.scaled_keys(run.k, top, reference, state, run.seen))
 
     def forward(self, state: Carry | None) -> tuple[Tensor, Carry]:
         """Outputs (X, S, D) and the state after the segment."""
         outputs: list[Tensor] = []
         run: Run | None = None
         while run is None or run.span.stop < self.S:
-            run = self.run(*((0, state, False) if run is None else run.next(state)))
+            run = self.run(*((0, state, 0) if run is None else run.next(state)))
             out, state = run.forward()
             outputs.append(out)
         assert state is not None
@@ -162,8 +192,11 @@ class Segment:
     def backward(
         self, state: Carry | None, dy_XSD: Tensor, dA_XL: Tensor, dmu_XLD: Tensor
     ) -> tuple[Any, ...]:
-        """(p dp, dk, dv, dA, dmu); the last two of the state before, None if there is none."""
-        runs = [self.run(0, state, False)]
+        """(p dp, dk, dv, dA, dmu), the last two of the state before, None if there is none.
+
+        Where the latents forget the gradient of that follows dv.
+        """
+        runs = [self.run(0, state, 0)]
         while runs[-1].span.stop < self.S:
             runs.append(self.run(*runs[-1].next(runs[-1].state_after())))
         parts: list[tuple[Tensor, ...]] = []
@@ -171,47 +204,57 @@ class Segment:
             *part, dA_XL, dmu_XLD = run.backward(dy_XSD[:, run.span], dA_XL, dmu_XLD)
             parts.append(tuple(part))
         if len(parts) == 1:
-            pulled, dk, dv = parts[0]
-        else:
-            pulled, dk, dv = (torch.cat(xs[::-1], 1) for xs in zip(*parts, strict=True))
-        return pulled, dk, dv, dA_XL, dmu_XLD
+            return *parts[0], dA_XL, dmu_XLD
+        return *(torch.cat(xs[::-1], 1) for xs in zip(*parts, strict=True)), dA_XL, dmu_XLD
 
 
 class Run:
     """Consecutive tokens of a segment that one kernel serves.
 
     The linear-domain kernel needs a reference that no key exceeds by far; it ends where one does.
-    Where such runs are short (logits that rise by leaps) the pairwise kernel takes some tokens. The
-    choice depends on the past alone.
+    Where such runs are short (logits that rise by leaps) the pairwise kernel takes some tokens;
+    where latents forget fast, shorter chunks are tried before (``level`` counts the short runs in
+    a row). The choice depends on the past alone.
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        span: slice,
-        state: Carry | None,
-        scale: tuple[Tensor, Tensor] | None,
+        self, segment: Segment, span: slice, state: Carry | None, g_XSL: Tensor | None
     ) -> None:
-        """``scale``: for the linear-domain kernel, its reference and the largest logit."""
+        """Of the pairwise kernel, unless :meth:`scaled` says otherwise.
+
+        Args:
+            state: before these tokens.
+            g_XSL: what the segment's tokens forget; None if these forget nothing.
+        """
         self.span, self.state = span, state
         self.length = span.stop - span.start
         self.chunk = min(CHUNK, segment.S)
-        self.short = scale is not None and self.length < CHUNK
-        whole = (segment.p_XSL, segment.k_XSL, segment.v_XSD)
-        self.p, self.k, self.v = whole
+        self.level = 0
+        self.wants_decay = segment.g_XSL is not None
+        self.p, self.k, self.v = segment.p_XSL, segment.k_XSL, segment.v_XSD
+        self.g, self.seen = g_XSL, segment.seen_XS
         if self.length < segment.S:
             self.p, self.k, self.v = (
                 self.padded(x[:, span], fill)
-                for x, fill in zip(whole, (0.0, -torch.inf, 0.0), strict=True)
+                for x, fill in ((self.p, 0.0), (self.k, -torch.inf), (self.v, 0.0))
             )
-        self.keys: linear_domain.Scaled | None = None
-        if scale is not None:
-            seen, (reference, top) = None, scale
-            if segment.seen_XS is not None:
-                seen = segment.seen_XS[:, span]
+            self.g = None if g_XSL is None else self.padded(g_XSL[:, span], 0.0)
+            if self.seen is not None:
+                seen_Xs = self.seen[:, span]
                 rest = self.p.shape[1] - self.length
-                seen = torch.cat([seen, seen[:, -1:].expand(-1, rest)], 1)
-            self.keys = linear_domain.scaled_keys(self.k, top, reference, state, seen)
+                self.seen = torch.cat([seen_Xs, seen_Xs[:, -1:].expand(-1, rest)], 1)
+        self.keys: linear_domain.Scaled | None = None
+
+    def gauge(self, size: int) -> linear_domain.Gauge:
+        """Of tokens that forget, in chunks of ``size``."""
+        assert self.g is not None
+        return linear_domain.Gauge.of(self.k, self.g, self.state, self.seen, size)
+
+    def scaled(self, keys: linear_domain.Scaled, level: int = 0) -> Run:
+        """The same, of the linear-domain kernel."""
+        self.keys = keys
+        self.level = level + 1 if self.length < keys.size else 0
+        return self
 
     @property
     def mean(self) -> Tensor | None:
@@ -223,9 +266,9 @@ class Run:
         """The state before."""
         return Carry.empty(self.k, self.v) if self.state is None else self.state
 
-    def next(self, state: Carry | None) -> tuple[int, Carry | None, bool]:
+    def next(self, state: Carry | None) -> tuple[int, Carry | None, int]:
         """The arguments of ``Segment.run`` for the run after this one."""
-        return self.span.stop, state, self.short
+        return self.span.stop, state, self.level
 
     def padded(self, x_XSD: Tensor, fill: float) -> Tensor:
         """Whole chunks, of the segment's size whatever the length: rounding depends on it."""
@@ -239,7 +282,7 @@ class Run:
     def forward(self) -> tuple[Tensor, Carry]:
         """Outputs of these tokens and the state after them."""
         if self.keys is None:
-            out, state = pairwise.forward(self.p, self.k, self.v, self.start)
+            out, state = pairwise.forward(self.p, self.k, self.v, self.start, self.g)
         else:
             out, state = linear_domain.forward(self.p, self.keys, self.v, self.mean)
         return self.own(out), state
@@ -247,18 +290,21 @@ class Run:
     def state_after(self) -> Carry:
         """Only the state after these tokens."""
         if self.keys is None:
-            return pairwise.state_after(self.k, self.v, self.start)
+            return pairwise.state_after(self.k, self.v, self.start, self.g)
         return linear_domain.state_after(self.keys, self.v, self.mean)
 
     def backward(self, dy: Tensor, dA: Tensor, dmu: Tensor) -> tuple[Any, ...]:
         """Gradients of these tokens and of the state before them."""
         dy = self.padded(dy, 0.0)
-        grads: tuple[Any, ...]
+        found: tuple[Any, ...]
         if self.keys is None:
-            grads = pairwise.backward(self.p, self.k, self.v, self.start, dy, dA, dmu)
+            found = pairwise.backward(self.p, self.k, self.v, self.start, dy, dA, dmu, self.g)
         else:
-            grads = linear_domain.backward(self.p, self.keys, self.v, self.mean, dy, dA, dmu)
-        return *(self.own(x) for x in grads[:3]), *grads[3:]
+            found = linear_domain.backward(self.p, self.keys, self.v, self.mean, dy, dA, dmu)
+        *grads, dA_0, dmu_0 = found
+        if self.wants_decay:
+            grads.append(linear_domain.decay_gradient(grads[1], dA_0))
+        return *(self.own(x) for x in grads), dA_0, dmu_0
 
 
 def first_state(
@@ -338,7 +384,11 @@ class Checkpoints:
 
 
 def causal(
-    pkv: Three, sequences: Sequences, earlier: Earlier, near: Tensor | None = None
+    pkv: Three,
+    sequences: Sequences,
+    earlier: Earlier,
+    near: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Outputs, the final state, and the states between segments (for the backward pass).
 
@@ -352,7 +402,7 @@ def causal(
     for rows, segments in walks(p, v, sequences, 2 * CHUNK):
         state = initial_carry(earlier, rows)
         for span in segments:
-            part = Segment(rows, span, pkv, sequences.key_mask)
+            part = Segment(rows, span, pkv, sequences.key_mask, log_decay)
             if state is not None and span.start:
                 kept.save(part.n, state)
             y, state = part.forward(state)
@@ -369,13 +419,15 @@ def causal_backward(
     earlier: Earlier,
     *states: Tensor,
     dv_near: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """p times its gradient, those of k, v and the initial state, segment by segment in reverse.
+    """p times its gradient, those of k, v, the initial state and ``log_decay``.
 
-    The gradient of v is added to ``dv_near`` (B, T, H, D), in place, if there is one.
+    Segment by segment in reverse. The gradient of v is added to ``dv_near`` (B, T, H, D), in place,
+    if there is one.
     """
     p, k, v = pkv
-    pulled, dk, dv = empty_gradients(*pkv)
+    pulled, dk, dv, dg = empty_gradients(*pkv, log_decay)
     dv = dv if dv_near is None else dv_near
     dfirst = gradient_buffers(grads)
     kept = Checkpoints(*states)
@@ -383,16 +435,20 @@ def causal_backward(
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
         n = dA.shape[0] // p.shape[2]
         for i, span in reversed(list(enumerate(segments))):
-            part = Segment(rows, span, pkv, sequences.key_mask)
+            part = Segment(rows, span, pkv, sequences.key_mask, log_decay)
             state = kept.load(n, i - 1) if i else initial_carry(earlier, rows)
-            pulled_, dk_, dv_, dA, dmu = part.backward(state, part.gradient(grads[0]), dA, dmu)
+            found = part.backward(state, part.gradient(grads[0]), dA, dmu)
+            pulled_, dk_, dv_, *forgotten, dA, dmu = found
             part.put(pulled, pulled_)
             part.put(dk, dk_)
             part.put(dv, dv_, add=dv_near is not None)
+            if log_decay is not None:
+                part.put(dg, forgotten[0])
         kept.next += (len(segments) - 1) * n
         if dA is not None:
             put_state(dfirst, rows, dA, dmu)
-    return pulled, dk, dv, *mask_empty(earlier, *dfirst)
+    found = (pulled, dk, dv, *mask_empty(earlier, *dfirst))
+    return found if log_decay is None else (*found, dg)
 
 
 def bidirectional(
@@ -476,9 +532,9 @@ def through_softmax(pulled: Tensor, p: Tensor) -> Tensor:
 def of_logits(core: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """A forward pass of the query logits."""
 
-    def run(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
+    def run(qkv: Three, *rest: Any, **forgetting: Tensor | None) -> tuple[Tensor, ...]:
         q, k, v = qkv
-        return core((probabilities(q), k, v), sequences, earlier)
+        return core((probabilities(q), k, v), *rest, **forgetting)
 
     return run
 
@@ -488,10 +544,12 @@ def of_logits_backward(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Its backward pass."""
 
-    def run(grads: Three, qkv: Three, *rest: Any) -> tuple[Tensor, ...]:
+    def run(
+        grads: Three, qkv: Three, *rest: Any, **forgetting: Tensor | None
+    ) -> tuple[Tensor, ...]:
         q, k, v = qkv
         p = probabilities(q)
-        pulled, *others = core(grads, (p, k, v), *rest)
+        pulled, *others = core(grads, (p, k, v), *rest, **forgetting)
         return through_softmax(pulled, p).to(q.dtype), *others
 
     return run
@@ -502,11 +560,9 @@ def between_segments(q: Tensor, _k: Tensor, v: Tensor, _: Tensor | None) -> tupl
     return Checkpoints.allocate(q, v)
 
 
-causal_op = latte_op(
-    *("causal", of_logits(causal), of_logits_backward(causal_backward), between_segments),
-    count=3,
-    saved_from=3,
-)
+_causal = (of_logits(causal), of_logits_backward(causal_backward), between_segments)
+causal_op = latte_op("causal", *_causal, count=3, saved_from=3)
+forgetting_op = latte_op("forgetting", *_causal, count=3, saved_from=3, forgets=True)
 bidirectional_op = latte_op(
     "bidirectional", of_logits(bidirectional), of_logits_backward(bidirectional_backward)
 )

@@ -10,6 +10,10 @@ or the first one of the sequence; alpha is then at least 1, and the run ends bef
 that exceeds r by ``REACH`` (:func:`run_length`). Both depend on the past alone, so that future
 inputs cannot change the past, not even its rounding.
 
+Where latents forget, a run has a reference for each chunk (:class:`Gauge`): inside a chunk the
+logits are taken as ``k_s - G_s``, G what has been forgotten since the chunk's start, and between
+chunks all sums are rescaled. What was forgotten is never summed over more than a chunk in fp32.
+
 Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk length
 (S = N C), L latents, D value width.
 """
@@ -21,11 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from latte.ops.torch_backend.batching import CHUNK, Carry
 
 # exp(k - r) is as exact as its argument: at 16 half a unit in the last place of fp32 is 1e-6.
 REACH = 16.0
+# Where latents forget, the past loses weight as fast as the present gains it. At 40 it is 2e-6.
+FORGETTING_REACH = 40.0
+# Tokens of a chunk where they forget so fast that even that is too little for CHUNK.
+SHORT_CHUNK = 8
 # Chunks whose states are summed by a product with a triangle of ones.
 BY_PRODUCT = 8
 
@@ -33,12 +42,14 @@ BY_PRODUCT = 8
 class Scaled(NamedTuple):
     """Keys of a run in the linear domain, relative to ``reference``."""
 
-    reference_XL: Tensor
+    reference_XL: Tensor  # at the end of the run
     e_XSL: Tensor
     alpha_XSL: Tensor
     mass_XL: Tensor | None  # of the state that the run starts from, if it starts from one
     top_XL: Tensor  # the largest logit by the end
     empty_XL: Tensor | None  # rows that have seen nothing by the end; None if there are none
+    rescale_XNL: Tensor | None = None  # of sums from a chunk to the next; None: there is none
+    size: int = CHUNK  # of a chunk
 
 
 def reference_logits(k_XSL: Tensor, start: Carry | None, seen_XS: Tensor | None) -> Tensor:
@@ -87,9 +98,98 @@ def scaled_keys(
     return Scaled(reference_XL, e_XSL, alpha_XSL, mass_XL, top_XL, empty_XL)
 
 
-def chunk(x_XSD: Tensor) -> Tensor:
-    """(X, S, D) -> (X N, C, D); S is a multiple of ``CHUNK``, or smaller."""
-    return x_XSD.reshape(-1, min(CHUNK, x_XSD.shape[1]), x_XSD.shape[-1])
+class Gauge(NamedTuple):
+    """References of the chunks of a run whose latents forget, and of what they are relative to.
+
+    ``G`` is what has been forgotten since the chunk's start, the token's own part included. All
+    that is summed over chunks is in fp64: it is 1/32 of the tokens.
+    """
+
+    lost_XNCL: Tensor  # G
+    top_XNL: Tensor  # the largest k - G of a chunk
+    reference_XNL: Tensor  # of what is before the chunk, or of its first key
+    total_XNL: Tensor  # G at the chunk's end, fp64
+    last_XL: Tensor  # the largest logit by the end of the run, seen from there, fp64
+    own_XNCL: Tensor  # k - G
+
+    @classmethod
+    def of(
+        cls, k_XSL: Tensor, g: Tensor, start: Carry | None, seen_XS: Tensor | None, size: int
+    ) -> Gauge:
+        """Of chunks of ``size`` tokens, or of all if these are fewer."""
+        X, S, L = k_XSL.shape
+        C = min(size, S)
+        shape = (X, S // C, C, L)
+        lower = triangle(C, 0, False, (g.dtype, g.device))
+        lost = torch.bmm(lower.expand(X * (S // C), C, C), chunk(g, C)).view(shape)
+        own = k_XSL.view(shape) - lost
+        top, total = own.amax(2), lost[:, :, -1].double()
+        # Seen from the start of the run: what was forgotten before the chunk is taken away.
+        before = F.pad(total.cumsum(1), (0, 0, 1, 0))
+        first = torch.full_like(top[:, 0], -torch.inf) if start is None else start.top
+        tops = torch.cat([first[:, None].double(), top - before[:, :-1]], 1).cummax(1).values
+        tops += before
+        reference = torch.maximum(tops[:, :-1].to(k_XSL.dtype), own[:, :, 0])
+        if seen_XS is not None:
+            # Nothing before, and the first token is masked: the first that is not, or any.
+            index = seen_XS.view(X, S // C, C).to(torch.uint8).argmax(2)
+            later = own.gather(2, index[:, :, None, None].expand(-1, -1, 1, L))[:, :, 0]
+            reference = torch.where(torch.isneginf(reference), later, reference)
+            reference = torch.where(torch.isneginf(reference), 0.0, reference)
+        return cls(lost, top, reference, total, tops[:, -1], own)
+
+    def length(self) -> int:
+        """How many tokens these references can serve."""
+        if not (self.top_XNL - self.reference_XNL > FORGETTING_REACH).any():
+            return self.own_XNCL.shape[1] * self.own_XNCL.shape[2]
+        reach = self.reference_XNL[:, :, None] + FORGETTING_REACH
+        beyond = (self.own_XNCL > reach).any(0).any(-1)
+        return int(beyond.view(-1).to(torch.uint8).argmax())
+
+
+def forgetting_keys(k_XSL: Tensor, gauge: Gauge, start: Carry | None, masked: bool) -> Scaled:
+    """:func:`scaled_keys` with a reference for each chunk; ``masked``: some sources may be."""
+    X, S, L = k_XSL.shape
+    reference, shape = gauge.reference_XNL, gauge.lost_XNCL.shape
+    # In this order: of a large logit the difference is exact, and G is small.
+    e = (k_XSL.view(shape) - reference[:, :, None]).sub_(gauge.lost_XNCL).exp_()
+    C = shape[2]
+    lower = triangle(C, 0, False, (e.dtype, e.device))
+    alpha = torch.bmm(lower.expand(X * shape[1], C, C), e.flatten(0, 1)).view(shape)
+    ends = reference.double() + gauge.total_XNL
+    # At most 1 but for the rounding of references, or where nothing has been seen.
+    rescale = (ends[:, :-1] - reference[:, 1:]).clamp_(max=32.0).exp_().to(e.dtype)
+    mass = None
+    if start is not None:
+        mass = start.mass * (start.top - reference[:, 0]).exp()
+    before, _ = running_states(mass, alpha[:, :, -1], rescale=rescale)
+    alpha += before[:, :, None]
+    alpha = alpha.view(X, S, L)
+    empty = None
+    if masked:
+        empty = alpha[:, -1] == 0
+        alpha.masked_fill_(alpha == 0, 1.0)
+    top = gauge.last_XL.to(e.dtype)
+    return Scaled(ends[:, -1], e.view(X, S, L), alpha, mass, top, empty, rescale, C)
+
+
+def decay_gradient(dk_XSL: Tensor, dlog_mass_XL: Tensor | None) -> Tensor:
+    """Of ``log_decay``: what a token forgets weighs on all sources before it.
+
+    dg_u = dA_0 + sum_{s<u} dk_s, with dA_0 the gradient of the log-mass before the first token.
+    """
+    dk = chunk(dk_XSL, CHUNK)
+    C = dk.shape[1]
+    before = triangle(C, -1, False, (dk.dtype, dk.device))
+    dg_XNCL = torch.bmm(before.expand(len(dk), C, C), dk).view(len(dk_XSL), -1, *dk.shape[1:])
+    ends_XNL = dg_XNCL[:, :, -1] + dk.view(dg_XNCL.shape)[:, :, -1]
+    dg_XNCL += running_states(dlog_mass_XL, ends_XNL)[0][:, :, None]
+    return dg_XNCL.view(dk_XSL.shape)
+
+
+def chunk(x_XSD: Tensor, size: int) -> Tensor:
+    """(X, S, D) -> (X N, C, D); S is a multiple of ``size``, or smaller."""
+    return x_XSD.reshape(-1, min(size, x_XSD.shape[1]), x_XSD.shape[-1])
 
 
 @functools.lru_cache(maxsize=16)
@@ -100,16 +200,17 @@ def triangle(size: int, diagonal: int, upper: bool, like: tuple[Any, ...]) -> Te
 
 
 def running_states(
-    start: Tensor | None, sums_XN: Tensor, back: bool = False
+    start: Tensor | None, sums_XN: Tensor, back: bool = False, rescale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Exclusive running sum over the chunks, (X, N, ...), and what follows the last one (X, ...).
 
     From zero where there is no start. Of few chunks by a product, else by a plain loop (``cumsum``
-    over a strided dimension takes ten times as long). ``back`` sums from the end.
+    over a strided dimension takes ten times as long). ``back`` sums from the end. ``rescale``
+    (X, N-1, ...), if there is one, multiplies what goes from a chunk to the next, or back.
     """
     X, N = sums_XN.shape[:2]
     last = 0 if back else N - 1
-    if N <= BY_PRODUCT:
+    if N <= BY_PRODUCT and rescale is None:
         sides = triangle(N, 1 if back else -1, back, (sums_XN.dtype, sums_XN.device))
         flat = sums_XN.view(X, N, -1)
         if start is None:
@@ -126,28 +227,39 @@ def running_states(
         before[order[0]].zero_()
     else:
         before[order[0]].copy_(start)
-    for n, following in zip(order[:-1], order[1:], strict=True):
-        torch.add(before[n], sums[n], out=before[following])
+    steps = zip(order[:-1], order[1:], strict=True)
+    if rescale is None:
+        for n, following in steps:
+            torch.add(before[n], sums[n], out=before[following])
+    else:
+        scaled = (sums_XN[:, 1:] if back else sums_XN[:, :-1]) * rescale
+        added, factors = scaled.unbind(1), rescale.unbind(1)
+        for n, following in steps:
+            i = min(n, following)
+            torch.addcmul(added[i], before[n], factors[i], out=before[following])
     return before_XN, before[last] + sums[last]
 
 
 def chunk_states(keys: Scaled, v_XSD: Tensor, mean_XLD: Tensor | None) -> tuple[Tensor, Tensor]:
     """States before every chunk (X, N, L, D) and after the last (X, L, D), unnormalised."""
     X, _, L = keys.e_XSL.shape
-    sums_XNLD = torch.bmm(chunk(keys.e_XSL).transpose(1, 2), chunk(v_XSD)).view(
-        X, -1, L, v_XSD.shape[-1]
-    )
+    e, v = (chunk(x, keys.size) for x in (keys.e_XSL, v_XSD))
+    sums_XNLD = torch.bmm(e.transpose(1, 2), v).view(X, -1, L, v_XSD.shape[-1])
     start = None
     if keys.mass_XL is not None and mean_XLD is not None:
         start = keys.mass_XL[..., None] * mean_XLD
-    return running_states(start, sums_XNLD)
+    return running_states(start, sums_XNLD, rescale=_over_values(keys.rescale_XNL))
+
+
+def _over_values(rescale_XNL: Tensor | None) -> Tensor | None:
+    return None if rescale_XNL is None else rescale_XNL[..., None]
 
 
 def carry(keys: Scaled, last_XLD: Tensor) -> Carry:
     """The state after the run. A row that has seen nothing stays empty."""
     alpha_XL = keys.alpha_XSL[:, -1]
     mean_XLD = last_XLD / alpha_XL[..., None]
-    mass_XL = alpha_XL * torch.exp(keys.reference_XL - keys.top_XL)
+    mass_XL = alpha_XL * torch.exp(keys.reference_XL - keys.top_XL).to(alpha_XL.dtype)
     if keys.empty_XL is not None:
         mass_XL = torch.where(keys.empty_XL, 0.0, mass_XL)
     return Carry(keys.top_XL, mass_XL, mean_XLD)
@@ -163,9 +275,9 @@ def forward(
 ) -> tuple[Tensor, Carry]:
     """Outputs (X, S, D) of one segment, and the state after it."""
     states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
-    ratio = chunk(p_XSL / keys.alpha_XSL)
-    scores = torch.bmm(ratio, chunk(keys.e_XSL).transpose(1, 2)).tril_()
-    out = torch.bmm(scores, chunk(v_XSD))
+    ratio = chunk(p_XSL / keys.alpha_XSL, keys.size)
+    scores = torch.bmm(ratio, chunk(keys.e_XSL, keys.size).transpose(1, 2)).tril_()
+    out = torch.bmm(scores, chunk(v_XSD, keys.size))
     out.baddbmm_(ratio, states_XNLD.flatten(0, 1))
     return out.view(v_XSD.shape), carry(keys, last_XLD)
 
@@ -189,7 +301,7 @@ def backward(
     X, S, L = p_XSL.shape
     states_XNLD, last_XLD = chunk_states(keys, v_XSD, mean_XLD)
     ratio_XSL = p_XSL / keys.alpha_XSL
-    ratio, e, v, dy = chunk(ratio_XSL), chunk(keys.e_XSL), chunk(v_XSD), chunk(dy_XSD)
+    ratio, e, v, dy = (chunk(x, keys.size) for x in (ratio_XSL, keys.e_XSL, v_XSD, dy_XSD))
 
     # (C, C) each: a_ts without the other chunks, and <dy_t, v_s>.
     scores = torch.bmm(ratio, e.transpose(1, 2)).tril_()
@@ -209,9 +321,12 @@ def backward(
     scalar_XL = (reverse_XLD * last_mean_XLD).sum(-1) - dlog_mass_XL / alpha_XL
     sums_XNLD = torch.bmm(ratio.transpose(1, 2), dy).view(states_XNLD.shape)
     C = ratio.shape[1]
-    later_XNLD, reverse_XLD = running_states(reverse_XLD, sums_XNLD, back=True)
+    rescale = keys.rescale_XNL
+    later_XNLD, reverse_XLD = running_states(
+        reverse_XLD, sums_XNLD, back=True, rescale=_over_values(rescale)
+    )
     scalars_XNL = lost_XSL.view(X, -1, C, L).sum(2)
-    scalars_XNL, scalar_XL = running_states(scalar_XL, scalars_XNL, back=True)
+    scalars_XNL, scalar_XL = running_states(scalar_XL, scalars_XNL, back=True, rescale=rescale)
     later = later_XNLD.flatten(0, 1)
 
     dv = torch.bmm(scores.transpose(1, 2), dy)

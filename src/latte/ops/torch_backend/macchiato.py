@@ -32,7 +32,7 @@ from latte.ops.torch_backend import latte, window
 INPUTS = LATTE.replace(
     "Tensor q, Tensor k,", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k,"
 )
-SCHEMA = f"{INPUTS}, {TAIL}, int window, float scale, float softcap"
+SCHEMA = f"{INPUTS}, {TAIL}, Tensor? log_decay, int window, float scale, float softcap"
 Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 
 
@@ -44,8 +44,9 @@ def macchiato_attention(
     v_BTGD: Tensor,
     local: Local,
     sequences: Sequences,
-    earlier: LatteState | None,
+    earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     op = causal_op if sequences.causal else bidirectional_op
@@ -53,7 +54,7 @@ def macchiato_attention(
         *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
         *(earlier or (None, None)),
         *(tail or (None, None, None)),
-        *local,
+        *(log_decay, *local),
     )[:3]
     return out, LatteState(A, mu)
 
@@ -63,11 +64,12 @@ class Call:
 
     def __init__(self, five: tuple[Tensor, ...], rest: tuple[Any, ...], causal: bool) -> None:
         latent_q, self.latent_k, q, k, v = five
-        key_mask, cu_seqlens, log_mass, mean, tail_k, tail_v, tail_mask, *local = rest
+        key_mask, cu_seqlens, log_mass, mean, tail_k, tail_v, tail_mask, log_decay, *local = rest
         self.qkv = (q, k, v)
         self.sequences = Sequences(key_mask, cu_seqlens, causal)
         self.earlier: Earlier = (log_mass, mean)
         self.near = (Local(*local), self.sequences, (tail_k, tail_v, tail_mask))
+        self.forgetting = {"log_decay": log_decay} if causal else {}
         self.p = latte.probabilities(latent_q)
         self.R = self.qkv[0].shape[2] // self.qkv[2].shape[2]
 
@@ -96,16 +98,17 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
     def run(*inputs: Any) -> tuple[Tensor, ...]:
         call = Call(inputs[:5], inputs[5:], causal)
         out = window.forward(call.qkv, *call.near, call.share)
-        _, *after = forward(call.pkv, call.sequences, call.earlier, out)
+        _, *after = forward(call.pkv, call.sequences, call.earlier, out, **call.forgetting)
         return out.to(inputs[4].dtype), *after
 
     def run_back(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> Any:
-        kept = inputs[12:-3]
-        call = Call(inputs[:5], (*inputs[5:12], *inputs[-3:]), causal)
+        kept = inputs[13:-3]
+        call = Call(inputs[:5], (*inputs[5:13], *inputs[-3:]), causal)
         near = window.backward(dout, call.qkv, *call.near, call.share)
-        dlatent_q, dlatent_k, dv, dA, dmu = backward(
+        dlatent_q, dlatent_k, dv, dA, dmu, *dlog_decay = backward(
             *((dout, dlog_mass, dmean), call.pkv, call.sequences, call.earlier, *kept),
             dv_near=near.dv if call.R == 1 else None,
+            **call.forgetting,
         )
         if call.R > 1:
             dv = near.dv + dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
@@ -118,6 +121,7 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
             *(latte.through_softmax(pulled, call.p).to(latent_q.dtype), dlatent_k, near.dq),
             *(near.dk.to(k.dtype), dv.to(v.dtype), dA, dmu),
             *(near.dtail_k.to(k.dtype), near.dtail_v.to(v.dtype)),
+            *(dlog_decay or (q.new_empty(0),)),
         )
 
     def fake(latent_q, latent_k, q, k, v, _, cu_seqlens, *__):
@@ -130,9 +134,9 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
     kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
     given = SCHEMA.replace(", int window", f", {kept}, int window")
     backward_op = custom_op(
-        f"{name}_backward", run_back, f"Tensor dout, Tensor dlog_mass, Tensor dmean, {given}", 9
+        f"{name}_backward", run_back, f"Tensor dout, Tensor dlog_mass, Tensor dmean, {given}", 10
     )
-    wanted = (0, 1, 2, 3, 4, 7, 8, 9, 10)
+    wanted = (0, 1, 2, 3, 4, 7, 8, 9, 10, 12)
     connect_gradients(op, backward_op, wanted, outputs=3, saved_from=saved_from)
     return op
 

@@ -6,6 +6,9 @@ overflows and underflow is harmless. The state before a chunk is one reference. 
 neighbouring halves are paired at every scale, C/2, C/4, ... 1, with u the left half's last token;
 the diagonal is left. Slower than ``linear_domain``, and never wrong.
 
+Where latents forget, what is forgotten from s to u belongs to the first factor and the rest to the
+second. Both are summed from u, and the references stay rounded logits that all share.
+
 Shape suffixes: X rows (batch x heads), S tokens, N chunks, C chunk length, P pairs of halves,
 h length of a half, L latents, D value width.
 """
@@ -21,18 +24,32 @@ from torch import Tensor
 from latte.ops.torch_backend.batching import CHUNK, Carry, divide, exp_difference
 
 
-def running_mass(k_XNCL: Tensor) -> tuple[Tensor, Tensor]:
-    """(M_t, m_t) inside each chunk, by doubling."""
-    M, m = k_XNCL, (~torch.isneginf(k_XNCL)).to(k_XNCL.dtype)
+def running_mass(k_XNCL: Tensor, g_XNCL: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(M_t, m_t) inside each chunk, by doubling, and what is forgotten from its start to t."""
+    M, m, lost = k_XNCL, (~torch.isneginf(k_XNCL)).to(k_XNCL.dtype), g_XNCL
     step = 1
     while step < M.shape[2]:
         early, late = slice(None, -step), slice(step, None)
-        top = torch.maximum(M[:, :, early], M[:, :, late])
-        mass = m[:, :, early] * exp_difference(M[:, :, early], top)
+        since = None if lost is None else lost[:, :, late]  # over the later of the two spans
+        top = torch.maximum(plus(M[:, :, early], since), M[:, :, late])
+        mass = m[:, :, early] * exp_difference(M[:, :, early], top, since)
         mass += m[:, :, late] * exp_difference(M[:, :, late], top)
         M, m = torch.cat([M[:, :, :step], top], 2), torch.cat([m[:, :, :step], mass], 2)
+        if lost is not None:
+            lost = torch.cat([lost[:, :, :step], lost[:, :, early] + lost[:, :, late]], 2)
         step *= 2
-    return M, m
+    return M, m, lost
+
+
+def plus(a: Tensor, b: Tensor | None) -> Tensor:
+    """a + b, or a."""
+    return a if b is None else a + b
+
+
+def after(g_XNCL: Tensor) -> Tensor:
+    """What is forgotten behind each token, to the end of its dimension."""
+    later = g_XNCL[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
+    return torch.cat([later, torch.zeros_like(g_XNCL[..., :1, :])], -2)
 
 
 class Prepared(NamedTuple):
@@ -45,6 +62,7 @@ class Prepared(NamedTuple):
     own_XNCL: Tensor  # exp(k_t - A_t)
     worth_XNCL: Tensor  # exp(k_s - A at the chunk's end)
     decay_XNL: Tensor  # exp(A before the chunk - A at its end)
+    g_XNCL: Tensor | None  # what the latents forget
 
 
 def chunked(x_XSD: Tensor) -> Tensor:
@@ -53,30 +71,36 @@ def chunked(x_XSD: Tensor) -> Tensor:
     return x_XSD.reshape(X, -1, min(CHUNK, S), D)
 
 
-def prepare(k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> Prepared:
+def prepare(k_XSL: Tensor, v_XSD: Tensor, start: Carry, g_XSL: Tensor | None) -> Prepared:
     """Scan the chunks' states in order."""
     k_XNCL, v_XNCD = chunked(k_XSL), chunked(v_XSD)
-    M, m = running_mass(k_XNCL)
+    g_XNCL = None if g_XSL is None else chunked(g_XSL)
+    M, m, lost = running_mass(k_XNCL, g_XNCL)
+    total = None if lost is None else lost[:, :, -1:]
     tops, masses = [start.top], [start.mass]
     for n in range(k_XNCL.shape[1]):
-        top = torch.maximum(tops[-1], M[:, n, -1])
-        mass = masses[-1] * exp_difference(tops[-1], top)
+        own = None if total is None else total[:, n, 0]
+        top = torch.maximum(plus(tops[-1], own), M[:, n, -1])
+        mass = masses[-1] * exp_difference(tops[-1], top, own)
         masses.append(mass + m[:, n, -1] * exp_difference(M[:, n, -1], top))
         tops.append(top)
     M0, m0 = torch.stack(tops[:-1], 1)[:, :, None], torch.stack(masses[:-1], 1)[:, :, None]
     M1, m1 = torch.stack(tops[1:], 1)[:, :, None], torch.stack(masses[1:], 1)[:, :, None]
-    M_XNCL = torch.maximum(M, M0)
-    m_XNCL = m * exp_difference(M, M_XNCL) + m0 * exp_difference(M0, M_XNCL)
-    worth_XNCL = divide(exp_difference(k_XNCL, M1), m1)
-    decay_XNL = divide(m0 * exp_difference(M0, M1), m1)[:, :, 0]
+    M_XNCL = torch.maximum(M, plus(M0, lost))
+    from_state = m0 * exp_difference(M0, M_XNCL, lost)
+    m_XNCL = m * exp_difference(M, M_XNCL) + from_state
+    later = None if g_XNCL is None else after(g_XNCL)
+    worth_XNCL = divide(exp_difference(k_XNCL, M1, later), m1)
+    decay_XNL = divide(m0 * exp_difference(M0, M1, total), m1)[:, :, 0]
     added_XNLD = worth_XNCL.mT @ v_XNCD
     bounds = [start]
     for n in range(k_XNCL.shape[1]):
         mean = decay_XNL[:, n, :, None] * bounds[-1].mean + added_XNLD[:, n]
         bounds.append(Carry(tops[n + 1], masses[n + 1], mean))
-    from_state_XNCL = divide(m0 * exp_difference(M0, M_XNCL), m_XNCL)
+    from_state_XNCL = divide(from_state, m_XNCL)
     own_XNCL = divide(exp_difference(k_XNCL, M_XNCL), m_XNCL)
-    return Prepared(M_XNCL, m_XNCL, bounds, from_state_XNCL, own_XNCL, worth_XNCL, decay_XNL)
+    weights = (from_state_XNCL, own_XNCL, worth_XNCL, decay_XNL)
+    return Prepared(M_XNCL, m_XNCL, bounds, *weights, g_XNCL)
 
 
 def halves(x_XNCD: Tensor, h: int) -> tuple[Tensor, Tensor]:
@@ -94,15 +118,21 @@ def scales(k_XNCL: Tensor, s: Prepared) -> Iterator[tuple[int, Tensor, Tensor]]:
         M_left, M_right = halves(s.M_XNCL, h)
         _, m_right = halves(s.m_XNCL, h)
         M_u = M_left[..., -1:, :]
-        right = divide(exp_difference(M_u, M_right), m_right)
-        yield h, exp_difference(k_left, M_u), right
+        to_u = from_u = None
+        if s.g_XNCL is not None:
+            g_left, g_right = halves(s.g_XNCL, h)
+            to_u, from_u = after(g_left), g_right.cumsum(-2)
+        right = divide(exp_difference(M_u, M_right, from_u), m_right)
+        yield h, exp_difference(k_left, M_u, to_u), right
         h //= 2
 
 
-def forward(p_XSL: Tensor, k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> tuple[Tensor, Carry]:
+def forward(
+    p_XSL: Tensor, k_XSL: Tensor, v_XSD: Tensor, start: Carry, g_XSL: Tensor | None
+) -> tuple[Tensor, Carry]:
     """Outputs (X, S, D) of one segment, and the state after it. S divides into chunks of 2^n."""
     k_XNCL, v_XNCD, p_XNCL = chunked(k_XSL), chunked(v_XSD), chunked(p_XSL)
-    s = prepare(k_XSL, v_XSD, start)
+    s = prepare(k_XSL, v_XSD, start, g_XSL)
     mu_XNLD = torch.stack([b.mean for b in s.bounds[:-1]], 1)
     out_XNCD = (p_XNCL * s.from_state_XNCL) @ mu_XNLD
     for h, left, right in scales(k_XNCL, s):
@@ -114,9 +144,9 @@ def forward(p_XSL: Tensor, k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> tuple[
     return out_XNCD.view(v_XSD.shape), s.bounds[-1]
 
 
-def state_after(k_XSL: Tensor, v_XSD: Tensor, start: Carry) -> Carry:
+def state_after(k_XSL: Tensor, v_XSD: Tensor, start: Carry, g_XSL: Tensor | None) -> Carry:
     """The state after the segment, without its outputs."""
-    return prepare(k_XSL, v_XSD, start).bounds[-1]
+    return prepare(k_XSL, v_XSD, start, g_XSL).bounds[-1]
 
 
 def backward(
@@ -127,6 +157,7 @@ def backward(
     dy_XSD: Tensor,
     dlog_mass_XL: Tensor,
     dmean_XLD: Tensor,
+    g_XSL: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients (p dp, dk, dv, dlog_mass_0, dmean_0); equations as in ``linear_domain``.
 
@@ -135,7 +166,7 @@ def backward(
     """
     k_XNCL, v_XNCD, p_XNCL = chunked(k_XSL), chunked(v_XSD), chunked(p_XSL)
     dy_XNCD = chunked(dy_XSD)
-    s = prepare(k_XSL, v_XSD, start)
+    s = prepare(k_XSL, v_XSD, start, g_XSL)
     mu_XNLD = torch.stack([b.mean for b in s.bounds[:-1]], 1)
     own_pairs_XNC1 = (dy_XNCD * v_XNCD).sum(-1, keepdim=True)
 

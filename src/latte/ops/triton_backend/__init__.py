@@ -22,7 +22,7 @@ def latte_attention(
     k_BTHL: Tensor,
     v_BTHD: Tensor,
     sequences: Sequences,
-    earlier: LatteState | None,
+    earlier: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
     from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
@@ -30,7 +30,7 @@ def latte_attention(
 
     op = causal_op if sequences.causal else bidirectional_op
     v_BTHD = without_masked(sequences.key_mask, v_BTHD)
-    return run_latte(op, q_BTHL, k_BTHL, v_BTHD, sequences, earlier)
+    return run_latte(op, (q_BTHL, k_BTHL, v_BTHD), sequences, earlier)
 
 
 def macchiato_attention(
@@ -41,7 +41,7 @@ def macchiato_attention(
     v_BTGD: Tensor,
     local: Local,
     sequences: Sequences,
-    earlier: LatteState | None,
+    earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""

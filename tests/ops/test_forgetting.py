@@ -1,0 +1,363 @@
+"""Latents that forget (``log_decay``): equations, gradients, laws, and any decay in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    F64,
+    assert_same,
+    boundaries,
+    flat,
+    key_mask,
+    latte_inputs,
+    latte_state,
+    macchiato_inputs,
+    randn,
+    relative_error,
+    values_and_gradients,
+    window_state,
+)
+
+from latte.ops import LatteState, attention_weights, latte_attention, macchiato_attention
+from latte.ops.state import ForgettingState, WindowState
+from latte.ops.step import Ring, latte_step, macchiato_step
+from latte.ops.torch_backend import latte as torch_latte
+
+W = 8
+
+
+def decays(B, T, H, L, mean=0.2, seed=5):
+    """Uniform between twice the mean and 0; latent 0 never forgets."""
+    g = -2 * mean * torch.rand(B, T, H, L, generator=torch.Generator().manual_seed(seed)).double()
+    g[..., 0] = 0.0
+    return g
+
+
+def compare(T, *, masked=False, packed=False, carried=False, scale=1.0, mean=0.2):
+    B, H, L, D = (1 if packed else 2), 2, 3, 5
+    cu = boundaries(T) if packed else None
+    mask = key_mask(B, T) if masked else None
+    inputs = [*latte_inputs(B, T, H, L, D, scale), decays(B, T, H, L, mean)]
+    if carried:
+        N = B if cu is None else len(cu) - 1
+        inputs += [*latte_state(N, H, L, D, scale=scale), -randn(N, H, L).abs()]
+
+    def run(backend):
+        def fn(q, k, v, g, *state):
+            return latte_attention(
+                *(q, k, v),
+                log_decay=g,
+                key_mask=mask,
+                cu_seqlens=cu,
+                initial_state=LatteState(*state) if state else None,
+                output_final_state=True,
+                backend=backend,
+            )
+
+        return values_and_gradients(fn, inputs)
+
+    assert_same(run("torch"), run("reference"))
+
+
+@pytest.mark.parametrize("mean", [1e-8, 0.2, 2.0, 50.0])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_agrees_with_the_reference(masked, packed, carried, mean):
+    for T, scale in ((1, 1.0), (63, 30.0), (65, 1.0), (257, 1.0), (257, 30.0)):
+        compare(T, masked=masked, packed=packed, carried=carried, mean=mean, scale=scale)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mean", [0.2, 2.0])
+def test_many_segments(mean, packed, monkeypatch):
+    monkeypatch.setattr(torch_latte, "LONGEST_SEGMENT", 64)
+    compare(257, packed=packed, carried=True, mean=mean)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_reference_is_the_recurrence(masked):
+    """A' = logaddexp(A + g, k), mu' = mu + e^{k - A'} (v - mu); padding changes nothing."""
+    q, k, v = latte_inputs(2, 40)
+    g, mask = decays(2, 40, 2, 3), key_mask(2, 40) if masked else None
+    earlier = LatteState(randn(2, 2, 3, seed=9), randn(2, 2, 3, 5, seed=10))
+    out, state = latte_attention(
+        *(q, k, v),
+        log_decay=g,
+        key_mask=mask,
+        initial_state=earlier,
+        output_final_state=True,
+        backend="reference",
+    )
+    (A, mu), G, outs = earlier, torch.zeros(2, 2, 3, dtype=F64), []
+    for t in range(40):
+        real = torch.ones(2, 1, 1, dtype=torch.bool) if mask is None else mask[:, t, None, None]
+        A1 = torch.logaddexp(A + g[:, t], k[:, t])
+        mu1 = mu + torch.exp(k[:, t] - A1)[..., None] * (v[:, t, :, None] - mu)
+        A, mu = torch.where(real, A1, A), torch.where(real[..., None], mu1, mu)
+        G = torch.where(real, G + g[:, t], G)
+        outs.append((q[:, t].softmax(-1)[..., None] * mu).sum(-2))
+    assert_same([out, *state], [torch.stack(outs, 1), A, mu, G], 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_gradcheck(backend):
+    inputs = [*latte_inputs(1, 9, 1, 2, 3), decays(1, 9, 1, 2) - 0.1]
+    inputs += [randn(1, 1, 2, seed=8), randn(1, 1, 2, 3, seed=9), -randn(1, 1, 2).abs()]
+
+    def fn(q, k, v, g, *state):
+        options = {"initial_state": LatteState(*state), "output_final_state": True}
+        # Away from 0, where what is checked about values would refuse a step.
+        out, after = latte_attention(q, k, v, log_decay=g, backend=backend, **options)
+        return out, *after
+
+    assert torch.autograd.gradcheck(fn, [x.requires_grad_() for x in inputs])
+
+
+def test_the_gradient_is_a_running_sum_of_that_of_the_keys():
+    """dg_u = dA_0 + sum_{s<u} dk_s, and a constant decay gets the sum of all."""
+    inputs = [x.requires_grad_() for x in latte_inputs(2, 70)]
+    constant = decays(1, 1, 2, 3)[0, 0].requires_grad_()
+    A0, mu0 = (x.requires_grad_() for x in (randn(2, 2, 3, seed=8), randn(2, 2, 3, 5, seed=9)))
+    out, _ = latte_attention(*inputs, log_decay=constant, initial_state=LatteState(A0, mu0))
+    weights = randn(*out.shape, seed=3)
+    dk, dA, dg = torch.autograd.grad((out * weights).sum(), [inputs[1], A0, constant])
+    each = dA[:, None] + dk.cumsum(1) - dk
+    assert_same([dg], [each.sum((0, 1))], 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+@pytest.mark.parametrize("T", [1, 40, 700])
+def test_no_decay_is_no_argument_to_the_last_bit(T, scale):
+    q, k, v = (x.float() for x in latte_inputs(2, T, 2, 8, 16, scale))
+    for mask in (None, key_mask(2, T)):
+        options = {"key_mask": mask, "output_final_state": True}
+        want, state = latte_attention(q, k, v, **options)
+        for g in (torch.zeros(2, 8), torch.zeros(2, T, 2, 8)):
+            got, forgetting = latte_attention(q, k, v, log_decay=g, **options)
+            assert torch.equal(got, want)
+            assert all(torch.equal(a, b) for a, b in zip(forgetting, state, strict=False))
+            assert not forgetting.log_decay.any() and not state.log_decay.any()
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.1, 1.0, 20.0])
+def test_causal_to_the_last_bit(mean):
+    T, cut = 700, 333
+    q, k, v = (x.float() for x in latte_inputs(1, T, 2, 8, 16))
+    g = decays(1, T, 2, 8, mean).float()
+    out, _ = latte_attention(q, k, v, log_decay=g)
+    for x, later in ((k, 500 * randn(1, T - cut, 2, 8)), (g, -30 * randn(1, T - cut, 2, 8).abs())):
+        x[:, cut:] = later.float()
+        again, _ = latte_attention(q, k, v, log_decay=g)
+        assert torch.equal(out[:, :cut], again[:, :cut])
+        assert not torch.equal(out[:, cut:], again[:, cut:])
+
+
+@pytest.mark.parametrize("mean", [0.1, 5.0])
+@pytest.mark.parametrize("cut", [0, 1, 31, 32, 64])
+def test_split_equals_whole_and_parts_merge(cut, mean):
+    inputs = [*latte_inputs(2, 65), decays(2, 65, 2, 3, mean)]
+
+    def run(x, state=None):
+        q, k, v, g = x
+        options = {"initial_state": state, "output_final_state": True}
+        return latte_attention(q, k, v, log_decay=g, **options)
+
+    whole, last = run(inputs)
+    first, state = run([x[:, :cut] for x in inputs])
+    rest, end = run([x[:, cut:] for x in inputs], state)
+    assert_same([torch.cat([first, rest], 1), *end], [whole, *last], 1e-12)
+    _, alone = run([x[:, cut:] for x in inputs])
+    assert_same([*state.merge(alone)], [*last], 1e-12)
+
+
+def test_merge_is_associative_and_has_a_neutral_element():
+    states = (
+        LatteState(*latte_state(2, 3, 4, 5, seed=s), -randn(2, 3, 4, seed=s).abs())
+        for s in (1, 20, 40)
+    )
+    a, b, c = states
+    assert isinstance(a, ForgettingState)
+    assert_same([*a.merge(b).merge(c)], [*a.merge(b.merge(c))], 1e-12)
+    pair = LatteState(*latte_state(2, 3, 4, 5, seed=60))
+    assert_same([*a.merge(pair).merge(b)], [*a.merge(pair.merge(b))], 1e-12)
+    empty = LatteState.empty(2, 3, 4, 5, dtype=F64)
+    assert_same([*a.merge(empty)], [*a], 0.0)
+    assert_same([*empty.merge(a)], [*a], 0.0)
+    assert len(pair.merge(empty)) == 2  # nothing forgets
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_any_decay_in_single_precision(scale, offset):
+    """Latents from never to at once, jumps of logits, and large ones: as exact as without."""
+    T, rates = 1500, [0.0, 1e-8, 1e-3, 1 / 64, 0.25, 1.0, 5.0, 50.0]
+    q, k, v = latte_inputs(1, T, 2, 8, 16, scale)
+    k = k + offset
+    k[:, 700:710] += 300.0
+    g = decays(1, T, 2, 8, 1.0) * torch.tensor(rates, dtype=F64)
+    g[:, 400] = -200.0
+    inputs = [x.float() for x in (q, k, v, g)]
+
+    def fn(q, k, v, g):
+        return latte_attention(q, k, v, log_decay=g, output_final_state=True)
+
+    got = values_and_gradients(fn, inputs)
+    want = values_and_gradients(fn, [x.double() for x in inputs])
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 2e-5
+
+
+def test_a_million_tokens_in_pieces():
+    """With a half-life of some tokens only the last of them count: the same as those alone."""
+    generator = torch.Generator().manual_seed(0)
+    T, piece, H, L, D = 1_000_000, 8192, 1, 4, 2
+    g = -torch.tensor([[1e-6, 0.01, 0.1, 0.5]])
+    state = None
+    for start in range(0, T, piece):
+        n = min(piece, T - start)
+        q, k = (torch.randn(1, n, H, L, generator=generator) for _ in "qk")
+        v = torch.randn(1, n, H, D, generator=generator)
+        inputs = (q, k, v)
+        _, state = latte_attention(
+            *inputs, log_decay=g, initial_state=state, output_final_state=True
+        )
+    assert_same([state.log_decay], [g.expand(1, 1, 4) * T], 1e-3)
+    _, late = latte_attention(
+        *(x[:, -500:].double() for x in inputs), log_decay=g.double(), output_final_state=True
+    )
+    assert relative_error(state.mean[..., 2:, :], late.mean[..., 2:, :]) < 1e-5
+    assert relative_error(state.log_mass[..., 2:], late.log_mass[..., 2:]) < 1e-5
+    assert state.mean[..., 0, :].abs().max() < 0.02  # of all of the million
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("carried", [False, True])
+def test_macchiato_agrees_with_the_reference(carried, packed):
+    B = 1 if packed else 2
+    cu = boundaries(65) if packed else None
+    N, mask = B if cu is None else len(cu) - 1, key_mask(B, 65)
+    inputs = [*macchiato_inputs(B, 65), decays(B, 65, 4, 3)]
+    tail = window_state(N, W - 1, 2, 6, 5)
+    if carried:
+        inputs += [*latte_state(N, 4, 3, 5), -randn(N, 4, 3).abs(), tail.keys, tail.values]
+
+    def run(backend):
+        def fn(*x):
+            state = None
+            if carried:
+                state = (LatteState(*x[6:9]), WindowState(*x[9:], tail.mask))
+            out, after = macchiato_attention(
+                *x[:5],
+                window=W,
+                log_decay=x[5],
+                key_mask=mask,
+                cu_seqlens=cu,
+                initial_state=state,
+                output_final_state=True,
+                backend=backend,
+            )
+            return out, after[0]
+
+        return values_and_gradients(fn, inputs)
+
+    assert_same(run("torch"), run("reference"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_times_values_is_the_output(packed):
+    B = 1 if packed else 2
+    cu = boundaries(50) if packed else None
+    latent_q, latent_k, q, k, v = macchiato_inputs(B, 50)
+    options = {"cu_seqlens": cu, "key_mask": key_mask(B, 50), "window": W, "softcap": 3.0}
+    options["log_decay"] = decays(B, 50, 4, 3)
+    a = attention_weights(latent_q, latent_k, q, k, **options)
+    out, _ = macchiato_attention(latent_q, latent_k, q, k, v, **options)
+    want = torch.einsum("bhts,bshd->bthd", a, v.repeat_interleave(2, 2))
+    assert_same([want], [out], 1e-12)
+    every = attention_weights(latent_q[..., 1:], latent_k, log_decay=options["log_decay"])
+    assert (every.sum(-1) - 1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("op", ["latte", "macchiato"])
+def test_decoding_equals_prefill(op):
+    """By the op, whose step takes the decay from the state, and in place, with padding."""
+    T, mask = 30, key_mask(2, 30)
+    mask[:, 0] = True
+    g = decays(2, T, 4, 3)
+    latent_q, k, *local, v = macchiato_inputs(2, T, G=4)
+    inputs = [latent_q, k, *local, v] if op == "macchiato" else [latent_q[..., 1:], k, v]
+
+    def run(x, decay, real, state=None):
+        options = {"log_decay": decay, "key_mask": real, "initial_state": state}
+        if op == "macchiato":
+            return macchiato_attention(*x, window=W, output_final_state=True, **options)
+        return latte_attention(*x, output_final_state=True, **options)
+
+    whole, last = run(inputs, g, mask)
+    state, outs = None, []
+    log_mass, mean = LatteState.empty(2, 4, 3, 5, dtype=F64)
+    shapes = (2, 4, W, 6), (2, 4, W, 5)
+    ring = Ring(*(torch.zeros(s, dtype=F64) for s in shapes), torch.zeros(2, W, dtype=torch.bool))
+    for t in range(T):
+        now = [x[:, t : t + 1] for x in inputs]
+        with torch.no_grad():
+            out, state = run(now, g[:, t : t + 1], mask[:, t : t + 1], state)
+        one, slot = [x[:, 0].contiguous() for x in now], torch.tensor([t % W])
+        options = {"real": mask[:, t], "log_decay": g[:, t]}
+        if op == "macchiato":
+            arguments = (*one, log_mass, mean, ring, slot)
+            written = macchiato_step(*arguments, scale=6**-0.5, **options)
+        else:
+            written = latte_step(*one, log_mass, mean, **options)
+        assert_same([written], [out[:, 0]], 1e-12)
+        outs.append(out)
+    assert_same([torch.cat(outs, 1), *flat(state)], [whole, *flat(last)], 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_the_decay_whole(dtype):
+    q, k, v = (x.to(dtype) for x in latte_inputs(1, 100))
+    g = decays(1, 100, 2, 3, 1e-3).float()
+    out, state = latte_attention(q, k, v, log_decay=g, output_final_state=True)
+    want, exact = latte_attention(
+        *(x.double() for x in (q, k, v)), log_decay=g.double(), output_final_state=True
+    )
+    assert out.dtype == dtype and state.mean.dtype == torch.float32
+    assert relative_error(out, want) < 1e-2
+    assert relative_error(state.log_mass, exact.log_mass) < 1e-6
+
+
+def test_one_graph():
+    q, k, v = (x.float().requires_grad_() for x in latte_inputs(1, 40))
+    g = decays(1, 40, 2, 3).float().requires_grad_()
+    fn = torch.compile(
+        lambda *x: latte_attention(*x[:3], log_decay=x[3], output_final_state=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    results = []
+    for f in (fn, lambda *x: latte_attention(*x[:3], log_decay=x[3], output_final_state=True)):
+        out, state = f(q, k, v, g)
+        grads = torch.autograd.grad(out.square().sum() + state.log_decay.sum(), (q, k, v, g))
+        results.append([out, *state, *grads])
+    assert_same(*results, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": False}, "log_decay needs causal=True"),
+        ({"log_decay": torch.zeros(3, 2)}, r"log_decay must have shape \(H=2, L=3\), got \(3, 2\)"),
+        ({"log_decay": torch.zeros(2, 5, 2, 3)}, "log_decay must have shape"),
+        ({"log_decay": torch.full((2, 3), 0.5)}, "finite and at most 0, got values from 0.5"),
+        ({"log_decay": torch.full((2, 3), -torch.inf)}, "finite and at most 0"),
+        ({"log_decay": torch.full((2, 3), torch.nan)}, "finite and at most 0"),
+        ({"log_decay": torch.zeros(2, 3).long()}, "log_decay must be float32"),
+        ({"log_decay": 0.5}, "log_decay must be a tensor"),
+    ],
+)
+def test_bad_decays_say_what_was_expected(change, message):
+    with pytest.raises(ValueError, match=message):
+        latte_attention(*latte_inputs(2, 65), **({"log_decay": torch.zeros(2, 3)} | change))
