@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from latte.layers.again import Pair, made_again
 from latte.layers.checks import check_choice, check_multiple, check_probability
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm, is_plain, linear_maps
 from latte.layers.recurrent import DECAY_RANGE, RGLRU
@@ -25,11 +26,15 @@ LATENT_INPUTS = ("none", "conv", "rglru")
 
 
 class LatentInputs(NamedTuple):
-    """``z`` (B, T, E), the state's parts ``rglru`` and ``conv``, and what tokens added to them."""
+    """``z`` (B, T, E), the state's parts ``rglru`` and ``conv``, and what tokens added to them.
+
+    ``again`` says how z is made of what lives on for the backward pass anyhow, where it can be.
+    """
 
     z: Tensor
     after: MixerState = MixerState()
     log: TokenLog = TokenLog()
+    again: tuple[Pair, ...] = ()
 
 
 class LatentInput(nn.Module):
@@ -83,7 +88,14 @@ class LatentInput(nn.Module):
         log = TokenLog(rglru=h)
         if not self.causal:
             h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]
-        return LatentInputs(self.norm(h.to(x.dtype)), MixerState(rglru=last), log)
+        h = h.to(x.dtype)
+
+        def make() -> Tensor:
+            return self.norm(h)
+
+        z = make()
+        again = ((z, make),) if is_plain(self.norm, RMSNorm) else ()
+        return LatentInputs(z, MixerState(rglru=last), log, again)
 
     def step(self, x_BE: Tensor, state: StepState) -> Tensor:
         """z (B, E) of one token per row; the state is written in place."""
@@ -153,11 +165,13 @@ class LatentLogits(Drawn):
         """Logits q (B, T, H, L or L+1) and k (B, T, H, L), and the input's states."""
         inputs = self.input(piece)
         heads = (self.num_heads, -1)
-        q_BTHL = self.q_proj(inputs.z).unflatten(-1, heads)
+        with made_again(*inputs.again):
+            q, k = self.q_proj(inputs.z), self.k_proj(inputs.z)
+        q_BTHL = q.unflatten(-1, heads)
         if self.window_probability is not None:
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
             q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
-        return q_BTHL, self.k_proj(inputs.z).unflatten(-1, heads), inputs
+        return q_BTHL, k.unflatten(-1, heads), inputs
 
     def step(self, x_BE: Tensor, state: StepState) -> tuple[Tensor, Tensor]:
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from latte.layers.again import on_cpu
 from latte.layers.checks import check_input, check_positive
 from latte.ops import causal_conv1d, dense
 from latte.ops.step import number
@@ -52,18 +52,6 @@ def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
     if weights and dense.serves(x, *weights):
         return dense.linear_maps(x, *weights)
     return tuple(linear(x) for linear in maps)
-
-
-def on_cpu(x: Tensor) -> bool:
-    """Whether PyTorch runs x's operations one by one on a CPU, where few and large ones pay.
-
-    Not where it traces them, or takes derivatives in ways that an autograd function lacks: forward
-    mode and the transforms of ``torch.func``.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return not transformed and forward_ad._current_level < 0
 
 
 class RMSNorm(nn.RMSNorm):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from latte.layers.again import made_again
 from latte.layers.checks import check_decay_range, check_input, check_multiple
 from latte.layers.parts import Drawn, is_plain
 from latte.ops import rg_lru
@@ -112,23 +113,38 @@ class RGLRU(Drawn):
         dtype = x_BTE.dtype
         if full_precision:
             dtype = torch.promote_types(dtype, torch.float32)
-        return rg_lru(
-            x_BTE.to(dtype),
-            self.recurrence_gate(x_BTE).to(dtype),  # autocast may have lowered the gates
-            self.input_gate(x_BTE).to(dtype),
-            self.theta,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            initial_state=state,
-            output_final_state=output_final_state,
-            reverse=self.reverse,
-        )
+
+        def recurrence_gate() -> Tensor:
+            return self.recurrence_gate(x_BTE).to(dtype)  # autocast may have lowered it
+
+        def input_gate() -> Tensor:
+            return self.input_gate(x_BTE).to(dtype)
+
+        gates = recurrence_gate(), input_gate()
+        again = (gates[0], recurrence_gate), (gates[1], input_gate)
+        with made_again(*again if self.is_plain else ()):
+            return rg_lru(
+                x_BTE.to(dtype),
+                *gates,
+                self.theta,
+                key_mask=key_mask,
+                cu_seqlens=cu_seqlens,
+                initial_state=state,
+                output_final_state=output_final_state,
+                reverse=self.reverse,
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both gates and the whole are what their classes say, without hooks."""
+        gates = self.recurrence_gate, self.input_gate
+        return is_plain(self, RGLRU) and all(is_plain(x, BlockDiagonalLinear) for x in gates)
 
     def plain_weights(self) -> tuple[Tensor, ...]:
-        """Weight and bias of both gates, and theta; none if a gate is not what its class says."""
-        gates = self.recurrence_gate, self.input_gate
-        if not is_plain(self, RGLRU) or not all(is_plain(x, BlockDiagonalLinear) for x in gates):
+        """Weight and bias of both gates, and theta; none if the layer is not plain."""
+        if not self.is_plain:
             return ()
+        gates = self.recurrence_gate, self.input_gate
         return *gates[0]._parameters.values(), *gates[1]._parameters.values(), self.theta
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:

@@ -1,0 +1,71 @@
+"""Tensors that the backward pass makes again, where that is cheaper than keeping them till then."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether PyTorch runs x's operations one by one on a CPU, where few and large ones pay.
+
+    Not where it traces them, or takes derivatives in ways that an autograd function lacks: forward
+    mode and the transforms of ``torch.func``.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not transformed and forward_ad._current_level < 0
+
+
+Pair = tuple[Tensor, Callable[[], Tensor]]  # a tensor and what makes it
+
+
+class Recipe(NamedTuple):
+    """A tensor in the place of which its maker was saved, and as what view of it."""
+
+    make: Callable[[], Tensor]
+    view: tuple[Any, Any, int]  # sizes, strides, offset
+    autocast: tuple[bool, torch.dtype]
+
+
+@contextlib.contextmanager
+def made_again(*pairs: Pair) -> Iterator[None]:
+    """Operations within save no tensor of these pairs, contiguous ones, but how to make it.
+
+    A maker gives the same tensor, bit by bit, of tensors that live on anyhow; it is called in the
+    backward pass, without gradients and under the autocast of now, once for each operation that
+    had saved the tensor or a view of it. Nothing changes on a GPU, in graphs and transforms, and
+    where somebody else already decides what is saved (gradient checkpointing, offloading).
+    """
+    if not pairs or not pairs[0][0].requires_grad or not on_cpu(pairs[0][0]) or _are_hooked():
+        yield
+        return
+    makers = {x.untyped_storage().data_ptr(): make for x, make in pairs}
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def pack(x: Tensor) -> Tensor | Recipe:
+        make = makers.get(x.untyped_storage().data_ptr())
+        view = x.size(), x.stride(), x.storage_offset()
+        return x if make is None else Recipe(make, view, autocast)
+
+    with saved_tensors_hooks(pack, _unpack):
+        yield
+
+
+def _unpack(saved: Tensor | Recipe) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    enabled, dtype = saved.autocast
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled):
+        return saved.make().as_strided(*saved.view)
+
+
+def _are_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
