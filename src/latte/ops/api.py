@@ -79,6 +79,7 @@ LATTE: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
 MACCHIATO: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
     "reference": reference.macchiato_attention,
     "torch": torch_macchiato.macchiato_attention,
+    "cpu": cpp_backend.macchiato_attention,
     "triton": triton_backend.macchiato_attention,
 }
 WINDOW: dict[str, Callable[..., Tensor]] = {
@@ -265,6 +266,7 @@ def macchiato_attention(
     )
     total = total_log_decay(log_decay, latents, cu_seqlens)
     latents, log_decay = _forget_first(latents, log_decay, step)
+    every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
 
     def refusal() -> str | None:
         if not step:
@@ -273,10 +275,11 @@ def macchiato_attention(
             return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
         return unavailable(q, L, D)
 
-    serves = MACCHIATO if log_decay is None else FORGETTING
-    chosen = choose(op, backend, serves, q.device, refusal, step=step)
+    having = MACCHIATO if log_decay is None else FORGETTING
+    serves = [name for name in having if causal or name != "cpu"]
+    chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
-        check_tangents(op, latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
+        check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
     if step and chosen == "triton":
         from latte.ops.triton_backend.step import macchiato_step_op

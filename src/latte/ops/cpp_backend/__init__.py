@@ -5,7 +5,8 @@ into one library that registers the kernels of the ops ``latte::cpu_*``. What is
 is the rest of an op: schema, shapes of the results, gradients. Without the library the package
 works; :data:`ABSENT` says why it is not there.
 
-Shape suffixes: B batch, T tokens, E channels, K taps, N sequences (B, or the packed ones).
+Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
+ones), H query heads, G key/value heads, L latents, D value width.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from latte.ops import reference
 from latte.ops.cpp_backend.build import library_name
-from latte.ops.custom_ops import connect_gradients, empty_gradients
-from latte.ops.tensors import Sequences, computation_dtype, count_sequences
+from latte.ops.custom_ops import connect_gradients, empty_gradients, final_buffers
+from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences
 from latte.ops.torch_backend import recurrence
 
-# Tokens between two states that the RG-LRU keeps for its backward pass: CHUNK in rg_lru.cpp.
-CHUNK = 32
+# Tokens between two states that are kept for the backward pass, by the RG-LRU (CHUNK in rg_lru.cpp)
+# and by Latte-Macchiato (SEGMENT in attention.cpp).
+CHUNK, SEGMENT = 32, 256
 
 
 def _load() -> str | None:
@@ -129,6 +133,28 @@ def causal_conv1d(
     return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, *_plain(tail, sequences))
 
 
+def macchiato_attention(
+    latent_q_BTHL: Tensor,
+    latent_k_BTHL: Tensor,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    local: Local,
+    sequences: Sequences,
+    earlier: tuple[Tensor, Tensor] | None,
+    tail: WindowState | None,
+) -> tuple[Tensor, LatteState]:
+    """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
+    log_mass, mean = earlier or (None, None)
+    keys, values, tail_mask = tail or (None, None, None)
+    mean, *around = _plain(mean, sequences)
+    state = (None if log_mass is None else log_mass.contiguous(), mean)
+    ring = (keys, values, None if tail_mask is None else tail_mask.contiguous())
+    inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
+    out, A, mu = macchiato_op(*inputs, *around, *state, *ring, *local)[:3]
+    return out, LatteState(A, mu)
+
+
 def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, ...]:
     """State, mask and bounds as the kernels read them: contiguous, and int64."""
     key_mask, cu_seqlens, _ = sequences
@@ -157,6 +183,24 @@ def _convolution_again(x, weight, bias, initial, mask, bounds):
     return recurrence.causal_conv1d(x, weight, bias, Sequences(mask, bounds), initial)
 
 
+def _macchiato_fake(latent_q, latent_k, q, k, v, mask, bounds, *_):
+    (B, T, H, L), D = latent_k.shape, v.shape[3]
+    A, mu = final_buffers(latent_k, v, bounds)
+    M = B * -(-T // SEGMENT) if bounds is None else T // SEGMENT + A.shape[0]
+    kept = (A.new_empty(M, H, L), A.new_empty(M, H, L), A.new_empty(M, H, L, D))
+    return v.new_empty(B, T, H, D), A, mu, *kept
+
+
+def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, *rest):
+    *tail, window, scale, softcap = rest
+    out, state = reference.macchiato_attention(
+        *(latent_q, latent_k, q, k, v, Local(window, scale, softcap), Sequences(mask, bounds)),
+        None if log_mass is None else LatteState(log_mass, mean),
+        None if tail[0] is None else WindowState(*tail),
+    )
+    return out, *state
+
+
 if ABSENT is None:
     schemas = torch.library.Library("latte", "FRAGMENT")
     rg_lru_op = _op(
@@ -171,6 +215,14 @@ if ABSENT is None:
         "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? mask, Tensor? bounds",
         *(2, (0, 1, 2, 3), _convolution_again, _convolution_fake),
         differentiable=2,
+    )
+    macchiato_op = _op(
+        "cpu_macchiato",
+        "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, Tensor? mask, "
+        "Tensor? bounds, Tensor? log_mass, Tensor? mean, Tensor? tail_k, Tensor? tail_v, "
+        "Tensor? tail_mask, int window, float scale, float softcap",
+        *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10), _macchiato_again, _macchiato_fake),
+        differentiable=3,
     )
     # Steps of decoding (latte.ops.step), which write into the states that they are given.
     latents = "Tensor(a!) log_mass, Tensor(b!) mean"

@@ -115,8 +115,9 @@ struct Tensor {
     // Of a contiguous tensor.
     int64_t bytes() const {
         int64_t count = dims ? strides[0] * sizes[0] : 1;
-        return count * (type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2);
+        return count * bytes_each();
     }
+    int64_t bytes_each() const { return type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2; }
     Type type() const {
         if (dtype == aoti_torch_dtype_float32()) return Type::F32;
         if (dtype == aoti_torch_dtype_float64()) return Type::F64;

@@ -1,0 +1,996 @@
+// Causal Latte-Macchiato: a sliding window and latents in one distribution, forward and backward.
+//
+//     y_t = sum_s a_ts v_s,  a_ts = p_t[0] w_ts + sum_l p_t[l] exp(k_s[l] - A_t[l])
+//     w_t = softmax of scale <q_t, k_s> over t-W < s <= t,  A_t[l] = log sum_{s<=t} exp(k_s[l])
+//
+// A task is one head of one sequence, walked in chunks of C tokens that stay in the cache. Inside a
+// chunk the weights a_ts of window and latents are one matrix, so that the products with the values
+// are shared; what lies before it comes from the latents' state. With a logit r of the past
+//
+//     e_s = exp(k_s - r),  alpha_t = m + sum_{s<=t} e_s,  U = sum e_s v_s
+//     y_t = sum_s a_ts v_s + sum_l p_t[l] / alpha_t[l] U[l]
+//     d_t[l] = <dy_t, sum_s e_s v_s + U[l]> / alpha_t[l],  R[l] = sum_t p_t[l] / alpha_t[l] dy_t
+//     dk_s[l] = e_s (<R_s, v_s> - sum_{t>=s} p_t d_t / alpha_t),  dv_s = sum_t a_ts dy_t + sum_l e_s R
+//
+// r[l] is the largest logit before a *run* of tokens or the first of it; the run, within a chunk,
+// ends before the first key that exceeds any r by REACH, so that nothing overflows whatever the
+// logits are, and nothing that a token is given depends on later ones, not even by rounding. The
+// state (r, m, U) is relative to the largest logit seen. Kept for the backward pass are the states
+// at every SEGMENT tokens; all else is computed anew. Latents that forget would need k_s - (g_1 +
+// ... + g_s) for k_s, sums from the chunk's start, in `load_logits`, and r plus the chunk's sum
+// after it.
+//
+// FLOPs per token and head with K = D: forward 2 D (2 W + 2 C/2 or less + 2 L) + 2 L C/2, backward
+// 2 D (5 W + 4 L) + 3 L C, so for W = 128, D = 64, L = 16: 41k and 95k, at 60 GFLOP/s of a core
+// 0.7 and 1.6 us; W exponentials add a tenth; bytes, 4 (4 D + 2 L) or twice that and more, 0.06 us.
+//
+// Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
+// W window, P = W - 1 keys of the earlier state, N sequences (B, or the packed ones), M segments.
+#ifndef LATTE_ATTENTION
+#define LATTE_ATTENTION
+
+#include "torch_abi.h"
+
+namespace latte {
+
+constexpr int64_t TOKENS = 64;    // C: of a chunk, a multiple of every vector's width
+constexpr int64_t SEGMENT = 256;  // tokens between two states that are kept, in whole chunks
+constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
+
+struct Attention {
+    Tensor latent_q, latent_k, q, k, v;  // (B,T,H,L+1), (B,T,H,L), (B,T,H,K), (B,T,G,K), (B,T,G,D)
+    Tensor mask, bounds, log_mass, mean; // (B,T), (N+1,) int64, (N,H,L), (N,H,L,D)
+    Tensor tail_k, tail_v, tail_mask;    // (N,P,G,K), (N,P,G,D), (N,P)
+    int64_t window;
+    double scale, softcap;               // 0: none
+    Tensor out, last_mass, last_mean;    // (B,T,H,D), and as log_mass and mean
+    Tensor kept_top, kept_mass, kept_sum;            // (M,H,L), (M,H,L), (M,H,L,D)
+    Tensor dout, dlast_mass, dlast_mean;
+    Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dtail_k, dtail_v;
+
+    int64_t tokens() const { return q.sizes[1]; }
+    int64_t heads() const { return q.sizes[2]; }
+    int64_t groups() const { return k.sizes[2]; }
+    int64_t latents() const { return latent_k.sizes[3]; }
+    int64_t tail() const { return tail_k ? tail_k.sizes[1] : 0; }
+    int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : q.sizes[0]; }
+    int64_t segments() const {
+        if (bounds) return tokens() / SEGMENT + sequences();
+        return q.sizes[0] * ((tokens() + SEGMENT - 1) / SEGMENT);
+    }
+};
+
+// One head of one sequence.
+struct HeadTask {
+    int64_t n, h, g, row, begin, count, first_kept;
+
+    HeadTask(const Attention& op, int64_t task)
+        : n(task / op.heads()), h(task % op.heads()), g(h / (op.heads() / op.groups())), row(n),
+          begin(0), count(op.tokens()) {
+        first_kept = n * ((count + SEGMENT - 1) / SEGMENT);
+        if (!op.bounds) return;
+        const int64_t* bounds = op.bounds.at<int64_t>();
+        row = 0, begin = bounds[n], count = bounds[n + 1] - begin;
+        first_kept = begin / SEGMENT + n;
+    }
+};
+
+}  // namespace latte
+
+#define LATTE_FILE "attention.cpp"
+#include "each_isa.h"
+
+namespace latte {
+
+static Attention inputs(Stack& stack) {
+    Attention op;
+    op.latent_q = stack.tensor(), op.latent_k = stack.tensor();
+    op.q = stack.tensor(), op.k = stack.tensor(), op.v = stack.tensor();
+    op.mask = stack.maybe_tensor(), op.bounds = stack.maybe_tensor();
+    op.log_mass = stack.maybe_tensor(), op.mean = stack.maybe_tensor();
+    op.tail_k = stack.maybe_tensor(), op.tail_v = stack.maybe_tensor();
+    op.tail_mask = stack.maybe_tensor();
+    return op;
+}
+
+static void numbers(Stack& stack, Attention& op) {
+    op.window = stack.integer(), op.scale = stack.number(), op.softcap = stack.number();
+}
+
+// (inputs, window, scale, softcap) -> (y, log_mass, mean, kept x 3)
+static void forward(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Attention op = inputs(stack);
+    numbers(stack, op);
+    const int64_t B = op.q.sizes[0], T = op.tokens(), H = op.heads(), L = op.latents();
+    const int64_t D = op.v.sizes[3], N = op.sequences(), M = op.segments();
+    const int32_t dtype = wide(op.q);
+    op.out = Tensor::empty({B, T, H, D}, op.v.dtype);
+    op.last_mass = Tensor::empty({N, H, L}, dtype), op.last_mean = Tensor::empty({N, H, L, D}, dtype);
+    op.kept_top = Tensor::empty({M, H, L}, dtype), op.kept_mass = Tensor::empty({M, H, L}, dtype);
+    op.kept_sum = Tensor::empty({M, H, L, D}, dtype);
+    // Packed sequences may need fewer segments than there are: what they keep is defined there too.
+    if (op.bounds)
+        for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum})
+            std::memset(x->data, 0, size_t(x->bytes()));
+    LATTE_CHOOSE(run_forward)(op);
+    stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
+}
+
+// (dy, dlog_mass, dmean, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k, q, k, v,
+// log_mass, mean and the tail's keys and values, empty where there are none
+static void backward(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Tensor dout = stack.tensor(), dlast_mass = stack.tensor(), dlast_mean = stack.tensor();
+    Attention op = inputs(stack);
+    op.dout = static_cast<Tensor&&>(dout), op.dlast_mass = static_cast<Tensor&&>(dlast_mass);
+    op.dlast_mean = static_cast<Tensor&&>(dlast_mean);
+    op.kept_top = stack.tensor(), op.kept_mass = stack.tensor(), op.kept_sum = stack.tensor();
+    numbers(stack, op);
+    const int64_t B = op.q.sizes[0], T = op.tokens(), H = op.heads(), G = op.groups();
+    const int64_t L = op.latents(), K = op.q.sizes[3], D = op.v.sizes[3], N = op.sequences();
+    const int32_t dtype = op.q.dtype, sums = wide(op.q);
+    op.dlatent_q = Tensor::empty({B, T, H, L + 1}, dtype);
+    op.dlatent_k = Tensor::empty({B, T, H, L}, dtype);
+    op.dq = Tensor::empty({B, T, H, K}, dtype);
+    // Heads that share keys and values give each their own gradients, added up in one order.
+    const int32_t each = H == G ? dtype : sums;
+    op.dk = Tensor::empty({B, T, H, K}, each), op.dv = Tensor::empty({B, T, H, D}, each);
+    const bool carried = bool(op.log_mass), tailed = bool(op.tail_k);
+    op.dlog_mass = carried ? Tensor::empty({N, H, L}, sums) : Tensor::empty({0}, sums);
+    op.dmean = carried ? Tensor::empty({N, H, L, D}, sums) : Tensor::empty({0}, sums);
+    op.dtail_k = tailed ? Tensor::empty({N, op.tail(), H, K}, each) : Tensor::empty({0}, dtype);
+    op.dtail_v = tailed ? Tensor::empty({N, op.tail(), H, D}, each) : Tensor::empty({0}, dtype);
+    LATTE_CHOOSE(run_backward)(op);
+    if (H != G) {
+        for (Tensor* x : {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v}) {
+            if (x->dims < 4) continue;
+            Tensor together = Tensor::empty({x->sizes[0], x->sizes[1], G, x->sizes[3]}, dtype);
+            LATTE_CHOOSE(add_heads)(*x, together);
+            *x = static_cast<Tensor&&>(together);
+        }
+    }
+    stack.give(op.dlatent_q, op.dlatent_k, op.dq, op.dk, op.dv, op.dlog_mass, op.dmean, op.dtail_k,
+               op.dtail_v);
+}
+
+static Register registered_forward("cpu_macchiato", forward);
+static Register registered_backward("cpu_macchiato_backward", backward);
+
+}  // namespace latte
+
+#else  // once per instruction set
+
+constexpr int64_t ROWS = 6;  // of a tile: 12 vectors of sums, 2 of b and one of a fill 16 registers
+
+// c (M rows of one V) = a b, or added to it: k products per element in one order, whatever M is.
+template <class T, int M>
+static void tile_rows(T* c, int64_t ldc, bool add, const T* a, int64_t row, int64_t step, const T* b,
+                      int64_t ldb, int64_t k) {
+    using Numbers = typename Raw<T>::numbers;
+    Numbers low[M], high[M];
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+        V<T> before = add ? load_all(c + m * ldc) : V<T>{};
+        low[m] = before.low, high[m] = before.high;
+    }
+    for (; k > 0; --k, a += step, b += ldb) {
+        Numbers left, right;
+        std::memcpy(&left, b, sizeof left);
+        std::memcpy(&right, b + half_width<T>, sizeof right);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; ++m) {
+            const T x = a[m * row];
+            low[m] += left * x, high[m] += right * x;
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) store_all(c + m * ldc, V<T>{low[m], high[m]});
+}
+
+template <class T>
+static void tile(int64_t rows, T* c, int64_t ldc, bool add, const T* a, int64_t row, int64_t step,
+                 const T* b, int64_t ldb, int64_t k) {
+    switch (rows) {
+        case 1: return tile_rows<T, 1>(c, ldc, add, a, row, step, b, ldb, k);
+        case 2: return tile_rows<T, 2>(c, ldc, add, a, row, step, b, ldb, k);
+        case 3: return tile_rows<T, 3>(c, ldc, add, a, row, step, b, ldb, k);
+        case 4: return tile_rows<T, 4>(c, ldc, add, a, row, step, b, ldb, k);
+        case 5: return tile_rows<T, 5>(c, ldc, add, a, row, step, b, ldb, k);
+        default: return tile_rows<T, 6>(c, ldc, add, a, row, step, b, ldb, k);
+    }
+}
+
+LATTE_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+LATTE_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+template <class T> LATTE_INLINE int64_t whole(int64_t n) { return (n + width<T> - 1) / width<T> * width<T>; }
+
+// c (rows, columns of whole V's) = a b, or added to it.
+template <class T>
+static void product(T* c, int64_t ldc, bool add, int64_t rows, int64_t columns, const T* a,
+                    int64_t row, int64_t step, const T* b, int64_t ldb, int64_t k) {
+    for (int64_t d = 0; d < columns; d += width<T>)
+        for (int64_t i = 0; i < rows; i += ROWS)
+            tile(least(ROWS, rows - i), c + i * ldc + d, ldc, add, a + i * row, row, step, b + d,
+                 ldb, k);
+}
+
+// Rows first ... stop of x (., n), turned into panels: of every width<T> rows (n, width<T>).
+template <class T>
+static void turn(const T* x, int64_t ld, int64_t first, int64_t stop, int64_t n, T* panels) {
+    constexpr int64_t W = width<T>;
+    for (int64_t i = first; i < stop; ++i) {
+        T* to = panels + i / W * n * W + i % W;
+        for (int64_t d = 0; d < n; ++d) to[d * W] = x[i * ld + d];
+    }
+}
+
+// (n, m) -> (m, n), both with rows of whole vectors.
+template <class T>
+static void transpose(const T* x, int64_t ldx, int64_t n, int64_t m, T* to, int64_t ld) {
+    for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = 0; j < m; ++j) to[j * ld + i] = x[i * ldx + j];
+}
+
+// Lane numbers 0, 1, ...
+template <class T> LATTE_INLINE V<T> lanes() {
+    T numbers[width<T>];
+    for (int64_t j = 0; j < width<T>; ++j) numbers[j] = T(j);
+    return load_all(numbers);
+}
+// x where first <= place < stop, else y: places are those of the lanes, from `at` on.
+template <class T>
+LATTE_INLINE V<T> within(V<T> x, V<T> y, int64_t at, int64_t first, int64_t stop) {
+    if (__builtin_expect(at >= first && at + width<T> <= stop, 1)) return x;
+    V<T> lane = lanes<T>();
+    x = select(lane < T(first - at), y, x);
+    return select(lane < T(stop - at), x, y);
+}
+template <class T> LATTE_INLINE T largest(V<T> x) {
+    T numbers[width<T>], top;
+    store_all(numbers, x);
+    top = numbers[0];
+    for (T number : numbers) top = number > top ? number : top;
+    return top;
+}
+
+// Logits x[first ... stop) become weights that sum to `factor`: all 0 if every one is -inf.
+template <class T>
+static void soften(T* x, int64_t first, int64_t stop, T factor) {
+    constexpr T lowest = -std::numeric_limits<T>::infinity();
+    const int64_t begin = first / width<T> * width<T>;
+    V<T> tops = all(lowest), sums{};
+    for (int64_t c = begin; c < stop; c += width<T>)
+        tops = larger(tops, within(load_all(x + c), all(lowest), c, first, stop));
+    T top = largest(tops);
+    if (top == lowest) top = 0;
+    for (int64_t c = begin; c < stop; c += width<T>) {
+        V<T> e = within(decay(load_all(x + c) - top).kept, V<T>{}, c, first, stop);
+        sums = sums + e;
+        store_all(x + c, e);
+    }
+    const T total = sum(sums), share = total == T(0) ? T(0) : factor / total;
+    for (int64_t c = begin; c < stop; c += width<T>) store_all(x + c, load_all(x + c) * share);
+}
+
+// Tokens of one head as rows of T, zeros up to ld.
+template <class T, class S>
+static void take_as(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
+                    int64_t ld, T factor) {
+    const int64_t n = x.sizes[3], stride = x.strides[3];
+    for (int64_t i = 0; i < count; ++i, to += ld) {
+        const S* from = x.at<S>() + row * x.strides[0] + (token + i) * x.strides[1] + head * x.strides[2];
+        for (int64_t c = 0; c < ld; c += width<T>)
+            store_all(to + c, c < n ? load(from + c * stride, stride, n - c) * factor : V<T>{});
+    }
+}
+template <class T>
+static void take(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
+                 int64_t ld, T factor = T(1)) {
+    if constexpr (sizeof(T) == 8) {
+        take_as<T, double>(x, row, token, head, count, to, ld, factor);
+    } else {
+        switch (x.type()) {
+            case Type::BF16: return take_as<T, bf16>(x, row, token, head, count, to, ld, factor);
+            case Type::F16: return take_as<T, fp16>(x, row, token, head, count, to, ld, factor);
+            default: return take_as<T, float>(x, row, token, head, count, to, ld, factor);
+        }
+    }
+}
+
+// The inverse; x is contiguous.
+template <class T, class S>
+static void put_as(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count,
+                   const T* from, int64_t ld) {
+    const int64_t n = x.sizes[3];
+    for (int64_t i = 0; i < count; ++i, from += ld) {
+        S* to = x.at<S>() + row * x.strides[0] + (token + i) * x.strides[1] + head * x.strides[2];
+        for (int64_t c = 0; c < n; c += width<T>) store(to + c, load_all(from + c), n - c);
+    }
+}
+template <class T>
+static void put(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count,
+                const T* from, int64_t ld) {
+    if constexpr (sizeof(T) == 8) {
+        put_as<T, double>(x, row, token, head, count, from, ld);
+    } else {
+        switch (x.type()) {
+            case Type::BF16: return put_as<T, bf16>(x, row, token, head, count, from, ld);
+            case Type::F16: return put_as<T, fp16>(x, row, token, head, count, from, ld);
+            default: return put_as<T, float>(x, row, token, head, count, from, ld);
+        }
+    }
+}
+
+// A chunk of keys and values, ready to be read by queries.
+template <class T>
+struct Keys {
+    T *k, *k_panels, *v, *v_panels, *dk, *dv;
+    T* hidden;     // 0, or -inf for a key that is masked
+    bool masked;   // one of them is
+    bool strange;  // a value is not finite: no query may multiply it by 0
+};
+
+// The latents before a token, relative to `top`.
+template <class T>
+struct Latents { T *top, *mass, *sum; };
+
+// Tokens of a chunk with one reference for every latent, and the state before them.
+template <class T>
+struct LatentRun { int64_t begin, end; Latents<T> before; };
+
+template <class T>
+struct Head {
+    static constexpr int64_t W = width<T>;
+    static constexpr T lowest = -std::numeric_limits<T>::infinity();
+    const Attention& op;
+    const int64_t K, D, L, Kp, Dp, Lp, Lq;  // widths, of whole vectors
+    const int64_t size;  // bytes of an element of the inputs
+    int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
+    const bool back;
+    std::vector<char> memory;
+    size_t used = 0;
+    std::vector<Keys<T>> ring;
+    T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *e, *e_panels, *alpha, *ratio,
+        *out, *near, *delta, *lost, *pulled, *dkeys, *turned, *own_k, *own_v, *tops, *reverse, *scalar;
+    Latents<T> state;
+    std::vector<T> saved;          // states before the runs of a segment
+    std::vector<LatentRun<T>> runs;  // of a segment, or of a chunk
+    HeadTask task;
+
+    Head(const Attention& op, bool back)
+        : op(op), K(op.q.sizes[3]), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
+          Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.q.bytes_each()), back(back), task(op, 0) {
+        const int64_t longest = op.tokens() + op.tail();
+        reach = least(op.window, longest) - 1;
+        slots = (reach + TOKENS - 1) / TOKENS + 1;
+        columns = slots * TOKENS, base = columns - TOKENS;
+        for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
+            used = 0, ring.assign(size_t(slots), Keys<T>{});
+            for (Keys<T>& s : ring) {
+                s.k = room(TOKENS * Kp), s.k_panels = room(TOKENS * K), s.v = room(TOKENS * Dp);
+                s.hidden = room(TOKENS);
+                if (!back) continue;
+                s.v_panels = room(TOKENS * D);
+                s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
+            }
+            queries = room(TOKENS * Kp), logits = room(TOKENS * columns);
+            weights = room(TOKENS * columns), p = room(TOKENS * Lq), keys = room(TOKENS * Lp);
+            e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp), alpha = room(TOKENS * Lp);
+            ratio = room(TOKENS * Lp), out = room(TOKENS * Dp), tops = room(Lp);
+            state = {room(Lp), room(Lp), room(Lp * Dp)};
+            if (back) {
+                dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
+                slope = room(op.softcap ? TOKENS * columns : 0), near = room(TOKENS * TOKENS);
+                delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq);
+                dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
+                reverse = room(Lp * Dp), scalar = room(Lp);
+            }
+            if (!pass) memory.assign(used + 64, 0);
+        }
+    }
+
+    T* room(int64_t count) {
+        const size_t at = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64 + used;
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64 + 64;  // not a power of two apart
+        return reinterpret_cast<T*>(at);
+    }
+
+    Keys<T>& slot(int64_t chunk) { return ring[size_t(((chunk % slots) + slots) % slots)]; }
+    int64_t rows_of(int64_t chunk) const { return least(TOKENS, task.count - chunk * TOKENS); }
+    bool real(int64_t token) const {
+        return !op.mask || op.mask.at<bool>()[task.row * op.tokens() + task.begin + token];
+    }
+
+    // Asks for the memory of a token that is read, or written, soon: rows of one head are too far
+    // apart to be foreseen.
+    void ask(const Tensor& x, int64_t token, int64_t head) const {
+        if (token < 0 || token >= task.count) return;
+        const char* at = x.data + size * (task.row * x.strides[0] +
+                                          (task.begin + token) * x.strides[1] + head * x.strides[2]);
+        for (int64_t byte = 0; byte < x.sizes[3] * size; byte += 64) __builtin_prefetch(at + byte);
+    }
+    void ask_around(int64_t chunk, int64_t i) const {
+        const int64_t here = chunk * TOKENS + i, next = here + (back ? -TOKENS : TOKENS);
+        const int64_t keys = back ? next - base : next;
+        ask(op.latent_q, next, task.h), ask(op.latent_k, next, task.h), ask(op.q, next, task.h);
+        ask(op.k, keys, task.g), ask(op.v, keys, task.g);
+        if (!back) return ask(op.out, here, task.h);
+        ask(op.dout, next, task.h);
+        for (const Tensor* x : {&op.dlatent_q, &op.dlatent_k, &op.dq, &op.dk, &op.dv})
+            ask(*x, here, task.h);
+    }
+
+    // The places of keys that query i of a chunk may see, among its columns.
+    int64_t first_key(int64_t chunk, int64_t i) const {
+        return base + most(i - reach, low - chunk * TOKENS);
+    }
+    int64_t last_key(int64_t i) const { return base + i; }
+
+    // Keys and values of a chunk; of chunks before the first one those of the earlier state.
+    void load_keys(int64_t chunk) {
+        Keys<T>& s = slot(chunk);
+        const int64_t first = chunk * TOKENS, P = op.tail();
+        int64_t from = 0, stop = TOKENS;
+        s.masked = false;
+        if (first >= 0) {
+            stop = rows_of(chunk);
+            take(op.k, task.row, task.begin + first, task.g, stop, s.k, Kp);
+            take(op.v, task.row, task.begin + first, task.g, stop, s.v, Dp);
+        } else {
+            from = most(0, -P - first);
+            if (from >= TOKENS) return;
+            take(op.tail_k, task.n, P + first + from, task.g, stop - from, s.k + from * Kp, Kp);
+            take(op.tail_v, task.n, P + first + from, task.g, stop - from, s.v + from * Dp, Dp);
+        }
+        for (int64_t i = from; i < stop; ++i) {
+            const bool seen = first >= 0 ? real(first + i)
+                                         : op.tail_mask.at<bool>()[task.n * P + P + first + i];
+            s.hidden[i] = seen ? T(0) : lowest;
+            if (seen) continue;
+            s.masked = true;
+            std::memset(s.k + i * Kp, 0, size_t(Kp) * sizeof(T));
+            std::memset(s.v + i * Dp, 0, size_t(Dp) * sizeof(T));
+        }
+        turn(s.k, Kp, from, stop, K, s.k_panels);
+        V<T> nothing{};
+        for (int64_t c = from * Dp; c < stop * Dp; c += W) nothing = nothing + load_all(s.v + c) * T(0);
+        s.strange = sum(nothing) != T(0);
+        if (!back) return;
+        turn(s.v, Dp, from, stop, D, s.v_panels);
+        std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
+        std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+    }
+
+    // to[i][s] = <x_i, key s> for the keys that a query reads; all of its own chunk if `own`.
+    void against(int64_t chunk, int64_t rows, const T* x, int64_t ldx, int64_t n, bool values,
+                 bool own, T* to) {
+        for (int64_t j = 0; j < slots; ++j) {
+            const Keys<T>& s = slot(chunk - slots + 1 + j);
+            const T* panel = values ? s.v_panels : s.k_panels;
+            for (int64_t c = j * TOKENS; c < (j + 1) * TOKENS; c += W, panel += n * W) {
+                for (int64_t i = 0; i < rows; i += ROWS) {
+                    const int64_t count = least(ROWS, rows - i);
+                    int64_t first = first_key(chunk, i);
+                    if (own) first = least(first, base);
+                    if (c + W <= first || c > last_key(i + count - 1)) continue;
+                    tile(count, to + i * columns + c, columns, false, x + i * ldx, ldx, 1, panel, W, n);
+                }
+            }
+        }
+    }
+
+    // to (rows begin ... end) = sum over keys of x[i][s] times their rows; x is 0 outside the band.
+    void with_keys(int64_t chunk, int64_t begin, int64_t end, const T* x, bool values, bool own,
+                   T* to) {
+        const int64_t ld = values ? Dp : Kp;
+        int64_t together = ROWS;
+        for (int64_t j = first_key(chunk, begin) / TOKENS; j < slots; ++j)
+            if (slot(chunk - slots + 1 + j).strange) together = 1;
+        for (int64_t d = 0; d < ld; d += W) {
+            for (int64_t i = begin; i < end; i += together) {
+                const int64_t count = least(together, end - i), last = last_key(i + count - 1);
+                int64_t first = first_key(chunk, i);
+                if (own) first = least(first, base);
+                bool add = false;
+                for (int64_t j = first / TOKENS; j < slots; ++j) {
+                    const int64_t from = most(first, j * TOKENS);
+                    const int64_t stop = least(last + 1, (j + 1) * TOKENS);
+                    const Keys<T>& s = slot(chunk - slots + 1 + j);
+                    tile(count, to + i * ld + d, ld, add, x + i * columns + from, columns, 1,
+                         (values ? s.v : s.k) + (from - j * TOKENS) * ld + d, ld, stop - from);
+                    add = true;
+                }
+            }
+        }
+    }
+
+    // Adds sum over queries of x[i][s] y_i to the gradients of the keys, or of the values.
+    void to_keys(int64_t chunk, int64_t rows, const T* x, const T* y, bool values, bool own) {
+        const int64_t ld = values ? Dp : Kp;
+        for (int64_t j = 0; j < slots; ++j) {
+            Keys<T>& s = slot(chunk - slots + 1 + j);
+            T* to = values ? s.dv : s.dk;
+            const int64_t from = most(0, base + low - chunk * TOKENS - j * TOKENS);
+            const int64_t stop = j == slots - 1 ? rows : TOKENS;
+            for (int64_t d = 0; d < ld; d += W) {
+                for (int64_t i = from; i < stop; i += ROWS) {
+                    const int64_t count = least(ROWS, stop - i), c = j * TOKENS + i - base;
+                    const int64_t first = most(0, c);
+                    int64_t last = least(rows - 1, c + count - 1 + reach);
+                    if (own && j == slots - 1) last = rows - 1;
+                    if (last < first) continue;
+                    tile(count, to + i * ld + d, ld, true, x + first * columns + j * TOKENS + i, 1,
+                         columns, y + first * ld + d, ld, last - first + 1);
+                }
+            }
+        }
+    }
+
+    // Zeros around what a query sees, as far as a tile reads, and in all of its own chunk if `own`.
+    void clear_around(int64_t chunk, int64_t i, bool own, T* x) {
+        const int64_t first = first_key(chunk, i), last = last_key(i);
+        int64_t from = most(0, first - ROWS);
+        if (own) from = least(from, base);
+        for (int64_t c = from; c < first; ++c) x[c] = 0;
+        for (int64_t c = last + 1; c < least(columns, last + 1 + ROWS); ++c) x[c] = 0;
+    }
+
+    // p of the latents' queries, in p; and of the window's scores weights, in logits.
+    void probabilities(int64_t chunk, int64_t rows) {
+        take(op.latent_q, task.row, task.begin + chunk * TOKENS, task.h, rows, p, Lq);
+        for (int64_t i = 0; i < rows; ++i) soften(p + i * Lq, 0, L + 1, T(1));
+        take(op.q, task.row, task.begin + chunk * TOKENS, task.h, rows, queries, Kp, T(op.scale));
+        against(chunk, rows, queries, Kp, K, false, false, logits);
+        for (int64_t i = 0; i < rows; ++i) {
+            T* x = logits + i * columns;
+            const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
+            ask_around(chunk, i);
+            if (op.softcap) cap(x, slope + (back ? i * columns : 0), first / W * W, stop);
+            for (int64_t j = first / TOKENS; j < slots; ++j) {
+                const Keys<T>& s = slot(chunk - slots + 1 + j);
+                if (!s.masked) continue;
+                for (int64_t c = most(first, j * TOKENS); c < least(stop, (j + 1) * TOKENS); ++c)
+                    x[c] = s.hidden[c - j * TOKENS] < T(0) ? lowest : x[c];
+            }
+            soften(x, first, stop, T(1));
+        }
+    }
+
+    // softcap tanh(x / softcap), and its slope.
+    void cap(T* x, T* slopes, int64_t first, int64_t stop) {
+        for (int64_t c = first; c < stop; c += W) {
+            V<T> y = load_all(x + c) * T(1.0 / op.softcap);
+            Mask<T> negative = y < T(0);
+            Decay<T> twice = decay(select(negative, y, -y) * T(2));
+            V<T> tanh = twice.lost / (twice.kept + T(1));
+            if (back) store_all(slopes + c, T(1) - tanh * tanh);
+            store_all(x + c, select(negative, -tanh, tanh) * T(op.softcap));
+        }
+    }
+
+    // The latents' logits of a chunk, -inf where they count for nothing.
+    void load_logits(int64_t chunk, int64_t rows) {
+        take(op.latent_k, task.row, task.begin + chunk * TOKENS, task.h, rows, keys, Lp);
+        for (int64_t i = 0; i < rows; ++i) {
+            const bool seen = real(chunk * TOKENS + i);
+            for (int64_t l = seen ? L : 0; l < Lp; ++l) keys[i * Lp + l] = lowest;
+        }
+    }
+
+    // Moves the state to another reference, `to` or the present one if that is larger.
+    void refer(const T* to) {
+        for (int64_t l = 0; l < L; ++l) {
+            if (!(to[l] > state.top[l])) continue;
+            const T factor = std::exp(state.top[l] - to[l]);
+            state.top[l] = to[l], state.mass[l] *= factor;
+            for (int64_t d = 0; d < Dp; ++d) state.sum[l * Dp + d] *= factor;
+        }
+    }
+
+    // Where a run that begins at row `begin` ends; the largest keys in it are in tops.
+    int64_t find_end(int64_t begin, int64_t rows) {
+        auto largest_keys = [&](int64_t stop) {
+            bool beyond = false;
+            for (int64_t l = 0; l < Lp; l += W) {
+                V<T> top = load_all(keys + begin * Lp + l);
+                for (int64_t i = begin + 1; i < stop; ++i) top = larger(top, load_all(keys + i * Lp + l));
+                store_all(tops + l, top);
+            }
+            for (int64_t l = 0; l < L; ++l) beyond |= tops[l] > state.top[l] + T(REACH);
+            return beyond;
+        };
+        if (!largest_keys(rows)) return rows;
+        for (int64_t i = begin + 1; i < rows; ++i)
+            for (int64_t l = 0; l < L; ++l)
+                if (keys[i * Lp + l] > state.top[l] + T(REACH)) {
+                    largest_keys(i);
+                    return i;
+                }
+        return rows;
+    }
+
+    // e, alpha and p / alpha of a run; what has seen nothing has alpha = 0 and a ratio of 0.
+    void scale_keys(const LatentRun<T>& run) {
+        for (int64_t l = 0; l < Lp; l += W) {
+            V<T> top = load_all(run.before.top + l), mass = load_all(run.before.mass + l);
+            top = select(all(lowest) < top, top, V<T>{});
+            for (int64_t i = run.begin; i < run.end; ++i) {
+                V<T> x = decay(load_all(keys + i * Lp + l) - top).kept;
+                mass = mass + x;
+                V<T> share = load_all(p + i * Lq + 1 + l) / mass;
+                store_all(e + i * Lp + l, x);
+                store_all(alpha + i * Lp + l, mass);
+                store_all(ratio + i * Lp + l, select(all(T(0)) < mass, share, mass));
+            }
+        }
+    }
+
+    // The next run of a chunk, with the state moved to its references.
+    LatentRun<T> next_run(int64_t begin, int64_t rows) {
+        refer(keys + begin * Lp);
+        return {begin, find_end(begin, rows), state};
+    }
+
+    // Takes the run's sources in.
+    void take_in(const LatentRun<T>& run, const T* v) {
+        product(state.sum, Dp, true, L, Dp, e + run.begin * Lp, int64_t(1), Lp, v + run.begin * Dp,
+                Dp, run.end - run.begin);
+        std::memcpy(state.mass, alpha + (run.end - 1) * Lp, size_t(L) * sizeof(T));
+        refer(tops);
+    }
+
+    // Adds sum_l ratio_t[l] e_s[l] to x[t][s] for the sources s <= t of a run.
+    void add_scores(const LatentRun<T>& run, T* x, int64_t ldx) {
+        turn(e, Lp, run.begin, run.end, Lp, e_panels);
+        for (int64_t i = run.begin; i < run.end; i += ROWS) {
+            const int64_t count = least(ROWS, run.end - i);
+            for (int64_t c = run.begin / W * W; c < i + count; c += W) {
+                const T *rows = ratio + i * Lp, *panel = e_panels + c * Lp;
+                if (c >= run.begin && c + W <= i + 1) {
+                    tile(count, x + i * ldx + c, ldx, true, rows, Lp, 1, panel, W, L);
+                    continue;
+                }
+                alignas(64) T some[ROWS * W];
+                tile(count, some, W, false, rows, Lp, 1, panel, W, L);
+                for (int64_t m = 0; m < count; ++m) {
+                    T* to = x + (i + m) * ldx + c;
+                    V<T> seen = within(load_all(some + m * W), V<T>{}, c, run.begin, i + m + 1);
+                    store_all(to, load_all(to) + seen);
+                }
+            }
+        }
+    }
+
+    void begin_task(int64_t number) {
+        task = HeadTask(op, number);
+        low = op.tail_k ? -op.tail() : 0;
+        for (int64_t l = 0; l < Lp; ++l) state.top[l] = lowest, state.mass[l] = 0;
+        std::memset(state.sum, 0, size_t(Lp * Dp) * sizeof(T));
+        if (!op.log_mass) return;
+        const int64_t at = (task.n * op.heads() + task.h) * L;
+        for (int64_t l = 0; l < L; ++l) {
+            state.top[l] = op.log_mass.at<T>()[at + l];
+            if (state.top[l] == lowest) continue;
+            state.mass[l] = 1;
+            std::memcpy(state.sum + l * Dp, op.mean.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
+        }
+    }
+
+    int64_t kept_at(int64_t segment) const {
+        return ((task.first_kept + segment) * op.heads() + task.h) * L;
+    }
+
+    void forward_task(int64_t number) {
+        begin_task(number);
+        const int64_t chunks = (task.count + TOKENS - 1) / TOKENS;
+        for (int64_t c = 1 - slots; c < 0 && chunks; ++c)
+            if ((c + 1) * TOKENS > low) load_keys(c);
+        for (int64_t c = 0; c < chunks; ++c) {
+            const int64_t rows = rows_of(c);
+            if (c * TOKENS % SEGMENT == 0) {
+                const int64_t at = kept_at(c * TOKENS / SEGMENT);
+                std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
+                std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
+                for (int64_t l = 0; l < L; ++l)
+                    std::memcpy(op.kept_sum.at<T>() + (at + l) * D, state.sum + l * Dp,
+                                size_t(D) * sizeof(T));
+            }
+            load_keys(c);
+            probabilities(c, rows);
+            for (int64_t i = 0; i < rows; ++i) share_out(c, i);
+            load_logits(c, rows);
+            for (int64_t begin = 0; begin < rows;) {
+                const LatentRun<T> run = next_run(begin, rows);
+                scale_keys(run);
+                add_scores(run, weights + base, columns);
+                with_keys(c, run.begin, run.end, weights, true, true, out);
+                product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp,
+                        int64_t(1), state.sum, Dp, L);
+                take_in(run, slot(c).v);
+                begin = run.end;
+            }
+            put(op.out, task.row, task.begin + c * TOKENS, task.h, rows, out, Dp);
+        }
+        const int64_t at = (task.n * op.heads() + task.h) * L;
+        for (int64_t l = 0; l < L; ++l) {
+            const T mass = state.mass[l];
+            op.last_mass.at<T>()[at + l] = mass == T(0) ? lowest : state.top[l] + std::log(mass);
+            for (int64_t d = 0; d < D; ++d)
+                op.last_mean.at<T>()[(at + l) * D + d] =
+                    mass == T(0) ? T(0) : state.sum[l * Dp + d] / mass;
+        }
+    }
+
+    // The window's part of a query's weights.
+    void share_out(int64_t chunk, int64_t i) {
+        const T *from = logits + i * columns, share = p[i * Lq];
+        T* to = weights + i * columns;
+        const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
+        for (int64_t c = first / W * W; c < stop; c += W) store_all(to + c, load_all(from + c) * share);
+        clear_around(chunk, i, true, to);
+    }
+
+    // The runs of a segment and the states before them: from the state kept, once more forward.
+    void walk_segment(int64_t segment) {
+        const int64_t at = kept_at(segment), one = 2 * Lp + Lp * Dp;
+        std::memcpy(state.top, op.kept_top.at<T>() + at, size_t(L) * sizeof(T));
+        std::memcpy(state.mass, op.kept_mass.at<T>() + at, size_t(L) * sizeof(T));
+        for (int64_t l = 0; l < L; ++l)
+            std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
+        runs.clear(), saved.clear();
+        const int64_t first = segment * (SEGMENT / TOKENS);
+        const int64_t stop = least(first + SEGMENT / TOKENS, (task.count + TOKENS - 1) / TOKENS);
+        for (int64_t c = first; c < stop; ++c) {
+            const int64_t rows = rows_of(c);
+            load_logits(c, rows);
+            load_values(c, rows);
+            for (int64_t begin = 0; begin < rows;) {
+                LatentRun<T> run = next_run(begin, rows);
+                saved.insert(saved.end(), state.top, state.top + Lp);
+                saved.insert(saved.end(), state.mass, state.mass + Lp);
+                saved.insert(saved.end(), state.sum, state.sum + Lp * Dp);
+                scale_keys(run);
+                take_in(run, out);
+                begin = run.end;
+                run.begin += c * TOKENS, run.end += c * TOKENS;
+                runs.push_back(run);
+            }
+        }
+        for (size_t r = 0; r < runs.size(); ++r) {
+            T* before = saved.data() + int64_t(r) * one;
+            runs[r].before = {before, before + Lp, before + 2 * Lp};
+        }
+    }
+
+    // Values of a chunk in `out`, zeros where they are masked.
+    void load_values(int64_t chunk, int64_t rows) {
+        take(op.v, task.row, task.begin + chunk * TOKENS, task.g, rows, out, Dp);
+        for (int64_t i = 0; i < rows; ++i)
+            if (!real(chunk * TOKENS + i)) std::memset(out + i * Dp, 0, size_t(Dp) * sizeof(T));
+    }
+
+    // From the gradient of the state after the last token: R and its scalar, relative to its top.
+    void begin_reverse() {
+        std::memset(reverse, 0, size_t(Lp * Dp) * sizeof(T));
+        const Tensor &dmass = op.dlast_mass, &dmean = op.dlast_mean;
+        for (int64_t l = 0; l < Lp; ++l) {
+            scalar[l] = 0;
+            if (l >= L || state.mass[l] == T(0)) continue;
+            const T mass = state.mass[l];
+            const T* from = dmean.at<T>() + task.n * dmean.strides[0] + task.h * dmean.strides[1] +
+                            l * dmean.strides[2];
+            for (int64_t d = 0; d < D; ++d) {
+                reverse[l * Dp + d] = from[d * dmean.strides[3]] / mass;
+                scalar[l] += reverse[l * Dp + d] * (state.sum[l * Dp + d] / mass);
+            }
+            scalar[l] -= dmass.at<T>()[task.n * dmass.strides[0] + task.h * dmass.strides[1] +
+                                       l * dmass.strides[2]] / mass;
+        }
+    }
+
+    // R and its scalar relative to an earlier reference.
+    void refer_back(const T* from, const T* to) {
+        for (int64_t l = 0; l < L; ++l) {
+            if (from[l] == to[l]) continue;
+            const T factor = std::exp(to[l] - from[l]);
+            scalar[l] *= factor;
+            for (int64_t d = 0; d < Dp; ++d) reverse[l * Dp + d] *= factor;
+        }
+    }
+
+    void backward_task(int64_t number) {
+        begin_task(number);
+        const int64_t chunks = (task.count + TOKENS - 1) / TOKENS;
+        if (chunks) walk_segment((task.count - 1) / SEGMENT);
+        begin_reverse();
+        std::memcpy(tops, state.top, size_t(Lp) * sizeof(T));  // what R is relative to
+        std::vector<T> top(tops, tops + Lp);
+        for (int64_t c = chunks - slots + 1; c < chunks && chunks; ++c)
+            if ((c + 1) * TOKENS > low) load_keys(c);
+        for (int64_t c = chunks - 1; c >= 0; --c) {
+            const int64_t oldest = c - slots + 1;
+            if ((oldest + 1) * TOKENS > low) load_keys(oldest);
+            backward_chunk(c, top);
+            Keys<T>& s = slot(c);
+            const int64_t token = task.begin + c * TOKENS, rows = rows_of(c);
+            put(op.dk, task.row, token, task.h, rows, s.dk, Kp);
+            put(op.dv, task.row, token, task.h, rows, s.dv, Dp);
+            if (c && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
+        }
+        if (op.tail_k) end_tail(chunks);
+        if (op.log_mass) end_state(top);
+    }
+
+    // Gradients of the tail's keys and values: 0 for those that no query has reached.
+    void end_tail(int64_t chunks) {
+        const int64_t P = op.tail();
+        for (int64_t c = (-P - TOKENS + 1) / TOKENS; c < 0; ++c) {
+            const int64_t first = c * TOKENS, from = most(0, -P - first);
+            Keys<T>& s = slot(c);
+            if (!chunks || c < 1 - slots) {
+                std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
+                std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+            }
+            put(op.dtail_k, task.n, P + first + from, task.h, TOKENS - from, s.dk + from * Kp, Kp);
+            put(op.dtail_v, task.n, P + first + from, task.h, TOKENS - from, s.dv + from * Dp, Dp);
+        }
+    }
+
+    // An empty state has no mass to move and a mean that nobody reads: no gradient.
+    void end_state(const std::vector<T>& top) {
+        const int64_t at = (task.n * op.heads() + task.h) * L;
+        for (int64_t l = 0; l < L; ++l) {
+            T* dmean = op.dmean.at<T>() + (at + l) * D;
+            const T* mean = op.mean.at<T>() + (at + l) * D;
+            const T first = op.log_mass.at<T>()[at + l];
+            const T mass = first == lowest ? T(0) : std::exp(first - top[size_t(l)]);
+            T total = 0;
+            for (int64_t d = 0; d < D; ++d) {
+                dmean[d] = mass == T(0) ? T(0) : mass * reverse[l * Dp + d];
+                if (mass != T(0)) total += dmean[d] * mean[d];
+            }
+            op.dlog_mass.at<T>()[at + l] = mass == T(0) ? T(0) : total - mass * scalar[l];
+        }
+    }
+
+    void backward_chunk(int64_t c, std::vector<T>& top) {
+        const int64_t rows = rows_of(c), token = task.begin + c * TOKENS;
+        Keys<T>& s = slot(c);
+        probabilities(c, rows);
+        take(op.dout, task.row, token, task.h, rows, dy, Dp);
+        against(c, rows, dy, Dp, D, true, true, pairs);
+        for (int64_t i = 0; i < rows; ++i) through_window(c, i);
+
+        load_logits(c, rows);
+        size_t first = runs.size();
+        while (first && runs[first - 1].begin >= c * TOKENS) --first;
+        for (size_t r = first; r < runs.size(); ++r) {
+            runs[r].begin -= c * TOKENS, runs[r].end -= c * TOKENS;
+            scale_keys(runs[r]);
+            add_scores(runs[r], weights + base, columns);
+        }
+        to_keys(c, rows, weights, dy, true, true);
+        for (; runs.size() > first; runs.pop_back()) {
+            const LatentRun<T>& run = runs.back();
+            refer_back(top.data(), run.before.top);
+            top.assign(run.before.top, run.before.top + Lp);
+            backward_run(run, s);
+        }
+        for (int64_t i = 0; i < rows; ++i) {  // through the softmax over the latents and the window
+            T *x = pulled + i * Lq, *y = p + i * Lq, total = 0;
+            for (int64_t l = 0; l <= L; ++l) total += x[l];
+            for (int64_t l = 0; l <= L; ++l) x[l] -= y[l] * total;
+        }
+        put(op.dlatent_q, task.row, token, task.h, rows, pulled, Lq);
+        put(op.dlatent_k, task.row, token, task.h, rows, dkeys, Lp);
+        to_keys(c, rows, logits, queries, false, false);
+        with_keys(c, 0, rows, logits, false, false, queries);
+        for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= T(op.scale);
+        put(op.dq, task.row, token, task.h, rows, queries, Kp);
+    }
+
+    // From weights in logits and <dy, v> in pairs: the weights' part in `weights`, the gradients of
+    // the scores in logits, and p_t[0] times its gradient.
+    void through_window(int64_t chunk, int64_t i) {
+        share_out(chunk, i);
+        T *x = logits + i * columns, *y = pairs + i * columns;
+        const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
+        V<T> sums{};
+        for (int64_t c = first / W * W; c < stop; c += W)
+            sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, first, stop);
+        const T total = sum(sums), share = p[i * Lq];
+        pulled[i * Lq] = share * total;
+        for (int64_t c = first / W * W; c < stop; c += W) {
+            V<T> dx = load_all(x + c) * share * (load_all(y + c) - total);
+            if (op.softcap) dx = dx * load_all(slope + i * columns + c);
+            store_all(x + c, within(dx, V<T>{}, c, first, stop));
+        }
+        clear_around(chunk, i, false, x);
+    }
+
+    void backward_run(const LatentRun<T>& run, Keys<T>& s) {
+        const int64_t begin = run.begin, end = run.end, count = end - begin;
+        for (int64_t i = begin; i < end; ++i) {  // <dy_t, v_s> for s <= t alone
+            const T* from = pairs + i * columns + base;
+            T* to = near + i * TOKENS;
+            for (int64_t c = begin / W * W; c < least(TOKENS, i + ROWS + W); c += W)
+                store_all(to + c, c <= i ? within(load_all(from + c), V<T>{}, c, begin, i + 1) : V<T>{});
+        }
+        transpose(run.before.sum, Dp, L, D, turned, Lp);
+        product(delta + begin * Lp, Lp, false, count, Lp, dy + begin * Dp, Dp, int64_t(1), turned, Lp, D);
+        for (int64_t l = 0; l < Lp; l += W)
+            for (int64_t i = begin; i < end; i += ROWS) {
+                const int64_t some = least(ROWS, end - i);
+                tile(some, delta + i * Lp + l, Lp, true, near + i * TOKENS + begin, TOKENS,
+                     int64_t(1), e + begin * Lp + l, Lp, i + some - begin);
+            }
+        // p d and its part of the logits' gradients, summed from the end: never as a difference of
+        // sums, which cancels.
+        for (int64_t l = 0; l < Lp; l += W) {
+            V<T> later = load_all(scalar + l);
+            for (int64_t i = end - 1; i >= begin; --i) {
+                V<T> share = load_all(ratio + i * Lp + l), mass = load_all(alpha + i * Lp + l);
+                V<T> asked = load_all(delta + i * Lp + l) * share;
+                V<T> gone = select(all(T(0)) < mass, asked / mass, mass);
+                store(pulled + i * Lq + 1 + l, asked, Lp - l);
+                later = later + gone;
+                store_all(lost + i * Lp + l, later);
+            }
+            store_all(scalar + l, later);
+        }
+        transpose(reverse, Dp, L, D, turned, Lp);
+        product(dkeys + begin * Lp, Lp, false, count, Lp, s.v + begin * Dp, Dp, int64_t(1), turned, Lp, D);
+        for (int64_t l = 0; l < Lp; l += W)
+            for (int64_t i = begin; i < end; i += ROWS)
+                tile(least(ROWS, end - i), dkeys + i * Lp + l, Lp, true, near + i * TOKENS + i,
+                     int64_t(1), TOKENS, ratio + i * Lp + l, Lp, end - i);
+        for (int64_t i = begin * Lp; i < end * Lp; i += W)
+            store_all(dkeys + i, load_all(e + i) * (load_all(dkeys + i) - load_all(lost + i)));
+        product(s.dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp, L);
+        product(reverse, Dp, true, L, Dp, ratio + begin * Lp, int64_t(1), Lp, dy + begin * Dp, Dp, count);
+    }
+};
+
+template <class T, void (Head<T>::*pass)(int64_t)>
+static void every_head(const Attention& op, bool back) {
+    parallel(op.sequences() * op.heads(), 1, [&](int64_t begin, int64_t end) {
+        Head<T> head(op, back);
+        for (int64_t task = begin; task < end; ++task) (head.*pass)(task);
+    });
+}
+
+static void run_forward(const Attention& op) {
+    if (op.q.type() == Type::F64) return every_head<double, &Head<double>::forward_task>(op, false);
+    every_head<float, &Head<float>::forward_task>(op, false);
+}
+
+static void run_backward(const Attention& op) {
+    if (op.q.type() == Type::F64) return every_head<double, &Head<double>::backward_task>(op, true);
+    every_head<float, &Head<float>::backward_task>(op, true);
+}
+
+// (X, T, H, n) -> (X, T, G, n): the sums over the heads of a group, in their order.
+template <class T, class S>
+static void add_heads_as(const Tensor& x, const Tensor& to) {
+    const int64_t n = x.sizes[3], G = to.sizes[2], R = x.sizes[2] / G;
+    parallel(x.sizes[0] * x.sizes[1] * G, 64, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            for (int64_t c = 0; c < n; c += width<T>) {
+                V<T> total = load(x.at<T>() + i * R * n + c, 1, n - c);
+                for (int64_t r = 1; r < R; ++r)
+                    total = total + load(x.at<T>() + (i * R + r) * n + c, 1, n - c);
+                store(to.at<S>() + i * n + c, total, n - c);
+            }
+    });
+}
+static void add_heads(const Tensor& x, const Tensor& to) {
+    switch (to.type()) {
+        case Type::F32: return add_heads_as<float, float>(x, to);
+        case Type::F64: return add_heads_as<double, double>(x, to);
+        case Type::BF16: return add_heads_as<float, bf16>(x, to);
+        case Type::F16: return add_heads_as<float, fp16>(x, to);
+    }
+}
+
+#endif
