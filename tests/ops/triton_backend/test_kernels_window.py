@@ -53,9 +53,13 @@ def test_groups_of_heads_and_batches():
     compare_window(window, 33, B=2, H=6, G=2)
 
 
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
-def test_soft_cap_and_scale(softcap):
-    compare_window(window, 33, softcap=softcap, scale=3.0)
+@pytest.mark.parametrize(
+    ("softcap", "scale"), [(0.5, 3.0), (30.0, 3.0), (None, -0.7), (None, 0.0), (2.0, -1.0)]
+)
+def test_soft_cap_and_scale(softcap, scale):
+    """The kernels take the largest logit before they scale it: no sign may matter."""
+    options = {"scale": scale} | ({} if softcap is None else {"softcap": softcap})
+    compare_window(window, 33, **options)
 
 
 @pytest.mark.parametrize("causal", [True, False])

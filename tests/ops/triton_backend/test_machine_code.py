@@ -65,9 +65,10 @@ def test_latte_on_an_h100():
 
 @pytest.mark.slow
 def test_macchiato_on_an_h100():
-    """The forward walk at two blocks, its loads under way beside the products."""
+    """The forward walk at two blocks, its loads under way; it issues less than its bytes take."""
     case = Case("macchiato", BF16, "plain", window=128, **HEADS)
     rows = {row.takes.kernel: row for row in analyse(case, H100)}
     walk = rows["macchiato_walk"]
     assert walk.takes.blocks(CARDS[H100]) == 2 and walk.takes.stack <= 160
-    assert walk.work.copies > 0 and walk.work.carried == 0 and walk.issue_floor < 145
+    assert walk.work.copies > 0 and walk.work.carried == 0
+    assert walk.issue_floor < walk.bytes_floor

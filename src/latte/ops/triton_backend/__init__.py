@@ -47,6 +47,7 @@ def macchiato_attention(
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     from latte.ops.triton_backend.macchiato import macchiato_op
 
+    q_BTHK, local = _rising(q_BTHK, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
     out, log_mass, mean = macchiato_op(
         *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
@@ -68,8 +69,17 @@ def sliding_window_attention(
     """See :func:`latte.ops.sliding_window_attention`."""
     from latte.ops.triton_backend.window import window_op
 
+    q_BTHK, local = _rising(q_BTHK, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
     return run_window(window_op, q_BTHK, k_BTGK, v_BTGD, local, sequences, _without_masked(tail))
+
+
+def _rising(q_BTHK: Tensor, local: Local) -> tuple[Tensor, Local]:
+    """With a scale above 0, as the kernels take the largest logit before they scale it."""
+    if local.scale > 0:
+        return q_BTHK, local
+    sign = -1.0 if local.scale < 0 else 0.0
+    return q_BTHK * sign, local._replace(scale=abs(local.scale) or 1.0)
 
 
 def _without_masked(tail: WindowState | None) -> WindowState | None:

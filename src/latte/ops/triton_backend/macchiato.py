@@ -48,6 +48,7 @@ from latte.ops.triton_backend.tiles import (
     TINY,
     add_source,
     added,
+    counted,
     factor,
     first_reference,
     first_token,
@@ -276,11 +277,14 @@ def macchiato_walk(
         tail_mask_ptr += n * P
     token = tl.arange(0, C)
     past = token[:, None] >= token[None, :]
+    ones = tl.full((C, C), 1.0, tl.float32)
     ref, mass, total = begin(
         top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, d0, BL, BX
     )
     fresh = (mass == 0.0).to(tl.int32)
     unseen = tl.max(fresh, 0)
+    # Every token's the same: as products add to it.
+    mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
     for j in tl.range(0, count, disable_licm=True):
         at = start + j * C
@@ -288,7 +292,7 @@ def macchiato_walk(
             k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
             ref, fresh = first_reference(k, token, ref, fresh, C)
             unseen = tl.max(fresh, 0)
-        mass_w, w, y = attend(
+        mass_w, w, kept_w, y = attend(
             q_ptr + at * q_t, q_t, tl.minimum(stop - at, C).to(tl.int32),
             k_ptr, k_t, v_ptr, v_t, mask_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
             at, first, stop, d0, reach, scale, softcap,
@@ -297,7 +301,7 @@ def macchiato_walk(
         p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, at, stop, L, C, BL)
         if d0 == 0:
             store_numbers(gate_ptr, batch, h, at, stop, T, H, gate, C)
-        share = (inverse(mass_w) * gate)[:, None]
+        share = inverse(mass_w) * gate
         k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
         v = load_inputs(v_ptr, v_t, 1, at, stop, d0, D, C, BX)
         rise = largest(k - ref[None, :])
@@ -306,37 +310,36 @@ def macchiato_walk(
             highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
             near = tl.associative_scan(highest, 0, larger) <= REACH
         e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
-        mass_t = mm(past.to(tl.float32), e, PRODUCT)
-        mass_t = added(tl.broadcast_to(mass[None, :], mass_t.shape), mass_t)
+        mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         p_over_mass = tl.where(near[:, None], p_over_mass, 0.0)
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
-        y = y * share + mm(p_over_mass, tl.trans(total), PRODUCT)
-        y += mm(w * share + scores, v, PRODUCT)
+        y = y * (kept_w * share)[:, None] + mm(p_over_mass, tl.trans(total), PRODUCT)
+        y += mm(w * share[:, None] + scores, v, PRODUCT)
         store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BX)
         after = added(total, mm(tl.trans(v), e, PRODUCT))
-        # The last token's is the largest: it counts all of the chunk.
-        mass_after = tl.max(mass_t, 0)
+        mass_after = added(mass, counted(ones, e, PRODUCT))
         if rise > REACH / 4:
             later = tl.maximum(ref, tl.max(k, 0))
             if rise > REACH:
                 # Tokens beyond reach hold the window's part: the latents' comes token by token.
                 tl.debug_barrier()
-                ref_s, mass_after, after = ref, mass, total
+                ref_s, mass_s, after = ref, tl.max(mass, 0), total
                 for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                     k_s = load_key(latent_k_ptr, mask_ptr, lk_t, lk_l, at + s, L, BL)
                     p_s, _ = load_share(latent_q_ptr, lq_t, lq_l, at + s, L, BL)
                     v_s = load_value(v_ptr, v_t, 1, at + s, d0, D, BX)
-                    ref_s, mass_after, after = add_source(ref_s, mass_after, after, k_s, v_s)
-                    y_s = tl.sum(after * (p_s * inverse(mass_after))[None, :], 1)
+                    ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
+                    y_s = tl.sum(after * (p_s * inverse(mass_s))[None, :], 1)
                     y_s += load_value(out_ptr, H * D, 1, at + s, d0, D, BX)
                     beyond = tl.max(tl.where(token == s, 1 - near.to(tl.int32), 0), 0) == 1
                     store_value(out_ptr, H * D, 1, at + s, d0, D, y_s, beyond, BX)
+                mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
             else:
-                kept = tl.exp(ref - later)
-                mass_after, after = mass_after * kept, after * kept[None, :]
+                kept = tl.exp(ref - later)[None, :]
+                mass_after, after = mass_after * kept, after * kept
             ref = later
         mass, total = mass_after, after
     if mean1_ptr is not None:
-        i = n * H + h
+        i, mass = n * H + h, tl.max(mass, 0)
         leave_state(log_mass1_ptr, mean1_ptr, i, L, D, d0, ref, mass, total, BL, BX)

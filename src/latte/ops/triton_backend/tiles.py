@@ -471,14 +471,19 @@ def larger(a, b):
 
 @triton.jit
 def power(x):
-    """exp(x) in three instructions: what is below the range of normal numbers is 0."""
+    """exp(x) in two instructions: what is below the range of normal numbers is 0."""
+    return power_of_two(x * LOG2_E)
+
+
+@triton.jit
+def power_of_two(x):
+    """2^x in one instruction, as :func:`power`."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
-        return tl.exp(x)
+        return tl.exp2(x)
 
 
 @triton.jit

@@ -53,6 +53,7 @@ from latte.ops.triton_backend.launch import (
 )
 from latte.ops.triton_backend.segments import ChunkLauncher
 from latte.ops.triton_backend.tiles import (
+    LOG2_E,
     SIZES,
     added,
     finite,
@@ -65,7 +66,7 @@ from latte.ops.triton_backend.tiles import (
     load_state,
     mm,
     place,
-    power,
+    power_of_two,
     store_numbers,
     store_tile,
     tanh,
@@ -326,62 +327,69 @@ def load_flags(
 
 @triton.jit
 def chunk_logits(
-    q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, tail_t, tail_mask_ptr, P,
+    q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, tail_t, tail_mask_ptr, P,
     at, begin, stop, off, reach, scale, softcap,
     K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BEFORE: tl.constexpr = False,
 ):  # fmt: skip
     """Logits (C, C) of a chunk of queries over the chunk of keys that begins at position ``at``.
 
-    That is ``off`` positions after the first query. A query sees ``reach`` keys before its own,
-    and as many behind it if not causal; invisible pairs are -inf. Also returns the soft cap's
-    slope (1 without one), and the keys that exist: from ``first`` up to ``last`` of the chunk.
+    They are yet to be multiplied by :func:`unit_of`; invisible pairs are -inf. The keys are ``off``
+    positions after the first query; ``BEFORE``: all before it. A query sees ``reach`` keys before
+    its own, and as many behind it if not causal. Also returns the soft cap's slope (1 without one),
+    and the keys that exist: from ``first`` up to ``last`` of the chunk. ``q``: the first tile.
     """
     first = tl.maximum(begin - P - at, 0)
-    last = stop - at
+    last = C if BEFORE else stop - at
     real = load_flags(at, begin, mask_ptr, tail_mask_ptr, P, first, last, C)
     k_ptr, step = keys_at(at, begin, k_ptr, k_t, tail_k_ptr, tail_t, P)
     logits = tl.zeros((C, C), tl.float32)
-    for k0 in range(0, K, BX):
-        q = load_chunk(q_ptr, q_t, 0, queries, k0, K, C, BX)
+    for k0 in tl.static_range(0, K, BX):
         k = load_chunk(k_ptr, step, first, last, k0, K, C, BX)
+        if k0 > 0:
+            q = load_chunk(q_ptr, q_t, 0, queries, k0, K, C, BX)
         logits += mm(q, tl.trans(k), NARROW)
-    logits *= scale
     slope = tl.full((C, C), 1.0, tl.float32)
     if CAPPED:
-        bent = tanh(logits / softcap)
-        slope = 1.0 - bent * bent
-        logits = softcap * bent
-    # Which keys a query sees is a range, so that each pair takes two comparisons.
+        logits = tanh(logits * (scale / softcap))
+        slope = 1.0 - logits * logits
+    # Which keys a query sees is a range, so that each pair takes two comparisons at most. Rows
+    # behind the last query have zeros for inputs and add nothing.
     i = tl.arange(0, C)
     oldest = tl.maximum(i - off - reach, tl.minimum(first, C).to(tl.int32))
-    newest = i - off if CAUSAL else i - off + reach
-    newest = tl.minimum(newest, tl.minimum(last, C).to(tl.int32) - 1)
-    newest = tl.where(i < queries, newest, -1)
-    seen = (i[None, :] >= oldest[:, None]) & (i[None, :] <= newest[:, None])
+    seen = i[None, :] >= oldest[:, None]
+    if not BEFORE:
+        newest = i - off if CAUSAL else i - off + reach
+        newest = tl.minimum(newest, tl.minimum(last, C).to(tl.int32) - 1)
+        seen = seen & (i[None, :] <= newest[:, None])
     if mask_ptr is not None:
         seen = seen & real[None, :]
     return tl.where(seen, logits, float("-inf")), slope, first, last
 
 
 @triton.jit
-def softmax_step(top, mass, logits):
+def unit_of(scale, softcap, CAPPED: tl.constexpr):
+    """Powers of two that :func:`chunk_logits` counts by; above 0, so that the largest stays it."""
+    return (softcap if CAPPED else scale) * LOG2_E
+
+
+@triton.jit
+def softmax_step(top, mass, logits, unit):
     """The running softmax of each query with one more chunk of logits, which may all be -inf.
 
-    Returns (top, mass), what a sum over the earlier keys is multiplied by, and the weights of the
-    new ones; sums are yet to be divided by the last mass.
+    Returns (top, mass), ``top`` as a power of two; what a sum over the earlier keys is multiplied
+    by; and the weights of the new ones. Sums are yet to be divided by the last mass.
     """
-    later = tl.maximum(top, tl.max(logits, 1))
-    kept = tl.exp(top - finite(later))
-    w = power(logits - finite(later)[:, None])
+    later = tl.maximum(top, tl.max(logits, 1) * unit)
+    kept = power_of_two(top - finite(later))
+    w = power_of_two(logits * unit - finite(later)[:, None])
     return later, mass * kept + tl.sum(w, 1), kept, w
 
 
 @triton.jit
-def window_weights(logits, top, mass):
-    """The softmax over the window again, from its queries' (top, mass)."""
-    w = power(tl.minimum(logits - finite(top)[:, None], 0.0))
-    return w * inverse(mass)[:, None]
+def window_weights(logits, unit, top):
+    """The weights of the window again, from its queries' ``top``: yet to be divided by its mass."""
+    return power_of_two(logits * unit - finite(top)[:, None])
 
 
 @triton.jit
@@ -406,11 +414,12 @@ def attend(
     D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
     NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(mass, w, y) of the chunk's queries: sum_s w_s v_s / mass is the window's part.
+    """(mass, w, kept, y) of the chunk's queries: sum_s w_s v_s / mass is the window's part.
 
-    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) the sum over all others;
-    both are yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first query, the others
-    to the first key of the batch, or of the earlier state, for one of ``G`` heads.
+    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) times ``kept`` is the sum
+    over all others; both are yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first
+    query, the others to the first key of the batch, or of the earlier state, for one of ``G``
+    heads.
     """
     chunks = tl.cdiv(reach, C)
     before = tl.minimum(chunks, tl.cdiv(start - begin + P, C)).to(tl.int32)
@@ -418,25 +427,27 @@ def attend(
     top = tl.full((C,), float("-inf"), tl.float32)
     mass = tl.zeros((C,), tl.float32)
     y = tl.zeros((C, BX), tl.float32)
+    unit = unit_of(scale, softcap, CAPPED)
+    q = load_chunk(q_ptr, q_t, 0, queries, 0, K, C, BX)
     for j in tl.range(0, before + after, disable_licm=True):
         # The chunks before, then those behind.
         off = (j - before + tl.where(j < before, 0, 1)) * C
         logits, _, first, last = chunk_logits(
-            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, G * K, tail_mask_ptr, P,
+            q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, G * K, tail_mask_ptr, P,
             start + off, begin, stop, off, reach, scale, softcap,
-            K, C, BX, NARROW, CAUSAL, CAPPED,
+            K, C, BX, NARROW, CAUSAL, CAPPED, BEFORE=CAUSAL,
         )  # fmt: skip
         at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, G * D, P)
         v = load_chunk(at, step, first, last, d0, D, C, BX)
-        top, mass, kept, w = softmax_step(top, mass, logits)
+        top, mass, kept, w = softmax_step(top, mass, logits, unit)
         y = added(y * kept[:, None], mm(w, v, NARROW))
     logits, _, _, _ = chunk_logits(
-        q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, P,
+        q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, P,
         start, begin, stop, 0, reach, scale, softcap,
         K, C, BX, NARROW, CAUSAL, CAPPED,
     )  # fmt: skip
-    top, mass, kept, w = softmax_step(top, mass, logits)
-    return mass, w, y * kept[:, None]
+    top, mass, kept, w = softmax_step(top, mass, logits, unit)
+    return mass, w, kept, y
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -472,7 +483,7 @@ def window_outputs(
         tail_v_ptr += (sequence * P * (H // R) + h // R) * D
         tail_mask_ptr += sequence * P
     queries = tl.minimum(stop - start, C).to(tl.int32)
-    mass, w, y = attend(
+    mass, w, kept, y = attend(
         q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
         tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
         start, begin, stop, d0, reach, scale, softcap,
@@ -486,7 +497,7 @@ def window_outputs(
             store_numbers(gate_ptr, batch, h, start, stop, T, H, gate, C)
         share *= gate
     w *= share[:, None]
-    y *= share[:, None]
+    y *= (kept * share)[:, None]
     if latent_q_ptr is not None:
         y += mm(p, load_state(mean_ptr, sequence * H + h, L, D, d0, BL, BX), WIDE)
     v = load_chunk(v_ptr + start * v_t, v_t, 0, queries, d0, D, C, BX)
@@ -527,40 +538,42 @@ def window_query_gradients(
     top = tl.full((C,), float("-inf"), tl.float32)
     mass = tl.zeros((C,), tl.float32)
     delta = tl.zeros((C,), tl.float32)
+    unit = unit_of(scale, softcap, CAPPED)
+    q = load_chunk(q_ptr, q_t, 0, queries, 0, K, C, BX)
     for j in range(0, before + after + 1):
         off = (j - before) * C
         logits, _, first, last = chunk_logits(
-            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
+            q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
             start + off, begin, stop, off, reach, scale, softcap,
             K, C, BX, NARROW, CAUSAL, CAPPED,
         )  # fmt: skip
         at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
         products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
-        top, mass, kept, w = softmax_step(top, mass, logits)
+        top, mass, kept, w = softmax_step(top, mass, logits, unit)
         delta = delta * kept + tl.sum(w * products, 1)
     delta *= inverse(mass)
     if tl.program_id(2) == 0:
         store_numbers(token_top_ptr, batch, h, start, stop, T, H, top, C)
         store_numbers(token_mass_ptr, batch, h, start, stop, T, H, mass, C)
         store_numbers(delta_ptr, batch, h, start, stop, T, H, delta, C)
-    share = tl.full((C,), 1.0, tl.float32)
+    share = inverse(mass) * scale
     if gate_ptr is not None:
-        share = load_numbers(gate_ptr, batch, h, start, stop, T, H, C)
-    share *= scale
+        share *= load_numbers(gate_ptr, batch, h, start, stop, T, H, C)
     dq = tl.zeros((C, BX), tl.float32)
     for j in range(0, before + after + 1):
         off = (j - before) * C
         logits, slope, first, last = chunk_logits(
-            q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
+            q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
             start + off, begin, stop, off, reach, scale, softcap,
             K, C, BX, NARROW, CAUSAL, CAPPED,
         )  # fmt: skip
         at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
         products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
-        pulled = window_weights(logits, top, mass) * (products - delta[:, None]) * slope
+        pulled = window_weights(logits, unit, top) * (products - delta[:, None]) * slope
         at, step = keys_at(start + off, begin, k_ptr, k_t, tail_k_ptr, H // R * K, P)
         k = load_chunk(at, step, first, last, x0, K, C, BX)
-        dq += mm(pulled * share[:, None], k, NARROW)
+        dq += mm(pulled, k, NARROW)
+    dq *= share[:, None]
     store_tile(dq_ptr + batch * T * H * K + h * K, H * K, 1, start, stop, x0, K, dq, C, BX)
 
 
@@ -628,6 +641,7 @@ def window_source_gradients(
     dk = tl.zeros((C, BX), tl.float32)
     dv = tl.zeros((C, BX), tl.float32)
     first, last = tl.maximum(oldest - at, 0), stop - at
+    unit = unit_of(scale, softcap, CAPPED)
     if latents_dv_ptr is not None:
         for r in range(0, R):
             part_ptr = latents_dv_ptr + ((batch * T + at) * H + g * R + r) * D
@@ -648,25 +662,28 @@ def window_source_gradients(
             queries = tl.minimum(stop - start, C).to(tl.int32)
             qs_ptr = q_ptr + start * q_t + h * q_h
             dys_ptr = dy_ptr + start * dy_t + h * dy_h
+            q = load_chunk(qs_ptr, q_t, 0, queries, 0, K, C, BX)
             logits, slope, _, _ = chunk_logits(
-                qs_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, begin - oldest,
+                q, qs_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, begin - oldest,
                 at, begin, stop, -j * C, reach, scale, softcap,
                 K, C, BX, NARROW, CAUSAL, CAPPED,
             )  # fmt: skip
             top = load_numbers(token_top_ptr, batch, h, start, stop, T, H, C)
             mass = load_numbers(token_mass_ptr, batch, h, start, stop, T, H, C)
             delta = load_numbers(delta_ptr, batch, h, start, stop, T, H, C)
-            w = window_weights(logits, top, mass)
+            share = inverse(mass)
             if gate_ptr is not None:
-                w *= load_numbers(gate_ptr, batch, h, start, stop, T, H, C)[:, None]
+                share *= load_numbers(gate_ptr, batch, h, start, stop, T, H, C)
+            w = window_weights(logits, unit, top) * share[:, None]
             dy = load_chunk(dys_ptr, dy_t, 0, queries, x0, D, C, BX)
             dv += mm(tl.trans(w), dy, NARROW)
             products = value_products(
                 dys_ptr, dy_t, queries, v_ptr + at * v_t, v_t, first, last, D, C, BX, NARROW
             )
-            pulled = w * (products - delta[:, None]) * slope * scale
+            pulled = w * (products - delta[:, None]) * slope
             q = load_chunk(qs_ptr, q_t, 0, queries, x0, K, C, BX)
             dk += mm(tl.trans(pulled), q, NARROW)
+    dk *= scale
     step = H // R * K
     store_chunk(dk_ptr + at * step + g * K, step, first, last, x0, K, dk, C, BX)
     step = H // R * D
