@@ -189,11 +189,14 @@ MACCHIATO = {
 }
 
 # The RG-LRU: tokens of a chunk; channels of a tile and warps of one program per chunk, one per row,
-# and backward; U chunks of a round of the scan over chunks.
-LRU_CHUNK = 64
-LRU_BY_CHUNK = {"BE": 64, "num_warps": 8}
+# and backward; loads of so many chunks are under way in a walk; U chunks of a round of the scan
+# over chunks. A chunk of 64 backward takes all registers of eight warps, and half as much again to
+# issue.
+LRU_CHUNK = 32
+LRU_BY_CHUNK = {"BE": 64, "num_warps": 4}
 LRU_WALK = {"BE": 32, "num_warps": 4}
-LRU_BACK = {"BE": 32, "num_warps": 8}
+LRU_BACK = {"BE": 32, "num_warps": 4}
+LRU_STAGES = 2
 LRU_CARRY = {"U": 32, "BE": 32, "num_warps": 4}
 # Programs from which one walk each fills a GPU of some 130 processors.
 LRU_WALKS_FROM = 512

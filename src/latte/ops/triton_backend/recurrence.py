@@ -38,6 +38,7 @@ from latte.ops.triton_backend.launch import (
     LRU_BY_CHUNK,
     LRU_CARRY,
     LRU_CHUNK,
+    LRU_STAGES,
     LRU_WALK,
     LRU_WALKS_FROM,
     launch,
@@ -133,6 +134,7 @@ def rg_lru_op(
     fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": reverse}
     if one_walk(B, T, E, cu_seqlens is not None):
         states = (begins, earlier, before, out, final)
+        fixed["STAGES"] = LRU_STAGES
         _launch(lru_walk, B, LRU_WALK, E, *inputs, *states, *strides, **fixed)
         return out, final, before
     decay, added = torch.empty_like(before), torch.empty_like(before)
@@ -197,6 +199,7 @@ def rg_lru_backward_op(
         parts = x.new_empty((B, E), dtype=torch.float32)
         tensors = (x, *gates, theta_E, mask, begins, before, dfinal, dout)
         outputs = (dx, dr, di, parts, dinitial)
+        fixed["STAGES"] = LRU_STAGES
         _launch(lru_walk_back, B, LRU_BACK, E, *tensors, *outputs, *strides, **fixed)
         dinitial = x.new_empty(0) if initial_state is None else dinitial
         return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
@@ -217,14 +220,13 @@ connect_gradients(rg_lru_op, rg_lru_backward_op, (0, 1, 2, 3, 4), outputs=2, sav
 @triton.jit
 def one_minus_square(a, u):
     """1 - a^2 for a^2 = exp(-u), u >= 0, without cancellation for small u."""
-    p = 1.0 - u * (1.0 / 9.0)
-    p = 1.0 - u * (1.0 / 8.0) * p
-    p = 1.0 - u * (1.0 / 7.0) * p
-    p = 1.0 - u * (1.0 / 6.0) * p
-    p = 1.0 - u * (1.0 / 5.0) * p
-    p = 1.0 - u * (1.0 / 4.0) * p
-    p = 1.0 - u * (1.0 / 3.0) * p
-    p = 1.0 - u * (1.0 / 2.0) * p
+    p = 1.0 / 5040.0 - u * (1.0 / 40320.0)
+    p = 1.0 / 720.0 - u * p
+    p = 1.0 / 120.0 - u * p
+    p = 1.0 / 24.0 - u * p
+    p = 1.0 / 6.0 - u * p
+    p = 1.0 / 2.0 - u * p
+    p = 1.0 - u * p
     return tl.where(u < 0.5, u * p, 1.0 - a * a)
 
 
@@ -278,6 +280,19 @@ def steps(mask_ptr, start, stop, C: tl.constexpr, DOWN: tl.constexpr):
     else:
         t = start + c
     real = t < stop
+    if mask_ptr is not None:
+        real = tl.load(mask_ptr + t, mask=real, other=0) != 0
+    return t, real
+
+
+@triton.jit
+def next_steps(mask_ptr, t, stop, C: tl.constexpr, DOWN: tl.constexpr):
+    """The tokens that follow those of :func:`steps`, and which are real: none behind the chunk."""
+    if DOWN:
+        t -= 1
+    else:
+        t += 1
+    real = (tl.arange(0, C) < C - 1) & (t < stop)
     if mask_ptr is not None:
         real = tl.load(mask_ptr + t, mask=real, other=0) != 0
     return t, real
@@ -398,6 +413,7 @@ def lru_walk(
     initial_ptr, before_ptr, out_ptr, final_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """``ends``, ``carry`` and ``apply`` in one: a program walks over a sequence's chunks."""
     batch = tl.program_id(0).to(tl.int64)
@@ -410,7 +426,7 @@ def lru_walk(
     h = tl.zeros((BE,), tl.float32)
     if initial_ptr is not None:
         h = tl.load(initial_ptr + batch * E + e, mask=e < E, other=0.0)
-    for j in tl.range(0, per_row):
+    for j in tl.range(0, per_row, num_stages=STAGES):
         chunk = tl.cast(j, tl.int64)
         if DOWN:
             chunk = per_row - 1 - chunk
@@ -462,9 +478,12 @@ def ends_back(
 def retreat(
     x_ptr, r_ptr, i_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr,
     x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
-    t, real, fresh, strength, h0, g1, stop, e, E, C: tl.constexpr,
+    mask_ptr, t, real, begins, strength, h0, g1, stop, e, E, C: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a chunk, from the state before it and the gradient of the state after it.
+
+    The decays of the next tokens are computed anew: a scan of g_t = dh_t + a_{t+1} g_{t+1} then
+    needs no second pair of maps for what lies behind each token.
 
     Returns the gradient of the state before it, and sum_t dlog a_t r_t: what theta needs.
     """
@@ -472,14 +491,15 @@ def retreat(
     r, not_r = sigmoids(load_steps(r_ptr, r_t, r_e, t, real, e, E))
     i, not_i = sigmoids(load_steps(i_ptr, i_t, i_e, t, real, e, E))
     dh = load_gradients(dy_ptr, dy_t, dy_e, t, stop, e, E)
+    fresh = t == begins
     a, factor = decays(r, strength, real, fresh)
     _, _, A, B = maps_before(a, factor * i * x)
     before = A * h0[None, :] + B
-    ones = tl.full(a.shape, 1.0, tl.float32)
-    A, B, later_A, later_B = tl.associative_scan(
-        (a, a * dh, ones, a * 0.0), 0, compose_before, reverse=True
-    )
-    g = dh + later_A * g1[None, :] + later_B
+    following, real_then = next_steps(mask_ptr, t, stop, C, DOWN)
+    r_then, _ = sigmoids(load_steps(r_ptr, r_t, r_e, following, real_then, e, E))
+    a_then, _ = decays(r_then, strength, real_then, following == begins)
+    A, B = tl.associative_scan((a_then, dh), 0, compose, reverse=True)
+    g = A * g1[None, :] + B
     gated = g * factor
     # Where log a is cut off, where a sequence starts anew and where nothing is real, a is fixed.
     free = real & (fresh == 0)
@@ -489,7 +509,7 @@ def retreat(
     store_steps(dx_ptr, t, stop, e, E, gated * i)
     store_steps(di_ptr, t, stop, e, E, gated * x * i * not_i)
     store_steps(dr_ptr, t, stop, e, E, -strength[None, :] * dlog_a * r * not_r)
-    return first_step(A, C) * g1 + first_step(B, C), tl.sum(dlog_a * r, 0)
+    return first_step(a * g, C), tl.sum(dlog_a * r, 0)
 
 
 @triton.jit
@@ -523,8 +543,8 @@ def apply_back(
     _, dlog = retreat(
         x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, dy_ptr + batch * dy_b,
         dx_ptr + out, dr_ptr + out, di_ptr + out, x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
-        t, real, t == tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, h0, g1, stop, e, E,
-        C,
+        mask_ptr, t, real, tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, h0, g1, stop,
+        e, E, C, DOWN,
     )  # fmt: skip
     tl.store(dtheta_ptr + m * E + e, slope(theta) * dlog, mask=e < E)
 
@@ -535,6 +555,7 @@ def lru_walk_back(
     before_ptr, final_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr, dinitial_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e, dy_b, dy_t, dy_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients in one walk; ``final`` (N, E) is that of the last state, given."""
     batch = tl.program_id(0).to(tl.int64)
@@ -548,7 +569,7 @@ def lru_walk_back(
     dlog = tl.zeros((BE,), tl.float32)
     out = batch * T * E
     stop = tl.cast(T, tl.int64)
-    for j in tl.range(0, per_row):
+    for j in tl.range(0, per_row, num_stages=STAGES):
         chunk = tl.cast(j, tl.int64)
         if not DOWN:
             chunk = per_row - 1 - chunk
@@ -557,7 +578,7 @@ def lru_walk_back(
         g, part = retreat(
             x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, dy_ptr + batch * dy_b,
             dx_ptr + out, dr_ptr + out, di_ptr + out, x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
-            t, real, t == begins, strength, h0, g, stop, e, E, C,
+            mask_ptr, t, real, begins, strength, h0, g, stop, e, E, C, DOWN,
         )  # fmt: skip
         dlog += part
     tl.store(dtheta_ptr + batch * E + e, slope(theta) * dlog, mask=e < E)
