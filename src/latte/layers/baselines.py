@@ -205,7 +205,8 @@ class LinearAttention(Mixer):
         assert state.linear is not None
         phi, wide = FEATURE_MAPS[self.feature_map], state.linear.memory.dtype
         heads = (len(x_BE), self.num_heads, -1)
-        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        maps = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = linear_maps(x_BE, *maps, native=state.clock.native)
         q, k = (phi(in_dtype(x, wide).view(heads)) for x in (q, k))
         v = v.view(len(x_BE), self.num_key_value_heads, -1)
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)

@@ -105,10 +105,12 @@ class LatentInput(nn.Module):
             return conv_step(x_BE, self.conv.weight, self.conv.bias, state.conv, real)
         if self.kind == "rglru":
             assert state.rglru is not None
-            weights, norm = self.rglru.plain_weights(), self.norm
-            plain = weights and is_plain(norm, RMSNorm)
-            if plain and dense.serves_step(x_BE, *weights, norm.weight):
-                return dense.rg_lru(x_BE, *weights, norm.weight, norm.eps, state.rglru, real)
+            norm = self.norm
+            if state.clock.native or dense.serves_step(x_BE):
+                weights = *self.rglru.plain_weights(), norm.weight
+                fit = len(weights) > 1 and all(dense.fits(x_BE, weight) for weight in weights)
+                if fit and is_plain(norm, RMSNorm):
+                    return dense.rg_lru(x_BE, *weights, norm.eps, state.rglru, real)
             return norm(in_dtype(self.rglru.step(x_BE, state.rglru, real), x_BE.dtype))
         return x_BE
 
@@ -177,7 +179,8 @@ class LatentLogits(Drawn):
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row."""
         z = self.input.step(x_BE, state)
         heads = (len(x_BE), self.num_heads, -1)
-        q_BHL, k_BHL = (x.view(heads) for x in linear_maps(z, self.q_proj, self.k_proj))
+        maps, native = (self.q_proj, self.k_proj), state.clock.native
+        q_BHL, k_BHL = (x.view(heads) for x in linear_maps(z, *maps, native=native))
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)
         return q_BHL, k_BHL

@@ -88,7 +88,7 @@ class LatteAttention(Mixer):
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         assert state.latent is not None
         q, k = self.latents.step(x_BE, state)
-        return latte_step(q, k, self._values(x_BE), *state.latent, state.clock.real)
+        return latte_step(q, k, self._values(x_BE, state), *state.latent, state.clock.real)
 
 
 class LatteMacchiato(Mixer):

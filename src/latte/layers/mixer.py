@@ -175,7 +175,9 @@ class Mixer(Drawn):
         if isinstance(state, StepState):
             B, _, E = x_BTE.shape
             out_BHD = self._step(x_BTE.view(B, E), state, rotary)
-            return linear_maps(out_BHD.view(B, -1), self.o_proj)[0].view(B, 1, E), None
+            native = state.clock.native
+            out = linear_maps(out_BHD.view(B, -1), self.o_proj, native=native)[0]
+            return out.view(B, 1, E), None
         piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
         projected = self._project(piece)
         out_BTHD, after = self._attend(projected, piece)
@@ -315,9 +317,10 @@ class Mixer(Drawn):
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
 
-    def _values(self, x_BE: Tensor) -> Tensor:
+    def _values(self, x_BE: Tensor, state: StepState) -> Tensor:
         """Values (B, G, D) of one token per row."""
-        return linear_maps(x_BE, self.v_proj)[0].view(len(x_BE), self.num_key_value_heads, -1)
+        v = linear_maps(x_BE, self.v_proj, native=state.clock.native)[0]
+        return v.view(len(x_BE), self.num_key_value_heads, -1)
 
     def _add_local(
         self, window: int | None, rope_theta: float | None, softcap: float | None
@@ -353,7 +356,8 @@ class Mixer(Drawn):
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
         """q (B, H, K), k (B, G, K) and v (B, G, D) of one token per row, and what turns q and k."""
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
-        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        maps = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = linear_maps(x_BE, *maps, native=state.clock.native)
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
         if self.rotary is not None and rotary is None:
             rotary = of_single_tokens(self.rotary(state.clock.position[:, None], q.dtype))

@@ -32,26 +32,40 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not (_global_forward_hooks or _global_forward_pre_hooks)
 
 
-def plain_weights(*maps: nn.Module) -> list[Tensor]:
-    """The weights of linear maps that are nothing else, without biases; none if one is not."""
+def linear_maps(x: Tensor, *maps: nn.Module, native: bool | None = None) -> tuple[Tensor, ...]:
+    """What each linear map makes of x (..., E): of single tokens in one call, where it can be.
+
+    Args:
+        native: whether :mod:`latte.ops.dense` serves x; None if that is still to be asked.
+    """
+    if native or (native is None and dense.serves(x)):
+        weights = plain_weights(x, *maps)
+        if weights:
+            return dense.linear_maps(x, *weights)
+    return tuple(linear(x) for linear in maps)
+
+
+def plain_weights(x: Tensor, *maps: nn.Module) -> list[Tensor]:
+    """The weights, for x, of linear maps that are nothing else, without biases; else none."""
     weights = []
     for module in maps:
         held = module._parameters
-        if not is_plain(module, nn.Linear) or held.get("bias") is not None:
-            return []
         weight = held.get("weight")
-        if weight is None:
+        if weight is None or not is_plain(module, nn.Linear) or not dense.fits(x, weight):
+            return []
+        if held.get("bias") is not None:
             return []
         weights.append(weight)
     return weights
 
 
-def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
-    """What each linear map makes of x (..., E): of single tokens in one call, where it can be."""
-    weights = plain_weights(*maps)
-    if weights and dense.serves(x, *weights):
-        return dense.linear_maps(x, *weights)
-    return tuple(linear(x) for linear in maps)
+def norm_token(norm: nn.Module, x: Tensor, native: bool) -> Tensor:
+    """A norm of single tokens, in one call where it can be; ``native`` as in linear_maps."""
+    if native and is_plain(norm, RMSNorm):
+        weight, eps = norm._parameters["weight"], norm.eps
+        if weight is not None and eps is not None and dense.fits(x, weight):
+            return dense.rms_norm(x, weight, eps)  # type: ignore[arg-type]
+    return norm(x)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -59,7 +73,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         E, eps = x_BTE.shape[-1], self.eps
-        if eps is not None and dense.serves(x_BTE, self.weight):
+        if eps is not None and dense.serves(x_BTE) and dense.fits(x_BTE, self.weight):
             return dense.rms_norm(x_BTE, self.weight, eps)
         exact = x_BTE.dtype == self.weight.dtype and x_BTE.dtype in (torch.float32, torch.float64)
         if not exact or eps is None or not on_cpu(x_BTE):
@@ -142,12 +156,13 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        weights = plain_weights(self.gate_proj, self.up_proj)
-        if weights and dense.serves(x_BTE, *weights):
+        native = dense.serves(x_BTE)
+        weights = plain_weights(x_BTE, self.gate_proj, self.up_proj) if native else []
+        if weights:
             inner = dense.swiglu(x_BTE, *weights)
         else:
             inner = F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE)
-        return linear_maps(inner, self.down_proj)[0]
+        return linear_maps(inner, self.down_proj, native=native)[0]
 
 
 class CausalConv1d(Drawn):

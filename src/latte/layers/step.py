@@ -31,6 +31,7 @@ class Clock:
         slots: where the next token goes, (1,) int64 by number of slots; by 0 where the ring grows.
         length: slots of a growing ring that are used; None where all are looked at.
         real: (B,) bool, whether the rows' present token is one; None if all are.
+        native: the present token goes through the kernels of :mod:`latte.ops.dense`.
     """
 
     position: Tensor
@@ -38,6 +39,7 @@ class Clock:
     slots: dict[int, Tensor] = field(default_factory=dict)
     length: int | None = None
     real: Tensor | None = None
+    native: bool = False
 
     def advance(self) -> None:
         """To the next token, after all layers have seen the present one."""

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from latte.errors import LatteError
 from latte.layers.state import MixerState, TokenLog, drop_newest, map_tensors, rewind
 from latte.layers.step import Clock, StepState
+from latte.ops import dense
 from latte.ops.backend import steps_in_place
 
 logger = logging.get_logger(__name__)
@@ -326,7 +327,7 @@ class LatteCache(Cache):
         buffers = self.layers[0].buffers
         assert buffers is not None
         self.step = buffers.clock
-        self.step.real = real
+        self.step.real, self.step.native = real, dense.serves(x_BTE)
         return self.step.position[:, None]
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ from latte.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from latte.layers.parts import linear_maps, of_single_tokens, token_positions
+from latte.layers.parts import linear_maps, norm_token, of_single_tokens, token_positions
 from latte.layers.step import StepState
 from latte.models.cache import (
     LatteCache,
@@ -98,6 +98,8 @@ class LatteBlock(GradientCheckpointingLayer):
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
         """Hidden states (B, T, E), the mixer's final state and its weights (B, H, T, P + T)."""
+        if isinstance(state, StepState):
+            return self._step(x_BTE, state, rotary), None, None
         normed = self.mixer_norm(x_BTE)
         given = (normed, key_mask, cu_seqlens, state, output_final_state)
         weights = None
@@ -108,6 +110,14 @@ class LatteBlock(GradientCheckpointingLayer):
         x_BTE = x_BTE + self._drop(mixed)
         x_BTE = x_BTE + self._drop(self.mlp(self.mlp_norm(x_BTE)))
         return x_BTE, after, weights
+
+    def _step(self, x_BTE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        """The same of single tokens, the mixer's state in place."""
+        native = state.clock.native
+        normed = norm_token(self.mixer_norm, x_BTE, native)
+        mixed, _ = self.mixer(normed, state=state, rotary=rotary)
+        x_BTE = x_BTE + self._drop(mixed)
+        return x_BTE + self._drop(self.mlp(norm_token(self.mlp_norm, x_BTE, native)))
 
     def _drop(self, x_BTE: Tensor) -> Tensor:
         """Dropout, if there is any: at one token a call that does nothing is felt."""

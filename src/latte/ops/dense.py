@@ -24,7 +24,7 @@ PLAIN = (Tensor, nn.Parameter)  # not quantised, sharded, or whatever else a ten
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def serves(x: Tensor, *weights: Tensor) -> bool:
+def serves(x: Tensor) -> bool:
     """The kernels take these few rows x (..., E): eager, on a CPU, without gradients."""
     if torch.is_grad_enabled() or x.numel() > MOST_ROWS * x.shape[-1]:
         return False
@@ -32,18 +32,19 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    return serves_step(x, *weights)
+    return serves_step(x)
 
 
-def serves_step(x: Tensor, *weights: Tensor) -> bool:
+def serves_step(x: Tensor) -> bool:
     """The same in a step of :mod:`latte.ops.step`, which may be compiled."""
     if cpp_backend.ABSENT is not None or named_backend() not in (None, "cpu"):
         return False
-    dtype = x.dtype
-    for y in weights:  # a loop, since it is run for every part of every layer
-        if y.dtype != dtype or type(y) not in PLAIN or not y.is_cpu:
-            return False
-    return dtype in DTYPES and type(x) is Tensor and x.is_cpu
+    return x.dtype in DTYPES and type(x) is Tensor and x.device.type == "cpu"
+
+
+def fits(x: Tensor, weight: Any) -> bool:
+    """The kernels take this weight with x: an ordinary tensor, like x."""
+    return type(weight) in PLAIN and weight.dtype == x.dtype and weight.is_cpu
 
 
 def linear_maps(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ def case(dtype=torch.float32, scale=1.0):
 
     def recur():
         weights = *rglru.plain_weights(), norm.weight
-        if dense.serves_step(x, *weights):
+        if dense.serves_step(x):
             return dense.rg_lru(x, *weights, norm.eps, state, real)
         return norm(rglru.step(x, state, real).to(dtype))
 

@@ -16,7 +16,7 @@
 
 namespace latte {
 
-constexpr int64_t WEIGHTS = 32768;  // that are worth a thread of their own
+constexpr int64_t WEIGHTS = 16384;  // that are worth a thread of their own
 
 inline int64_t width_of(const Tensor& x) { return x.sizes[x.dims - 1]; }
 inline int64_t rows_of(const Tensor& x) {

@@ -254,7 +254,7 @@ static void run_as(Step& step) {
     if (step.window()) take_in<S>(step);
     const int64_t D = step.v.sizes[2], L = step.latents() ? step.mean.sizes[2] : 0;
     const int64_t work = L * (D + 64) + step.length * 2 * D + D;
-    parallel(step.v.sizes[0] * step.heads(), 1 + 200000 / work, [&](int64_t begin, int64_t end) {
+    parallel(step.v.sizes[0] * step.heads(), 1 + 40000 / work, [&](int64_t begin, int64_t end) {
         heads<S>(step, begin, end);
     });
 }
