@@ -31,6 +31,8 @@ from latte.models import LatteForCausalLM, preset_config
 
 NO_GPU = 2  # exit code
 TARGETS = "gpu_goals.csv"
+FLOORS = records.RESULTS / "gpu_floors.csv"
+MAKERS_BANDWIDTH = 3.35e12  # bytes per second, that the floors count with
 FLUSH_BYTES = 256 * 2**20  # several times the level-2 cache of any GPU
 Call = Callable[[], Any]
 
@@ -236,6 +238,7 @@ def compare(
     *,
     ratio: str,
     budget: float,
+    expected: float | str = "",
 ) -> dict[str, Times]:
     """Time the sides in turns: a row and a line for each, with how many times ours it took.
 
@@ -243,6 +246,7 @@ def compare(
         sizes: the first columns; the name of the side goes before ``mode``.
         more: further columns of a side.
         ratio: the column of the times over ours.
+        expected: of ours: :func:`expected_ms`.
 
     Returns the times, none where ours did not run: then there are no rows.
     """
@@ -252,12 +256,14 @@ def compare(
         return {}
     for side, t in times.items():
         row: Row = {"side": side, **sizes, "dtype": at.precision, **t.row()}
+        row |= {"expected_ms": expected if side == ours else ""}
         row |= {ratio: round(t.median / times[ours].median, 3)} | more(side, t)
         table.add(row)
         where = " ".join(f"{name} = {value}" for name, value in sizes.items() if name != "mode")
         say(
             f"{where} {sizes['mode']:17} {side:26} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90"
             f" {t.p90:.3f}), {row[ratio]:.2f} x {ours}"
+            + (f", expected {expected} ms" if row["expected_ms"] else "")
         )
     return times
 
@@ -295,6 +301,23 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float:
     median = Times.of([x / 1e3 for x in watch.read()]).median
     forget()
     return 2 * size / (median / 1e3)
+
+
+def expected_ms(at: Place, case: str, mode: str, share: float) -> float | str:
+    """The least time of our kernels, counted from their machine code; "" for what is not counted.
+
+    Each takes as long as its bytes, at the bandwidth of a copy, or as issuing its instructions.
+
+    Args:
+        case: of ``gpu_floors.csv``, which docs/kernels.md says how to make; its figures are an
+            H100's, of 65,536 tokens.
+        share: of the work that was counted.
+    """
+    slower = MAKERS_BANDWIDTH / copy_bandwidth(at.device)
+    floors = [r for r in records.read_rows(FLOORS) if r["case"] == case]
+    ours = [r for r in floors if mode != records.MODES[0] or r["pass"] == "forward"]
+    us = sum(max(float(r["bytes_us"]) * slower, float(r["issue_us"])) for r in ours)
+    return round(us * share / 1e3, 4) if ours else ""
 
 
 # --- memory ----------------------------------------------------------------------------------

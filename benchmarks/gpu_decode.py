@@ -121,20 +121,6 @@ def make_llama(at: gpu.Place, size: str) -> Any:
     return model.to(at.dtype).eval()
 
 
-def captured(at: gpu.Place, step: Call) -> Call:
-    """The step as a CUDA graph; a call replays it."""
-    side = torch.cuda.Stream(at.device)
-    side.wait_stream(torch.cuda.current_stream(at.device))
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream(at.device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def steps_of(
     at: gpu.Place, models: dict[str, Any], B: int, contexts: Sequence[int]
 ) -> tuple[dict[tuple[str, int, str], Call], dict[tuple[str, int], int]]:
@@ -149,8 +135,10 @@ def steps_of(
                 step: Any = kind(at, models[name], B, context)
                 sizes[name, context] = step.cache_bytes
                 calls[name, context, "eager"] = step
-                if at.cuda:
-                    calls[name, context, "graph"] = captured(at, step)
+                step()
+                graph = gpu.replayed(at, f"{name}, B = {B}, context {context}", step)
+                if graph is not step:
+                    calls[name, context, "graph"] = graph
     return calls, sizes
 
 

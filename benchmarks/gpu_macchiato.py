@@ -13,11 +13,12 @@ B = 1, H = 8, L = 16 latents per head, K = D = 64, window 128, bf16; forward, an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu_common import Place, compare, normal, options, place, tried
+from gpu_common import Place, attention_by, compare, expected_ms, normal, options, place, tried
 from records import MODES, Goal, Row, call_of, say, worst
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,15 +33,6 @@ OURS, FLASH, FLEX, BRANCHES = "macchiato", "flash", "flex window", ("its latents
 def make_inputs(at: Place, T: int) -> list[Tensor]:
     """latent_q, latent_k, q, k, v, dy."""
     return [normal(at, 1, T, H, n, seed=i) for i, n in enumerate((L + 1, L, K, K, K, K))]
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax attention, (B, H, T, D), by the flash backend or not at all."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backend = SDPBackend.FLASH_ATTENTION
-    with sdpa_kernel([backend] if q.is_cuda else [backend, SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def flex_window(at: Place, T: int) -> Callable[..., Tensor]:
@@ -72,6 +64,10 @@ def sides_of(at: Place, mode: str, T: int) -> dict[str, Callable[[], Any]]:
 
     def macchiato(*xs: Tensor) -> Tensor:
         return macchiato_attention(*xs, window=WINDOW, backend=at.backend)[0]
+
+    def flash(*xs: Tensor) -> Tensor:
+        with attention_by(at, "flash"):
+            return F.scaled_dot_product_attention(*xs, is_causal=True)
 
     def latents(*xs: Tensor) -> Tensor:
         return latte_attention(*xs, backend=at.backend)[0]
@@ -120,9 +116,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     lengths = (128, 256) if at.quick else LENGTHS
     for T, mode in at.while_time((T, mode) for T in lengths for mode in MODES):
         sizes = {"mode": mode, "B": 1, "T": T, "H": H, "L": L, "D": K}
-        if not compare(
-            at, table, OURS, sides_of(at, mode, T), sizes, ratio="times_macchiato", budget=0.3
-        ):
+        expected = expected_ms(at, f"macchiato, L = {L}, D = {K}", mode, T / 65536)
+        run = functools.partial(compare, ratio="times_macchiato", budget=0.3, expected=expected)
+        if not run(at, table, OURS, sides_of(at, mode, T), sizes):
             raise RuntimeError("macchiato did not run")
     at.goals("gpu_macchiato", goals_of(table.rows))
 

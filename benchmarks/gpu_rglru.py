@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu_common import Place, compare, normal, options, place
+from gpu_common import Place, compare, expected_ms, normal, options, place
 from gpu_rivals import find, rg_lru_inputs, rg_lru_rival
 from records import MODES, Goal, Row, call_of, say, worst
 from torch import Tensor
@@ -96,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs, dy = make_inputs(at, op, B, tokens // B, width)
         calls = {side: call_of(mode, fn, inputs, dy) for side, fn in ops[op].items()}
         sizes = {"op": op, "mode": mode, "B": B, "T": tokens // B, "E": width}
-        compare(at, table, op, calls, sizes, ratio="times_ours", budget=0.2)
+        expected = expected_ms(at, op, mode, tokens * width / (65536 * 2048))
+        run = functools.partial(compare, ratio="times_ours", budget=0.2, expected=expected)
+        run(at, table, op, calls, sizes)
     at.goals("gpu_rglru", goals_of(table.rows))
 
 

@@ -46,7 +46,9 @@ def a_place(tmp_path, **changes):
 
 
 def test_latte(tmp_path, capsys):
-    rows = rows_of(gpu_latte, tmp_path, TIMES | {"side", "mode", "times_latte", "saved_mb"})
+    rows = rows_of(
+        gpu_latte, tmp_path, TIMES | {"side", "mode", "times_latte", "expected_ms", "saved_mb"}
+    )
     assert {(r["mode"], r["B"]) for r in rows} == {(mode, B) for mode in MODES for B in ("1", "2")}
     for row in rows:
         # q, k and v of 64 tokens, 8 heads, 16 wide, fp32: saved once each, and not much more.
@@ -56,6 +58,24 @@ def test_latte(tmp_path, capsys):
     goals = read_rows(tmp_path / gpu_common.TARGETS)
     assert [g["verdict"] for g in goals] == ["miss"]  # a CPU does not reach 60% of a copy
     assert "share of copy bandwidth" in capsys.readouterr().out
+
+
+def test_expected_is_counted_from_machine_code(tmp_path, monkeypatch):
+    """Each kernel's longer floor, and the bytes' at the bandwidth of this device."""
+    at = a_place(tmp_path)
+    maker = gpu_common.MAKERS_BANDWIDTH
+    floors = [r for r in read_rows(gpu_common.FLOORS) if r["case"] == "latte, L = 32, D = 64"]
+    assert [r["kernel"] for r in floors] == ["walk", "query_walk", "source_walk"]
+    for slower in (1, 2, 0.001):
+        monkeypatch.setattr(gpu_common, "copy_bandwidth", lambda device, s=slower: maker / s)
+        both = [max(slower * float(r["bytes_us"]), float(r["issue_us"])) for r in floors]
+        for mode, us in zip(MODES, (both[0], sum(both)), strict=True):
+            found = gpu_common.expected_ms(at, "latte, L = 32, D = 64", mode, 0.5)
+            assert found == pytest.approx(us / 2e3, abs=1e-4)
+    assert gpu_common.expected_ms(at, "latte, L = 7, D = 7", MODES[0], 1.0) == ""
+    cases = {r["case"] for r in read_rows(gpu_common.FLOORS)}
+    wanted = {f"latte, L = {L}, D = {D}" for L, D in gpu_latte.WIDTHS} | {*gpu_rglru.RIVALS}
+    assert cases >= wanted | {f"macchiato, L = {gpu_macchiato.L}, D = {gpu_macchiato.K}"}
 
 
 def test_macchiato(tmp_path):

@@ -1,10 +1,12 @@
 """What limits each kernel, from its machine code: no GPU is needed, and nothing is executed.
 
     python tests/ops/triton_backend/machine_code.py [PART OF A NAME] [--cards 80 90 ...]
+    python tests/ops/triton_backend/machine_code.py --write    # the table in docs/kernels.md
 
 Two floors are put beside each other, for 65,536 tokens of 8 heads (of 2,048 channels): the time for
 the bytes that a kernel moves, and the time in which all its instructions can be issued, one per
 cycle by each quarter of a multiprocessor. Both are bounds: no kernel is faster, most are slower.
+``--write`` also leaves them where the benchmarks on a GPU find them, to put beside their times.
 
 The path that is counted through a kernel is the shortest that enters no loop which it can avoid:
 those are for tokens beyond the reference's reach, and for the first token of a sequence.
@@ -13,17 +15,19 @@ those are for tokens beyond the reference's reach, and for the first token of a 
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
 import math
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import networkx
 import torch
-from launches import BF16, COMPILE, Case, name, run
+from launches import BF16, COMPILE, Case, run
 from triton import knobs
 
 
@@ -234,6 +238,8 @@ TRIPS = {
     "window_source_gradients": 3,
 }
 TOKENS = 65536
+TAILS = ("final_tail", "tail_gradients")  # which read the ends of their inputs
+BACKWARD = ("back", "gradients", "query_walk", "source_walk", "queries_ask", "add_up")
 
 
 class Row(NamedTuple):
@@ -244,16 +250,28 @@ class Row(NamedTuple):
     bytes_floor: float
     issue_floor: float
 
-    def cells(self, card: Card) -> str:
+    @property
+    def expected(self) -> float:
+        return max(self.bytes_floor, self.issue_floor)
+
+    def cells(self, card: Card) -> dict[str, Any]:
+        """The columns of the table."""
         r, w = self.takes, self.work
-        cells = [f"`{r.kernel}`", r.warps, r.registers, r.stack, round(r.shared / 1024)]
-        cells += [r.blocks(card), f"{w.instructions} x {r.warps}", *w[1:]]
-        cells += [f"{self.bytes_floor:.0f}", f"{self.issue_floor:.0f}"]
-        return " | ".join(map(str, cells))
+        back = any(part in r.kernel for part in BACKWARD)
+        cells: dict[str, Any] = {
+            "pass": "backward" if back else "forward",
+            "kernel": r.kernel,
+            "warps": r.warps,
+            "registers": r.registers,
+            "stack": r.stack,
+        }
+        cells |= {"KB": round(r.shared / 1024), "blocks": r.blocks(card), **w._asdict()}
+        cells |= {"bytes_us": round(self.bytes_floor), "issue_us": round(self.issue_floor)}
+        return cells | {"expected_us": round(self.expected)}
 
 
 def analyse(case: Case, capability: int) -> list[Row]:
-    """The case's kernels, each once: all of its bytes count as moved once."""
+    """The case's kernels: all of a launch's bytes count as moved once."""
     found: dict[str, Row] = {}
     card = CARDS[capability]
     B, T, _, _ = case.sizes
@@ -266,10 +284,14 @@ def analyse(case: Case, capability: int) -> list[Row]:
         rounds = -(-T // given["C"]) if called in WALKS else 1
         issued = math.prod(options["grid"]) * rounds * work.instructions * takes.warps
         moved = sum(x.nbytes for x in given.values() if isinstance(x, torch.Tensor))
-        cycles = issued * many / (card.multiprocessors * 4)
-        found.setdefault(
-            called,
-            Row(takes, work, moved * many / card.terabytes / 1e6, cycles / card.gigahertz / 1e3),
+        moved *= called not in TAILS
+        floors = (
+            moved / card.terabytes / 1e6,
+            issued / (card.multiprocessors * 4e3) / card.gigahertz,
+        )
+        earlier = found.get(called, Row(takes, work, 0.0, 0.0))[2:]
+        found[called] = Row(
+            takes, work, *(a + many * b for a, b in zip(earlier, floors, strict=True))
         )
 
     run(case, look, capability)
@@ -277,15 +299,47 @@ def analyse(case: Case, capability: int) -> list[Row]:
 
 
 HEADS = {"heads": (8, 8), "T": 4096}
-TIMED = [
-    Case("latte", BF16, "plain", L=32, D=64, **HEADS),
-    Case("latte", BF16, "plain", L=16, D=64, **HEADS),
-    Case("latte", BF16, "plain", L=32, D=128, **HEADS),
-    Case("macchiato", BF16, "plain", L=32, D=64, window=128, **HEADS),
-    Case("latte", BF16, "plain", causal=False, **HEADS),
-    Case("recurrent", BF16, "plain", D=2048, T=4096),
-    Case("convolved", BF16, "plain", D=2048, T=4096),
-]
+WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
+TIMED = {
+    f"latte, L = {L}, D = {D}": Case("latte", BF16, "plain", L=L, D=D, **HEADS) for L, D in WIDTHS
+}
+TIMED |= {
+    f"macchiato, L = {L}, D = 64": Case("macchiato", BF16, "plain", L=L, window=128, **HEADS)
+    for L in (32, 16)
+}
+TIMED |= {
+    "latte, both directions": Case("latte", BF16, "plain", causal=False, **HEADS),
+    "rg_lru": Case("recurrent", BF16, "plain", D=2048, T=4096),
+    "conv": Case("convolved", BF16, "plain", D=2048, T=4096, taps=3),
+}
+ROOT = Path(__file__).parents[3]
+PAGE, FLOORS = ROOT / "docs" / "kernels.md", ROOT / "benchmarks" / "results" / "gpu_floors.csv"
+SHOWN = ("case", "kernel", "warps", "registers", "stack", "KB", "blocks", "instructions")
+SHOWN += ("exponentials", "barriers", "copies", "bytes_us", "issue_us", "expected_us")
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    """A table in Markdown."""
+    shown = [name for name in SHOWN if name in rows[0]]
+    lines = [
+        f"| {' | '.join(shown).replace('_us', ', us')} |",
+        "|---|---|" + "---:|" * len(shown[2:]),
+    ]
+    return lines + [f"| {' | '.join(str(row[name]) for name in shown)} |" for row in rows]
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The table of docs/kernels.md, and the floors for the benchmarks."""
+    with FLOORS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    head, rest = PAGE.read_text("utf-8").split("<!-- machine code -->\n")
+    tail = rest.split("<!-- /machine code -->", 1)[1]
+    # Wider values are more tiles of the same.
+    table = "\n".join(lines_of([row for row in rows if "D = 256" not in row["case"]]))
+    mark = "<!-- machine code -->"
+    PAGE.write_text(f"{head}{mark}\n{table}\n<!-- /machine code -->{tail}", "utf-8")
 
 
 def main() -> None:
@@ -294,16 +348,20 @@ def main() -> None:
     )
     parser.add_argument("part", nargs="?", default="", help="of a case's name")
     parser.add_argument("--cards", nargs="+", type=int, default=list(CARDS), choices=CARDS)
+    parser.add_argument("--write", action="store_true", help="an H100's, into the documentation")
     args = parser.parse_args()
-    columns = ["case", "kernel", "warps", "registers", "stack", "KB", "blocks", "instructions"]
-    columns += [*Work._fields[1:], "bytes, us", "issue, us"]
-    for capability in args.cards:
-        print(f"\n{CARDS[capability].name} (sm_{capability})\n\n| {' | '.join(columns)} |")
-        print("|" + "---|" * len(columns))
-        for case in TIMED:
-            if args.part in name(case):
-                for row in analyse(case, capability):
-                    print(f"| {name(case)} | {row.cells(CARDS[capability])} |", flush=True)
+    for capability in [90] if args.write else args.cards:
+        rows = []
+        for label, case in TIMED.items():
+            if args.part in label:
+                found = analyse(case, capability)
+                rows += [{"case": label, **row.cells(CARDS[capability])} for row in found]
+        print(
+            "\n".join([f"\n{CARDS[capability].name} (sm_{capability})\n", *lines_of(rows)]),
+            flush=True,
+        )
+        if args.write and not args.part:
+            write(rows)
 
 
 if __name__ == "__main__":

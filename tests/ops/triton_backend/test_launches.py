@@ -91,7 +91,7 @@ def most_stack(
             return 320
         # Four warps and two blocks at a time: half the instructions, for a little stack.
         least = 88 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
-        return 96 if D > 64 or L > 32 else 64 if uneven else least
+        return 112 if D > 64 or L > 32 else 64 if uneven else least
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, "step"), kernel
     return 0
 
