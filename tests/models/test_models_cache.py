@@ -8,7 +8,8 @@ import torch
 from latte.models import PRESETS, LatteCache, LatteForCausalLM
 
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
-CONSTANT = [preset for preset in PRESETS if preset != "transformer++"]
+FAMILY = (*PRESETS, "latte-r-swa-f++")
+CONSTANT = [preset for preset in FAMILY if preset != "transformer++"]
 
 
 def run(model, ids, cache, sizes, mask=None):
@@ -34,7 +35,7 @@ def full():
     return forward
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 @pytest.mark.parametrize("sizes", [[1] * 15, [9, 1, 1, 4], [2, 13], [6, 1, 1, 3, 1, 1, 1, 1]])
 def test_any_split_is_the_whole(build, tokens, full, preset, sizes):
     model, ids = build(preset), tokens(2, 15)
@@ -58,7 +59,7 @@ def test_a_beginning_whose_embedding_is_zero_is_a_beginning(config, tokens, pres
     torch.testing.assert_close(rest, whole[:, 2:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 def test_left_padding_goes_through_the_cache(build, tokens, full, preset):
     model, ids = build(preset), tokens(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -71,7 +72,7 @@ def test_left_padding_goes_through_the_cache(build, tokens, full, preset):
     assert cache.position.tolist() == [12, 7]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 def test_crop_after_several_forwards_is_recomputation(build, tokens, full, preset):
     model, ids = build(preset), tokens(2, 20)
     cache = LatteCache(model.config)
@@ -89,7 +90,7 @@ def test_crop_after_several_forwards_is_recomputation(build, tokens, full, prese
     torch.testing.assert_close(again, full(model, ids)[:, 8:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 def test_crop_to_every_length_from_an_empty_start(build, tokens, full, preset):
     model, ids = build(preset), tokens(1, 9)
     cache = LatteCache(model.config)
@@ -156,7 +157,7 @@ def test_crop_refuses_what_it_cannot_do(build, tokens):
     assert cache.get_seq_length() == 5 and cache.layers[0].keys.shape[2] == 5
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 def test_rows_can_be_reordered_repeated_and_selected(build, tokens, full, preset):
     model, ids = build(preset), tokens(3, 10)
     new = tokens(4, 3, seed=2)

@@ -12,6 +12,7 @@ from latte.layers.state import map_tensors
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
 from latte.ops import cpp_backend, use_backend
 
+FAMILY = (*PRESETS, "latte-conv-swa-f++")
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 
 
@@ -29,7 +30,7 @@ def decoded(model, ids, prompt, cache=None):
     return cache
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 def test_the_state_after_steps_is_that_of_the_whole(build, tokens, preset):
     model, ids = build(preset), tokens(2, 13)
     stepped, whole = decoded(model, ids, 5), decoded(model, ids, 13)
@@ -40,7 +41,7 @@ def test_the_state_after_steps_is_that_of_the_whole(build, tokens, preset):
     assert stepped.position.tolist() == [13, 13] and stepped.batch_size == 2
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FAMILY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_as_exact_as_the_general_way(build, tokens, preset, dtype):
     model, ids = build(preset, dtype=dtype), tokens(2, 12)

@@ -21,7 +21,8 @@ from latte.layers import MixerState, MixingLogits
 from latte.layers.baselines import step_window
 from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
 from latte.layers.latte import mix_macchiato, step_macchiato
-from latte.layers.state import Piece, TokenLog
+from latte.layers.mixer import remembered
+from latte.layers.state import Piece, TokenLog, without_decay
 from latte.layers.step import StepState
 from latte.ops import latte_attention, sliding_window_attention
 from latte.ops.step import in_dtype
@@ -85,6 +86,8 @@ class MacchiatoAttention(nn.Module):
             window_logit=True,
             window_probability=fields.window_probability,
             rglru_decay_range=fields.rglru_decay_range,
+            forgetting=fields.forgetting,
+            half_life_range=fields.half_life_range,
             rms_norm_eps=config.rms_norm_eps,
         )
         # A base in half precision is built under its own default; these are new, and to be trained.
@@ -139,8 +142,8 @@ class MacchiatoAttention(nn.Module):
         if self.mixing in ("base", "window"):
             return step_window((q, k, v), state, self.scale, self.softcap)
         wide = in_dtype(x_BE, self.latents.k_proj.weight.dtype)
-        latent_q, latent_k = (in_dtype(x, v.dtype) for x in self.latents.step(wide, state))
-        latents = latent_q, latent_k
+        latent_q, latent_k, log_decay = self.latents.step(wide, state)
+        latents = in_dtype(latent_q, v.dtype), in_dtype(latent_k, v.dtype), log_decay
         return step_macchiato(latents, (q, k, v), state, self.scale, self.softcap)
 
     def project(
@@ -167,16 +170,20 @@ class MacchiatoAttention(nn.Module):
             return *self._softmax(self.base_window, local, piece), log
         if self.mixing == "window":
             return *self.window_branch(local, piece), log
-        latent_q, latent_k, inputs = self.logits(local, piece)
-        out, after = self.combine(latent_q, latent_k, local, piece)
+        logits, log_decay, inputs = self.logits(local, piece)
+        out, after = self.combine(logits, log_decay, local, piece)
         after = after._replace(rglru=inputs.after.rglru, conv=inputs.after.conv)
-        return out, after, inputs.log._replace(k=latent_k, v=local.v, local_k=local.k)
+        log = inputs.log._replace(k=logits.latent_k, log_decay=log_decay)
+        return out, after, log._replace(v=local.v, local_k=local.k)
 
-    def logits(self, local: Projections, piece: Piece) -> tuple[Tensor, Tensor, LatentInputs]:
-        """Latent logits q (B, T, H, L+1) and k (B, T, H, L), and the states behind them."""
+    def logits(
+        self, local: Projections, piece: Piece
+    ) -> tuple[MixingLogits, Tensor | None, LatentInputs]:
+        """Latent and local logits, ``log_decay``, and the states behind the latents'."""
         wide = piece.x.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
-        latent_q, latent_k, inputs = self.latents(piece._replace(x=wide))
-        return latent_q.to(local.v.dtype), latent_k.to(local.v.dtype), inputs
+        latent_q, latent_k, log_decay, inputs = self.latents(piece._replace(x=wide))
+        latent_q, latent_k = latent_q.to(local.v.dtype), latent_k.to(local.v.dtype)
+        return MixingLogits(latent_q, latent_k, local.q, local.k), log_decay, inputs
 
     def mixing_logits(
         self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], tokens: Tokens
@@ -188,10 +195,12 @@ class MacchiatoAttention(nn.Module):
         local = self.project(x_BTE, position_embeddings, tokens)
         if self.mixing in ("base", "window"):
             return MixingLogits(q=local.q, k=local.k)
-        latent_q, latent_k, _ = self.logits(local, Piece(x_BTE))
-        if self.mixing == "latents":
-            return MixingLogits(latent_q[..., 1:], latent_k)
-        return MixingLogits(latent_q, latent_k, local.q, local.k)
+        logits, log_decay, _ = self.logits(local, Piece(x_BTE))
+        logits = remembered(logits, log_decay)
+        if self.mixing != "latents":
+            return logits
+        assert logits.latent_q is not None
+        return logits._replace(latent_q=logits.latent_q[..., 1:], q=None, k=None)
 
     def window_weights(
         self,
@@ -221,13 +230,13 @@ class MacchiatoAttention(nn.Module):
         return weights.transpose(1, 2)
 
     def combine(
-        self, latent_q: Tensor, latent_k: Tensor, local: Projections, piece: Piece
+        self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The mixture of both branches, (B, T, H, K), and their states."""
         if self.mixing == "latents" or self.num_sinks or self.delay_latents:
-            return self._combine_apart(latent_q, latent_k, local, piece)
-        logits = MixingLogits(latent_q, latent_k, local.q, local.k)
-        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+            return self._combine_apart(logits, log_decay, local, piece)
+        options: dict[str, Any] = {"window": self.window, "scale": self.scale}
+        options |= {"softcap": self.softcap, "log_decay": log_decay}
         return mix_macchiato(logits, local.v, piece, **options)
 
     def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
@@ -255,9 +264,11 @@ class MacchiatoAttention(nn.Module):
         return out, MixerState(window=tail)
 
     def _combine_apart(
-        self, latent_q: Tensor, latent_k: Tensor, local: Projections, piece: Piece
+        self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The two branches one by one, and their mixture: what the fused op does not offer."""
+        latent_q, latent_k = logits.latent_q, logits.latent_k
+        assert latent_q is not None and latent_k is not None
         keys, values, mask, seen = latent_k, local.v, piece.key_mask, None
         pending = None
         if self.delay_latents:
@@ -269,8 +280,10 @@ class MacchiatoAttention(nn.Module):
             keys,
             values,
             initial_state=piece.state.latent,
+            log_decay=log_decay,
             **piece._replace(key_mask=mask).sequences,
         )
+        latent = without_decay(latent)
         if self.mixing == "latents":
             return latent_out, MixerState(latent=latent, pending=pending)
         local_out, after = self.window_branch(local, piece)

@@ -13,8 +13,8 @@ import transformers
 from huggingface_hub.dataclasses import strict
 
 from latte.conversion import BASES
-from latte.layers.checks import check_decay_range, check_probability
-from latte.layers.latent_input import LATENT_INPUTS
+from latte.layers.checks import check_decay_range, check_half_lives, check_probability
+from latte.layers.latent_input import FORGETTING, HALF_LIFE_RANGE, LATENT_INPUTS
 from latte.layers.recurrent import DECAY_RANGE
 from latte.models.config import one_line_errors
 
@@ -35,6 +35,7 @@ class MacchiatoFields:
         window_probability: p(l=0), the window's share, of a model that is not yet trained; set
             by a bias on the window's query logit.
         rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
+        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``.
         num_sinks: so many first tokens of a sequence stay visible to the window's softmax
             (arXiv 2309.17453), at positions no further away than the window's edge.
         delay_latents: feed the latents only with tokens that have left the window, so that the
@@ -48,13 +49,16 @@ class MacchiatoFields:
     latent_input: Literal["none", "conv", "rglru"] = "rglru"
     window_probability: float = 0.95
     rglru_decay_range: Sequence[float] = DECAY_RANGE
+    forgetting: Literal["none", "static", "gated"] = "none"
+    half_life_range: Sequence[float] = HALF_LIFE_RANGE
     num_sinks: int = 0
     delay_latents: bool = False
     mixing: Mixing = "learned"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.rglru_decay_range, list):  # as JSON has it
-            self.rglru_decay_range = tuple(self.rglru_decay_range)
+        for name in ("rglru_decay_range", "half_life_range"):
+            if isinstance(getattr(self, name), list):  # as JSON has it
+                setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     def validate_macchiato(self) -> None:
@@ -64,7 +68,10 @@ class MacchiatoFields:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
-        for name, choices in (("mixing", MIXINGS), ("latent_input", LATENT_INPUTS)):
+        for name, choices in (
+            *(("mixing", MIXINGS), ("latent_input", LATENT_INPUTS)),
+            ("forgetting", FORGETTING),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.local_window < 1:
@@ -76,6 +83,12 @@ class MacchiatoFields:
             )
         check_probability("window_probability", self.window_probability)
         check_decay_range("rglru_decay_range", self.rglru_decay_range)
+        check_half_lives("half_life_range", self.half_life_range)
+        if self.forgetting != "none" and self.delay_latents:
+            raise ValueError(
+                f"forgetting={self.forgetting!r} needs delay_latents=False: a delayed latent would "
+                "forget by tokens that it has not seen"
+            )
         if self.num_sinks < 0:
             raise ValueError(f"num_sinks must be 0 or more, got {self.num_sinks}")
         hidden: int = self.hidden_size  # type: ignore[attr-defined]

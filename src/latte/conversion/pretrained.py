@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from latte.errors import LatteError, check_seed, one_line
+from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
@@ -27,6 +28,8 @@ def convert(
     latent_input: str = "rglru",
     window_probability: float = 0.95,
     rglru_decay_range: Sequence[float] = DECAY_RANGE,
+    forgetting: str = "none",
+    half_life_range: Sequence[float] = HALF_LIFE_RANGE,
     num_sinks: int = 0,
     delay_latents: bool = False,
     seed: int = 0,
@@ -47,6 +50,8 @@ def convert(
         latent_input: what the latent logits are computed from: ``none``, ``conv`` or ``rglru``.
         window_probability: what p(l=0) starts at.
         rglru_decay_range: lowest and highest initial decay of the RG-LRU.
+        forgetting: the latents' horizon: ``none``, ``static`` or ``gated`` (beyond the paper).
+        half_life_range: shortest and longest initial half-life of latents that forget, in tokens.
         num_sinks: first tokens that stay visible to the window.
         delay_latents: feed the latents only with tokens that have left the window.
         seed: of the new weights.
@@ -68,6 +73,8 @@ def convert(
         "latent_input": latent_input,
         "window_probability": window_probability,
         "rglru_decay_range": rglru_decay_range,
+        "forgetting": forgetting,
+        "half_life_range": half_life_range,
         "num_sinks": num_sinks,
         "delay_latents": delay_latents,
     }

@@ -79,8 +79,10 @@ class Teacher:
             target_BTHK, mass_BTH = base_attention(layer, local, piece)
             target_BTE = layer.o_proj(target_BTHK.to(local.v.dtype).flatten(-2))
         fixed, piece = map_tensors(Tensor.detach, local), map_tensors(Tensor.detach, piece)
-        latent_q, latent_k, _ = layer.logits(fixed, piece)
-        out_BTHK, _ = layer.combine(latent_q, latent_k, fixed, piece)
+        logits, log_decay, _ = layer.logits(fixed, piece)
+        latent_q = logits.latent_q
+        assert latent_q is not None
+        out_BTHK, _ = layer.combine(logits, log_decay, fixed, piece)
         out_BTE = layer.o_proj(out_BTHK.flatten(-2))
         output = relative_error(out_BTE, target_BTE, piece.real)
         mass = mass_divergence(latent_q, mass_BTH, piece.real)

@@ -199,9 +199,10 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
         if q is not None:
             # While no token has reached the latents, all of the distribution is the window's.
             states[:, :delay] = torch.eye(states.shape[-1], device=states.device)[0]
-    states_THS, latent_k_THL, window_HPP = (
-        None if x is None else x[0].float().cpu() for x in (states, latent_k, window)
-    )
+    states_THS, window_HPP = (None if x is None else x[0].float().cpu() for x in (states, window))
+    if latent_k is not None and latent_k.dtype != torch.float64:
+        latent_k = latent_k.float()  # fp64: of latents that forget, large over a long text
+    latent_k_THL = None if latent_k is None else latent_k[0].cpu()
     return Mixing(states_THS, latent_k_THL, window_HPP, width, delay)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -42,6 +43,16 @@ def check_decay_range(what: str, value: Sequence[float]) -> None:
         if 0 < low <= high < 1:
             return
     raise ValueError(f"{what} must be two numbers with 0 < low <= high < 1, got {value!r}")
+
+
+def check_half_lives(what: str, value: Sequence[float]) -> None:
+    """``(low, high)`` with 0 < low <= high, in tokens."""
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if pair and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
+        low, high = value
+        if 0 < low <= high < math.inf:
+            return
+    raise ValueError(f"{what} must be two numbers with 0 < low <= high, got {value!r}")
 
 
 def check_input(layer: str, x: Tensor, hidden_size: int) -> None:

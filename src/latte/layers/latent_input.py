@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.again import Pair, made_again
-from latte.layers.checks import check_choice, check_multiple, check_probability
+from latte.layers.checks import (
+    check_choice,
+    check_half_lives,
+    check_multiple,
+    check_probability,
+)
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm, is_plain, linear_maps
 from latte.layers.recurrent import DECAY_RANGE, RGLRU
 from latte.layers.state import MixerState, Piece, TokenLog
@@ -23,6 +28,8 @@ from latte.ops import dense
 from latte.ops.step import conv_step, in_dtype
 
 LATENT_INPUTS = ("none", "conv", "rglru")
+FORGETTING = ("none", "static", "gated")
+HALF_LIFE_RANGE = (4.0, 512.0)  # tokens
 
 
 class LatentInputs(NamedTuple):
@@ -119,15 +126,24 @@ class LatentInput(nn.Module):
 
 
 class LatentLogits(Drawn):
-    """The query and key logits over the latents of every head.
+    """The query and key logits over the latents of every head, and what these forget.
+
+    A latent forgets by ``g = -softplus(b)`` at each token (static), or by ``-softplus(b + w z)``
+    with z the latent input (gated). The weights w start at 0 and b so that the latents of a head
+    have half-lives, ln 2 / -g, spread evenly in their logarithms.
 
     Args:
         num_latents: over all heads, as in the paper: each head has ``num_latents / num_heads``.
         window_logit: one more query logit per head, in column 0, for the window of Macchiato.
         window_probability: adds a bias to that logit, such that with all other logits at 0 the
             window's probability p(l=0) is this.
+        forgetting: ``"none"``, ``"static"`` or ``"gated"``.
+        half_life_range: the shortest and the longest initial half-life of a head's latents, in
+            tokens.
         source: the other arguments of :class:`LatentInput`.
     """
+
+    undecayed = ("decay_proj.weight",)
 
     def __init__(
         self,
@@ -138,9 +154,15 @@ class LatentLogits(Drawn):
         *,
         window_logit: bool = False,
         window_probability: float | None = None,
+        forgetting: str = "none",
+        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
         **source: Any,
     ) -> None:
         super().__init__()
+        check_choice("Latte", "forgetting", forgetting, FORGETTING)
+        check_half_lives("Latte: half_life_range", half_life_range)
+        if forgetting != "none" and not source.get("causal", True):
+            raise ValueError(f"Latte: forgetting={forgetting!r} needs causal=True, got False")
         check_multiple("Latte", num_latents=num_latents, num_heads=num_heads)
         if window_probability is not None:
             check_probability("Latte: window_probability", window_probability)
@@ -153,37 +175,76 @@ class LatentLogits(Drawn):
         self.window_probability = window_probability
         if window_probability is not None:
             self.window_bias = nn.Parameter(torch.empty(num_heads))
-            self.reset_parameters()
+        self.forgetting, self.half_life_range = forgetting, half_life_range
+        if forgetting != "none":
+            self.decay_bias = nn.Parameter(torch.empty(num_latents))
+        if forgetting == "gated":
+            self.decay_proj = nn.Linear(hidden_size, num_latents, bias=False)
+        self.reset_parameters()
 
     def initial_values(self) -> dict[str, Tensor]:
-        """The window's bias b, with e^b / (e^b + L) = ``window_probability``."""
-        if self.window_probability is None:
-            return {}
+        """The window's bias b, with e^b / (e^b + L) = ``window_probability``; the decays'."""
+        values = {}
         latents = self.k_proj.out_features // self.num_heads
-        bias = math.log(latents * self.window_probability / (1 - self.window_probability))
-        return {"window_bias": torch.full_like(self.window_bias, bias)}
+        if self.window_probability is not None:
+            bias = math.log(latents * self.window_probability / (1 - self.window_probability))
+            values["window_bias"] = torch.full_like(self.window_bias, bias)
+        if self.forgetting != "none":
+            low, high = (math.log(x) for x in self.half_life_range)
+            place_L = (torch.arange(latents, dtype=torch.float64) + 0.5) / latents
+            rate_L = math.log(2.0) / torch.exp(low + (high - low) * place_L)
+            # The inverse of softplus, without e^x - 1 where x is small.
+            bias_L = rate_L + torch.log(-torch.expm1(-rate_L))
+            values["decay_bias"] = bias_L.repeat(self.num_heads).to(self.decay_bias)
+        if self.forgetting == "gated":
+            values["decay_proj.weight"] = torch.zeros_like(self.decay_proj.weight)
+        return values
 
-    def forward(self, piece: Piece) -> tuple[Tensor, Tensor, LatentInputs]:
-        """Logits q (B, T, H, L or L+1) and k (B, T, H, L), and the input's states."""
+    @staticmethod
+    def options(config: Any) -> dict[str, Any]:
+        """The arguments that a model's configuration gives, but the window's."""
+        own = ("num_latents", "latent_input", "forgetting", "half_life_range")
+        return {name: getattr(config, name) for name in own} | LatentInput.options(config)
+
+    def forward(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None, LatentInputs]:
+        """Logits q (B, T, H, L or L+1) and k (B, T, H, L), ``log_decay``, and the input's states.
+
+        ``log_decay`` (B, T, H, L) is at least fp32; None where nothing is forgotten.
+        """
         inputs = self.input(piece)
         heads = (self.num_heads, -1)
         with made_again(*inputs.again):
             q, k = self.q_proj(inputs.z), self.k_proj(inputs.z)
+            gate = self.decay_proj(inputs.z) if self.forgetting == "gated" else None
         q_BTHL = q.unflatten(-1, heads)
         if self.window_probability is not None:
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
             q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
-        return q_BTHL, k.unflatten(-1, heads), inputs
+        return q_BTHL, k.unflatten(-1, heads), self._log_decay(gate, k.shape[:-1]), inputs
 
-    def step(self, x_BE: Tensor, state: StepState) -> tuple[Tensor, Tensor]:
-        """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row."""
+    def _log_decay(self, gate: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+        """-softplus(b + gate) (*shape, H, L); ``gate`` (*shape, H * L) or None."""
+        if self.forgetting == "none":
+            return None
+        rate = self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
+        rate = rate if gate is None else rate + gate
+        return -F.softplus(rate).unflatten(-1, (self.num_heads, -1)).expand(*shape, -1, -1)
+
+    def step(self, x_BE: Tensor, state: StepState) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row, and ``log_decay``."""
         z = self.input.step(x_BE, state)
         heads = (len(x_BE), self.num_heads, -1)
-        maps, native = (self.q_proj, self.k_proj), state.clock.native
-        q_BHL, k_BHL = (x.view(heads) for x in linear_maps(z, *maps, native=native))
+        maps = [
+            self.q_proj,
+            self.k_proj,
+            *([self.decay_proj] if self.forgetting == "gated" else []),
+        ]
+        q_BX, k_BX, *gate = linear_maps(z, *maps, native=state.clock.native)
+        q_BHL, k_BHL = q_BX.view(heads), k_BX.view(heads)
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)
-        return q_BHL, k_BHL
+        log_decay = self._log_decay(gate[0] if gate else None, (len(x_BE),))
+        return q_BHL, k_BHL, log_decay
 
 
 def window_odds(latent_q_BTHL: Tensor) -> Tensor:

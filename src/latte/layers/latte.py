@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from latte.layers.checks import check_positive
-from latte.layers.latent_input import LatentInput, LatentLogits
+from latte.layers.latent_input import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits, Projected
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.state import MixerState, Piece
+from latte.layers.state import MixerState, Piece, without_decay
 from latte.layers.step import StepState
 from latte.ops import latte_attention, macchiato_attention
 from latte.ops.step import latte_step, macchiato_step
@@ -29,10 +29,12 @@ class LatteAttention(Mixer):
         num_latents: over all heads; ``num_heads`` must divide it.
         latent_input: where q and k logits come from: ``"none"`` (x itself), ``"conv"`` or
             ``"rglru"``. Values always come from x.
+        forgetting: the latents' horizon, ``"none"``, ``"static"`` or ``"gated"``
+            (:class:`LatentLogits`; beyond the paper).
     """
 
     carries = ("latent",)
-    uses = ("num_latents", "latent_input")
+    uses = ("num_latents", "latent_input", "forgetting")
 
     def __init__(
         self,
@@ -46,6 +48,8 @@ class LatteAttention(Mixer):
         conv_kernel_size: int = 3,
         rglru_decay_range: Sequence[float] = DECAY_RANGE,
         rms_norm_eps: float = 1e-6,
+        forgetting: str = "none",
+        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
         causal: bool = True,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
@@ -57,22 +61,23 @@ class LatteAttention(Mixer):
             conv_kernel_size=conv_kernel_size,
             rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
+            forgetting=forgetting,
+            half_life_range=half_life_range,
             causal=causal,
         )
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        latents = {"num_latents": config.num_latents, "latent_input": config.latent_input}
-        return super().options(config) | latents | LatentInput.options(config)
+        return super().options(config) | LatentLogits.options(config)
 
     def mixing_flops(self, length: int) -> float:
         """2 * 2 * L * D a head."""
         return 4.0 * self.latents.k_proj.out_features * self.head_dim
 
     def _project(self, piece: Piece) -> Projected:
-        q, k, inputs = self.latents(piece)
+        q, k, log_decay, inputs = self.latents(piece)
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
-        return Projected(v, MixingLogits(q, k), after=inputs.after, log=inputs.log)
+        return Projected(v, MixingLogits(q, k), log_decay, after=inputs.after, log=inputs.log)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out, latent = latte_attention(
@@ -81,14 +86,16 @@ class LatteAttention(Mixer):
             projected.v,
             causal=self.causal,
             initial_state=piece.state.latent,
+            log_decay=projected.log_decay,
             **piece.sequences,
         )
-        return out, MixerState(latent=latent)
+        return out, MixerState(latent=without_decay(latent))
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         assert state.latent is not None
-        q, k = self.latents.step(x_BE, state)
-        return latte_step(q, k, self._values(x_BE, state), *state.latent, state.clock.real)
+        q, k, log_decay = self.latents.step(x_BE, state)
+        inputs = q, k, self._values(x_BE, state), *state.latent, state.clock.real
+        return latte_step(*inputs, log_decay=log_decay)
 
 
 class LatteMacchiato(Mixer):
@@ -105,11 +112,15 @@ class LatteMacchiato(Mixer):
             logit; None adds no bias, and p(l=0) starts near 1 / (L + 1).
         rope_theta: base of the rotary encoding; None leaves positions out.
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
+        forgetting: as for :class:`LatteAttention`; the window forgets nothing.
     """
 
     window: int
     carries = ("latent", "window")
-    uses = ("num_latents", "latent_input", "sliding_window", "rope_theta", "window_probability")
+    uses = (
+        *("num_latents", "latent_input", "forgetting"),
+        *("sliding_window", "rope_theta", "window_probability"),
+    )
 
     def __init__(
         self,
@@ -127,6 +138,8 @@ class LatteMacchiato(Mixer):
         rope_theta: float | None = 10000.0,
         softcap: float | None = None,
         rms_norm_eps: float = 1e-6,
+        forgetting: str = "none",
+        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
         causal: bool = True,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
@@ -142,19 +155,16 @@ class LatteMacchiato(Mixer):
             conv_kernel_size=conv_kernel_size,
             rglru_decay_range=rglru_decay_range,
             rms_norm_eps=rms_norm_eps,
+            forgetting=forgetting,
+            half_life_range=half_life_range,
             causal=causal,
         )
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        own = {
-            "num_latents": config.num_latents,
-            "latent_input": config.latent_input,
-            "window_probability": config.window_probability,
-            "window": config.sliding_window,
-        }
+        own = {"window_probability": config.window_probability, "window": config.sliding_window}
         local = cls.local_options(config)
-        return super().options(config) | own | local | LatentInput.options(config)
+        return super().options(config) | LatentLogits.options(config) | own | local
 
     def mixing_flops(self, length: int) -> float:
         """2 * 2 * L * D a head, and the window's."""
@@ -162,14 +172,15 @@ class LatteMacchiato(Mixer):
         return latents + self._local_flops(length)
 
     def _project(self, piece: Piece) -> Projected:
-        latent_q, latent_k, inputs = self.latents(piece)
+        latent_q, latent_k, log_decay, inputs = self.latents(piece)
         logits = MixingLogits(latent_q, latent_k, *self._local(piece.x, piece))
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
-        return Projected(v, logits, after=inputs.after, log=inputs.log)
+        return Projected(v, logits, log_decay, after=inputs.after, log=inputs.log)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        local = {"window": self.window, "softcap": self.softcap}
-        return mix_macchiato(projected.logits, projected.v, piece, causal=self.causal, **local)
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
+        options |= {"log_decay": projected.log_decay, "causal": self.causal}
+        return mix_macchiato(projected.logits, projected.v, piece, **options)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         latents = self.latents.step(x_BE, state)
@@ -192,20 +203,21 @@ def mix_macchiato(
     options |= {"initial_state": initial, **piece.sequences}
     out, carried = macchiato_attention(latent_q, latent_k, q, k, v_BTGD, **options)
     latent, window = (None, None) if carried is None else carried
-    return out, MixerState(latent=latent, window=window)
+    return out, MixerState(latent=without_decay(latent), window=window)
 
 
 def step_macchiato(
-    latents: tuple[Tensor, Tensor],
+    latents: tuple[Tensor, Tensor, Tensor | None],
     local: tuple[Tensor, Tensor, Tensor],
     state: StepState,
     scale: float,
     softcap: float | None,
     rotary: Rotary | None = None,
 ) -> Tensor:
-    """Heads' outputs (B, H, D) of one token per row: of latent q and k, and of local q, k and v."""
+    """Heads' outputs (B, H, D) of one token per row: of latent q, k, decay, and local q, k, v."""
     assert state.latent is not None and state.ring is not None
-    inputs = *latents, *local, *state.latent
+    latent_q, latent_k, log_decay = latents
+    inputs = latent_q, latent_k, *local, *state.latent
     ring, slot, real = state.ring, state.slot, state.clock.real
-    local_options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary}
-    return macchiato_step(*inputs, ring, slot, real, **local_options)
+    options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "log_decay": log_decay}
+    return macchiato_step(*inputs, ring, slot, real, **options)

@@ -41,12 +41,20 @@ class MixingLogits(NamedTuple):
     k: Tensor | None = None
 
 
+def remembered(logits: MixingLogits, log_decay: Tensor | None) -> MixingLogits:
+    """Logits of latents that forget nothing, and have the same p(s|l,t)."""
+    if logits.latent_k is None or log_decay is None:
+        return logits
+    return logits._replace(latent_k=logits.latent_k.double() - log_decay.double().cumsum(1))
+
+
 class Projected(NamedTuple):
     """What a mixer makes of a piece's tokens one by one, before it mixes them.
 
     Attributes:
         v: values (B, T, G, D).
         logits: what the weights of the tokens are made of, :class:`MixingLogits`.
+        log_decay: what the latents forget at each token, (B, T, H, L).
         features: phi(q) and phi(k), (B, T, H, F), of linear attention.
         after: the parts of the next state that are known by now: ``rglru``, ``conv``, ``own``.
         log: what each token added to those parts.
@@ -54,6 +62,7 @@ class Projected(NamedTuple):
 
     v: Tensor
     logits: Any = MixingLogits()  # which of them there are is the mixer's to know
+    log_decay: Tensor | None = None
     features: tuple[Tensor, Tensor] | None = None
     after: MixerState = MixerState()
     log: TokenLog = TokenLog()
@@ -216,8 +225,13 @@ class Mixer(Drawn):
         *,
         rotary: Rotary | None = None,
     ) -> MixingLogits:
-        """The logits behind the weights of these tokens among themselves, for looking at."""
-        return self._project(Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary)).logits
+        """The logits behind the weights of these tokens among themselves, for looking at.
+
+        What latents forget is taken from their keys, in fp64: ``latent_k`` is then what they would
+        be if nothing was forgotten.
+        """
+        projected = self._project(Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary))
+        return remembered(projected.logits, projected.log_decay)
 
     def attention_weights(
         self,
@@ -255,7 +269,8 @@ class Mixer(Drawn):
         shared = self._visibility(piece)
         local: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
         if latent_q is not None and latent_k is not None:
-            own: dict[str, Any] = {} if q is None else local
+            own: dict[str, Any] = {} if q is None else dict(local)
+            own["log_decay"] = projected.log_decay
             return attention_weights(latent_q, latent_k, q, k, **own, **shared)
         if q is not None and k is not None:
             return softmax_weights(q, k, **local, **shared)
@@ -312,6 +327,7 @@ class Mixer(Drawn):
         after = after._replace(rglru=early.rglru, conv=early.conv, own=early.own)
         k = projected.logits.latent_k if projected.features is None else projected.features[1]
         log = log._replace(k=k, v=projected.v, local_k=projected.logits.k)
+        log = log._replace(log_decay=projected.log_decay)
         return piece.end(after, log)
 
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
@@ -387,12 +403,14 @@ def _with_past(projected: Projected, piece: Piece, past: TokenLog) -> tuple[Proj
     logits = MixingLogits(
         blank(latent_q), whole(past.k, latent_k), blank(q), whole(past.local_k, k)
     )
+    log_decay = whole(past.log_decay, projected.log_decay)
     features: Any = projected.features
     if features is not None:
         features = (blank(features[0]), whole(past.k, features[1]))
     real, x = whole(past.mask, piece.real), blank(piece.x)
     assert x is not None
-    return projected._replace(logits=logits, features=features), Piece(x, real)
+    known = {"logits": logits, "log_decay": log_decay, "features": features}
+    return projected._replace(**known), Piece(x, real)
 
 
 # --- weights as dense matrices (B, H, T, T); Latte's own are in latte.ops.attention_weights -----

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
-from latte.ops.state import LinearState, WindowState, final_window_state
+from latte.ops.state import AnyState, LinearState, WindowState, final_window_state
 
 T = TypeVar("T")
 
@@ -34,6 +34,11 @@ def real_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x.new_ones(x.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
 
 
+def without_decay(state: AnyState | None) -> LatteState | None:
+    """The state as a cache keeps it, which merges nothing: its log-mass and mean."""
+    return None if state is None else LatteState(*state[:2])
+
+
 class TokenLog(NamedTuple):
     """What each recorded token added to the state; a field is None if the mixer has no such part.
 
@@ -45,6 +50,7 @@ class TokenLog(NamedTuple):
         rglru: the RG-LRU's state after each token, (B, S, E).
         conv: the convolution's inputs, (B, S, E).
         own: the state of a mixer of another kind after each token, (B, S, ...).
+        log_decay: what the latents forget, (B, S, H, L).
     """
 
     mask: Tensor | None = None
@@ -54,6 +60,7 @@ class TokenLog(NamedTuple):
     rglru: Tensor | None = None
     conv: Tensor | None = None
     own: Tensor | None = None
+    log_decay: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -172,7 +179,8 @@ class Piece(NamedTuple):
             return None
         state, sources, undo = self.state, self.state.sources, self.state.undo
         if sources is not None:
-            sources = sources.append(TokenLog(self.real, k=log.k, local_k=log.local_k))
+            parts = {"k": log.k, "local_k": log.local_k, "log_decay": log.log_decay}
+            sources = sources.append(TokenLog(self.real, **parts))
         if undo is not None:
             undo = undo.append(log._replace(mask=self.real))
         position = advance_position(state.position, self.key_mask, self.cu_seqlens, self.x)
@@ -252,7 +260,8 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
         q, k, v = torch.zeros_like(log.k), log.k, log.v
         options: dict[str, Any] = {"key_mask": mask, "output_final_state": True}
         if like.latent is not None:
-            _, latent = latte_attention(q, k, v, initial_state=base.latent, **options)
+            before: dict[str, Any] = {"initial_state": base.latent, "log_decay": log.log_decay}
+            latent = without_decay(latte_attention(q, k, v, **before, **options)[1])
         if like.linear is not None:
             _, linear = linear_attention(q, k, v.to(k.dtype), initial_state=base.linear, **options)
     rglru, own = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.layers.state import MixerState, map_tensors
+from latte.layers.state import MixerState, map_tensors, without_decay
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.step import Ring, number
 
@@ -79,7 +79,7 @@ class StepState:
             room: slots of the ring of a state that grows; None for one that does not.
             masked: keep which slots hold a real token; else all do.
         """
-        parts = (state.latent, state.linear, None, state.rglru, state.conv)
+        parts = (without_decay(state.latent), state.linear, None, state.rglru, state.conv)
         made = cls(clock, *map_tensors(_copy, parts))
         if state.window is None:
             return made

@@ -10,7 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.layers.checks import check_decay_range, check_probability
+from latte.layers.checks import check_decay_range, check_half_lives, check_probability
+from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
 from latte.models.registry import (
     find_mixer,
@@ -36,6 +37,9 @@ class LatteConfig(PreTrainedConfig):
         window_probability: p(l=0), the window's share in ``macchiato``, of a model that is not
             yet trained, set by a bias on the window's query logit; None is no bias, 1 / (L + 1).
         rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
+        forgetting: what gives the latents of ``latte`` and ``macchiato`` a horizon (beyond the
+            paper): ``none``, ``static``, a rate per latent, or ``gated``, by the token.
+        half_life_range: of those latents' initial half-lives, shortest and longest, in tokens.
         position: ``sinusoidal`` (added to the embeddings), ``rope`` (in the window or full
             attention) or ``none``.
         embedding_multiplier: what token embeddings are multiplied by; None is sqrt(hidden_size)
@@ -68,6 +72,8 @@ class LatteConfig(PreTrainedConfig):
     window_probability: float | int | None = None
     conv_kernel_size: int = 3
     rglru_decay_range: list[float | int] | tuple[float | int, ...] = DECAY_RANGE
+    forgetting: Literal["none", "static", "gated"] = "none"
+    half_life_range: list[float | int] | tuple[float | int, ...] = HALF_LIFE_RANGE
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: float | int = 1e-6
     mlp: Literal["gelu", "swiglu"] = "swiglu"
@@ -92,8 +98,9 @@ class LatteConfig(PreTrainedConfig):
         self._reject_misspelt(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if isinstance(self.rglru_decay_range, list):  # as JSON has it
-            self.rglru_decay_range = tuple(self.rglru_decay_range)
+        for name in ("rglru_decay_range", "half_life_range"):
+            if isinstance(getattr(self, name), list):  # as JSON has it
+                setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__(**kwargs)
 
     def _reject_misspelt(self, extra: dict[str, Any]) -> None:
@@ -173,6 +180,14 @@ class LatteConfig(PreTrainedConfig):
                 )
             check_probability("window_probability", self.window_probability)
         check_decay_range("rglru_decay_range", self.rglru_decay_range)
+        check_half_lives("half_life_range", self.half_life_range)
+        if self.forgetting != "none":
+            if "forgetting" not in uses:
+                raise ValueError(
+                    f"forgetting must be 'none' for mixer={self.mixer!r}, got {self.forgetting!r}"
+                )
+            if not self.is_causal:
+                raise ValueError(f"forgetting={self.forgetting!r} needs is_causal=True, got False")
         for name in ("embedding_dropout", "hidden_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -253,6 +268,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "linear++": {"mixer": "linear", **_PLAIN},
 }
 
+# Beyond the paper: latents that forget.
+_FORGETTING = {
+    f"{name}-f++": {**_PRESETS[f"{name}++"], "forgetting": "gated"}
+    for name in ("latte-conv-swa", "latte-r-swa")
+}
+
 _SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "num_latents", "sliding_window", "max_position_embeddings"),
@@ -271,7 +292,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 _SIZES["paper"] |= {"embedding_dropout": 0.1, "hidden_dropout": 0.1}
 
-for _name, _fields in _PRESETS.items():
+for _name, _fields in (_PRESETS | _FORGETTING).items():
     register_preset(_name, **_fields)
 
 PRESETS = tuple(_PRESETS)
@@ -282,7 +303,8 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     """The configuration of a named model at a named size.
 
     Args:
-        name: one of ``PRESETS``, e.g. ``"latte-r-swa++"``, or a registered one.
+        name: one of ``PRESETS``, the paper's, e.g. ``"latte-r-swa++"``; ``"latte-conv-swa-f++"``
+            or ``"latte-r-swa-f++"``, whose latents forget; or a registered one.
         size: one of ``SIZES``.
         overrides: any field of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
 

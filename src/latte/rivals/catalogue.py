@@ -35,7 +35,10 @@ GET_TRITON = "pip install 'latte-attention[gpu]'"
 
 # What a recipe may override for every model alike: fields of LatteConfig that set the size. The
 # first ones mean something to Latte alone, and are passed over as `transformer++` passes them over.
-OURS_ALONE = ("num_latents", "conv_kernel_size", "window_probability", "rglru_decay_range")
+OURS_ALONE = (
+    *("num_latents", "conv_kernel_size", "window_probability", "rglru_decay_range"),
+    *("forgetting", "half_life_range"),
+)
 SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "intermediate_size", "max_position_embeddings", "sliding_window"),

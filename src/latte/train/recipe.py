@@ -104,6 +104,8 @@ class ConversionSection:
     latent_input: Literal["none", "conv", "rglru"] = "rglru"
     window_probability: float = 0.95  # what p(l=0) starts at
     rglru_decay_range: list[float] = field(default_factory=lambda: [0.9, 0.999])  # initial decays
+    forgetting: Literal["none", "static", "gated"] = "none"  # the latents' horizon
+    half_life_range: list[float] = field(default_factory=lambda: [4.0, 512.0])  # initial, in tokens
     num_sinks: int = 0  # first tokens that stay visible to the window
     delay_latents: bool = False  # feed latents only with tokens that have left the window
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
@@ -123,6 +125,8 @@ class ConversionSection:
             "latent_input": self.latent_input,
             "window_probability": self.window_probability,
             "rglru_decay_range": tuple(self.rglru_decay_range),
+            "forgetting": self.forgetting,
+            "half_life_range": tuple(self.half_life_range),
             "num_sinks": self.num_sinks,
             "delay_latents": self.delay_latents,
         }
