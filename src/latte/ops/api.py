@@ -21,7 +21,7 @@ for fp64 inputs), the output has the dtype of ``v``. Bad arguments raise ``Value
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ from latte.ops.triton_backend.launch import (
 LATTE: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
     "reference": reference.latte_attention,
     "torch": torch_latte.latte_attention,
+    "cpu": cpp_backend.latte_attention,
     "triton": triton_backend.latte_attention,
 }
 MACCHIATO: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
@@ -85,6 +86,7 @@ MACCHIATO: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
 WINDOW: dict[str, Callable[..., Tensor]] = {
     "reference": reference.sliding_window_attention,
     "torch": torch_window.sliding_window_attention,
+    "cpu": cpp_backend.sliding_window_attention,
     "triton": triton_backend.sliding_window_attention,
 }
 LINEAR: dict[str, Callable[..., tuple[Tensor, LinearState]]] = {
@@ -159,10 +161,12 @@ def latte_attention(
     start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
     total = total_log_decay(log_decay, initial_state, cu_seqlens)
     initial_state, log_decay = _forget_first(initial_state, log_decay, step)
-    serves = LATTE if log_decay is None else FORGETTING
-    chosen = choose(op, backend, serves, q.device, lambda: unavailable(q, L, D), step=step)
+    every = (q, k, v, log_decay, *(initial_state or ()))
+    serves = _natively(LATTE if log_decay is None else FORGETTING, causal)
+    at = (q.device, lambda: unavailable(q, L, D))
+    chosen = choose(op, backend, serves, *at, step=step, inputs=every)
     if chosen != "reference":
-        check_tangents(op, q, k, v, log_decay, *(initial_state or ()))
+        check_tangents(op, *every)
     if G != H and not (step and chosen == "triton"):
         v = v.repeat_interleave(H // G, 2)
     if B * T == 0:
@@ -177,6 +181,11 @@ def latte_attention(
         forgetting = {} if log_decay is None else {"log_decay": log_decay}
         out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
     return out, state_of(*state[:2], total) if output_final_state else None
+
+
+def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
+    """Who serves attention: the native kernels only if it is causal."""
+    return serves if causal else [name for name in serves if name != "cpu"]
 
 
 def _forget_first(
@@ -275,8 +284,7 @@ def macchiato_attention(
             return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
         return unavailable(q, L, D)
 
-    having = MACCHIATO if log_decay is None else FORGETTING
-    serves = [name for name in having if causal or name != "cpu"]
+    serves = _natively(MACCHIATO if log_decay is None else FORGETTING, causal)
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
@@ -355,10 +363,13 @@ def sliding_window_attention(
     if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
     initial_state = check_window_state(op, initial_state, window, N, k, v)
-    serves = FULL if window is None and backend is None else WINDOW
-    chosen = choose(op, backend, serves, q.device, lambda: window_unavailable(q, window, K, D))
+    every = (q, k, v, *(initial_state or ()))
+    serves = _natively(WINDOW, causal and window is not None)
+    serves = FULL if window is None and backend is None else serves
+    at = (q.device, lambda: window_unavailable(q, window, K, D))
+    chosen = choose(op, backend, serves, *at, inputs=every)
     if chosen != "reference" and window is not None:
-        check_tangents(op, q, k, v, *(initial_state or ()))
+        check_tangents(op, *every)
     state = None
     if output_final_state:
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)

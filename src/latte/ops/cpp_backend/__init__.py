@@ -27,7 +27,7 @@ from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequenc
 from latte.ops.torch_backend import recurrence
 
 # Tokens between two states that are kept for the backward pass, by the RG-LRU (CHUNK in rg_lru.cpp)
-# and by Latte-Macchiato (SEGMENT in attention.cpp).
+# and by Latte (SEGMENT in attention.cpp).
 CHUNK, SEGMENT = 32, 256
 
 
@@ -90,7 +90,8 @@ def _op(
         again: the differentiable outputs by PyTorch's operations, for the gradients of gradients.
         fake: empty outputs.
     """
-    schemas.define(f"{name}({inputs}) -> ({', '.join(['Tensor'] * outputs)})")
+    results = ", ".join(["Tensor"] * outputs)
+    schemas.define(f"{name}({inputs}) -> {results if outputs == 1 else f'({results})'}")
     tensors = inputs.split(", ")
     count = sum(x.startswith("Tensor") for x in tensors)
     grads = [f"Tensor grad_{i}" for i in range(differentiable)]
@@ -133,6 +134,19 @@ def causal_conv1d(
     return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, *_plain(tail, sequences))
 
 
+def latte_attention(
+    q_BTHL: Tensor,
+    k_BTHL: Tensor,
+    v_BTHD: Tensor,
+    sequences: Sequences,
+    earlier: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, LatteState]:
+    """See :func:`latte.ops.latte_attention`, if causal."""
+    around = _plain(None, sequences)[1:]
+    out, A, mu = latte_op(q_BTHL, k_BTHL, v_BTHD, *around, *_contiguous(earlier, 2))[:3]
+    return out, LatteState(A, mu)
+
+
 def macchiato_attention(
     latent_q_BTHL: Tensor,
     latent_k_BTHL: Tensor,
@@ -145,14 +159,28 @@ def macchiato_attention(
     tail: WindowState | None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
-    log_mass, mean = earlier or (None, None)
-    keys, values, tail_mask = tail or (None, None, None)
-    mean, *around = _plain(mean, sequences)
-    state = (None if log_mass is None else log_mass.contiguous(), mean)
-    ring = (keys, values, None if tail_mask is None else tail_mask.contiguous())
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    out, A, mu = macchiato_op(*inputs, *around, *state, *ring, *local)[:3]
+    around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), *_contiguous(tail, 3))
+    out, A, mu = macchiato_op(*inputs, *around, *local)[:3]
     return out, LatteState(A, mu)
+
+
+def sliding_window_attention(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    local: Local,
+    sequences: Sequences,
+    tail: WindowState | None,
+) -> Tensor:
+    """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
+    around = (*_plain(None, sequences)[1:], *_contiguous(tail, 3))
+    return window_op(q_BTHK, k_BTGK, v_BTGD, *around, *local)
+
+
+def _contiguous(state: tuple[Tensor, ...] | None, count: int) -> tuple[Tensor | None, ...]:
+    """The tensors of a state, or as many times None."""
+    return (None,) * count if state is None else tuple(x.contiguous() for x in state)
 
 
 def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, ...]:
@@ -183,22 +211,43 @@ def _convolution_again(x, weight, bias, initial, mask, bounds):
     return recurrence.causal_conv1d(x, weight, bias, Sequences(mask, bounds), initial)
 
 
-def _macchiato_fake(latent_q, latent_k, q, k, v, mask, bounds, *_):
-    (B, T, H, L), D = latent_k.shape, v.shape[3]
-    A, mu = final_buffers(latent_k, v, bounds)
+def _latte_fake(q, k, v, mask, bounds, *_):
+    (B, T, H, L), D = k.shape, v.shape[3]
+    A, mu = final_buffers(k, v, bounds)
     M = B * -(-T // SEGMENT) if bounds is None else T // SEGMENT + A.shape[0]
     kept = (A.new_empty(M, H, L), A.new_empty(M, H, L), A.new_empty(M, H, L, D))
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
+def _latte_again(q, k, v, mask, bounds, *earlier):
+    state = None if earlier[0] is None else earlier
+    out, last = reference.latte_attention(q, k, v, Sequences(mask, bounds), state)
+    return out, *last
+
+
+def _macchiato_fake(latent_q, latent_k, q, k, v, *around):
+    return _latte_fake(latent_q, latent_k, v, *around)
+
+
 def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, *rest):
     *tail, window, scale, softcap = rest
-    out, state = reference.macchiato_attention(
+    out, last = reference.macchiato_attention(
         *(latent_q, latent_k, q, k, v, Local(window, scale, softcap), Sequences(mask, bounds)),
-        None if log_mass is None else LatteState(log_mass, mean),
+        None if log_mass is None else (log_mass, mean),
         None if tail[0] is None else WindowState(*tail),
     )
-    return out, *state
+    return out, *last
+
+
+def _window_fake(q, k, v, *_):
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _window_again(q, k, v, mask, bounds, *rest):
+    *tail, window, scale, softcap = rest
+    tail = None if tail[0] is None else WindowState(*tail)
+    local, sequences = Local(window, scale, softcap), Sequences(mask, bounds)
+    return (reference.sliding_window_attention(q, k, v, local, sequences, tail),)
 
 
 if ABSENT is None:
@@ -216,13 +265,27 @@ if ABSENT is None:
         *(2, (0, 1, 2, 3), _convolution_again, _convolution_fake),
         differentiable=2,
     )
+    sequences, state = "Tensor? mask, Tensor? bounds", "Tensor? log_mass, Tensor? mean"
+    tail = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask, int window, float scale"
+    tail = f"{tail}, float softcap"
+    latte_op = _op(
+        "cpu_latte",
+        f"Tensor q, Tensor k, Tensor v, {sequences}, {state}",
+        *(6, (0, 1, 2, 5, 6), _latte_again, _latte_fake),
+        differentiable=3,
+    )
     macchiato_op = _op(
         "cpu_macchiato",
-        "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, Tensor? mask, "
-        "Tensor? bounds, Tensor? log_mass, Tensor? mean, Tensor? tail_k, Tensor? tail_v, "
-        "Tensor? tail_mask, int window, float scale, float softcap",
+        "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, "
+        f"{sequences}, {state}, {tail}",
         *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10), _macchiato_again, _macchiato_fake),
         differentiable=3,
+    )
+    window_op = _op(
+        "cpu_window",
+        f"Tensor q, Tensor k, Tensor v, {sequences}, {tail}",
+        *(1, (0, 1, 2, 5, 6), _window_again, _window_fake),
+        differentiable=1,
     )
     # Steps of decoding (latte.ops.step), which write into the states that they are given.
     latents = "Tensor(a!) log_mass, Tensor(b!) mean"

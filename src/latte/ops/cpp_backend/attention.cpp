@@ -1,4 +1,5 @@
 // Causal Latte-Macchiato: a sliding window and latents in one distribution, forward and backward.
+// Latte is the same without a window, p over the latents alone; the window without latents, p = 1.
 //
 //     y_t = sum_s a_ts v_s,  a_ts = p_t[0] w_ts + sum_l p_t[l] exp(k_s[l] - A_t[l])
 //     w_t = softmax of scale <q_t, k_s> over t-W < s <= t,  A_t[l] = log sum_{s<=t} exp(k_s[l])
@@ -20,9 +21,11 @@
 // ... + g_s) for k_s, sums from the chunk's start, in `load_logits`, and r plus the chunk's sum
 // after it.
 //
-// FLOPs per token and head with K = D: forward 2 D (2 W + 2 C/2 or less + 2 L) + 2 L C/2, backward
-// 2 D (5 W + 4 L) + 3 L C, so for W = 128, D = 64, L = 16: 41k and 95k, at 60 GFLOP/s of a core
-// 0.7 and 1.6 us; W exponentials add a tenth; bytes, 4 (4 D + 2 L) or twice that and more, 0.06 us.
+// FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward 2 D (5 W + 4 L) +
+// 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7 and 1.4 us. W + 2 L
+// exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L) bytes 0.05 and 0.1 us.
+// Measured 1.2 and 3.3 us: tiles run at the full rate, beside them are the rows' softmax, and
+// loads and stores of rows that lie apart.
 //
 // Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
 // W window, P = W - 1 keys of the earlier state, N sequences (B, or the packed ones), M segments.
@@ -48,15 +51,19 @@ struct Attention {
     Tensor dout, dlast_mass, dlast_mean;
     Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dtail_k, dtail_v;
 
-    int64_t tokens() const { return q.sizes[1]; }
-    int64_t heads() const { return q.sizes[2]; }
-    int64_t groups() const { return k.sizes[2]; }
-    int64_t latents() const { return latent_k.sizes[3]; }
+    bool near() const { return bool(q); }
+    bool far() const { return bool(latent_k); }
+    int64_t batch() const { return v.sizes[0]; }
+    int64_t tokens() const { return v.sizes[1]; }
+    int64_t heads() const { return far() ? latent_k.sizes[2] : q.sizes[2]; }
+    int64_t groups() const { return v.sizes[2]; }
+    int64_t latents() const { return far() ? latent_k.sizes[3] : 0; }
+    int64_t key_width() const { return near() ? q.sizes[3] : 0; }
     int64_t tail() const { return tail_k ? tail_k.sizes[1] : 0; }
-    int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : q.sizes[0]; }
+    int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : batch(); }
     int64_t segments() const {
         if (bounds) return tokens() / SEGMENT + sequences();
-        return q.sizes[0] * ((tokens() + SEGMENT - 1) / SEGMENT);
+        return batch() * ((tokens() + SEGMENT - 1) / SEGMENT);
     }
 };
 
@@ -82,30 +89,40 @@ struct HeadTask {
 
 namespace latte {
 
-static Attention inputs(Stack& stack) {
+// What an op has: latents, and a window.
+struct Parts { bool far, near; };
+
+static Attention inputs(Stack& stack, Parts parts) {
     Attention op;
-    op.latent_q = stack.tensor(), op.latent_k = stack.tensor();
-    op.q = stack.tensor(), op.k = stack.tensor(), op.v = stack.tensor();
-    op.mask = stack.maybe_tensor(), op.bounds = stack.maybe_tensor();
-    op.log_mass = stack.maybe_tensor(), op.mean = stack.maybe_tensor();
+    if (parts.far) op.latent_q = stack.tensor(), op.latent_k = stack.tensor();
+    if (parts.near) op.q = stack.tensor(), op.k = stack.tensor();
+    op.v = stack.tensor(), op.mask = stack.maybe_tensor(), op.bounds = stack.maybe_tensor();
+    if (parts.far) op.log_mass = stack.maybe_tensor(), op.mean = stack.maybe_tensor();
+    if (!parts.near) return op;
     op.tail_k = stack.maybe_tensor(), op.tail_v = stack.maybe_tensor();
     op.tail_mask = stack.maybe_tensor();
     return op;
 }
 
 static void numbers(Stack& stack, Attention& op) {
-    op.window = stack.integer(), op.scale = stack.number(), op.softcap = stack.number();
+    op.window = op.near() ? stack.integer() : 0;
+    op.scale = op.near() ? stack.number() : 0.0, op.softcap = op.near() ? stack.number() : 0.0;
 }
 
-// (inputs, window, scale, softcap) -> (y, log_mass, mean, kept x 3)
+// (inputs, window, scale, softcap) -> y and, if there are latents, log_mass, mean, kept x 3
+template <bool far, bool near>
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
-    Attention op = inputs(stack);
+    Attention op = inputs(stack, {far, near});
     numbers(stack, op);
-    const int64_t B = op.q.sizes[0], T = op.tokens(), H = op.heads(), L = op.latents();
-    const int64_t D = op.v.sizes[3], N = op.sequences(), M = op.segments();
-    const int32_t dtype = wide(op.q);
-    op.out = Tensor::empty({B, T, H, D}, op.v.dtype);
+    const int64_t H = op.heads(), L = op.latents(), D = op.v.sizes[3];
+    const int64_t N = op.sequences(), M = op.segments();
+    const int32_t dtype = wide(op.v);
+    op.out = Tensor::empty({op.batch(), op.tokens(), H, D}, op.v.dtype);
+    if (!far) {
+        LATTE_CHOOSE(run_forward)(op);
+        return stack.give(op.out);
+    }
     op.last_mass = Tensor::empty({N, H, L}, dtype), op.last_mean = Tensor::empty({N, H, L, D}, dtype);
     op.kept_top = Tensor::empty({M, H, L}, dtype), op.kept_mass = Tensor::empty({M, H, L}, dtype);
     op.kept_sum = Tensor::empty({M, H, L, D}, dtype);
@@ -117,30 +134,37 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
 }
 
-// (dy, dlog_mass, dmean, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k, q, k, v,
-// log_mass, mean and the tail's keys and values, empty where there are none
+// (dy and the state's gradients, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k, q,
+// k, v, log_mass, mean and the tail's keys and values, as far as the op has them, empty for None
+template <bool far, bool near>
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
-    Tensor dout = stack.tensor(), dlast_mass = stack.tensor(), dlast_mean = stack.tensor();
-    Attention op = inputs(stack);
+    Tensor dout = stack.tensor(), dlast_mass, dlast_mean;
+    if (far) dlast_mass = stack.tensor(), dlast_mean = stack.tensor();
+    Attention op = inputs(stack, {far, near});
     op.dout = static_cast<Tensor&&>(dout), op.dlast_mass = static_cast<Tensor&&>(dlast_mass);
     op.dlast_mean = static_cast<Tensor&&>(dlast_mean);
-    op.kept_top = stack.tensor(), op.kept_mass = stack.tensor(), op.kept_sum = stack.tensor();
+    if (far)
+        op.kept_top = stack.tensor(), op.kept_mass = stack.tensor(), op.kept_sum = stack.tensor();
     numbers(stack, op);
-    const int64_t B = op.q.sizes[0], T = op.tokens(), H = op.heads(), G = op.groups();
-    const int64_t L = op.latents(), K = op.q.sizes[3], D = op.v.sizes[3], N = op.sequences();
-    const int32_t dtype = op.q.dtype, sums = wide(op.q);
-    op.dlatent_q = Tensor::empty({B, T, H, L + 1}, dtype);
-    op.dlatent_k = Tensor::empty({B, T, H, L}, dtype);
-    op.dq = Tensor::empty({B, T, H, K}, dtype);
+    const int64_t B = op.batch(), T = op.tokens(), H = op.heads(), G = op.groups();
+    const int64_t L = op.latents(), K = op.key_width(), D = op.v.sizes[3], N = op.sequences();
+    const int32_t dtype = op.v.dtype, sums = wide(op.v);
     // Heads that share keys and values give each their own gradients, added up in one order.
     const int32_t each = H == G ? dtype : sums;
-    op.dk = Tensor::empty({B, T, H, K}, each), op.dv = Tensor::empty({B, T, H, D}, each);
     const bool carried = bool(op.log_mass), tailed = bool(op.tail_k);
-    op.dlog_mass = carried ? Tensor::empty({N, H, L}, sums) : Tensor::empty({0}, sums);
-    op.dmean = carried ? Tensor::empty({N, H, L, D}, sums) : Tensor::empty({0}, sums);
-    op.dtail_k = tailed ? Tensor::empty({N, op.tail(), H, K}, each) : Tensor::empty({0}, dtype);
-    op.dtail_v = tailed ? Tensor::empty({N, op.tail(), H, D}, each) : Tensor::empty({0}, dtype);
+    op.dv = Tensor::empty({B, T, H, D}, each);
+    if (far) {
+        op.dlatent_q = Tensor::empty({B, T, H, L + near}, dtype);
+        op.dlatent_k = Tensor::empty({B, T, H, L}, dtype);
+        op.dlog_mass = carried ? Tensor::empty({N, H, L}, sums) : Tensor::empty({0}, sums);
+        op.dmean = carried ? Tensor::empty({N, H, L, D}, sums) : Tensor::empty({0}, sums);
+    }
+    if (near) {
+        op.dq = Tensor::empty({B, T, H, K}, dtype), op.dk = Tensor::empty({B, T, H, K}, each);
+        op.dtail_k = tailed ? Tensor::empty({N, op.tail(), H, K}, each) : Tensor::empty({0}, dtype);
+        op.dtail_v = tailed ? Tensor::empty({N, op.tail(), H, D}, each) : Tensor::empty({0}, dtype);
+    }
     LATTE_CHOOSE(run_backward)(op);
     if (H != G) {
         for (Tensor* x : {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v}) {
@@ -150,12 +174,21 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
             *x = static_cast<Tensor&&>(together);
         }
     }
-    stack.give(op.dlatent_q, op.dlatent_k, op.dq, op.dk, op.dv, op.dlog_mass, op.dmean, op.dtail_k,
-               op.dtail_v);
+    if (far && near)
+        stack.give(op.dlatent_q, op.dlatent_k, op.dq, op.dk, op.dv, op.dlog_mass, op.dmean,
+                   op.dtail_k, op.dtail_v);
+    else if (far)
+        stack.give(op.dlatent_q, op.dlatent_k, op.dv, op.dlog_mass, op.dmean);
+    else
+        stack.give(op.dq, op.dk, op.dv, op.dtail_k, op.dtail_v);
 }
 
-static Register registered_forward("cpu_macchiato", forward);
-static Register registered_backward("cpu_macchiato_backward", backward);
+static Register registered_macchiato("cpu_macchiato", forward<true, true>);
+static Register registered_macchiato_backward("cpu_macchiato_backward", backward<true, true>);
+static Register registered_latte("cpu_latte", forward<true, false>);
+static Register registered_latte_backward("cpu_latte_backward", backward<true, false>);
+static Register registered_window("cpu_window", forward<false, true>);
+static Register registered_window_backward("cpu_window_backward", backward<false, true>);
 
 }  // namespace latte
 
@@ -347,22 +380,24 @@ struct Head {
     const int64_t K, D, L, Kp, Dp, Lp, Lq;  // widths, of whole vectors
     const int64_t size;  // bytes of an element of the inputs
     int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
-    const bool back;
+    const bool near, far, back;
+    const int64_t column;  // of p at which latent_q begins
     std::vector<char> memory;
     size_t used = 0;
     std::vector<Keys<T>> ring;
     T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *e, *e_panels, *alpha, *ratio,
-        *out, *near, *delta, *lost, *pulled, *dkeys, *turned, *own_k, *own_v, *tops, *reverse, *scalar;
+        *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *own_k, *own_v, *tops, *reverse, *scalar;
     Latents<T> state;
     std::vector<T> saved;          // states before the runs of a segment
     std::vector<LatentRun<T>> runs;  // of a segment, or of a chunk
     HeadTask task;
 
     Head(const Attention& op, bool back)
-        : op(op), K(op.q.sizes[3]), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
-          Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.q.bytes_each()), back(back), task(op, 0) {
+        : op(op), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
+          Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), near(op.near()),
+          far(op.far()), back(back), column(near ? 0 : 1), task(op, 0) {
         const int64_t longest = op.tokens() + op.tail();
-        reach = least(op.window, longest) - 1;
+        reach = least(op.window, longest) - 1;  // -1: nothing is near
         slots = (reach + TOKENS - 1) / TOKENS + 1;
         columns = slots * TOKENS, base = columns - TOKENS;
         for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
@@ -381,7 +416,7 @@ struct Head {
             state = {room(Lp), room(Lp), room(Lp * Dp)};
             if (back) {
                 dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
-                slope = room(op.softcap ? TOKENS * columns : 0), near = room(TOKENS * TOKENS);
+                slope = room(op.softcap ? TOKENS * columns : 0), before = room(TOKENS * TOKENS);
                 delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq);
                 dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
                 reverse = room(Lp * Dp), scalar = room(Lp);
@@ -413,12 +448,13 @@ struct Head {
     void ask_around(int64_t chunk, int64_t i) const {
         const int64_t here = chunk * TOKENS + i, next = here + (back ? -TOKENS : TOKENS);
         const int64_t keys = back ? next - base : next;
-        ask(op.latent_q, next, task.h), ask(op.latent_k, next, task.h), ask(op.q, next, task.h);
-        ask(op.k, keys, task.g), ask(op.v, keys, task.g);
+        if (far) ask(op.latent_q, next, task.h), ask(op.latent_k, next, task.h);
+        if (near) ask(op.q, next, task.h), ask(op.k, keys, task.g);
+        ask(op.v, keys, task.g);
         if (!back) return ask(op.out, here, task.h);
-        ask(op.dout, next, task.h);
-        for (const Tensor* x : {&op.dlatent_q, &op.dlatent_k, &op.dq, &op.dk, &op.dv})
-            ask(*x, here, task.h);
+        ask(op.dout, next, task.h), ask(op.dv, here, task.h);
+        if (far) ask(op.dlatent_q, here, task.h), ask(op.dlatent_k, here, task.h);
+        if (near) ask(op.dq, here, task.h), ask(op.dk, here, task.h);
     }
 
     // The places of keys that query i of a chunk may see, among its columns.
@@ -435,7 +471,7 @@ struct Head {
         s.masked = false;
         if (first >= 0) {
             stop = rows_of(chunk);
-            take(op.k, task.row, task.begin + first, task.g, stop, s.k, Kp);
+            if (near) take(op.k, task.row, task.begin + first, task.g, stop, s.k, Kp);
             take(op.v, task.row, task.begin + first, task.g, stop, s.v, Dp);
         } else {
             from = most(0, -P - first);
@@ -538,14 +574,19 @@ struct Head {
 
     // p of the latents' queries, in p; and of the window's scores weights, in logits.
     void probabilities(int64_t chunk, int64_t rows) {
-        take(op.latent_q, task.row, task.begin + chunk * TOKENS, task.h, rows, p, Lq);
-        for (int64_t i = 0; i < rows; ++i) soften(p + i * Lq, 0, L + 1, T(1));
+        p[0] = 0;
+        if (far) take(op.latent_q, task.row, task.begin + chunk * TOKENS, task.h, rows, p + column, Lq);
+        for (int64_t i = 0; i < rows; ++i) {
+            ask_around(chunk, i);
+            if (far) soften(p + i * Lq, column, L + 1, T(1));
+            else p[i * Lq] = 1;
+        }
+        if (!near) return;
         take(op.q, task.row, task.begin + chunk * TOKENS, task.h, rows, queries, Kp, T(op.scale));
         against(chunk, rows, queries, Kp, K, false, false, logits);
         for (int64_t i = 0; i < rows; ++i) {
             T* x = logits + i * columns;
             const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
-            ask_around(chunk, i);
             if (op.softcap) cap(x, slope + (back ? i * columns : 0), first / W * W, stop);
             for (int64_t j = first / TOKENS; j < slots; ++j) {
                 const Keys<T>& s = slot(chunk - slots + 1 + j);
@@ -667,7 +708,7 @@ struct Head {
         low = op.tail_k ? -op.tail() : 0;
         for (int64_t l = 0; l < Lp; ++l) state.top[l] = lowest, state.mass[l] = 0;
         std::memset(state.sum, 0, size_t(Lp * Dp) * sizeof(T));
-        if (!op.log_mass) return;
+        if (!op.log_mass) return;  // also if there are no latents
         const int64_t at = (task.n * op.heads() + task.h) * L;
         for (int64_t l = 0; l < L; ++l) {
             state.top[l] = op.log_mass.at<T>()[at + l];
@@ -688,7 +729,7 @@ struct Head {
             if ((c + 1) * TOKENS > low) load_keys(c);
         for (int64_t c = 0; c < chunks; ++c) {
             const int64_t rows = rows_of(c);
-            if (c * TOKENS % SEGMENT == 0) {
+            if (far && c * TOKENS % SEGMENT == 0) {
                 const int64_t at = kept_at(c * TOKENS / SEGMENT);
                 std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
                 std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
@@ -699,12 +740,13 @@ struct Head {
             load_keys(c);
             probabilities(c, rows);
             for (int64_t i = 0; i < rows; ++i) share_out(c, i);
-            load_logits(c, rows);
-            for (int64_t begin = 0; begin < rows;) {
+            if (far) load_logits(c, rows);
+            else with_keys(c, 0, rows, weights, true, false, out);
+            for (int64_t begin = 0; far && begin < rows;) {
                 const LatentRun<T> run = next_run(begin, rows);
                 scale_keys(run);
                 add_scores(run, weights + base, columns);
-                with_keys(c, run.begin, run.end, weights, true, true, out);
+                with_keys(c, begin, run.end, weights, true, true, out);
                 product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp,
                         int64_t(1), state.sum, Dp, L);
                 take_in(run, slot(c).v);
@@ -728,7 +770,7 @@ struct Head {
         T* to = weights + i * columns;
         const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
         for (int64_t c = first / W * W; c < stop; c += W) store_all(to + c, load_all(from + c) * share);
-        clear_around(chunk, i, true, to);
+        clear_around(chunk, i, far, to);
     }
 
     // The runs of a segment and the states before them: from the state kept, once more forward.
@@ -802,8 +844,8 @@ struct Head {
     void backward_task(int64_t number) {
         begin_task(number);
         const int64_t chunks = (task.count + TOKENS - 1) / TOKENS;
-        if (chunks) walk_segment((task.count - 1) / SEGMENT);
-        begin_reverse();
+        if (chunks && far) walk_segment((task.count - 1) / SEGMENT);
+        if (far) begin_reverse();
         std::memcpy(tops, state.top, size_t(Lp) * sizeof(T));  // what R is relative to
         std::vector<T> top(tops, tops + Lp);
         for (int64_t c = chunks - slots + 1; c < chunks && chunks; ++c)
@@ -814,9 +856,9 @@ struct Head {
             backward_chunk(c, top);
             Keys<T>& s = slot(c);
             const int64_t token = task.begin + c * TOKENS, rows = rows_of(c);
-            put(op.dk, task.row, token, task.h, rows, s.dk, Kp);
+            if (near) put(op.dk, task.row, token, task.h, rows, s.dk, Kp);
             put(op.dv, task.row, token, task.h, rows, s.dv, Dp);
-            if (c && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
+            if (far && c && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
         }
         if (op.tail_k) end_tail(chunks);
         if (op.log_mass) end_state(top);
@@ -856,12 +898,23 @@ struct Head {
 
     void backward_chunk(int64_t c, std::vector<T>& top) {
         const int64_t rows = rows_of(c), token = task.begin + c * TOKENS;
-        Keys<T>& s = slot(c);
         probabilities(c, rows);
         take(op.dout, task.row, token, task.h, rows, dy, Dp);
-        against(c, rows, dy, Dp, D, true, true, pairs);
+        against(c, rows, dy, Dp, D, true, far, pairs);
         for (int64_t i = 0; i < rows; ++i) through_window(c, i);
+        if (far) backward_latents(c, rows, top);
+        else to_keys(c, rows, weights, dy, true, false);
+        if (!near) return;
+        to_keys(c, rows, logits, queries, false, false);
+        with_keys(c, 0, rows, logits, false, false, queries);
+        for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= T(op.scale);
+        put(op.dq, task.row, token, task.h, rows, queries, Kp);
+    }
 
+    // The latents' part, and with it that of all weights in the values' gradients.
+    void backward_latents(int64_t c, int64_t rows, std::vector<T>& top) {
+        const int64_t token = task.begin + c * TOKENS;
+        Keys<T>& s = slot(c);
         load_logits(c, rows);
         size_t first = runs.size();
         while (first && runs[first - 1].begin >= c * TOKENS) --first;
@@ -882,12 +935,8 @@ struct Head {
             for (int64_t l = 0; l <= L; ++l) total += x[l];
             for (int64_t l = 0; l <= L; ++l) x[l] -= y[l] * total;
         }
-        put(op.dlatent_q, task.row, token, task.h, rows, pulled, Lq);
+        put(op.dlatent_q, task.row, token, task.h, rows, pulled + column, Lq);
         put(op.dlatent_k, task.row, token, task.h, rows, dkeys, Lp);
-        to_keys(c, rows, logits, queries, false, false);
-        with_keys(c, 0, rows, logits, false, false, queries);
-        for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= T(op.scale);
-        put(op.dq, task.row, token, task.h, rows, queries, Kp);
     }
 
     // From weights in logits and <dy, v> in pairs: the weights' part in `weights`, the gradients of
@@ -913,7 +962,7 @@ struct Head {
         const int64_t begin = run.begin, end = run.end, count = end - begin;
         for (int64_t i = begin; i < end; ++i) {  // <dy_t, v_s> for s <= t alone
             const T* from = pairs + i * columns + base;
-            T* to = near + i * TOKENS;
+            T* to = before + i * TOKENS;
             for (int64_t c = begin / W * W; c < least(TOKENS, i + ROWS + W); c += W)
                 store_all(to + c, c <= i ? within(load_all(from + c), V<T>{}, c, begin, i + 1) : V<T>{});
         }
@@ -922,7 +971,7 @@ struct Head {
         for (int64_t l = 0; l < Lp; l += W)
             for (int64_t i = begin; i < end; i += ROWS) {
                 const int64_t some = least(ROWS, end - i);
-                tile(some, delta + i * Lp + l, Lp, true, near + i * TOKENS + begin, TOKENS,
+                tile(some, delta + i * Lp + l, Lp, true, before + i * TOKENS + begin, TOKENS,
                      int64_t(1), e + begin * Lp + l, Lp, i + some - begin);
             }
         // p d and its part of the logits' gradients, summed from the end: never as a difference of
@@ -943,7 +992,7 @@ struct Head {
         product(dkeys + begin * Lp, Lp, false, count, Lp, s.v + begin * Dp, Dp, int64_t(1), turned, Lp, D);
         for (int64_t l = 0; l < Lp; l += W)
             for (int64_t i = begin; i < end; i += ROWS)
-                tile(least(ROWS, end - i), dkeys + i * Lp + l, Lp, true, near + i * TOKENS + i,
+                tile(least(ROWS, end - i), dkeys + i * Lp + l, Lp, true, before + i * TOKENS + i,
                      int64_t(1), TOKENS, ratio + i * Lp + l, Lp, end - i);
         for (int64_t i = begin * Lp; i < end * Lp; i += W)
             store_all(dkeys + i, load_all(e + i) * (load_all(dkeys + i) - load_all(lost + i)));
@@ -961,12 +1010,12 @@ static void every_head(const Attention& op, bool back) {
 }
 
 static void run_forward(const Attention& op) {
-    if (op.q.type() == Type::F64) return every_head<double, &Head<double>::forward_task>(op, false);
+    if (op.v.type() == Type::F64) return every_head<double, &Head<double>::forward_task>(op, false);
     every_head<float, &Head<float>::forward_task>(op, false);
 }
 
 static void run_backward(const Attention& op) {
-    if (op.q.type() == Type::F64) return every_head<double, &Head<double>::backward_task>(op, true);
+    if (op.v.type() == Type::F64) return every_head<double, &Head<double>::backward_task>(op, true);
     every_head<float, &Head<float>::backward_task>(op, true);
 }
 
