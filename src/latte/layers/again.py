@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
     """A tensor in the place of which its maker was saved, and as what view of it."""
 
     make: Callable[[], Tensor]
-    view: tuple[Any, Any, int]  # sizes, strides, offset
+    view: tuple[Any, Any, Any]  # sizes, strides, offset
     autocast: tuple[bool, torch.dtype]
 
 

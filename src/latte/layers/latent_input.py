@@ -114,10 +114,10 @@ class LatentInput(nn.Module):
             assert state.rglru is not None
             norm = self.norm
             if state.clock.native or dense.serves_step(x_BE):
-                weights = *self.rglru.plain_weights(), norm.weight
-                fit = len(weights) > 1 and all(dense.fits(x_BE, weight) for weight in weights)
-                if fit and is_plain(norm, RMSNorm):
-                    return dense.rg_lru(x_BE, *weights, norm.eps, state.rglru, real)
+                weights, eps = self.rglru.plain_weights(), norm.eps
+                fit = weights and all(dense.fits(x_BE, y) for y in (*weights, norm.weight))
+                if fit and eps is not None and is_plain(norm, RMSNorm):
+                    return dense.rg_lru(x_BE, weights, norm.weight, eps, state.rglru, real)
             return norm(in_dtype(self.rglru.step(x_BE, state.rglru, real), x_BE.dtype))
         return x_BE
 

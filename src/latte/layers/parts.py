@@ -47,7 +47,7 @@ def linear_maps(x: Tensor, *maps: nn.Module, native: bool | None = None) -> tupl
 
 def plain_weights(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """The weights, for x, of linear maps that are nothing else, without biases; else none."""
-    weights = []
+    weights: list[Tensor] = []
     for module in maps:
         held = module._parameters
         weight = held.get("weight")

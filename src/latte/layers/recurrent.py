@@ -144,8 +144,8 @@ class RGLRU(Drawn):
         """Weight and bias of both gates, and theta; none if the layer is not plain."""
         if not self.is_plain:
             return ()
-        gates = self.recurrence_gate, self.input_gate
-        return *gates[0]._parameters.values(), *gates[1]._parameters.values(), self.theta
+        r, i = self.recurrence_gate, self.input_gate
+        return r.weight, r.bias, i.weight, i.bias, self.theta
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
         """One token per row: the state after it, which is written in place."""

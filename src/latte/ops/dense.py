@@ -43,8 +43,9 @@ def serves_step(x: Tensor) -> bool:
 
 
 def fits(x: Tensor, weight: Any) -> bool:
-    """The kernels take this weight with x: an ordinary tensor, like x."""
-    return type(weight) in PLAIN and weight.dtype == x.dtype and weight.is_cpu
+    """The kernels take this weight with x: an ordinary tensor, like x, and contiguous."""
+    plain = type(weight) in PLAIN and weight.dtype == x.dtype and weight.is_cpu
+    return plain and weight.is_contiguous()
 
 
 def linear_maps(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -67,11 +68,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rg_lru(
     x: Tensor,
-    recurrence_weight: Tensor,
-    recurrence_bias: Tensor,
-    input_weight: Tensor,
-    input_bias: Tensor,
-    theta: Tensor,
+    weights: tuple[Tensor, ...],
     norm: Tensor,
     eps: float,
     state: Tensor,
@@ -81,12 +78,10 @@ def rg_lru(
 
     Args:
         x: (B, E).
-        recurrence_weight, recurrence_bias, input_weight, input_bias: of both gates, (N, P, P) and
-            (E,): affine maps of blocks of x.
-        theta: (E,).
+        weights: of the recurrence gate, then of the input gate, (N, P, P) and the bias (E,):
+            affine maps of blocks of x; and theta (E,).
         norm, eps: of the RMSNorm, (E,).
         state: h, (B, E), written.
         real: (B,) bool or None.
     """
-    gates = recurrence_weight, recurrence_bias, input_weight, input_bias
-    return torch.ops.latte.cpu_rg_lru_step(x, *gates, theta, norm, eps, state, real)
+    return torch.ops.latte.cpu_rg_lru_step(x, *weights, norm, eps, state, real)

@@ -78,9 +78,9 @@ def test_rg_lru_with_its_gates_and_norm(E, blocks, scale):
     real, results = torch.tensor([True, False, True]), []
     for dtype in (F64, torch.float32):
         rglru, norm, state = rglru.to(dtype), norm.to(dtype), start.to(dtype, copy=True)
-        weights = *rglru.plain_weights(), norm.weight
+        weights = rglru.plain_weights()
         with torch.no_grad():
-            z = dense.rg_lru(x.to(dtype), *weights, 1e-6, state, real)
+            z = dense.rg_lru(x.to(dtype), weights, norm.weight, 1e-6, state, real)
         results.append((z, state))
     rglru, norm, state = rglru.to(F64), norm.to(F64), start.clone()
     with torch.no_grad():
@@ -101,6 +101,7 @@ def test_only_few_plain_rows_without_gradients_are_taken():
         assert not dense.serves(torch.randn(9, 6)) and not dense.serves(x.half())
         assert not dense.fits(x.double(), weight) and not dense.fits(x, weight.to("meta"))
         assert not dense.fits(x, nn.Parameter(Special(weight)))
+        assert not dense.fits(x, weight.mT)
         assert not dense.serves(x.to("meta")) and not dense.serves(Special(x))
         with use_backend("torch"):
             assert not dense.serves(x)

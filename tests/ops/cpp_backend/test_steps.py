@@ -33,9 +33,9 @@ def case(dtype=torch.float32, scale=1.0):
     rglru, norm = RGLRU(E, 3).to(dtype), RMSNorm(E, eps=1e-6).to(dtype)
 
     def recur():
-        weights = *rglru.plain_weights(), norm.weight
+        weights = rglru.plain_weights()
         if dense.serves_step(x):
-            return dense.rg_lru(x, *weights, norm.eps, state, real)
+            return dense.rg_lru(x, weights, norm.weight, norm.eps, state, real)
         return norm(rglru.step(x, state, real).to(dtype))
 
     state, tail = randn(B, E).float(), randn(B, 2, E).to(dtype)
