@@ -245,9 +245,9 @@ def _window_fake(q, k, v, *_):
 
 def _window_again(q, k, v, mask, bounds, *rest):
     *tail, window, scale, softcap = rest
-    tail = None if tail[0] is None else WindowState(*tail)
+    earlier = None if tail[0] is None else WindowState(*tail)
     local, sequences = Local(window, scale, softcap), Sequences(mask, bounds)
-    return (reference.sliding_window_attention(q, k, v, local, sequences, tail),)
+    return (reference.sliding_window_attention(q, k, v, local, sequences, earlier),)
 
 
 if ABSENT is None:
