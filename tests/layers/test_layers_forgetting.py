@@ -1,4 +1,4 @@
-"""Layers whose latents forget: initial half-lives, gates, what is refused, and no change without."""
+"""Layers whose latents forget: half-lives, gates, what is refused, and no change without."""
 
 import math
 

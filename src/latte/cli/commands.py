@@ -19,6 +19,8 @@ CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
     ("--seed", "seed", int, "of the new weights (0)"),
     ("--dtype", "dtype", str, "of the base's weights, such as bfloat16 (the checkpoint's)"),
     ("--decay-range", "rglru_decay_range", float, "initial decays of the RG-LRU (0.9 0.999)"),
+    ("--forgetting", "forgetting", str, "the latents' horizon: none, static or gated (none)"),
+    ("--half-lives", "half_life_range", float, "initial ones of latents that forget (4 512)"),
 )
 
 
