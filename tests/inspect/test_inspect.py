@@ -81,6 +81,29 @@ def test_weights_are_those_of_the_model(seen, byte, preset):
     assert ("no latents" in outline(inspection)) != latents
 
 
+def test_half_lives_of_latents_that_forget(seen, byte):
+    """Of the text they are what its rates make of them; the weights are the model's own."""
+    model, inspection = seen("latte-r-swa-f++")
+    ids = torch.tensor([tokenize(byte, TEXT, 96)])
+    rates = []
+    for layer in model.model.layers:
+        layer.mixer.latents.register_forward_hook(lambda _m, _i, out: rates.append(out[2]))
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True, use_cache=False).attentions
+    rows = usage_rows(inspection)
+    for index, (rate, weights) in enumerate(zip(rates, attentions, strict=True)):
+        mine = [row for row in rows if row.layer == index]
+        assert all(row.half_life is None for row in mine if row.state == 0)
+        found = [row.half_life for row in mine if row.state]
+        expected = math.log(2.0) / -rate[0].double().mean(0)
+        assert found == pytest.approx(expected.flatten().tolist(), rel=1e-5)
+        assert all(row.learnt_half_life > 0 for row in mine if row.state)
+        shown = inspection.layers[index].source_weights(0, 48)
+        torch.testing.assert_close(shown, weights[0, 0, :48, :48], atol=2e-6, rtol=1e-4)
+    page = build_page(inspection, summary_rows(inspection))
+    assert re.search(r'"half_lives":\[\[[\d.]+,', page)
+
+
 def test_layers_can_be_chosen(seen):
     _, both = seen("latte-r-swa++")
     _, one = seen("latte-r-swa++", layers=[1, 1])

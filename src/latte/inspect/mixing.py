@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from latte.conversion.attention import MacchiatoAttention
 from latte.errors import LatteError, one_line
 from latte.layers import Mixer
 from latte.layers.latent_input import state_probabilities
 from latte.layers.mixer import softmax_weights
+from latte.layers.state import Piece
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Mixing:
         window_HPP: the window's softmax p(s|l=0,t); of a layer without latents p(s|t) itself.
         width: keys that the window sees, self included; None is everything earlier.
         delay: tokens that pass before a latent sees one.
+        half_lives_2HL: of latents that forget, in tokens: in effect, ln 2 over the mean rate on
+            this text, and learnt, without what the text adds. None where nothing is forgotten.
     """
 
     states_THS: Tensor | None = None
@@ -46,6 +50,7 @@ class Mixing:
     window_HPP: Tensor | None = None
     width: int | None = None
     delay: int = 0
+    half_lives_2HL: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -71,7 +76,7 @@ class Mixing:
         seen = token[None] <= token[:, None] - self.delay
         logits = self.latent_k_THL[:shown, head].T[:, None].expand(-1, shown, -1)
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        return weights.masked_fill(~seen, 0.0)
+        return weights.masked_fill(~seen, 0.0).float()
 
     def state_weights(self, head: int, shown: int) -> Tensor:
         """p(s|state,t) of the first tokens for every state of ``names``, (S, P, P)."""
@@ -171,8 +176,10 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
     Args:
         shown: tokens whose window weights are kept, which takes O(shown^2) memory per head.
     """
-    window = width = None
+    window = width = half_lives = None
     delay = 0
+    if getattr(getattr(layer, "latents", None), "forgetting", "none") != "none":
+        half_lives = _half_lives(layer, arguments)
     if isinstance(layer, MacchiatoAttention):
         names = ("hidden_states", "position_embeddings", "tokens")
         x_BTE, rotation, tokens = (arguments[name] for name in names)
@@ -203,7 +210,16 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
     if latent_k is not None and latent_k.dtype != torch.float64:
         latent_k = latent_k.float()  # fp64: of latents that forget, large over a long text
     latent_k_THL = None if latent_k is None else latent_k[0].cpu()
-    return Mixing(states_THS, latent_k_THL, window_HPP, width, delay)
+    return Mixing(states_THS, latent_k_THL, window_HPP, width, delay, half_lives)
+
+
+def _half_lives(layer: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """``Mixing.half_lives_2HL`` of a layer on these arguments."""
+    latents: Any = layer.latents
+    x_BTE = arguments["hidden_states" if isinstance(layer, MacchiatoAttention) else "x_BTE"]
+    _, _, log_decay, _ = latents(Piece(x_BTE.to(latents.k_proj.weight.dtype)))
+    learnt_HL = softplus(latents.decay_bias.double()).unflatten(0, (latents.num_heads, -1))
+    return math.log(2.0) / torch.stack([-log_decay[0].double().mean(0), learnt_HL]).cpu()
 
 
 # ---- how the states are used
@@ -224,6 +240,8 @@ class Usage:
     largest_probability: float
     mean_distance: float  # tokens back, weighted by p(l|t)
     unused: bool
+    half_life: float | None = None  # tokens, in effect on this text; None: nothing is forgotten
+    learnt_half_life: float | None = None  # without what the text adds to the rate
 
 
 @dataclass(frozen=True)
@@ -267,7 +285,11 @@ def usage_rows(inspection: Inspection) -> list[Usage]:
             numbers = (x_HS[head].tolist() for x_HS in found)
             for state, mean, largest, back in zip(mixing.names, *numbers, strict=True):
                 share = mean * len(mixing.names)
-                rows.append(Usage(layer, head, state, mean, share, largest, back, share < UNUSED))
+                lives: list[float] = []
+                if state and mixing.half_lives_2HL is not None:
+                    lives = mixing.half_lives_2HL[:, head, state - 1].tolist()
+                shown = (mean, share, largest, back, share < UNUSED, *lives)
+                rows.append(Usage(layer, head, state, *shown))
     return rows
 
 

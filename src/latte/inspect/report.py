@@ -257,6 +257,7 @@ def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) ->
     return {
         "number": number,
         **{key: getattr(mixing, key) for key in ("heads", "latents", "names", "width", "delay")},
+        "half_lives": _of_latents(mixing),
         "states": states,
         "keys": keys,
         "window": window,
@@ -264,6 +265,13 @@ def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) ->
             {key: _plain(value) for key, value in asdict(row).items()} for row in summaries
         ],
     }
+
+
+def _of_latents(mixing: Mixing) -> list[list[float]] | None:
+    """The half-lives in effect, of each head's latents, in tokens."""
+    if mixing.half_lives_2HL is None:
+        return None
+    return [[float(f"{x:.3g}") for x in row] for row in mixing.half_lives_2HL[0].tolist()]
 
 
 def _plain(value: Any) -> Any:
