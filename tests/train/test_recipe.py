@@ -156,3 +156,11 @@ def test_identity_leaves_out_what_does_not_change_weights() -> None:
     two = build(Recipe, {"training": {"max_steps": 1, "log_steps": 7}, "output_dir": "b"})
     other = build(Recipe, {"training": {"max_steps": 1, "seed": 1}})
     assert one.identity() == two.identity() != other.identity()
+
+
+def test_runs_begun_by_an_earlier_version_are_the_same_runs() -> None:
+    """Keys that it did not have make no other run at their defaults, and do where they are set."""
+    plain = build(Recipe, {"training": {"max_steps": 1}}).identity()
+    assert not {"forgetting", "half_life_range"} & set(plain["conversion"])
+    set_too = {"training": {"max_steps": 1}, "conversion": {"forgetting": "static"}}
+    assert build(Recipe, set_too).identity()["conversion"]["forgetting"] == "static"

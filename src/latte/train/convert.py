@@ -136,6 +136,7 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     recipe = found["recipe"]
     recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
     del recipe["evaluation"], recipe["data"]["cache_dir"]
+    recipes.leave_out_later(recipe["conversion"])
     for name in ("transfer", "training"):
         for key in recipes.REPORTING if recipe[name] is not None else ():
             del recipe[name][key]

@@ -23,6 +23,8 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 
 # Of `training`: how often a run reports, and how long it may take. It stays the same run.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
+# Of `conversion`: keys that a run begun by an earlier version does not have.
+LATER = ("forgetting", "half_life_range")
 # Of `training` too: what cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation")
 POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
@@ -200,7 +202,19 @@ class Recipe:
             values["plugins"] = plugin_names(self.plugins)
         for key in REPORTING:
             del values["training"][key]
+        leave_out_later(values["conversion"])
         return values
+
+
+def leave_out_later(conversion: dict[str, Any]) -> None:
+    """Take new keys out of a conversion's identity where they are at their defaults.
+
+    A run that an earlier version has begun is then the same run.
+    """
+    default = dataclasses.asdict(ConversionSection())
+    for key in LATER:
+        if conversion.get(key) == default[key]:
+            del conversion[key]
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
