@@ -37,22 +37,21 @@ def check_probability(what: str, value: float) -> None:
 
 def check_decay_range(what: str, value: Sequence[float]) -> None:
     """``(low, high)`` with 0 < low <= high < 1."""
-    pair = isinstance(value, (tuple, list)) and len(value) == 2
-    if pair and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
-        low, high = value
-        if 0 < low <= high < 1:
-            return
-    raise ValueError(f"{what} must be two numbers with 0 < low <= high < 1, got {value!r}")
+    _check_range(what, value, 1.0, "0 < low <= high < 1")
 
 
 def check_half_lives(what: str, value: Sequence[float]) -> None:
     """``(low, high)`` with 0 < low <= high, in tokens."""
+    _check_range(what, value, math.inf, "0 < low <= high")
+
+
+def _check_range(what: str, value: Sequence[float], bound: float, wanted: str) -> None:
     pair = isinstance(value, (tuple, list)) and len(value) == 2
     if pair and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
         low, high = value
-        if 0 < low <= high < math.inf:
+        if 0 < low <= high < bound:
             return
-    raise ValueError(f"{what} must be two numbers with 0 < low <= high, got {value!r}")
+    raise ValueError(f"{what} must be two numbers with {wanted}, got {value!r}")
 
 
 def check_input(layer: str, x: Tensor, hidden_size: int) -> None:
