@@ -5,7 +5,7 @@ import torch
 from bases import NAMES, converted, tokens
 from transformers import CompileConfig
 
-from latte.models import LatteCache
+from latte.models import LatteCache, load_state, save_state
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 OPTIONS = {
@@ -24,8 +24,9 @@ CASES = [(name, "llama") for name in OPTIONS] + [
 ]
 
 
-def in_pieces(model, ids, cuts):
-    cache, parts, start = LatteCache(model.config), [], 0
+def in_pieces(model, ids, cuts, cache=None):
+    parts, start = [], 0
+    cache = cache or LatteCache(model.config)
     for stop in [*cuts, ids.shape[1]]:
         out = model(ids[:, start:stop], past_key_values=cache, use_cache=True)
         parts.append(out.logits)
@@ -126,6 +127,20 @@ def test_the_cache_is_constant_in_size_but_for_the_base():
         sizes[option] = cache.nbytes - before
     assert sizes.pop("base") > 0
     assert set(sizes.values()) == {0}
+
+
+@pytest.mark.parametrize(("option", "family"), CASES)
+def test_a_state_as_a_file_goes_on_bit_for_bit(option, family, tmp_path):
+    model, ids = converted(family, **OPTIONS[option]), tokens(18)
+    cache = LatteCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :11], past_key_values=cache)
+        save_state(cache, tmp_path / "state")
+        loaded = load_state(tmp_path / "state", model)
+        assert torch.equal(
+            in_pieces(model, ids[:, 11:], [3, 4], loaded),
+            in_pieces(model, ids[:, 11:], [3, 4], cache),
+        )
 
 
 def test_tokens_are_taken_back():

@@ -144,13 +144,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
 class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
     """The language model: stands before the base's own class, whose decoder it replaces."""
 
-    decoder: type
+    backbone_class: type
     accepts_loss_kwargs = True  # the base's loss divides by num_items_in_batch
 
     def __init__(self, config: Any) -> None:
         # Not the base's __init__, which would make (and initialise) its own decoder first.
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
-        self.model = self.decoder(config)
+        self.model = self.backbone_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ def _family(family: str, prefix: str, **traits: Any) -> tuple[Any, Any]:
 
     model = derived(MacchiatoDecoder, f"{prefix}Model", **traits)
     causal = f"{prefix.removesuffix('Text')}ForCausalLM"
-    return model, derived(MacchiatoLanguageModel, causal, decoder=model)
+    return model, derived(MacchiatoLanguageModel, causal, backbone_class=model)
 
 
 _TRAITS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LattePreTrainedModel,
         count_parameters,
     )
+    from latte.models.state_file import load_state, save_state
 
 __all__ = [
     "PRESETS",
@@ -30,7 +31,10 @@ __all__ = [
     "LatteModel",
     "LattePreTrainedModel",
     "count_parameters",
+    "load_state",
     "preset_config",
+    "save_state",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, __all__, ("config", "cache", "modeling", "registry"))
+MODULES = ("config", "cache", "modeling", "registry", "state_file")
+__getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

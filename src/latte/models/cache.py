@@ -10,6 +10,7 @@ While single tokens are decoded the states are buffers that are written in place
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -271,6 +272,7 @@ class LatteCache(Cache):
         super().__init__(layers=[LatteCacheLayer(config.state_grows(index)) for index in layers])
         self.offload_layers, self.max_cache_len = offloading, max_cache_len
         self.step: Clock | None = None  # while a single token goes through the layers
+        self.model: _Reader | None = None  # whose states these are
         for layer in self.layers:
             layer.is_compileable = self.is_static
 
@@ -336,7 +338,7 @@ class LatteCache(Cache):
             self.step.advance()
             self.step = None
         elif self.is_static:
-            self._fill_buffers(True)
+            self._fill_buffers(masked=True)
 
     def _ready(self, masked: bool) -> bool:
         """Whether the buffers hold all states, with room for one token more."""
@@ -375,8 +377,10 @@ class LatteCache(Cache):
             clock.length, room = seen, seen + max(64, seen // 4)
             windows = [state.window for state in states if state.window is not None]
             masked = masked or not all(bool(window.mask.all()) for window in windows)
-        elif seen > room and any(layer.grows for layer in self.layers):
-            raise ValueError(f"expected at most max_cache_len={room} tokens, got {seen}")
+        else:
+            masked = True  # slots that hold nothing yet
+            if seen > room and any(layer.grows for layer in self.layers):
+                raise ValueError(f"expected at most max_cache_len={room} tokens, got {seen}")
         made = [
             StepState.of(state, clock, room=room if layer.grows else None, masked=masked)
             for layer, state in zip(self.layers, states, strict=True)
@@ -464,6 +468,16 @@ class LatteCache(Cache):
         """Bytes held by all layers' states."""
         held = tuple(layer.held for layer in self.layers)
         return sum(x.numel() * x.element_size() for x in tensors_in(held))
+
+
+class _Reader(weakref.ref):
+    """The model that fills a cache: copied as itself, and pickled as None."""
+
+    def __deepcopy__(self, memo: Any) -> _Reader:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -569,6 +583,8 @@ def choose_cache(
             wanted = model.config.use_cache and not model.training
         if wanted:
             cache = LatteCache(model.config)
+    if cache is not None and not torch.compiler.is_compiling():
+        cache.model = _Reader(model)
     return cache
 
 

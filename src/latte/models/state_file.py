@@ -1,0 +1,183 @@
+"""The state after a text as a file: read once, go on from it any number of times, anywhere.
+
+The file is in safetensors format: every tensor of every layer's state, and what tells the model
+that read the text from others, its configuration and a sample of its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from latte.errors import LatteError, one_line
+from latte.layers.state import MixerState
+from latte.models.cache import LatteCache
+from latte.ops.state import LatteState, LinearState, WindowState
+
+FORMAT = "latte state 1"
+SAMPLES = 16  # values of each weight that are kept
+# Parts of a layer's state that are tuples of tensors; the others are tensors.
+TUPLES: dict[str, Any] = {
+    "latent": LatteState,
+    "linear": LinearState,
+    "window": WindowState,
+    "pending": WindowState,
+    "sinks": WindowState,
+}
+OF_ACTIVATIONS = ("window", "pending", "sinks", "conv")  # in the model's dtype
+NOT_KEPT = ("sources", "undo")  # they tell tokens apart, and grow with their number
+# Fields that every model has say nothing of how it reads.
+IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
+
+
+def save_state(cache: LatteCache, path: str | Path) -> None:
+    """Write the states of all layers, with the identity of the model that they are of.
+
+        cache = LatteCache(model.config)
+        model(document_ids, past_key_values=cache)
+        save_state(cache, "document.safetensors")
+
+    Any cache serves: of a batch, with padding, static, offloaded, in the middle of decoding. It
+    stays as it is. What is recorded to take tokens back, or to show weights over the past, is not
+    written: a loaded state begins anew there. The file appears whole or not at all.
+
+    Raises:
+        LatteError: another kind of cache, one that has read nothing, or whose model is gone; a
+            path that cannot be written.
+    """
+    if not isinstance(cache, LatteCache):
+        raise LatteError(f"expected a LatteCache to save, got {type(cache).__name__}")
+    decoder = None if cache.model is None else cache.model()
+    if cache.get_seq_length() == 0 or decoder is None:
+        what = "has read nothing" if decoder is not None else "is of no model that is still there"
+        raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
+    tensors = {"weights": _sample(decoder)}
+    for index, layer in enumerate(cache.layers):
+        for name, x in _named(layer.state):
+            # A copy: safetensors takes no two names for one memory.
+            tensors[f"layers.{index}.{name}"] = x.detach().to("cpu", copy=True).contiguous()
+    about = {
+        "format": FORMAT,
+        "tokens": str(cache.get_seq_length()),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "config": json.dumps(_identity(decoder)),
+    }
+    path = Path(path).expanduser()
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        save_file(tensors, aside, about)
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        raise LatteError(f"state {path} cannot be written: {one_line(error)}") from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def load_state(path: str | Path, model: Any, *, max_cache_len: int | None = None) -> LatteCache:
+    """A cache that goes on where :func:`save_state` left off, for the model that read the text.
+
+        cache = load_state("document.safetensors", model)
+        ones = torch.ones(1, cache.get_seq_length() + prompt_ids.shape[1], dtype=torch.long)
+        model.generate(prompt_ids, attention_mask=ones, past_key_values=cache)
+
+    Each call gives a cache of its own, and reads the file alone: whoever goes on from one changes
+    no other. The state goes to the device of each layer. In another dtype than the text was read
+    in, what the layers keep of their activations is rounded to the model's, and states that are
+    accumulated stay in fp32 (fp64 in an fp64 model).
+
+    Args:
+        model: the language model or its decoder. Its configuration is compared, and a sample of
+            each of its weights: exactly, or within the coarser dtype's rounding.
+        max_cache_len: make it a static cache, for compiled steps (see :class:`LatteCache`).
+
+    Raises:
+        LatteError: no such file, a damaged one, or the state of another model.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise LatteError(f"state {path} does not exist; expected a file written by save_state")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise LatteError(f"state {path} is truncated or damaged: {one_line(error)}") from None
+    if about.get("format") != FORMAT:
+        raise LatteError(f"{path} is no state: expected a file written by save_state")
+    decoder = model.get_decoder()
+    dtype = getattr(torch, about["dtype"])
+    if differs := _difference(about, tensors.pop("weights"), decoder):
+        raise LatteError(f"{path} is the state of another model: {differs}")
+    cache = LatteCache(decoder.config, max_cache_len=max_cache_len)
+    for index, (layer, module) in enumerate(zip(cache.layers, decoder.layers, strict=True)):
+        device, prefix = next(module.parameters()).device, f"layers.{index}."
+        parts: dict[str, Any] = {}
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            part, _, field = name.removeprefix(prefix).partition(".")
+            x = tensors[name]
+            # Copied, where nothing is converted too: the file is not held open.
+            x = x.to(device, _dtype_of(part, x, dtype, decoder.dtype), copy=True)
+            if field:
+                parts.setdefault(part, {})[field] = x
+            else:
+                parts[part] = x
+        parts = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
+        layer.update(MixerState(**parts), int(about["tokens"]))
+    return cache
+
+
+def _named(state: MixerState) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a layer's state, such as `window.keys`."""
+    for part, value in zip(MixerState._fields, state, strict=True):
+        if isinstance(value, Tensor):
+            yield part, value
+        elif value is not None and part not in NOT_KEPT:
+            fields: Any = value
+            yield from ((f"{part}.{name}", getattr(fields, name)) for name in fields._fields)
+
+
+def _dtype_of(part: str, x: Tensor, before: torch.dtype, now: torch.dtype) -> torch.dtype:
+    """What a part of the state of a model in one dtype is in a model in another."""
+    if before == now or not x.is_floating_point():
+        return x.dtype
+    return now if part in OF_ACTIVATIONS else torch.promote_types(now, torch.float32)
+
+
+def _identity(decoder: Any) -> dict[str, Any]:
+    """The fields of a configuration that say how a model reads, as JSON gives them back."""
+    fields = json.loads(json.dumps(decoder.config.to_dict(), default=str))
+    return {name: value for name, value in fields.items() if name not in IGNORED}
+
+
+def _sample(decoder: Any) -> Tensor:
+    """Some values of every weight, spread evenly, fp32 on the CPU.
+
+    Training changes all weights, and merged updates whole matrices: reading all would find no more.
+    """
+    flat = (weight.detach().flatten() for weight in decoder.parameters())
+    picked = (x[:: max(1, x.numel() // SAMPLES)][:SAMPLES] for x in flat)
+    return torch.cat([x.to("cpu", torch.float32) for x in picked])
+
+
+def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | None:
+    """What tells the model that a state is of from this one; None if it is this one."""
+    was, own = json.loads(about["config"]), _identity(decoder)
+    for name in was.keys() & own.keys():
+        if was[name] != own[name]:
+            return f"its {name} is {was[name]!r}, this one's {own[name]!r}"
+    here = _sample(decoder)
+    dtypes = {getattr(torch, about["dtype"]), decoder.dtype}
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) if len(dtypes) > 1 else 0.0
+    same = weights.shape == here.shape
+    if same and torch.allclose(weights, here, rtol=rounding, atol=1e-7 if rounding else 0.0):
+        return None
+    return "its weights are not this one's"

@@ -1,0 +1,152 @@
+"""A state as a file: what goes on from it is what would have gone on from the cache itself."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from latte.errors import LatteError
+from latte.models import PRESETS, LatteCache, LatteForCausalLM, load_state, save_state
+
+FAMILY = (*PRESETS, "latte-r-swa-f++")
+
+
+def read(model, ids, mask=None):
+    cache = LatteCache(model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def go_on(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("preset", FAMILY)
+def test_a_batch_with_padding_goes_on_bit_for_bit(build, tokens, tmp_path, preset):
+    model, ids = build(preset), tokens(2, 16)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = read(model, ids[:, :11], mask[:, :11])
+    save_state(cache, tmp_path / "state")
+    loaded = load_state(tmp_path / "state", model)
+    assert loaded.get_seq_length() == 11 and loaded.position.tolist() == [11, 6]
+    assert loaded.nbytes == cache.nbytes
+    for part in (slice(11, 14), slice(14, 15), slice(15, 16)):  # a prompt, and steps
+        seen = mask[:, : part.stop]
+        ours, wanted = (go_on(model, c, ids[:, part], seen) for c in (loaded, cache))
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("preset", ["latte-conv-swa++", "latte-r-swa++", "transformer++"])
+@pytest.mark.parametrize("static", [False, True])
+def test_the_middle_of_decoding_is_a_state_too(build, tokens, tmp_path, preset, static):
+    model, ids = build(preset), tokens(2, 16)
+    cache = LatteCache(model.config, max_cache_len=20 if static else None)
+    for part in (slice(0, 9), slice(9, 10), slice(10, 11)):
+        go_on(model, cache, ids[:, part])
+    save_state(cache, tmp_path / "state")
+    loaded = load_state(tmp_path / "state", model, max_cache_len=20 if static else None)
+    assert loaded.is_static == static
+    for i in range(11, 16):
+        ours, wanted = (go_on(model, c, ids[:, i : i + 1]) for c in (loaded, cache))
+        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
+def test_many_prompts_are_answered_from_one_file(build, tokens, tmp_path, preset):
+    model, document = build(preset), tokens(1, 30)
+    save_state(read(model, document), tmp_path / "state")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for seed in (1, 2):
+        prompt = tokens(1, 4, seed)
+        whole = torch.cat([document, prompt], 1)
+        anew = model.generate(whole, past_key_values=read(model, document), **options)
+        cache = load_state(tmp_path / "state", model)
+        # The new tokens alone, with the mask of all; or all of them.
+        mask = torch.ones_like(whole)
+        short = model.generate(prompt, attention_mask=mask, past_key_values=cache, **options)
+        assert torch.equal(short[:, 4:], anew[:, 34:])
+        cache = load_state(tmp_path / "state", model)
+        assert torch.equal(model.generate(whole, past_key_values=cache, **options), anew)
+
+
+def test_the_decoder_and_a_copied_cache_serve_too(build, tokens, tmp_path):
+    model = build("latte-r-swa++")
+    branch = copy.deepcopy(read(model, tokens(1, 9)))
+    assert pickle.loads(pickle.dumps(branch)).get_seq_length() == 9
+    save_state(branch, tmp_path / "state")
+    loaded = load_state(tmp_path / "state", model.model)
+    ours, wanted = (go_on(model, c, tokens(1, 3)) for c in (loaded, branch))
+    assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize(("before", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_model_in_another_dtype_goes_on(config, tokens, tmp_path, before, now):
+    torch.manual_seed(0)
+    model = LatteForCausalLM(config("latte-r-swa++")).to(getattr(torch, before)).eval()
+    save_state(read(model, tokens(2, 12)), tmp_path / "state")
+    wanted = go_on(model, load_state(tmp_path / "state", model), tokens(2, 3, seed=1)).float()
+    model.to(getattr(torch, now))
+    loaded = load_state(tmp_path / "state", model)
+    layer = loaded.layers[0]
+    assert layer.keys.dtype == model.dtype and layer.mean.dtype == torch.float32
+    ours = go_on(model, loaded, tokens(2, 3, seed=1)).float()
+    assert (ours - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_recording_is_not_written_and_goes_on(build, tokens, tmp_path):
+    model, ids = build("latte-r-swa++"), tokens(1, 14)
+    cache = read(model, ids[:, :8])
+    cache.activate_past_recording()
+    go_on(model, cache, ids[:, 8:12])
+    save_state(cache, tmp_path / "state")
+    loaded = load_state(tmp_path / "state", model)
+    with pytest.raises(ValueError, match="not recorded"):
+        loaded.crop(-2)
+    cache.crop(-2)
+    loaded.activate_past_recording()
+    go_on(model, loaded, ids[:, 12:])
+    loaded.crop(-2)
+    assert cache.get_seq_length() == 10 and loaded.get_seq_length() == 12
+
+
+def test_the_state_of_another_model_is_refused(build, config, tokens, tmp_path):
+    model, path = build("latte-r-swa++"), tmp_path / "state"
+    save_state(read(model, tokens(1, 9)), path)
+    wider = build("latte-r-swa++", sliding_window=5)
+    with pytest.raises(LatteError, match="another model: its sliding_window is 4, this one's 5"):
+        load_state(path, wider)
+    other = LatteForCausalLM(config("latte-r-swa++")).double().eval()
+    other.load_state_dict(model.state_dict())
+    assert load_state(path, other).get_seq_length() == 9
+    with torch.no_grad():
+        other.model.layers[1].mixer.o_proj.weight.mul_(1.001)
+    with pytest.raises(LatteError, match="another model: its weights are not this one's"):
+        load_state(path, other)
+
+
+def test_what_cannot_be_saved_or_read_is_one_line(build, tokens, tmp_path):
+    model, path = build("latte-r-swa++"), tmp_path / "state"
+    with pytest.raises(LatteError, match="this cache is of no model"):
+        save_state(LatteCache(model.config), path)
+    with pytest.raises(LatteError, match="expected a LatteCache to save, got dict"):
+        save_state({}, path)
+    cache = read(model, tokens(1, 9))
+    with pytest.raises(LatteError, match="cannot be written"):
+        save_state(cache, tmp_path / "no" / "such")
+    with pytest.raises(LatteError, match="does not exist"):
+        load_state(path, model)
+    save_state(cache, path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(LatteError, match="truncated or damaged"):
+        load_state(path, model)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(LatteError, match="is no state"):
+        load_state(tmp_path / "model" / "model.safetensors", model)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "state"]
+    cache.reset()
+    with pytest.raises(LatteError, match="has read nothing"):
+        save_state(cache, path)
