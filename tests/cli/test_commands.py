@@ -108,6 +108,25 @@ def test_generate_streams_the_same_text_for_a_seed(place: Any, capsys: Any) -> N
     assert capsys.readouterr().out.startswith("latent")
 
 
+def test_a_document_is_read_once_and_answers_prompts(
+    place: Any, tmp_path: Path, capsys: Any, refused: Any
+) -> None:
+    (tmp_path / "document.txt").write_text("state of the latent mean\n" * 20)
+    start = ["generate", str(place.trained())]
+    document, state = ["--file", str(tmp_path / "document.txt")], str(tmp_path / "state")
+    assert main([*start, *document, "--save-state", state, "--max-new-tokens", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "" and "the state of 501 tokens, " in captured.err
+    prompt = ["--prompt", "window", "--max-new-tokens", "8", "--temperature", "0"]
+    assert main([*start, *document, *prompt]) == 0
+    anew = capsys.readouterr().out
+    assert anew.startswith("window") and main([*start, "--state", state, *prompt]) == 0
+    assert capsys.readouterr().out == anew
+    other = ["generate", place.trained("transformer++"), "--state", state, *prompt]
+    assert "is the state of another model: its mixer is 'macchiato'" in refused(*other)
+    assert "does not exist" in refused(*start, "--state", tmp_path / "none", *prompt)
+
+
 def test_a_run_folder_without_export_offers_its_newest_checkpoint(
     place: Any, tmp_path: Path, capsys: Any
 ) -> None:

@@ -48,7 +48,7 @@ def test_the_middle_of_decoding_is_a_state_too(build, tokens, tmp_path, preset, 
     for part in (slice(0, 9), slice(9, 10), slice(10, 11)):
         go_on(model, cache, ids[:, part])
     save_state(cache, tmp_path / "state")
-    loaded = load_state(tmp_path / "state", model, max_cache_len=20 if static else None)
+    loaded = load_state(tmp_path / "state", model, static_room=9 if static else None)
     assert loaded.is_static == static
     for i in range(11, 16):
         ours, wanted = (go_on(model, c, ids[:, i : i + 1]) for c in (loaded, cache))

@@ -99,16 +99,19 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
+    from latte.data.sources import first_document
     from latte.data.tokenizers import document_ends
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling
     from latte.evaluate.generate import generate as run
 
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    check_sampling(**sampling)
+    check_sampling(**sampling, reads=options.save_state is not None)
+    document = "" if options.file is None else first_document(options.file)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
-    run(model, tokenizer, options.prompt, **sampling, echo=True, compiled=options.compile)
+    states = {"document": document, **picked(options, "state", "save_state")}
+    run(model, tokenizer, options.prompt, **sampling, echo=True, compiled=options.compile, **states)
     return 0
 
 

@@ -154,11 +154,15 @@ def _generate(command: Any) -> None:
     add = command(
         commands.generate,
         "continue a prompt, streaming",
-        "Prints the prompt and its continuation as it comes.",
+        "Prints the prompt and its continuation as it comes. A document is read once with --file"
+        " and --save-state, and any number of prompts answered after it with --state.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--prompt", default="", help="text to continue")
-    add("--max-new-tokens", type=int, default=200, help="at most so many")
+    add("--file", help="a document before it, which is not printed; the first of several")
+    add("--state", help="a state that --save-state wrote: go on from there")
+    add("--save-state", help="write the state after document and prompt to this file")
+    add("--max-new-tokens", type=int, default=200, help="at most so many; 0 to save a state only")
     add("--temperature", type=float, default=0.8, help="0 is greedy")
     add("--top-k", type=int, help="sample among the k most likely tokens")
     add("--top-p", type=float, default=0.95, help="sample within this mass")

@@ -289,6 +289,14 @@ def read_documents(path: Path, field: str = "text", meter: Meter = no_meter) -> 
         yield text
 
 
+def first_document(file: str | Path) -> str:
+    """The first document of a file that is not blank. Raises LatteError if there is none."""
+    for document in read_documents(Path(file).expanduser()):
+        if document.strip():
+            return document
+    raise LatteError(f"{file}: expected some text, found none")
+
+
 def file_digest(path: Path) -> str:
     """What a file is, by content: all of it, or samples, size and date when it is very large."""
     digest = hashlib.sha256()

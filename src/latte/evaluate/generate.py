@@ -1,16 +1,23 @@
-"""`latte generate`: stream a continuation of a prompt, token by token."""
+"""`latte generate`: stream a continuation of a prompt, token by token.
+
+A document before the prompt is read in pieces into a state of constant size. States are files too
+(:mod:`latte.models.state_file`): read once, answer many prompts.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from latte.errors import LatteError, check_seed
 from latte.models.registry import carries_state
+
+READ_AT_ONCE = 4096  # tokens of a document
 
 
 def generate(
@@ -26,6 +33,9 @@ def generate(
     stream: bool = True,
     echo: bool = False,
     compiled: bool = False,
+    document: str = "",
+    state: str | Path | None = None,
+    save_state: str | Path | None = None,
 ) -> str:
     """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
 
@@ -36,65 +46,140 @@ def generate(
     text anew for every token, since each library keeps its states in a way of its own. With
     `compiled` a step of decoding is compiled first, and said how long that took.
 
+    Args:
+        document: what stands before the prompt, however long; its tokens are its own.
+        state: a file of `latte.models.save_state`, of what stands before document and prompt.
+        save_state: write the state after document and prompt there; then `max_new_tokens` may be
+            0, to read alone.
+
     Raises:
-        LatteError: options that do not fit, or a model whose step cannot be compiled.
+        LatteError: options that do not fit, a model whose step cannot be compiled or that keeps no
+            state, a state of another model.
     """
     from latte.data.sources import without_lone_surrogates
     from latte.data.tokenizers import document_ends
+    from latte.models import state_file
 
-    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
+    if (state or save_state) and not _keeps_state(model):
+        raise LatteError("state: this model is none of Latte's own, whose states can be files")
+    if compiled and not _has_steps(model):
+        raise LatteError("compile: this model has no step of decoding that can be compiled")
     start, end = document_ends(tokenizer)
     named = model.generation_config.eos_token_id
     named = named if isinstance(named, list) else [end if named is None else named]
     prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
-    ids = [start, *tokenizer.encode(prompt, add_special_tokens=False)]
-    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+    before = [] if state else [start]
+    before += tokenizer.encode(document, add_special_tokens=False) if document else []
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    if not document or not _keeps_state(model):
+        before, ids = [], before + ids
+    elif not ids and max_new_tokens:
+        before, ids = before[:-1], before[-1:]  # what comes next is asked of the last token
+    if not before + ids:
+        raise LatteError("prompt: expected some text to go on with after the state, got none")
+    cache = None
+    if state or save_state or before or compiled:
+        room = len(before) + len(ids) + max_new_tokens if compiled else None
+        if state:
+            cache = state_file.load_state(state, model, static_room=room)
+        else:
+            from latte.models import LatteCache
+
+            cache = LatteCache(model.config, max_cache_len=room)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
         sampling["top_p"] = 1.0 if top_p is None else top_p
-    if compiled:
-        sampling |= _compile_step(model, input_ids, max_new_tokens)
+    if compiled and max_new_tokens:
+        sampling["compile_config"] = _compile_step(model, cache)
     if echo:
         print(prompt, end="", flush=True)
+    read(model, before if max_new_tokens else before + ids, cache)
+
+    def save(*_: Any) -> None:
+        nonlocal save_state
+        if save_state is not None:
+            state_file.save_state(cache, save_state)
+            print(f"{_size_of(cache)} written to {save_state}", file=sys.stderr, flush=True)
+        save_state = None
+
+    def after_prompt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        save()
+        return scores
+
+    if not max_new_tokens:
+        save()
+        return ""
+    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
     if seed is not None:
         torch.manual_seed(seed)
+    past = 0 if cache is None else cache.get_seq_length()
     output = model.generate(
         input_ids,
-        attention_mask=torch.ones_like(input_ids),
+        attention_mask=input_ids.new_ones(1, past + len(ids)),
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted({end, *named}),
         pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         use_cache=carries_state(model),
+        past_key_values=cache,
+        logits_processor=[after_prompt],
         streamer=_streamer(tokenizer) if stream else None,
         **sampling,
     )
     # A space before a word belongs to it in some tokenisers, and is lost where text begins.
-    before = tokenizer.decode(ids, skip_special_tokens=True)
-    return tokenizer.decode(output[0], skip_special_tokens=True)[len(before) :]
+    said = tokenizer.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode(output[0], skip_special_tokens=True)[len(said) :]
 
 
-def _compile_step(model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> dict[str, Any]:
-    """Compile a step of decoding and say how long it took; the options of `generate` to use it."""
+@torch.no_grad()
+def read(model: Any, ids: list[int], cache: Any) -> None:
+    """Put tokens through the model into a cache, in pieces, with a bar where that lasts."""
+    from tqdm import tqdm
+
+    device = next(model.parameters()).device
+    hidden = len(ids) <= READ_AT_ONCE
+    with tqdm(total=len(ids), unit="token", unit_scale=True, disable=hidden) as bar:
+        for first in range(0, len(ids), READ_AT_ONCE):
+            piece = torch.tensor([ids[first : first + READ_AT_ONCE]], device=device)
+            model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            bar.update(piece.shape[1])
+
+
+def _size_of(cache: Any) -> str:
+    return f"the state of {cache.get_seq_length():,} tokens, {cache.nbytes / 1000:,.0f} kB,"
+
+
+def _keeps_state(model: Any) -> bool:
+    """Whether what it has read is a LatteCache."""
+    return carries_state(model) and hasattr(model.config, "state_grows")
+
+
+def _has_steps(model: Any) -> bool:
+    return _keeps_state(model) and getattr(getattr(model, "model", None), "steps", False)
+
+
+def _compile_step(model: Any, cache: Any) -> Any:
+    """Compile a step of decoding with such a cache, and say how long it took; its configuration."""
     from transformers import CompileConfig
 
     from latte.models import LatteCache
 
-    if not carries_state(model) or not getattr(getattr(model, "model", None), "steps", False):
-        raise LatteError("compile: this model has no step of decoding that can be compiled")
     compile_config = CompileConfig(fullgraph=True)
     compile_config._compile_all_devices = True  # type: ignore[assignment]
-    room, begun = input_ids.shape[1] + max_new_tokens, time.perf_counter()
-
-    def options() -> dict[str, Any]:
-        cache = LatteCache(model.config, max_cache_len=room)
-        return {"past_key_values": cache, "compile_config": compile_config}
-
-    ones = torch.ones_like(input_ids)
-    model.generate(input_ids, attention_mask=ones, min_new_tokens=2, max_new_tokens=2, **options())
+    begun = time.perf_counter()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        min_new_tokens=2,
+        max_new_tokens=2,
+        past_key_values=LatteCache(model.config, max_cache_len=cache.max_cache_len),
+        compile_config=compile_config,
+    )
     seconds = time.perf_counter() - begun
     print(f"compiled a step of decoding in {seconds:.1f} s", file=sys.stderr, flush=True)
-    return options()
+    return compile_config
 
 
 def check_sampling(
@@ -103,10 +188,16 @@ def check_sampling(
     top_k: int | None,
     top_p: float | None,
     seed: int | None,
+    *,
+    reads: bool = False,
 ) -> None:
-    """Raise LatteError for what `generate` cannot sample with."""
-    if max_new_tokens < 1:
-        raise LatteError(f"max-new-tokens: expected at least 1, got {max_new_tokens}")
+    """Raise LatteError for what `generate` cannot sample with.
+
+    reads: what is read is to be saved, so that nothing need follow it.
+    """
+    least = 0 if reads else 1
+    if max_new_tokens < least:
+        raise LatteError(f"max-new-tokens: expected at least {least}, got {max_new_tokens}")
     # Logits divided by much less are infinite in fp32.
     if temperature != 0 and not 1e-6 <= temperature < math.inf:
         raise LatteError(

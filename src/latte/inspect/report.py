@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latte.data.sources import read_documents, without_lone_surrogates
+from latte.data.sources import first_document, without_lone_surrogates
 from latte.data.tokenizers import byte_alphabet, document_ends
 from latte.errors import LatteError
 from latte.evaluate.tables import write_csv
@@ -71,10 +71,7 @@ def read_text(text: str | None, file: str | None) -> str:
             raise LatteError("--text: expected some text, got none")
         return without_lone_surrogates(text)  # bytes of the command line that are no UTF-8
     assert file is not None
-    for document in read_documents(Path(file).expanduser()):
-        if document.strip():
-            return document
-    raise LatteError(f"{file}: expected some text, found none")
+    return first_document(file)
 
 
 def tokenize(tokenizer: Any, text: str, limit: int) -> list[int]:

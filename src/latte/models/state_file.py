@@ -82,7 +82,7 @@ def save_state(cache: LatteCache, path: str | Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def load_state(path: str | Path, model: Any, *, max_cache_len: int | None = None) -> LatteCache:
+def load_state(path: str | Path, model: Any, *, static_room: int | None = None) -> LatteCache:
     """A cache that goes on where :func:`save_state` left off, for the model that read the text.
 
         cache = load_state("document.safetensors", model)
@@ -97,7 +97,8 @@ def load_state(path: str | Path, model: Any, *, max_cache_len: int | None = None
     Args:
         model: the language model or its decoder. Its configuration is compared, and a sample of
             each of its weights: exactly, or within the coarser dtype's rounding.
-        max_cache_len: make it a static cache, for compiled steps (see :class:`LatteCache`).
+        static_room: make it a static cache, for compiled steps, with room for so many more tokens
+            where a state grows (see :class:`LatteCache`).
 
     Raises:
         LatteError: no such file, a damaged one, or the state of another model.
@@ -117,7 +118,9 @@ def load_state(path: str | Path, model: Any, *, max_cache_len: int | None = None
     dtype = getattr(torch, about["dtype"])
     if differs := _difference(about, tensors.pop("weights"), decoder):
         raise LatteError(f"{path} is the state of another model: {differs}")
-    cache = LatteCache(decoder.config, max_cache_len=max_cache_len)
+    tokens = int(about["tokens"])
+    room = None if static_room is None else tokens + static_room
+    cache = LatteCache(decoder.config, max_cache_len=room)
     for index, (layer, module) in enumerate(zip(cache.layers, decoder.layers, strict=True)):
         device, prefix = next(module.parameters()).device, f"layers.{index}."
         parts: dict[str, Any] = {}
@@ -131,7 +134,7 @@ def load_state(path: str | Path, model: Any, *, max_cache_len: int | None = None
             else:
                 parts[part] = x
         parts = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
-        layer.update(MixerState(**parts), int(about["tokens"]))
+        layer.update(MixerState(**parts), tokens)
     return cache
 
 
@@ -171,8 +174,8 @@ def _sample(decoder: Any) -> Tensor:
 def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | None:
     """What tells the model that a state is of from this one; None if it is this one."""
     was, own = json.loads(about["config"]), _identity(decoder)
-    for name in was.keys() & own.keys():
-        if was[name] != own[name]:
+    for name in was:  # those of one release of Transformers alone do not count
+        if name in own and was[name] != own[name]:
             return f"its {name} is {was[name]!r}, this one's {own[name]!r}"
     here = _sample(decoder)
     dtypes = {getattr(torch, about["dtype"]), decoder.dtype}
