@@ -79,6 +79,7 @@ def compiled(model: LatteForCausalLM, context: int) -> Generator:
     side = Generator(model, None)
     side.cache = fill(model, LatteCache(model.config, max_cache_len=context + 300), 0, context)
     side.model = Compiled(model)
+    side()  # compiles: a first call of a minute would leave three calls to time
     return side
 
 

@@ -25,14 +25,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def serves(x: Tensor) -> bool:
-    """The kernels take these few rows x (..., E): eager, on a CPU, without gradients."""
+    """The kernels take these few rows x (..., E): on a CPU, without gradients and autocast."""
     if torch.is_grad_enabled() or x.numel() > MOST_ROWS * x.shape[-1]:
         return False
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu"):
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    return serves_step(x)
+    transformed = not torch.compiler.is_compiling() and (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
+    return not transformed and serves_step(x)
 
 
 def serves_step(x: Tensor) -> bool:

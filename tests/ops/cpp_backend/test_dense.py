@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import F64, randn, relative_error
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 
 from latte.layers import RGLRU, RMSNorm, SwiGLU
@@ -115,6 +116,28 @@ def test_only_few_plain_rows_without_gradients_are_taken():
         torch.testing.assert_close(torch.func.vmap(mapped)(x[None])[0], linear(x))
     assert not dense.serves(x)
     assert linear_maps(x, linear)[0].requires_grad
+
+
+def test_a_graph_holds_the_kernels():
+    mlp, norm, x = SwiGLU(8, 12), RMSNorm(8, eps=1e-6), torch.randn(1, 1, 8)
+    calls = []
+
+    def backend(graph, inputs):
+        calls.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return aot_eager(graph, inputs)
+
+    def token(x):
+        inner = mlp(norm(x))
+        return inner, *linear_maps(x, mlp.gate_proj, mlp.up_proj)
+
+    with torch.no_grad():
+        for found, expected in zip(
+            torch.compile(token, fullgraph=True, backend=backend)(x), token(x), strict=True
+        ):
+            assert torch.equal(found, expected) and found.stride() == expected.stride()
+    assert [name for name in calls if "latte" in name] == [
+        f"latte.cpu_{name}" for name in ("rms_norm", "swiglu", "linear", "linear2")
+    ]
 
 
 class Special(torch.Tensor):

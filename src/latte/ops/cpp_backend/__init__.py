@@ -328,10 +328,19 @@ if ABSENT is None:
     )
     for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
         torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
-    # What else a token needs (latte.ops.dense), which nobody compiles.
+    # What else a token needs (latte.ops.dense).
     schemas.define("cpu_linear(Tensor x, Tensor a) -> Tensor")
     schemas.define("cpu_linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)")
     three = "Tensor a, Tensor b, Tensor c"
     schemas.define(f"cpu_linear3(Tensor x, {three}) -> (Tensor, Tensor, Tensor)")
     schemas.define("cpu_swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor")
     schemas.define("cpu_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+
+    def linear_fake(x, *weights):
+        outs = tuple(x.new_empty(*x.shape[:-1], len(weight)) for weight in weights)
+        return outs if len(outs) > 1 else outs[0]
+
+    for maps in (ops.cpu_linear, ops.cpu_linear2, ops.cpu_linear3):
+        torch.library.register_fake(maps.default, linear_fake)
+    torch.library.register_fake(ops.cpu_swiglu.default, lambda x, gate, up: linear_fake(x, gate))
+    torch.library.register_fake(ops.cpu_rms_norm.default, lambda x, *_: x.new_empty(x.shape))
