@@ -19,12 +19,23 @@ from helpers import (
     window_state,
 )
 
-from latte.ops import LatteState, attention_weights, latte_attention, macchiato_attention
+from latte.ops import (
+    LatteState,
+    attention_weights,
+    cpp_backend,
+    latte_attention,
+    macchiato_attention,
+)
 from latte.ops.state import ForgettingState, WindowState
 from latte.ops.step import Ring, latte_step, macchiato_step
 from latte.ops.torch_backend import latte as torch_latte
 
 W = 8
+# Who serves latents that forget, beside the reference.
+NATIVE = pytest.mark.skipif(
+    cpp_backend.ABSENT is not None, reason="the native kernels are not built"
+)
+SERVES = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=NATIVE)])
 
 
 def decays(B, T, H, L, mean=0.2, seed=5):
@@ -34,7 +45,7 @@ def decays(B, T, H, L, mean=0.2, seed=5):
     return g
 
 
-def compare(T, *, masked=False, packed=False, carried=False, scale=1.0, mean=0.2):
+def compare(T, backend="torch", *, masked=False, packed=False, carried=False, scale=1.0, mean=0.2):
     B, H, L, D = (1 if packed else 2), 2, 3, 5
     cu = boundaries(T) if packed else None
     mask = key_mask(B, T) if masked else None
@@ -57,16 +68,18 @@ def compare(T, *, masked=False, packed=False, carried=False, scale=1.0, mean=0.2
 
         return values_and_gradients(fn, inputs)
 
-    assert_same(run("torch"), run("reference"))
+    assert_same(run(backend), run("reference"))
 
 
+@SERVES
 @pytest.mark.parametrize("mean", [1e-8, 0.2, 2.0, 50.0])
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_agrees_with_the_reference(masked, packed, carried, mean):
-    for T, scale in ((1, 1.0), (63, 30.0), (65, 1.0), (257, 1.0), (257, 30.0)):
-        compare(T, masked=masked, packed=packed, carried=carried, mean=mean, scale=scale)
+def test_agrees_with_the_reference(masked, packed, carried, mean, backend):
+    for T, scale in ((1, 1.0), (63, 30.0), (65, 1.0), (257, 30.0)):
+        options = {"masked": masked, "packed": packed, "carried": carried}
+        compare(T, backend, mean=mean, scale=scale, **options)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -101,7 +114,7 @@ def test_the_reference_is_the_recurrence(masked):
     assert_same([out, *state], [torch.stack(outs, 1), A, mu, G], 1e-12)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference", pytest.param("cpu", marks=NATIVE)])
 def test_gradcheck(backend):
     inputs = [*latte_inputs(1, 9, 1, 2, 3), decays(1, 9, 1, 2) - 0.1]
     inputs += [randn(1, 1, 2, seed=8), randn(1, 1, 2, 3, seed=9), -randn(1, 1, 2).abs()]
@@ -112,7 +125,10 @@ def test_gradcheck(backend):
         out, after = latte_attention(q, k, v, log_decay=g, backend=backend, **options)
         return out, *after
 
-    assert torch.autograd.gradcheck(fn, [x.requires_grad_() for x in inputs])
+    leaves = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(fn, leaves)
+    if backend == "cpu":
+        assert torch.autograd.gradgradcheck(lambda *xs: fn(*xs)[0], leaves)
 
 
 def test_the_gradient_is_a_running_sum_of_that_of_the_keys():
@@ -127,42 +143,49 @@ def test_the_gradient_is_a_running_sum_of_that_of_the_keys():
     assert_same([dg], [each.sum((0, 1))], 1e-12)
 
 
+@SERVES
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 @pytest.mark.parametrize("T", [1, 40, 700])
-def test_no_decay_is_no_argument_to_the_last_bit(T, scale):
-    q, k, v = (x.float() for x in latte_inputs(2, T, 2, 8, 16, scale))
+def test_no_decay_is_no_argument_to_the_last_bit(T, scale, backend):
+    inputs = [x.float() for x in latte_inputs(2, T, 2, 8, 16, scale)]
     for mask in (None, key_mask(2, T)):
-        # Of one backend: the native kernels do not forget.
-        options = {"key_mask": mask, "output_final_state": True, "backend": "torch"}
-        want, state = latte_attention(q, k, v, **options)
+
+        def run(g=None, mask=mask):
+            options = {"key_mask": mask, "output_final_state": True, "backend": backend}
+            return lambda *x: latte_attention(*x, log_decay=g, **options)
+
+        *_, state = run()(*inputs)
+        want = values_and_gradients(lambda *x: flat(run()(*x)), inputs)
         for g in (torch.zeros(2, 8), torch.zeros(2, T, 2, 8)):
-            got, forgetting = latte_attention(q, k, v, log_decay=g, **options)
-            assert torch.equal(got, want)
-            assert all(torch.equal(a, b) for a, b in zip(forgetting, state, strict=False))
+            found = values_and_gradients(lambda *x, g=g: flat(run(g)(*x))[:3], inputs)
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+            *_, forgetting = run(g)(*inputs)
             assert not forgetting.log_decay.any() and not state.log_decay.any()
 
 
+@SERVES
 @pytest.mark.parametrize("mean", [0.0, 0.1, 1.0, 20.0])
-def test_causal_to_the_last_bit(mean):
+def test_causal_to_the_last_bit(mean, backend):
     T, cut = 700, 333
     q, k, v = (x.float() for x in latte_inputs(1, T, 2, 8, 16))
     g = decays(1, T, 2, 8, mean).float()
-    out, _ = latte_attention(q, k, v, log_decay=g)
+    out, _ = latte_attention(q, k, v, log_decay=g, backend=backend)
     for x, later in ((k, 500 * randn(1, T - cut, 2, 8)), (g, -30 * randn(1, T - cut, 2, 8).abs())):
         x[:, cut:] = later.float()
-        again, _ = latte_attention(q, k, v, log_decay=g)
+        again, _ = latte_attention(q, k, v, log_decay=g, backend=backend)
         assert torch.equal(out[:, :cut], again[:, :cut])
         assert not torch.equal(out[:, cut:], again[:, cut:])
 
 
+@SERVES
 @pytest.mark.parametrize("mean", [0.1, 5.0])
 @pytest.mark.parametrize("cut", [0, 1, 31, 32, 64])
-def test_split_equals_whole_and_parts_merge(cut, mean):
+def test_split_equals_whole_and_parts_merge(cut, mean, backend):
     inputs = [*latte_inputs(2, 65), decays(2, 65, 2, 3, mean)]
 
     def run(x, state=None):
         q, k, v, g = x
-        options = {"initial_state": state, "output_final_state": True}
+        options = {"initial_state": state, "output_final_state": True, "backend": backend}
         return latte_attention(q, k, v, log_decay=g, **options)
 
     whole, last = run(inputs)
@@ -189,9 +212,10 @@ def test_merge_is_associative_and_has_a_neutral_element():
     assert len(pair.merge(empty)) == 2  # nothing forgets
 
 
+@SERVES
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize("scale", [1.0, 10.0])
-def test_any_decay_in_single_precision(scale, offset):
+def test_any_decay_in_single_precision(scale, offset, backend):
     """Latents from never to at once, jumps of logits, and large ones: as exact as without."""
     T, rates = 1500, [0.0, 1e-8, 1e-3, 1 / 64, 0.25, 1.0, 5.0, 50.0]
     q, k, v = latte_inputs(1, T, 2, 8, 16, scale)
@@ -202,7 +226,8 @@ def test_any_decay_in_single_precision(scale, offset):
     inputs = [x.float() for x in (q, k, v, g)]
 
     def fn(q, k, v, g):
-        return latte_attention(q, k, v, log_decay=g, output_final_state=True)
+        options = {"log_decay": g, "output_final_state": True, "backend": backend}
+        return latte_attention(q, k, v, **options)
 
     got = values_and_gradients(fn, inputs)
     want = values_and_gradients(fn, [x.double() for x in inputs])
@@ -233,9 +258,10 @@ def test_a_million_tokens_in_pieces():
     assert state.mean[..., 0, :].abs().max() < 0.02  # of all of the million
 
 
+@SERVES
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("carried", [False, True])
-def test_macchiato_agrees_with_the_reference(carried, packed):
+def test_macchiato_agrees_with_the_reference(carried, packed, backend):
     B = 1 if packed else 2
     cu = boundaries(65) if packed else None
     N, mask = B if cu is None else len(cu) - 1, key_mask(B, 65)
@@ -263,7 +289,7 @@ def test_macchiato_agrees_with_the_reference(carried, packed):
 
         return values_and_gradients(fn, inputs)
 
-    assert_same(run("torch"), run("reference"))
+    assert_same(run(backend), run("reference"))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -106,7 +106,7 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "triton": triton_backend.causal_conv1d,
 }
 # Who serves latents that forget.
-FORGETTING = ("reference", "torch")
+FORGETTING = ("reference", "torch", "cpu")
 # Full softmax attention has no kernels of its own: by default it stays with PyTorch's.
 FULL = ("reference", "torch")
 
@@ -159,7 +159,9 @@ def latte_attention(
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((q, k, v, initial_state, log_decay), sequences)
     start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
-    total = total_log_decay(log_decay, initial_state, cu_seqlens)
+    forgotten = (
+        total_log_decay(log_decay, initial_state, cu_seqlens) if output_final_state else None
+    )
     initial_state, log_decay = _forget_first(initial_state, log_decay, step)
     every = (q, k, v, log_decay, *(initial_state or ()))
     serves = _natively(LATTE if log_decay is None else FORGETTING, causal)
@@ -180,7 +182,7 @@ def latte_attention(
         earlier = None if initial_state is None else initial_state[:2]
         forgetting = {} if log_decay is None else {"log_decay": log_decay}
         out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
-    return out, state_of(*state[:2], total) if output_final_state else None
+    return out, state_of(*state[:2], forgotten) if output_final_state else None
 
 
 def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
@@ -273,7 +275,7 @@ def macchiato_attention(
     start = latents or LatteState.empty(
         N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
     )
-    total = total_log_decay(log_decay, latents, cu_seqlens)
+    forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
 
@@ -295,7 +297,7 @@ def macchiato_attention(
         before = tail or WindowState.empty(k, v, window)
         step_inputs = (latent_q, latent_k, q, k, v, key_mask, *(latents or start)[:2], *before)
         out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap)
-        state = (state_of(A, mu, total), WindowState(*after))
+        state = (state_of(A, mu, forgotten), WindowState(*after))
         return out, state if output_final_state else None
     window_state = None
     if output_final_state:
@@ -310,7 +312,7 @@ def macchiato_attention(
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **forgetting)
     if window_state is None:
         return out, None
-    return out, (state_of(*latte_state[:2], total), window_state)
+    return out, (state_of(*latte_state[:2], forgotten), window_state)
 
 
 @full_precision

@@ -209,7 +209,7 @@ def check_log_decay(
     if log_decay.device != q.device:
         raise ValueError(f"{op}: log_decay must be on {q.device}, got {log_decay.device}")
     if q.device.type == "cpu" and not torch.compiler.is_compiling() and log_decay.numel():
-        low, high = (float(f(log_decay.detach())) for f in (torch.amin, torch.amax))
+        low, high = (float(x) for x in torch.aminmax(log_decay.detach()))
         if not -math.inf < low <= high <= 0.0:
             raise ValueError(
                 f"{op}: log_decay must be finite and at most 0, got values from {low} to {high}"

@@ -265,9 +265,10 @@ def test_gradients_by_differences_and_of_gradients():
 def test_they_keep_the_contract_of_a_custom_op(op):
     """Once plain, and with all that an op may be given; the rest is compiled in other tests."""
     bounds, kinds = boundaries(20).long(), ["test_schema", "test_faketensor"]
-    earlier, tail = latte_state(6, 4, 3, 5), window_state(6, 7, 2, 6, 5)
+    earlier = (*latte_state(6, 4, 3, 5), -randn(1, 20, 4, 3).abs())
+    tail = window_state(6, 7, 2, 6, 5)
     local = () if op == "latte" else (8, 0.4, 0.0)
-    near, far = (3 if op != "latte" else 0), (2 if op != "window" else 0)
+    near, far = (3 if op != "latte" else 0), (3 if op != "window" else 0)
     rest = ([None] * (2 + near + far), [key_mask(1, 20), bounds, *earlier[:far], *tail[:near]])
     for around in rest:
         inputs = of(op, macchiato_inputs(1, 20, G=4 if op == "latte" else 2))

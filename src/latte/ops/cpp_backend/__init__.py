@@ -140,10 +140,11 @@ def latte_attention(
     v_BTHD: Tensor,
     sequences: Sequences,
     earlier: tuple[Tensor, Tensor] | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`, if causal."""
-    around = _plain(None, sequences)[1:]
-    out, A, mu = latte_op(q_BTHL, k_BTHL, v_BTHD, *around, *_contiguous(earlier, 2))[:3]
+    around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), log_decay)
+    out, A, mu = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)[:3]
     return out, LatteState(A, mu)
 
 
@@ -157,11 +158,12 @@ def macchiato_attention(
     sequences: Sequences,
     earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), *_contiguous(tail, 3))
-    out, A, mu = macchiato_op(*inputs, *around, *local)[:3]
+    around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), log_decay)
+    out, A, mu = macchiato_op(*inputs, *around, *_contiguous(tail, 3), *local)[:3]
     return out, LatteState(A, mu)
 
 
@@ -219,9 +221,9 @@ def _latte_fake(q, k, v, mask, bounds, *_):
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
-def _latte_again(q, k, v, mask, bounds, *earlier):
-    state = None if earlier[0] is None else earlier
-    out, last = reference.latte_attention(q, k, v, Sequences(mask, bounds), state)
+def _latte_again(q, k, v, mask, bounds, log_mass, mean, log_decay):
+    state = None if log_mass is None else (log_mass, mean)
+    out, last = reference.latte_attention(q, k, v, Sequences(mask, bounds), state, log_decay)
     return out, *last
 
 
@@ -229,12 +231,13 @@ def _macchiato_fake(latent_q, latent_k, q, k, v, *around):
     return _latte_fake(latent_q, latent_k, v, *around)
 
 
-def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, *rest):
+def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, log_decay, *rest):
     *tail, window, scale, softcap = rest
     out, last = reference.macchiato_attention(
         *(latent_q, latent_k, q, k, v, Local(window, scale, softcap), Sequences(mask, bounds)),
         None if log_mass is None else (log_mass, mean),
         None if tail[0] is None else WindowState(*tail),
+        log_decay,
     )
     return out, *last
 
@@ -265,20 +268,21 @@ if ABSENT is None:
         *(2, (0, 1, 2, 3), _convolution_again, _convolution_fake),
         differentiable=2,
     )
-    sequences, state = "Tensor? mask, Tensor? bounds", "Tensor? log_mass, Tensor? mean"
+    sequences = "Tensor? mask, Tensor? bounds"
+    state = "Tensor? log_mass, Tensor? mean, Tensor? log_decay"
     tail = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask, int window, float scale"
     tail = f"{tail}, float softcap"
     latte_op = _op(
         "cpu_latte",
         f"Tensor q, Tensor k, Tensor v, {sequences}, {state}",
-        *(6, (0, 1, 2, 5, 6), _latte_again, _latte_fake),
+        *(6, (0, 1, 2, 5, 6, 7), _latte_again, _latte_fake),
         differentiable=3,
     )
     macchiato_op = _op(
         "cpu_macchiato",
         "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, "
         f"{sequences}, {state}, {tail}",
-        *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10), _macchiato_again, _macchiato_fake),
+        *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10, 11), _macchiato_again, _macchiato_fake),
         differentiable=3,
     )
     window_op = _op(

@@ -11,21 +11,26 @@
 //     e_s = exp(k_s - r),  alpha_t = m + sum_{s<=t} e_s,  U = sum e_s v_s
 //     y_t = sum_s a_ts v_s + sum_l p_t[l] / alpha_t[l] U[l]
 //     d_t[l] = <dy_t, sum_s e_s v_s + U[l]> / alpha_t[l],  R[l] = sum_t p_t[l] / alpha_t[l] dy_t
-//     dk_s[l] = e_s (<R_s, v_s> - sum_{t>=s} p_t d_t / alpha_t),  dv_s = sum_t a_ts dy_t + sum_l e_s R
+//     dk_s[l] = e_s (<R_s, v_s> - sum_{t>=s} p_t d_t / alpha_t)
+//     dv_s = sum_t a_ts dy_t + sum_l e_s R
 //
 // r[l] is the largest logit before a *run* of tokens or the first of it; the run, within a chunk,
 // ends before the first key that exceeds any r by REACH, so that nothing overflows whatever the
 // logits are, and nothing that a token is given depends on later ones, not even by rounding. The
 // state (r, m, U) is relative to the largest logit seen. Kept for the backward pass are the states
-// at every SEGMENT tokens; all else is computed anew. Latents that forget would need k_s - (g_1 +
-// ... + g_s) for k_s, sums from the chunk's start, in `load_logits`, and r plus the chunk's sum
-// after it.
+// at every SEGMENT tokens; all else is computed anew.
 //
-// FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward 2 D (5 W + 4 L) +
-// 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7 and 1.4 us. W + 2 L
-// exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L) bytes 0.05 and 0.1 us.
-// Measured 1.2 and 3.3 us: tiles run at the full rate, beside them are the rows' softmax, and
-// loads and stores of rows that lie apart.
+// Latents that forget have k_s - G_s for k_s, G_s = g_1 + ... + g_s from the run's start; after it
+// r becomes r + G, so that no sum is longer than a run. With dA the gradient of the log-mass before
+// the run
+//
+//     dA[l] = <R[l], U[l]> - m sum_t p_t d_t / alpha_t,  dg_t[l] = dA[l] + sum_{s<t} dk_s[l]
+//
+// FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
+// 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
+// and 1.4 us. W + 2 L exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L)
+// bytes 0.05 and 0.1 us. Measured 1.2 and 3.3 us: tiles run at the full rate, beside them are the
+// rows' softmax, and loads and stores of rows that lie apart.
 //
 // Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
 // W window, P = W - 1 keys of the earlier state, N sequences (B, or the packed ones), M segments.
@@ -39,20 +44,24 @@ namespace latte {
 constexpr int64_t TOKENS = 64;    // C: of a chunk, a multiple of every vector's width
 constexpr int64_t SEGMENT = 256;  // tokens between two states that are kept, in whole chunks
 constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
+// Of keys since which something was forgotten: the past loses weight as fast as they gain it.
+constexpr double FORGETTING_REACH = 40.0;
 
 struct Attention {
     Tensor latent_q, latent_k, q, k, v;  // (B,T,H,L+1), (B,T,H,L), (B,T,H,K), (B,T,G,K), (B,T,G,D)
     Tensor mask, bounds, log_mass, mean; // (B,T), (N+1,) int64, (N,H,L), (N,H,L,D)
+    Tensor log_decay;                    // (B,T,H,L), of the sums' dtype
     Tensor tail_k, tail_v, tail_mask;    // (N,P,G,K), (N,P,G,D), (N,P)
     int64_t window;
     double scale, softcap;               // 0: none
     Tensor out, last_mass, last_mean;    // (B,T,H,D), and as log_mass and mean
     Tensor kept_top, kept_mass, kept_sum;            // (M,H,L), (M,H,L), (M,H,L,D)
     Tensor dout, dlast_mass, dlast_mean;
-    Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dtail_k, dtail_v;
+    Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dlog_decay, dtail_k, dtail_v;
 
     bool near() const { return bool(q); }
     bool far() const { return bool(latent_k); }
+    bool forgets() const { return bool(log_decay); }
     int64_t batch() const { return v.sizes[0]; }
     int64_t tokens() const { return v.sizes[1]; }
     int64_t heads() const { return far() ? latent_k.sizes[2] : q.sizes[2]; }
@@ -97,7 +106,10 @@ static Attention inputs(Stack& stack, Parts parts) {
     if (parts.far) op.latent_q = stack.tensor(), op.latent_k = stack.tensor();
     if (parts.near) op.q = stack.tensor(), op.k = stack.tensor();
     op.v = stack.tensor(), op.mask = stack.maybe_tensor(), op.bounds = stack.maybe_tensor();
-    if (parts.far) op.log_mass = stack.maybe_tensor(), op.mean = stack.maybe_tensor();
+    if (parts.far) {
+        op.log_mass = stack.maybe_tensor(), op.mean = stack.maybe_tensor();
+        op.log_decay = stack.maybe_tensor();
+    }
     if (!parts.near) return op;
     op.tail_k = stack.maybe_tensor(), op.tail_v = stack.maybe_tensor();
     op.tail_mask = stack.maybe_tensor();
@@ -123,7 +135,8 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
         LATTE_CHOOSE(run_forward)(op);
         return stack.give(op.out);
     }
-    op.last_mass = Tensor::empty({N, H, L}, dtype), op.last_mean = Tensor::empty({N, H, L, D}, dtype);
+    op.last_mass = Tensor::empty({N, H, L}, dtype);
+    op.last_mean = Tensor::empty({N, H, L, D}, dtype);
     op.kept_top = Tensor::empty({M, H, L}, dtype), op.kept_mass = Tensor::empty({M, H, L}, dtype);
     op.kept_sum = Tensor::empty({M, H, L, D}, dtype);
     // Packed sequences may need fewer segments than there are: what they keep is defined there too.
@@ -134,8 +147,9 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
 }
 
-// (dy and the state's gradients, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k, q,
-// k, v, log_mass, mean and the tail's keys and values, as far as the op has them, empty for None
+// (dy and the state's gradients, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k,
+// q, k, v, log_mass, mean, log_decay and the tail's keys and values, as far as the op has them,
+// empty for None
 template <bool far, bool near>
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
@@ -159,6 +173,8 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
         op.dlatent_k = Tensor::empty({B, T, H, L}, dtype);
         op.dlog_mass = carried ? Tensor::empty({N, H, L}, sums) : Tensor::empty({0}, sums);
         op.dmean = carried ? Tensor::empty({N, H, L, D}, sums) : Tensor::empty({0}, sums);
+        op.dlog_decay =
+            op.forgets() ? Tensor::empty({B, T, H, L}, sums) : Tensor::empty({0}, sums);
     }
     if (near) {
         op.dq = Tensor::empty({B, T, H, K}, dtype), op.dk = Tensor::empty({B, T, H, K}, each);
@@ -176,9 +192,9 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     }
     if (far && near)
         stack.give(op.dlatent_q, op.dlatent_k, op.dq, op.dk, op.dv, op.dlog_mass, op.dmean,
-                   op.dtail_k, op.dtail_v);
+                   op.dlog_decay, op.dtail_k, op.dtail_v);
     else if (far)
-        stack.give(op.dlatent_q, op.dlatent_k, op.dv, op.dlog_mass, op.dmean);
+        stack.give(op.dlatent_q, op.dlatent_k, op.dv, op.dlog_mass, op.dmean, op.dlog_decay);
     else
         stack.give(op.dq, op.dk, op.dv, op.dtail_k, op.dtail_v);
 }
@@ -198,8 +214,8 @@ constexpr int64_t ROWS = 6;  // of a tile: 12 vectors of sums, 2 of b and one of
 
 // c (M rows of one V) = a b, or added to it: k products per element in one order, whatever M is.
 template <class T, int M>
-static void tile_rows(T* c, int64_t ldc, bool add, const T* a, int64_t row, int64_t step, const T* b,
-                      int64_t ldb, int64_t k) {
+static void tile_rows(T* c, int64_t ldc, bool add, const T* a, int64_t row, int64_t step,
+                      const T* b, int64_t ldb, int64_t k) {
     using Numbers = typename Raw<T>::numbers;
     Numbers low[M], high[M];
 #pragma GCC unroll 6
@@ -236,7 +252,9 @@ static void tile(int64_t rows, T* c, int64_t ldc, bool add, const T* a, int64_t 
 
 LATTE_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 LATTE_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-template <class T> LATTE_INLINE int64_t whole(int64_t n) { return (n + width<T> - 1) / width<T> * width<T>; }
+template <class T> LATTE_INLINE int64_t whole(int64_t n) {
+    return (n + width<T> - 1) / width<T> * width<T>;
+}
 
 // c (rows, columns of whole V's) = a b, or added to it.
 template <class T>
@@ -279,6 +297,13 @@ LATTE_INLINE V<T> within(V<T> x, V<T> y, int64_t at, int64_t first, int64_t stop
     x = select(lane < T(first - at), y, x);
     return select(lane < T(stop - at), x, y);
 }
+template <class T> LATTE_INLINE bool any(Mask<T> x) {
+    const auto both = x.low | x.high;
+    uint64_t bits[sizeof both / 8], found = 0;
+    std::memcpy(bits, &both, sizeof both);
+    for (uint64_t some : bits) found |= some;
+    return found;
+}
 template <class T> LATTE_INLINE T largest(V<T> x) {
     T numbers[width<T>], top;
     store_all(numbers, x);
@@ -306,13 +331,18 @@ static void soften(T* x, int64_t first, int64_t stop, T factor) {
     for (int64_t c = begin; c < stop; c += width<T>) store_all(x + c, load_all(x + c) * share);
 }
 
+// Where a token's row of one head begins, in elements.
+LATTE_INLINE int64_t place(const Tensor& x, int64_t row, int64_t token, int64_t head) {
+    return row * x.strides[0] + token * x.strides[1] + head * x.strides[2];
+}
+
 // Tokens of one head as rows of T, zeros up to ld.
 template <class T, class S>
 static void take_as(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
                     int64_t ld, T factor) {
     const int64_t n = x.sizes[3], stride = x.strides[3];
     for (int64_t i = 0; i < count; ++i, to += ld) {
-        const S* from = x.at<S>() + row * x.strides[0] + (token + i) * x.strides[1] + head * x.strides[2];
+        const S* from = x.at<S>() + place(x, row, token + i, head);
         for (int64_t c = 0; c < ld; c += width<T>)
             store_all(to + c, c < n ? load(from + c * stride, stride, n - c) * factor : V<T>{});
     }
@@ -337,7 +367,7 @@ static void put_as(const Tensor& x, int64_t row, int64_t token, int64_t head, in
                    const T* from, int64_t ld) {
     const int64_t n = x.sizes[3];
     for (int64_t i = 0; i < count; ++i, from += ld) {
-        S* to = x.at<S>() + row * x.strides[0] + (token + i) * x.strides[1] + head * x.strides[2];
+        S* to = x.at<S>() + place(x, row, token + i, head);
         for (int64_t c = 0; c < n; c += width<T>) store(to + c, load_all(from + c), n - c);
     }
 }
@@ -368,9 +398,10 @@ struct Keys {
 template <class T>
 struct Latents { T *top, *mass, *sum; };
 
-// Tokens of a chunk with one reference for every latent, and the state before them.
+// Tokens of a chunk with one reference for every latent, the state before them, and what they
+// forget of it in all.
 template <class T>
-struct LatentRun { int64_t begin, end; Latents<T> before; };
+struct LatentRun { int64_t begin, end; Latents<T> before; const T* forgotten; };
 
 template <class T>
 struct Head {
@@ -380,13 +411,14 @@ struct Head {
     const int64_t K, D, L, Kp, Dp, Lp, Lq;  // widths, of whole vectors
     const int64_t size;  // bytes of an element of the inputs
     int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
-    const bool near, far, back;
+    const bool near, far, back, forgets;
     const int64_t column;  // of p at which latent_q begins
     std::vector<char> memory;
     size_t used = 0;
     std::vector<Keys<T>> ring;
-    T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *e, *e_panels, *alpha, *ratio,
-        *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *own_k, *own_v, *tops, *reverse, *scalar;
+    T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
+        *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
+        *own, *reverse, *scalar;
     Latents<T> state;
     std::vector<T> saved;          // states before the runs of a segment
     std::vector<LatentRun<T>> runs;  // of a segment, or of a chunk
@@ -395,7 +427,7 @@ struct Head {
     Head(const Attention& op, bool back)
         : op(op), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
           Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), near(op.near()),
-          far(op.far()), back(back), column(near ? 0 : 1), task(op, 0) {
+          far(op.far()), back(back), forgets(op.forgets()), column(near ? 0 : 1), task(op, 0) {
         const int64_t longest = op.tokens() + op.tail();
         reach = least(op.window, longest) - 1;  // -1: nothing is near
         slots = (reach + TOKENS - 1) / TOKENS + 1;
@@ -412,7 +444,8 @@ struct Head {
             queries = room(TOKENS * Kp), logits = room(TOKENS * columns);
             weights = room(TOKENS * columns), p = room(TOKENS * Lq), keys = room(TOKENS * Lp);
             e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp), alpha = room(TOKENS * Lp);
-            ratio = room(TOKENS * Lp), out = room(TOKENS * Dp), tops = room(Lp);
+            ratio = room(TOKENS * Lp), out = room(TOKENS * Dp), tops = room(Lp), own = room(Lp);
+            decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
             state = {room(Lp), room(Lp), room(Lp * Dp)};
             if (back) {
                 dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
@@ -439,22 +472,23 @@ struct Head {
 
     // Asks for the memory of a token that is read, or written, soon: rows of one head are too far
     // apart to be foreseen.
-    void ask(const Tensor& x, int64_t token, int64_t head) const {
+    void ask(const Tensor& x, int64_t token, int64_t head, int64_t size) const {
         if (token < 0 || token >= task.count) return;
-        const char* at = x.data + size * (task.row * x.strides[0] +
-                                          (task.begin + token) * x.strides[1] + head * x.strides[2]);
+        const char* at = x.data + size * place(x, task.row, task.begin + token, head);
         for (int64_t byte = 0; byte < x.sizes[3] * size; byte += 64) __builtin_prefetch(at + byte);
     }
     void ask_around(int64_t chunk, int64_t i) const {
         const int64_t here = chunk * TOKENS + i, next = here + (back ? -TOKENS : TOKENS);
         const int64_t keys = back ? next - base : next;
-        if (far) ask(op.latent_q, next, task.h), ask(op.latent_k, next, task.h);
-        if (near) ask(op.q, next, task.h), ask(op.k, keys, task.g);
-        ask(op.v, keys, task.g);
-        if (!back) return ask(op.out, here, task.h);
-        ask(op.dout, next, task.h), ask(op.dv, here, task.h);
-        if (far) ask(op.dlatent_q, here, task.h), ask(op.dlatent_k, here, task.h);
-        if (near) ask(op.dq, here, task.h), ask(op.dk, here, task.h);
+        if (far) ask(op.latent_q, next, task.h, size), ask(op.latent_k, next, task.h, size);
+        if (forgets) ask(op.log_decay, next, task.h, sizeof(T));
+        if (near) ask(op.q, next, task.h, size), ask(op.k, keys, task.g, size);
+        ask(op.v, keys, task.g, size);
+        if (!back) return ask(op.out, here, task.h, size);
+        ask(op.dout, next, task.h, size), ask(op.dv, here, task.h, size);
+        if (far) ask(op.dlatent_q, here, task.h, size), ask(op.dlatent_k, here, task.h, size);
+        if (forgets) ask(op.dlog_decay, here, task.h, sizeof(T));
+        if (near) ask(op.dq, here, task.h, size), ask(op.dk, here, task.h, size);
     }
 
     // The places of keys that query i of a chunk may see, among its columns.
@@ -490,7 +524,8 @@ struct Head {
         }
         turn(s.k, Kp, from, stop, K, s.k_panels);
         V<T> nothing{};
-        for (int64_t c = from * Dp; c < stop * Dp; c += W) nothing = nothing + load_all(s.v + c) * T(0);
+        for (int64_t c = from * Dp; c < stop * Dp; c += W)
+            nothing = nothing + load_all(s.v + c) * T(0);
         s.strange = sum(nothing) != T(0);
         if (!back) return;
         turn(s.v, Dp, from, stop, D, s.v_panels);
@@ -510,7 +545,8 @@ struct Head {
                     int64_t first = first_key(chunk, i);
                     if (own) first = least(first, base);
                     if (c + W <= first || c > last_key(i + count - 1)) continue;
-                    tile(count, to + i * columns + c, columns, false, x + i * ldx, ldx, 1, panel, W, n);
+                    tile(count, to + i * columns + c, columns, false, x + i * ldx, ldx, 1, panel,
+                         W, n);
                 }
             }
         }
@@ -574,15 +610,16 @@ struct Head {
 
     // p of the latents' queries, in p; and of the window's scores weights, in logits.
     void probabilities(int64_t chunk, int64_t rows) {
+        const int64_t token = task.begin + chunk * TOKENS;
         p[0] = 0;
-        if (far) take(op.latent_q, task.row, task.begin + chunk * TOKENS, task.h, rows, p + column, Lq);
+        if (far) take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
         for (int64_t i = 0; i < rows; ++i) {
             ask_around(chunk, i);
             if (far) soften(p + i * Lq, column, L + 1, T(1));
             else p[i * Lq] = 1;
         }
         if (!near) return;
-        take(op.q, task.row, task.begin + chunk * TOKENS, task.h, rows, queries, Kp, T(op.scale));
+        take(op.q, task.row, token, task.h, rows, queries, Kp, T(op.scale));
         against(chunk, rows, queries, Kp, K, false, false, logits);
         for (int64_t i = 0; i < rows; ++i) {
             T* x = logits + i * columns;
@@ -610,44 +647,66 @@ struct Head {
         }
     }
 
-    // The latents' logits of a chunk, -inf where they count for nothing.
+    // The latents' logits of a chunk, -inf where they count for nothing, and what they forget.
     void load_logits(int64_t chunk, int64_t rows) {
-        take(op.latent_k, task.row, task.begin + chunk * TOKENS, task.h, rows, keys, Lp);
+        const int64_t token = task.begin + chunk * TOKENS;
+        take(op.latent_k, task.row, token, task.h, rows, keys, Lp);
         for (int64_t i = 0; i < rows; ++i) {
             const bool seen = real(chunk * TOKENS + i);
             for (int64_t l = seen ? L : 0; l < Lp; ++l) keys[i * Lp + l] = lowest;
         }
+        if (forgets) take(op.log_decay, task.row, token, task.h, rows, decays, Lp);
     }
 
     // Moves the state to another reference, `to` or the present one if that is larger.
     void refer(const T* to) {
+        for (int64_t l = 0; l < L; ++l)
+            if (to[l] > state.top[l]) rescale(l, to[l], std::exp(state.top[l] - to[l]));
+    }
+    void rescale(int64_t l, T top, T factor) {
+        state.top[l] = top, state.mass[l] *= factor;
+        for (int64_t d = 0; d < Dp; ++d) state.sum[l * Dp + d] *= factor;
+    }
+
+    // The state after a run: its reference falls by what was forgotten, to the nearest number, and
+    // what is left of that goes into the sums.
+    void forget(const T* decay) {
         for (int64_t l = 0; l < L; ++l) {
-            if (!(to[l] > state.top[l])) continue;
-            const T factor = std::exp(state.top[l] - to[l]);
-            state.top[l] = to[l], state.mass[l] *= factor;
-            for (int64_t d = 0; d < Dp; ++d) state.sum[l * Dp + d] *= factor;
+            if (decay[l] == T(0) || state.top[l] == lowest) continue;
+            const double top = double(state.top[l]) + double(decay[l]);
+            rescale(l, T(top), T(std::exp(top - double(T(top)))));
         }
     }
 
-    // Where a run that begins at row `begin` ends; the largest keys in it are in tops.
+    // What latents l ... forget from the start of a run to row i, its own part included.
+    V<T> forget_at(int64_t begin, int64_t i, int64_t l) {
+        V<T> sum = load_all(decays + i * Lp + l);
+        if (i > begin) sum = sum + load_all(forgotten + (i - 1) * Lp + l);
+        store_all(forgotten + i * Lp + l, sum);
+        return sum;
+    }
+
+    // Where a run that begins at row `begin` ends. The state moves to its references; the largest
+    // keys in it are in tops.
     int64_t find_end(int64_t begin, int64_t rows) {
-        auto largest_keys = [&](int64_t stop) {
+        for (int64_t i = begin; i < rows; ++i) {
             bool beyond = false;
             for (int64_t l = 0; l < Lp; l += W) {
-                V<T> top = load_all(keys + begin * Lp + l);
-                for (int64_t i = begin + 1; i < stop; ++i) top = larger(top, load_all(keys + i * Lp + l));
-                store_all(tops + l, top);
-            }
-            for (int64_t l = 0; l < L; ++l) beyond |= tops[l] > state.top[l] + T(REACH);
-            return beyond;
-        };
-        if (!largest_keys(rows)) return rows;
-        for (int64_t i = begin + 1; i < rows; ++i)
-            for (int64_t l = 0; l < L; ++l)
-                if (keys[i * Lp + l] > state.top[l] + T(REACH)) {
-                    largest_keys(i);
-                    return i;
+                V<T> key = load_all(keys + i * Lp + l), reach = all(T(REACH));
+                if (forgets) {
+                    V<T> sum = forget_at(begin, i, l);
+                    key = key - sum, reach = select(sum < T(0), all(T(FORGETTING_REACH)), reach);
                 }
+                beyond |= any(load_all(state.top + l) + reach < key);
+                store_all(own + l, key);
+            }
+            if (i == begin) refer(own);
+            else if (beyond) return i;
+            for (int64_t l = 0; l < Lp; l += W) {
+                V<T> key = load_all(own + l);
+                store_all(tops + l, i == begin ? key : larger(load_all(tops + l), key));
+            }
+        }
         return rows;
     }
 
@@ -657,7 +716,9 @@ struct Head {
             V<T> top = load_all(run.before.top + l), mass = load_all(run.before.mass + l);
             top = select(all(lowest) < top, top, V<T>{});
             for (int64_t i = run.begin; i < run.end; ++i) {
-                V<T> x = decay(load_all(keys + i * Lp + l) - top).kept;
+                V<T> x = load_all(keys + i * Lp + l) - top;  // of large logits it is exact
+                if (forgets) x = x - load_all(forgotten + i * Lp + l);
+                x = decay(x).kept;
                 mass = mass + x;
                 V<T> share = load_all(p + i * Lq + 1 + l) / mass;
                 store_all(e + i * Lp + l, x);
@@ -669,8 +730,8 @@ struct Head {
 
     // The next run of a chunk, with the state moved to its references.
     LatentRun<T> next_run(int64_t begin, int64_t rows) {
-        refer(keys + begin * Lp);
-        return {begin, find_end(begin, rows), state};
+        const int64_t end = find_end(begin, rows);
+        return {begin, end, state, forgotten + (end - 1) * Lp};
     }
 
     // Takes the run's sources in.
@@ -679,6 +740,7 @@ struct Head {
                 Dp, run.end - run.begin);
         std::memcpy(state.mass, alpha + (run.end - 1) * Lp, size_t(L) * sizeof(T));
         refer(tops);
+        if (forgets) forget(run.forgotten);
     }
 
     // Adds sum_l ratio_t[l] e_s[l] to x[t][s] for the sources s <= t of a run.
@@ -769,17 +831,19 @@ struct Head {
         const T *from = logits + i * columns, share = p[i * Lq];
         T* to = weights + i * columns;
         const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
-        for (int64_t c = first / W * W; c < stop; c += W) store_all(to + c, load_all(from + c) * share);
+        for (int64_t c = first / W * W; c < stop; c += W)
+            store_all(to + c, load_all(from + c) * share);
         clear_around(chunk, i, far, to);
     }
 
     // The runs of a segment and the states before them: from the state kept, once more forward.
     void walk_segment(int64_t segment) {
-        const int64_t at = kept_at(segment), one = 2 * Lp + Lp * Dp;
+        const int64_t at = kept_at(segment), one = 3 * Lp + Lp * Dp;
         std::memcpy(state.top, op.kept_top.at<T>() + at, size_t(L) * sizeof(T));
         std::memcpy(state.mass, op.kept_mass.at<T>() + at, size_t(L) * sizeof(T));
         for (int64_t l = 0; l < L; ++l)
-            std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
+            std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D,
+                        size_t(D) * sizeof(T));
         runs.clear(), saved.clear();
         const int64_t first = segment * (SEGMENT / TOKENS);
         const int64_t stop = least(first + SEGMENT / TOKENS, (task.count + TOKENS - 1) / TOKENS);
@@ -792,6 +856,7 @@ struct Head {
                 saved.insert(saved.end(), state.top, state.top + Lp);
                 saved.insert(saved.end(), state.mass, state.mass + Lp);
                 saved.insert(saved.end(), state.sum, state.sum + Lp * Dp);
+                saved.insert(saved.end(), run.forgotten, run.forgotten + Lp);
                 scale_keys(run);
                 take_in(run, out);
                 begin = run.end;
@@ -802,6 +867,7 @@ struct Head {
         for (size_t r = 0; r < runs.size(); ++r) {
             T* before = saved.data() + int64_t(r) * one;
             runs[r].before = {before, before + Lp, before + 2 * Lp};
+            runs[r].forgotten = before + 2 * Lp + Lp * Dp;
         }
     }
 
@@ -831,11 +897,12 @@ struct Head {
         }
     }
 
-    // R and its scalar relative to an earlier reference.
-    void refer_back(const T* from, const T* to) {
+    // R and its scalar relative to the reference of an earlier run instead of `from`.
+    void refer_back(const T* from, const LatentRun<T>& run) {
         for (int64_t l = 0; l < L; ++l) {
-            if (from[l] == to[l]) continue;
-            const T factor = std::exp(to[l] - from[l]);
+            const T to = run.before.top[l], decay = run.forgotten[l];
+            if (from[l] == to && (decay == T(0) || to == lowest)) continue;
+            const T factor = T(std::exp(double(to) - double(from[l]) + double(decay)));
             scalar[l] *= factor;
             for (int64_t d = 0; d < Dp; ++d) reverse[l * Dp + d] *= factor;
         }
@@ -920,13 +987,15 @@ struct Head {
         while (first && runs[first - 1].begin >= c * TOKENS) --first;
         for (size_t r = first; r < runs.size(); ++r) {
             runs[r].begin -= c * TOKENS, runs[r].end -= c * TOKENS;
+            for (int64_t i = runs[r].begin; forgets && i < runs[r].end; ++i)
+                for (int64_t l = 0; l < Lp; l += W) forget_at(runs[r].begin, i, l);
             scale_keys(runs[r]);
             add_scores(runs[r], weights + base, columns);
         }
         to_keys(c, rows, weights, dy, true, true);
         for (; runs.size() > first; runs.pop_back()) {
             const LatentRun<T>& run = runs.back();
-            refer_back(top.data(), run.before.top);
+            refer_back(top.data(), run);
             top.assign(run.before.top, run.before.top + Lp);
             backward_run(run, s);
         }
@@ -937,6 +1006,7 @@ struct Head {
         }
         put(op.dlatent_q, task.row, token, task.h, rows, pulled + column, Lq);
         put(op.dlatent_k, task.row, token, task.h, rows, dkeys, Lp);
+        if (forgets) put(op.dlog_decay, task.row, token, task.h, rows, decays, Lp);
     }
 
     // From weights in logits and <dy, v> in pairs: the weights' part in `weights`, the gradients of
@@ -963,11 +1033,14 @@ struct Head {
         for (int64_t i = begin; i < end; ++i) {  // <dy_t, v_s> for s <= t alone
             const T* from = pairs + i * columns + base;
             T* to = before + i * TOKENS;
-            for (int64_t c = begin / W * W; c < least(TOKENS, i + ROWS + W); c += W)
-                store_all(to + c, c <= i ? within(load_all(from + c), V<T>{}, c, begin, i + 1) : V<T>{});
+            for (int64_t c = begin / W * W; c < least(TOKENS, i + ROWS + W); c += W) {
+                V<T> seen = c <= i ? load_all(from + c) : V<T>{};
+                store_all(to + c, within(seen, V<T>{}, c, begin, i + 1));
+            }
         }
         transpose(run.before.sum, Dp, L, D, turned, Lp);
-        product(delta + begin * Lp, Lp, false, count, Lp, dy + begin * Dp, Dp, int64_t(1), turned, Lp, D);
+        product(delta + begin * Lp, Lp, false, count, Lp, dy + begin * Dp, Dp, int64_t(1), turned,
+                Lp, D);
         for (int64_t l = 0; l < Lp; l += W)
             for (int64_t i = begin; i < end; i += ROWS) {
                 const int64_t some = least(ROWS, end - i);
@@ -989,15 +1062,39 @@ struct Head {
             store_all(scalar + l, later);
         }
         transpose(reverse, Dp, L, D, turned, Lp);
-        product(dkeys + begin * Lp, Lp, false, count, Lp, s.v + begin * Dp, Dp, int64_t(1), turned, Lp, D);
+        product(dkeys + begin * Lp, Lp, false, count, Lp, s.v + begin * Dp, Dp, int64_t(1), turned,
+                Lp, D);
         for (int64_t l = 0; l < Lp; l += W)
             for (int64_t i = begin; i < end; i += ROWS)
                 tile(least(ROWS, end - i), dkeys + i * Lp + l, Lp, true, before + i * TOKENS + i,
                      int64_t(1), TOKENS, ratio + i * Lp + l, Lp, end - i);
         for (int64_t i = begin * Lp; i < end * Lp; i += W)
             store_all(dkeys + i, load_all(e + i) * (load_all(dkeys + i) - load_all(lost + i)));
-        product(s.dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp, L);
-        product(reverse, Dp, true, L, Dp, ratio + begin * Lp, int64_t(1), Lp, dy + begin * Dp, Dp, count);
+        product(s.dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp,
+                L);
+        product(reverse, Dp, true, L, Dp, ratio + begin * Lp, int64_t(1), Lp, dy + begin * Dp, Dp,
+                count);
+        if (forgets) backward_decays(run);
+    }
+
+    // The gradients of what a run's tokens forget, in the place of that.
+    void backward_decays(const LatentRun<T>& run) {
+        for (int64_t l = 0; l < L; ++l) own[l] = log_mass_gradient(run.before, l);
+        for (int64_t l = 0; l < Lp; l += W) {
+            V<T> sum = load_all(own + l);
+            for (int64_t i = run.begin; i < run.end; ++i) {
+                store_all(decays + i * Lp + l, sum);
+                sum = sum + load_all(dkeys + i * Lp + l);
+            }
+        }
+    }
+
+    // Of the log-mass of a state that R and its scalar are relative to.
+    T log_mass_gradient(const Latents<T>& at, int64_t l) const {
+        V<T> sums{};
+        for (int64_t d = 0; d < Dp; d += W)
+            sums = sums + load_all(at.sum + l * Dp + d) * load_all(reverse + l * Dp + d);
+        return sum(sums) - at.mass[l] * scalar[l];
     }
 };
 
