@@ -1,7 +1,7 @@
 """The rooms import one way, and no files import in a circle.
 
-ops <- layers <- models <- {conversion, rivals}; {conversion, data} <- train <- evaluate <-
-{compare, inspect} <- cli <- {replication, examples}.
+ops <- layers <- models <- {conversion, parallel, rivals}; {conversion, data, parallel} <- train <-
+evaluate <- {compare, inspect} <- cli <- {replication, examples}.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODEL = {"ops", "layers", "models"}
-TRAIN = MODEL | {"conversion", "data", "machine"}
+TRAIN = MODEL | {"conversion", "data", "machine", "parallel"}
 MAY_IMPORT = {
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers"},
     "rivals": MODEL,
+    "parallel": MODEL,
     "conversion": MODEL,
     "data": set(),
     "machine": set(),

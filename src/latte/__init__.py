@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         layers,
         models,
         ops,
+        parallel,
         rivals,
         train,
     )
@@ -78,6 +79,7 @@ __all__ = [
     "macchiato_attention",
     "models",
     "ops",
+    "parallel",
     "preset_config",
     "rg_lru",
     "rivals",
@@ -87,7 +89,7 @@ __all__ = [
 
 _MODULES = (
     *("models", "conversion", "ops", "layers"),  # whose names these are
-    *("cli", "compare", "data", "evaluate", "inspect", "rivals", "train"),
+    *("cli", "compare", "data", "evaluate", "inspect", "parallel", "rivals", "train"),
 )
 __getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 

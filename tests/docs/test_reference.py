@@ -27,6 +27,7 @@ PAGES = {
     "latte.models": "docs/reference/models.md",
     "latte.conversion": "docs/reference/conversion.md",
     "latte.data": "docs/reference/data.md",
+    "latte.parallel": "docs/context-parallel.md",
 }
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 MLPS = {"gelu": "GELU", "swiglu": "SwiGLU"}

@@ -34,6 +34,7 @@ class Tokens(NamedTuple):
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
     sink_embeddings: dict[str | None, tuple[Tensor, Tensor]] | None = None
+    earlier: MixerState = MixerState()  # what is before the tokens, where no cache says it
 
 
 class Projections(NamedTuple):
@@ -110,7 +111,7 @@ class MacchiatoAttention(nn.Module):
         own attention, and the teacher records how far this module's is from it.
         """
         carry = past_key_values is not None and teacher is None
-        state = past_key_values.state(self.layer_idx) if carry else MixerState()
+        state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
         if isinstance(state, StepState):
             local = self.project(hidden_states, position_embeddings, tokens)
             out_BHK = self._step(hidden_states[:, 0], local, state)
@@ -129,6 +130,12 @@ class MacchiatoAttention(nn.Module):
         if carry:
             past_key_values.update(piece.end(after, log), hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
+
+    @property
+    def splits(self) -> bool:
+        """Whether a sequence can be cut over processes."""
+        grows = self.mixing == "base" and self.base_window is None
+        return not (self.num_sinks or self.delay_latents or grows)
 
     @property
     def steps(self) -> bool:
@@ -253,7 +260,7 @@ class MacchiatoAttention(nn.Module):
         self, window: int | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """Softmax attention over a window of the base's keys, or over all of them (None)."""
-        out, tail = sliding_window_attention(
+        out, tail = piece.across(sliding_window_attention)(
             *local[:3],
             window=window,
             scale=self.scale,
@@ -275,7 +282,7 @@ class MacchiatoAttention(nn.Module):
             keys, values, mask, seen = delayed(latent_k, local.v, self.window, piece)
             if piece.output_final_state:
                 pending = pending_state(latent_k, local.v, self.window, piece)
-        latent_out, latent = latte_attention(
+        latent_out, latent = piece.across(latte_attention)(
             latent_q[..., 1:],
             keys,
             values,

@@ -17,7 +17,7 @@ from latte.conversion import BASES
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.config import CONFIGS
 from latte.conversion.transfer import hook_layer
-from latte.layers import RMSNorm
+from latte.layers import MixerState, RMSNorm
 from latte.layers.parts import token_positions
 from latte.models.cache import (
     LatteCache,
@@ -26,6 +26,7 @@ from latte.models.cache import (
     new_key_mask,
     packed_bounds,
 )
+from latte.models.loss import next_token_loss
 from latte.models.modeling import initialise
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
@@ -40,6 +41,7 @@ class MacchiatoPreTrained:
     _supports_flash_attn = False
     _supports_flex_attn = False
     _can_compile_fullgraph = False
+    _supports_context_parallel = False  # Transformers' own, which would cut rows and lose states
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -55,6 +57,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     softcap_field: str | None = None  # the field of the config with the attention's soft cap
     masks_by_kind = False  # the base takes a dict of masks, one per kind of layer
     rotary_by_kind = False  # and its rotary embedding is one per kind of layer too
+    earlier: MixerState | None = None  # what is before the tokens, set by latte.parallel
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -100,7 +103,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             counted = cache.begin(inputs_embeds, key_mask, self.steps)
             position_ids = counted if position_ids is None else position_ids
         if position_ids is None:
-            start = None if cache is None else cache.position
+            start = cache.position if cache is not None else getattr(self.earlier, "position", None)
             position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
         sinks = self._sink_embeddings(inputs_embeds, position_ids)
         # A mask that the base takes as finished, so that it builds none of T x T.
@@ -113,7 +116,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=cache is not None,
-            tokens=Tokens(key_mask, cu_seq_lens_q, sinks),
+            tokens=Tokens(key_mask, cu_seq_lens_q, sinks, self.earlier or MixerState()),
             **kwargs,
         )
         if cache is not None:
@@ -146,6 +149,7 @@ class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
 
     backbone_class: type
     accepts_loss_kwargs = True  # the base's loss divides by num_items_in_batch
+    _supports_context_parallel = False  # the mixin's comes after Transformers' own here
 
     def __init__(self, config: Any) -> None:
         # Not the base's __init__, which would make (and initialise) its own decoder first.
@@ -153,6 +157,7 @@ class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
         self.model = self.backbone_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = next_token_loss
         self.post_init()  # type: ignore[attr-defined]
 
 

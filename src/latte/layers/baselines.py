@@ -39,6 +39,7 @@ class SlidingWindowAttention(Mixer):
     """
 
     carries = ("window",)
+    splits = True
     uses: ClassVar[tuple[str, ...]] = ("latent_input", "sliding_window", "rope_theta")
 
     def __init__(
@@ -83,7 +84,7 @@ class SlidingWindowAttention(Mixer):
         return Projected(v, MixingLogits(q=q, k=k), after=inputs.after, log=inputs.log)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        out, window = sliding_window_attention(
+        out, window = piece.across(sliding_window_attention)(
             projected.logits.q,
             projected.logits.k,
             projected.v,
@@ -120,6 +121,7 @@ class SoftmaxAttention(SlidingWindowAttention):
     """Full softmax attention: every earlier token is seen, and the state keeps them all."""
 
     grows = True
+    splits = False
     uses = ("rope_theta",)
 
     def __init__(
@@ -151,6 +153,7 @@ class LinearAttention(Mixer):
     """
 
     carries = ("linear",)
+    splits = True
     uses = ("num_latents",)
 
     def __init__(
@@ -191,7 +194,7 @@ class LinearAttention(Mixer):
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         assert projected.features is not None
         q, k = projected.features
-        out, linear = linear_attention(
+        out, linear = piece.across(linear_attention)(
             q,
             k,
             projected.v.to(k.dtype),

@@ -87,11 +87,13 @@ class LatentInput(nn.Module):
         if self.kind == "none":
             return LatentInputs(piece.x)
         x, key_mask, cu_seqlens, state, carry, _ = piece
+        shards = state.shards
         if self.kind == "conv":
-            y, tail = self.conv(x, key_mask, cu_seqlens, state.conv, carry)
+            y, tail = self.conv(x, key_mask, cu_seqlens, state.conv, carry, shards=shards)
             return LatentInputs(y, MixerState(conv=tail), TokenLog(conv=x))
         recording = state.recording
-        h, last = self.rglru(x, key_mask, cu_seqlens, state.rglru, carry, full_precision=recording)
+        options: Any = {"full_precision": recording, "shards": shards}
+        h, last = self.rglru(x, key_mask, cu_seqlens, state.rglru, carry, **options)
         log = TokenLog(rglru=h)
         if not self.causal:
             h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]

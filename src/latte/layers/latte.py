@@ -34,6 +34,7 @@ class LatteAttention(Mixer):
     """
 
     carries = ("latent",)
+    splits = True
     uses = ("num_latents", "latent_input", "forgetting")
 
     def __init__(
@@ -80,7 +81,7 @@ class LatteAttention(Mixer):
         return Projected(v, MixingLogits(q, k), log_decay, after=inputs.after, log=inputs.log)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        out, latent = latte_attention(
+        out, latent = piece.across(latte_attention)(
             projected.logits.latent_q,
             projected.logits.latent_k,
             projected.v,
@@ -117,6 +118,7 @@ class LatteMacchiato(Mixer):
 
     window: int
     carries = ("latent", "window")
+    splits = True
     uses = (
         *("num_latents", "latent_input", "forgetting"),
         *("sliding_window", "rope_theta", "window_probability"),
@@ -201,7 +203,8 @@ def mix_macchiato(
     if state.latent is not None and state.window is not None:
         initial = (state.latent, state.window)
     options |= {"initial_state": initial, **piece.sequences}
-    out, carried = macchiato_attention(latent_q, latent_k, q, k, v_BTGD, **options)
+    inputs = latent_q, latent_k, q, k, v_BTGD
+    out, carried = piece.across(macchiato_attention)(*inputs, **options)
     latent, window = (None, None) if carried is None else carried
     return out, MixerState(latent=without_decay(latent), window=window)
 

@@ -88,6 +88,8 @@ class Mixer(Drawn):
             mixer does: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
             ``window_probability``.
         steps: it has a :meth:`_step` for what it computes; found out by itself.
+        splits: it asks :meth:`Piece.across` for every op that looks at tokens before, so that a
+            sequence can be cut over processes; not inherited with another computation.
         window: keys that local queries see, self included; None is all of the past.
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
     """
@@ -96,14 +98,18 @@ class Mixer(Drawn):
     grows: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
     steps: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own = vars(cls)
+        computes = bool({"forward", "_project", "_attend"} & own.keys())
         if "_step" in own:
             cls.steps = True
-        elif {"forward", "_project", "_attend"} & own.keys():
+        elif computes:
             cls.steps = False  # what is inherited is another mixer's
+        if computes and "splits" not in own:
+            cls.splits = False
 
     def __init__(
         self,

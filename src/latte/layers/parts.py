@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from latte.layers.across import Shards, across
 from latte.layers.again import on_cpu
 from latte.layers.checks import check_input, check_positive
 from latte.ops import causal_conv1d, dense
@@ -188,10 +189,12 @@ class CausalConv1d(Drawn):
         cu_seqlens: Tensor | None = None,
         state: Tensor | None = None,
         output_final_state: bool = False,
+        *,
+        shards: Shards | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E) and the last K-1 inputs (B, K-1, E), if asked for."""
         check_input("CausalConv1d", x_BTE, self.hidden_size)
-        return causal_conv1d(
+        return across(causal_conv1d, shards)(
             x_BTE,
             self.weight.to(x_BTE.dtype),
             self.bias.to(x_BTE.dtype),

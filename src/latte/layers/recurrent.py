@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from latte.layers.across import Shards, across
 from latte.layers.again import made_again
 from latte.layers.checks import check_decay_range, check_input, check_multiple
 from latte.layers.parts import Drawn, is_plain
@@ -104,6 +105,7 @@ class RGLRU(Drawn):
         output_final_state: bool = False,
         *,
         full_precision: bool = False,
+        shards: Shards | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E) and the state (B, E) fp32, if asked for.
 
@@ -123,7 +125,7 @@ class RGLRU(Drawn):
         gates = recurrence_gate(), input_gate()
         again = (gates[0], recurrence_gate), (gates[1], input_gate)
         with made_again(*again if self.is_plain else ()):
-            return rg_lru(
+            return across(rg_lru, shards)(
                 x_BTE.to(dtype),
                 *gates,
                 self.theta,

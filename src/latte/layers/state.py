@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from latte.layers.across import Shards, across
 from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
 from latte.ops.state import AnyState, LinearState, WindowState, final_window_state
@@ -112,6 +113,8 @@ class MixerState(NamedTuple):
         sinks: local keys and values of a sequence's first tokens, where those stay visible.
         sources: set to keep the keys of all tokens, for weights over the past: O(T) memory.
         undo: set to record tokens for :func:`rewind`.
+        shards: set where other processes hold the tokens before; all parts but ``position`` then
+            come from them, op by op.
     """
 
     position: Tensor | None = None
@@ -125,6 +128,7 @@ class MixerState(NamedTuple):
     sinks: WindowState | None = None
     sources: TokenLog | None = None
     undo: UndoLog | None = None
+    shards: Shards | None = None
 
     @property
     def recording(self) -> bool:
@@ -167,6 +171,10 @@ class Piece(NamedTuple):
             "cu_seqlens": self.cu_seqlens,
             "output_final_state": self.output_final_state,
         }
+
+    def across(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        """The op, to be called with this piece's tokens wherever those before them are."""
+        return across(op, self.state.shards)
 
     def end(self, after: MixerState, log: TokenLog) -> MixerState | None:
         """The whole state after these tokens, if it is wanted, from the parts that they changed.

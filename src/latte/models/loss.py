@@ -5,9 +5,12 @@ Shape suffixes: B batch, T tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from latte.errors import LatteError
 
@@ -27,6 +30,26 @@ def next_labels(labels_BT: Tensor | None) -> Tensor:
     """The label of the token after each, (B, T); the last one's is not to be predicted."""
     assert labels_BT is not None
     return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+
+
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Transformers' own, which rounds logits to fp32; in fp64 where they are fp64."""
+    if logits.dtype != torch.float64:
+        given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        return ForCausalLMLoss(logits, labels, vocab_size, **given, **options)
+    targets = next_labels(labels) if shift_labels is None else shift_labels
+    targets = targets.to(logits.device).flatten()
+    total = F.cross_entropy(logits.flatten(0, -2), targets, ignore_index=IGNORED, reduction="sum")
+    return total / (
+        (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 def chunked_loss(

@@ -41,7 +41,7 @@ from latte.models.cache import (
     packed_bounds,
 )
 from latte.models.config import LatteConfig
-from latte.models.loss import IGNORED, chunked_loss, next_labels
+from latte.models.loss import IGNORED, chunked_loss, next_labels, next_token_loss
 from latte.models.registry import find_mixer
 
 
@@ -132,6 +132,7 @@ class LattePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LatteBlock"]
     _skip_keys_device_placement = ["past_key_values"]
+    _supports_context_parallel = False  # Transformers' own, which would cut rows and lose states
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -148,6 +149,7 @@ class LatteModel(LattePreTrainedModel):
     """Embeddings, decoder blocks and the final norm."""
 
     block_class: type[nn.Module] = LatteBlock
+    earlier: MixerState | None = None  # what is before the tokens, set by latte.parallel
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
@@ -230,7 +232,7 @@ class LatteModel(LattePreTrainedModel):
         # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
         for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
             hidden_states.append(hidden)
-            state = None if cache is None else cache.state(index)
+            state = self.earlier if cache is None else cache.state(index)
             hidden, after, weights = layer(
                 hidden, key_mask, cu_seq_lens_q, rotary, state, cache is not None, output_attentions
             )
@@ -277,7 +279,9 @@ class LatteModel(LattePreTrainedModel):
             x_BTE = x_BTE * scale
         if self.positions is not None or self.rotary is not None:
             if position_ids is None:
-                start = None if cache is None else cache.position
+                start = (
+                    cache.position if cache is not None else getattr(self.earlier, "position", None)
+                )
                 position_ids = token_positions(x_BTE, key_mask, cu_seq_lens, start)
             if self.rotary is not None:
                 rotary = self.rotary(position_ids, x_BTE.dtype)
@@ -304,6 +308,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         super().__init__(config)
         self.model = self.backbone_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = next_token_loss
         self.post_init()
 
     @can_return_tuple

@@ -200,7 +200,10 @@ def language_model(config: Any) -> Any:
     from latte.models import LatteConfig, LatteForCausalLM
 
     plain = type(config) is LatteConfig
-    return LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
+    model = LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
+    # Transformers' own, which would start the states of many libraries' models anew on every part.
+    model._supports_context_parallel = False
+    return model
 
 
 def _load_providers() -> None:

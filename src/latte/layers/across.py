@@ -1,0 +1,19 @@
+"""An op of which other processes hold the earlier tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Shards(Protocol):
+    """Runs an op on this process's tokens, after those of the processes before it."""
+
+    def run(self, op: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Any]:
+        """Output and final state of the op, whose ``initial_state`` comes from elsewhere."""
+
+
+def across(op: Callable[..., Any], shards: Shards | None) -> Callable[..., Any]:
+    """The op itself, or the op across shards (:mod:`latte.parallel`)."""
+    return op if shards is None else functools.partial(shards.run, op)

@@ -1,0 +1,223 @@
+"""A model whose forward and backward passes go over the tokens of several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from latte.errors import LatteError
+from latte.layers import MixerState
+from latte.models.loss import IGNORED
+from latte.parallel.batch import Group, process_group
+from latte.parallel.handover import Shard, Shards, all_gather
+
+
+@contextlib.contextmanager
+def context_parallel(model: nn.Module, group: Group = None) -> Iterator[nn.Module]:
+    """Within, forward and backward passes of the model are exact over a group's parts of a batch.
+
+        with context_parallel(model, group):
+            loss = model(**shard_batch(batch, group)).loss
+            loss.backward()
+
+    Each process holds consecutive tokens of every row, in the order of its rank, as many as it
+    likes. What it gets is what one process with all tokens would have for them: hidden states,
+    logits, and gradients of ``inputs_embeds``. The loss is the mean over all tokens of the group,
+    or their sum over ``num_items_in_batch``, on every process. The gradients of parameters are
+    those of one process too: they are summed over the group when the backward pass reaches the
+    parameter.
+
+    So a mean over processes, of ``DistributedDataParallel`` or ``fully_shard``, comes out as the
+    mean over groups, whether they run over all processes or over the other dimension of a mesh.
+
+    All processes of the group run the same passes, the backward ones within the context too.
+
+    Args:
+        model: a causal model of Latte's, converted ones among them, or its decoder; it may be in
+            DistributedDataParallel, or sharded by ``fully_shard``.
+        group: a process group, a ``DeviceMesh`` of one dimension, or None for all processes.
+
+    Raises:
+        LatteError: there is no process group; the model cannot be cut, since it keeps all tokens
+            (full softmax attention), sees later ones, or is compiled; or it is already in a context
+            of this kind. In a pass: a cache, attention weights or ``labels`` that are not shifted
+            yet, or parts that do not fit together.
+    """
+    group = process_group(group)
+    whole = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    decoder = _decoder(whole)
+    handles = [decoder.register_forward_pre_hook(_connect(decoder, group), with_kwargs=True)]
+    if whole is not decoder:
+        handles.append(whole.register_forward_pre_hook(_count_labels(group), with_kwargs=True))
+        handles.append(whole.register_forward_hook(_mean_of_all(group)))
+    sharded = [module for module in whole.modules() if isinstance(module, FSDPModule)]
+    try:
+        for parameter in whole.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                handles.append(parameter.register_hook(_summed(group)))
+        for module in sharded:
+            _sum_shards(module, group)
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in sharded:
+            module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+        decoder.earlier = None
+
+
+def _decoder(model: Any) -> Any:
+    """The module with the layers, if a sequence can be cut over processes."""
+    name = type(model).__name__
+    if any(
+        module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    ):
+        raise LatteError(f"context_parallel: {name} is compiled; expected a plain model")
+    decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    language_model = decoder is model or hasattr(model, "lm_head")
+    if not hasattr(decoder, "earlier") or not language_model:
+        raise LatteError(
+            f"context_parallel: expected a language model of Latte's or its decoder, got {name}"
+        )
+    if not getattr(decoder.config, "is_causal", True):
+        raise LatteError(f"context_parallel: {name} sees later tokens; expected is_causal=True")
+    for layer in decoder.layers:
+        mixer = getattr(layer, "mixer", None) or layer.self_attn
+        if not getattr(mixer, "splits", False):
+            raise LatteError(
+                f"context_parallel: {type(mixer).__name__} ({mixer.extra_repr()}) hands on no state"
+                " of constant size from one process to the next; expected a mixer of Latte's but"
+                " full softmax attention, without sinks or delayed latents"
+            )
+    if any(hook.__module__ == __name__ for hook in decoder._forward_pre_hooks.values()):
+        raise LatteError(f"context_parallel: {name} is in such a context already")
+    return decoder
+
+
+def _connect(decoder: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Before the decoder's pass: what is before its tokens is with the other processes."""
+    signature = inspect.signature(decoder.forward)
+
+    def connect(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = signature.bind(*args, **kwargs).arguments
+        for name in ("past_key_values", "use_cache", "output_attentions"):
+            if given.get(name):
+                raise LatteError(f"context_parallel: {name} goes with whole sequences alone")
+        tokens = given["input_ids" if given.get("input_ids") is not None else "inputs_embeds"]
+        bounds, mask = given.get("cu_seq_lens_q"), given.get("attention_mask")
+        shards = _look_around(tokens, mask, bounds, group)
+        decoder.earlier = MixerState(position=shards.position, shards=shards)
+        return args, kwargs | {"use_cache": False}
+
+    return connect
+
+
+def _look_around(
+    tokens: Tensor, mask: Tensor | None, bounds: Tensor | None, group: dist.ProcessGroup
+) -> Shards:
+    """Tell the other processes how many tokens are here, and be told: two small exchanges."""
+    B, T = tokens.shape[:2]
+    sequences = 0 if bounds is None else len(bounds) - 1
+    own = torch.tensor([B, T, sequences], device=tokens.device)
+    rows = all_gather(own, group).tolist()
+    if len({(batch, bool(packed)) for batch, _, packed in rows}) > 1:
+        found = "; ".join(
+            f"{batch} x {length}" + f" with {packed} packed" * bool(packed)
+            for batch, length, packed in rows
+        )
+        raise LatteError(
+            f"context_parallel: expected parts of the same rows on every process, got {found}"
+        )
+    last = None
+    if bounds is not None and sequences > 1:
+        last = (torch.arange(T, device=tokens.device) >= bounds[-2])[None]
+    real = tokens.new_ones(B, T, dtype=torch.long) if mask is None else mask.long()
+    if last is not None:
+        real = real * last
+    counts = all_gather(real.sum(1), group)
+    every = tuple(Shard(length, packed > 1) for _, length, packed in rows)
+    position = torch.zeros_like(counts[0])
+    for shard, count in zip(every[: dist.get_rank(group)], counts, strict=False):
+        position = count if shard.begins else position + count
+    if sequences > 1:  # those that begin here have nothing before them
+        position = torch.cat([position, position.new_zeros(sequences - 1)])
+    return Shards(group, every, position, last)
+
+
+def _count_labels(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Before the language model's pass: its loss is a sum over the labels of all processes."""
+
+    def count(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        labels = kwargs.get("shift_labels")
+        if labels is None and kwargs.get("labels") is not None:
+            raise LatteError(
+                "context_parallel: expected shift_labels, as shard_batch makes them of labels: the"
+                " label of a part's last token is with the next process"
+            )
+        if labels is None:
+            return args, kwargs
+        # Models of other libraries compute a loss if there are `labels`, of `shift_labels` then.
+        kwargs = {**kwargs, "labels": labels}
+        if kwargs.get("num_items_in_batch") is None:
+            items = (labels != IGNORED).sum()
+            kwargs["num_items_in_batch"] = collectives.all_reduce(items, "sum", group)
+        return args, kwargs
+
+    return count
+
+
+def _mean_of_all(group: dist.ProcessGroup) -> Callable[..., None]:
+    def replace(_: nn.Module, __: Any, output: Any) -> None:
+        if output.loss is not None:
+            output.loss = _SumOfParts.apply(output.loss, group)
+
+    return replace
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum over a group, of which each process differentiates its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(part.detach(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# --- gradients of parameters ----------------------------------------------------------------------
+
+
+def _summed(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def add(gradient: Tensor) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(gradient, "sum", group))
+
+    return add
+
+
+def _sum_shards(module: Any, group: dist.ProcessGroup) -> None:
+    """Let ``fully_shard`` sum what it has reduced, or scale it where its mean is over the group."""
+    own = [p for p in module.parameters() if isinstance(p, DTensor)]
+    if not own:
+        return
+    meshed = set(own[0].device_mesh.mesh.flatten().tolist())
+    inside = set(dist.get_process_group_ranks(group)) <= meshed
+
+    def sum_(reduced: Tensor) -> None:
+        if inside:
+            reduced.mul_(dist.get_world_size(group))
+        else:
+            dist.all_reduce(reduced, group=group)
+
+    module.set_all_reduce_hook(sum_)

@@ -1,0 +1,352 @@
+"""What each op hands on from one process's tokens to the next process's, and how it is gathered.
+
+Every process makes the state that its own tokens alone leave behind, all exchange these in one
+all-gather, and each merges those of the processes before it into the ``initial_state`` of its op.
+The gradients go the same way back: that of an all-gather is a reduce-scatter.
+
+Shape suffixes: B batch (1 where sequences are packed), T tokens, N packed sequences, H query heads,
+G key/value heads, L latents per head, D value width, E channels, P slots of a tail, R processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.ops import (
+    causal_conv1d,
+    latte_attention,
+    linear_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+)
+from latte.ops.state import (
+    LatteState,
+    LinearState,
+    WindowState,
+    final_window_state,
+    last_tokens,
+    merge_states,
+)
+from latte.ops.tensors import computation_dtype, full_precision, without_masked
+
+State = tuple[Tensor, ...]
+
+
+def all_gather(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all processes, (R, N), differentiable."""
+    renamed = getattr(collectives, "all_gather_single_autograd", None)  # by PyTorch 2.13
+    gather = renamed or collectives.all_gather_tensor_autograd
+    return gather(x_N[None], 0, group).clone()  # a plain tensor, which the exchange has filled
+
+
+class Shard(NamedTuple):
+    """The tokens of one process.
+
+    Attributes:
+        tokens: T, how many there are of each row.
+        begins: the row's last sequence begins here; what was before does not matter after it.
+    """
+
+    tokens: int
+    begins: bool
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The tokens of a group's processes in one forward pass, seen from one of them.
+
+    Attributes:
+        group: the processes, in the order of the tokens.
+        every: the tokens of each.
+        position: (B or N,) int64, real tokens before this process's, of each of its sequences.
+        last: (1, T) bool, the tokens of a packed row's last sequence; None: all.
+    """
+
+    group: dist.ProcessGroup
+    every: tuple[Shard, ...]
+    position: Tensor
+    last: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def here(self) -> Shard:
+        return self.every[self.rank]
+
+    @full_precision
+    def run(
+        self, op: Callable[..., Any], *inputs: Any, initial_state: None = None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """The op's output for this process's tokens; its ``initial_state`` comes from the others.
+
+        Raises:
+            ValueError: the op has no state of constant size.
+        """
+        if op not in HANDOVERS or options.get("window", 1) is None:
+            raise ValueError(
+                f"context_parallel: {op.__name__} has no state of constant size to hand on"
+            )
+        handover = HANDOVERS[op]
+        own = handover.own(self, *inputs, **options)
+        state = self.before(own, handover)
+        return op(*inputs, initial_state=handover.build(self, state), **options)
+
+    def before(self, own: State, handover: Handover) -> State:
+        """The state of all processes before this one, for each of this one's sequences."""
+        gathered, states = self._gather(own)
+        filled = list(zip(own, handover.fills, strict=False))
+        state = tuple(x.new_full(x.shape, fill) for x, fill in filled)
+        for shard, theirs in zip(self.every[: self.rank], states, strict=False):
+            state = theirs if shard.begins else handover.follow(state, theirs, shard)
+        # Process 0 uses nothing of the others, but has to take part in their backward pass.
+        nothing = gathered[:0].sum()
+        state = tuple(x + nothing.to(x.dtype) if x.is_floating_point() else x for x in state)
+        rows = len(self.position) - len(state[0])
+        if not rows:
+            return state
+        new = (x.new_full((rows, *x.shape[1:]), fill) for x, fill in filled)
+        return tuple(torch.cat(pair) for pair in zip(state, new, strict=True))
+
+    def _gather(self, own: State) -> tuple[Tensor, list[State]]:
+        """All processes' states, as one tensor (R, numbers) and as they were."""
+        dtype = torch.float64 if own[0].dtype == torch.float64 else torch.float32
+        flat = torch.cat([x.reshape(-1).to(dtype) for x in own])
+        gathered = all_gather(flat, self.group)
+        sizes = [x.numel() for x in own]
+        states = [
+            tuple(y.view(x.shape).to(x.dtype) for x, y in zip(own, row.split(sizes), strict=True))
+            for row in gathered
+        ]
+        return gathered, states
+
+    def of_last(self, key_mask: Tensor | None) -> Tensor | None:
+        """The real tokens of each row's last sequence, (B, T) bool; None: all are."""
+        if self.last is None or key_mask is None:
+            return self.last if key_mask is None else key_mask
+        return self.last & key_mask
+
+
+class Handover(NamedTuple):
+    """How an op's state goes from process to process.
+
+    Attributes:
+        fills: what the tensors of the state are filled with before the first token; those of
+            latents that do not forget lack the last.
+        own: the state after this process's tokens of the row's last sequence, from nothing.
+        follow: the state after one state and another of a later shard.
+        build: the op's ``initial_state``.
+    """
+
+    fills: tuple[float, ...]
+    own: Callable[..., State]
+    follow: Callable[[State, State, Shard], State]
+    build: Callable[[Shards, State], Any]
+
+
+# --- latents ------------------------------------------------------------------------------------
+
+
+def _latents(
+    shards: Shards,
+    q: Tensor,
+    k_BTHL: Tensor,
+    v_BTGD: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    **_: Any,
+) -> State:
+    """Log-mass (B, H, L) and mean (B, H, L, D), without any query.
+
+    Then the total log-decay (B, H, L), if the latents forget.
+    """
+    dtype, real = computation_dtype(k_BTHL.dtype), shards.of_last(key_mask)
+    k, v = k_BTHL.to(dtype), without_masked(real, v_BTGD.to(dtype))
+    forgotten: State = ()
+    if log_decay is not None:
+        g = without_masked(real, log_decay.to(dtype).expand_as(k))
+        # What is forgotten of a token: the sum over those after it.
+        k = k + F.pad(g.flip(1).cumsum(1)[:, :-1], (0, 0, 0, 0, 1, 0)).flip(1)
+        forgotten = (g.sum(1),)
+    if real is not None:
+        k = k.masked_fill(~real[..., None, None], -torch.inf)
+    top = k.detach().amax(1, keepdim=True)
+    top = torch.where(torch.isneginf(top), 0.0, top)
+    weights = torch.exp(k - top)
+    mass = weights.sum(1)
+    empty = mass == 0
+    safe = torch.where(empty, 1.0, mass)
+    grouped = weights.unflatten(2, (v.shape[2], -1))
+    summed = torch.einsum("btgrl,btgd->bgrld", grouped, v).flatten(1, 2)
+    log_mass = torch.where(empty, -torch.inf, top[:, 0] + torch.log(safe))
+    return log_mass, summed / safe[..., None], *forgotten
+
+
+def _followed_latents(before: State, own: State, shard: Shard) -> State:
+    (log_mass, mean, *total), (own_mass, own_mean, *decay) = before, own
+    merged = merge_states(log_mass + sum(decay), mean, own_mass, own_mean)
+    return *merged, *(x + y for x, y in zip(total, decay, strict=True))
+
+
+# --- tails: the last tokens of a window or of a convolution ---------------------------------------
+
+
+def _window(
+    shards: Shards,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> State:
+    """Keys (B, P, G, K), values (B, P, G, D) and mask (B, P) of the last P = W-1 tokens."""
+    k, v = without_masked(key_mask, k), without_masked(key_mask, v)
+    tail = final_window_state(k, v, window, key_mask, cu_seqlens, None)
+    return _of_last(tail, cu_seqlens)
+
+
+def _convolution(
+    shards: Shards,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> State:
+    """The last P = K-1 inputs (B, P, E)."""
+    tail = last_tokens(without_masked(key_mask, x), weight.shape[1] - 1, cu_seqlens, None)
+    return _of_last((tail,), cu_seqlens)
+
+
+def _of_last(state: State, cu_seqlens: Tensor | None) -> State:
+    """Of each packed sequence's state that of the last one; rows that are none have one each."""
+    return tuple(state) if cu_seqlens is None else tuple(x[-1:] for x in state)
+
+
+def _followed_tail(before: State, own: State, shard: Shard) -> State:
+    """The tokens of a short shard push the earlier ones on."""
+    kept = max(own[0].shape[1] - shard.tokens, 0)
+    pairs = zip(before, own, strict=True)
+    return tuple(torch.cat([x[:, x.shape[1] - kept :], y[:, kept:]], 1) for x, y in pairs)
+
+
+# --- Macchiato: both ------------------------------------------------------------------------------
+
+
+def _macchiato(
+    shards: Shards,
+    latent_q: Tensor,
+    latent_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **options: Any,
+) -> State:
+    window = _window(shards, q, k, v, **options)
+    return *window, *_latents(shards, latent_q, latent_k, v, **options)
+
+
+def _followed_macchiato(before: State, own: State, shard: Shard) -> State:
+    window = _followed_tail(before[:3], own[:3], shard)
+    return *window, *_followed_latents(before[3:], own[3:], shard)
+
+
+# --- linear attention -----------------------------------------------------------------------------
+
+
+def _linear(
+    shards: Shards,
+    q: Tensor,
+    k_BTHF: Tensor,
+    v_BTHD: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    **_: Any,
+) -> State:
+    """Memory (B, H, F, D) and normaliser (B, H, F) of features."""
+    dtype, real = computation_dtype(k_BTHF.dtype), shards.of_last(key_mask)
+    k, v = (without_masked(real, x.to(dtype)) for x in (k_BTHF, v_BTHD))
+    return torch.einsum("bthf,bthd->bhfd", k, v), k.sum(1)
+
+
+def _added(before: State, own: State, shard: Shard) -> State:
+    return tuple(x + y for x, y in zip(before, own, strict=True))
+
+
+# --- RG-LRU ---------------------------------------------------------------------------------------
+
+
+def _rg_lru(
+    shards: Shards,
+    x: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    theta: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> State:
+    """The last h (B, E) from zero, and the logarithm of the product of all decays (B, E).
+
+    A row's first real token is read in another way than those after it: whether it has been read
+    before is known from the position.
+    """
+    dtype = computation_dtype(x.dtype)
+    start = _begun(shards, x.new_zeros(len(shards.position), x.shape[2], dtype=dtype))
+    options |= {"initial_state": start, "output_final_state": True}
+    inputs = x, recurrence_gate, input_gate, theta
+    last = rg_lru(*inputs, key_mask=key_mask, cu_seqlens=cu_seqlens, **options)[1]
+    assert last is not None
+    gate = without_masked(shards.of_last(key_mask), torch.sigmoid(recurrence_gate.to(dtype)))
+    log_a = -8.0 * F.softplus(theta.to(dtype)) * gate.sum(1)
+    return *_of_last((last,), cu_seqlens), log_a
+
+
+def _begun(shards: Shards, h_NE: Tensor) -> Tensor:
+    """The RG-LRU's state, in no row the empty one, zeros, where a token was read."""
+    return h_NE + (shards.position > 0)[:, None].to(h_NE.dtype) * torch.finfo(h_NE.dtype).tiny
+
+
+def _decayed(before: State, own: State, shard: Shard) -> State:
+    return before[0] * torch.exp(own[1]) + own[0], before[1] + own[1]
+
+
+HANDOVERS: dict[Callable[..., Any], Handover] = {
+    latte_attention: Handover(
+        (-torch.inf, 0.0, 0.0),
+        _latents,
+        _followed_latents,
+        lambda shards, state: LatteState(*state[:2]),
+    ),
+    macchiato_attention: Handover(
+        (0.0, 0.0, 0.0, -torch.inf, 0.0, 0.0),
+        _macchiato,
+        _followed_macchiato,
+        lambda shards, state: (LatteState(*state[3:5]), WindowState(*state[:3])),
+    ),
+    sliding_window_attention: Handover(
+        (0.0, 0.0, 0.0), _window, _followed_tail, lambda shards, state: WindowState(*state)
+    ),
+    causal_conv1d: Handover((0.0,), _convolution, _followed_tail, lambda shards, state: state[0]),
+    linear_attention: Handover(
+        (0.0, 0.0), _linear, _added, lambda shards, state: LinearState(*state)
+    ),
+    rg_lru: Handover((0.0, 0.0), _rg_lru, _decayed, lambda shards, state: _begun(shards, state[0])),
+}
