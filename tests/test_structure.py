@@ -39,6 +39,8 @@ RESERVED = {
     "matplotlib": {"evaluate", "compare", "inspect"},
     "lm_eval": {"evaluate"},
     "peft": {"train"},
+    "uvicorn": {"evaluate"},
+    "fastapi": {"evaluate"},
 }
 
 

@@ -22,6 +22,7 @@ COMMANDS: list[list[str]] = [
     ["train"],
     ["evaluate"],
     ["generate"],
+    ["serve"],
     ["compare"],
     ["convert"],
     ["inspect"],

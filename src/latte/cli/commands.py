@@ -115,6 +115,19 @@ def generate(options: Namespace) -> int:
     return 0
 
 
+def serve(options: Namespace) -> int:
+    """latte serve CHECKPOINT"""
+    if options.continuous_batching:
+        raise LatteError(
+            "continuous batching pages keys and values, and a state of Latte has no pages:"
+            " expected no --continuous-batching"
+        )
+    from latte.evaluate.serve import serve as run
+
+    run(options.checkpoint, compiled=options.compile, **picked(options, "host", "port", "device"))
+    return 0
+
+
 def compare(options: Namespace) -> int:
     """latte compare RECIPE [--presets a,b,c] [--seeds 0,1,2]"""
     from latte.train.recipe import load_recipe

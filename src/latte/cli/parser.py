@@ -56,7 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
         each.set_defaults(run=run)
         return each
 
-    for add_options in (_train, _evaluate, _generate, _compare, _convert, _inspect, _benchmark):
+    for add_options in (
+        *(_train, _evaluate, _generate, _serve),
+        *(_compare, _convert, _inspect, _benchmark),
+    ):
         add_options(command)
     return parser
 
@@ -169,6 +172,22 @@ def _generate(command: Any) -> None:
     add("--seed", type=int, help="for the same sample again")
     add("--compile", action="store_true", help="compile a step of decoding first: for long texts")
     add("--device", help=DEVICE)
+
+
+def _serve(command: Any) -> None:
+    add = command(
+        commands.serve,
+        "answer chat and completion requests of OpenAI's clients",
+        "Transformers' own server over one checkpoint, whose name in requests is CHECKPOINT as"
+        " written here. Requests are answered one after the other, streaming or not; those whose"
+        " client has gone are dropped. Needs the extra: pip install 'latte-attention[serving]'.",
+    ).add_argument
+    add("checkpoint", help=RUN)
+    add("--host", default="localhost", help="address to listen at")
+    add("--port", type=int, default=8000, help="0 takes a free one; printed when ready")
+    add("--compile", action="store_true", help="compile a step of decoding first")
+    add("--device", help=DEVICE)
+    add("--continuous-batching", action="store_true", help="refused: states have no pages")
 
 
 def _compare(command: Any) -> None:

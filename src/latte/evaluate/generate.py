@@ -63,7 +63,7 @@ def generate(
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
     if (state or save_state) and not _keeps_state(model):
         raise LatteError("state: this model is none of Latte's own, whose states can be files")
-    if compiled and not _has_steps(model):
+    if compiled and not has_steps(model):
         raise LatteError("compile: this model has no step of decoding that can be compiled")
     start, end = document_ends(tokenizer)
     named = model.generation_config.eos_token_id
@@ -78,7 +78,7 @@ def generate(
         before, ids = before[:-1], before[-1:]  # what comes next is asked of the last token
     if not before + ids:
         raise LatteError("prompt: expected some text to go on with after the state, got none")
-    cache = None
+    cache: Any = None
     if state or save_state or before or compiled:
         room = len(before) + len(ids) + max_new_tokens if compiled else None
         if state:
@@ -155,7 +155,8 @@ def _keeps_state(model: Any) -> bool:
     return carries_state(model) and hasattr(model.config, "state_grows")
 
 
-def _has_steps(model: Any) -> bool:
+def has_steps(model: Any) -> bool:
+    """Whether a step of decoding can be compiled."""
     return _keeps_state(model) and getattr(getattr(model, "model", None), "steps", False)
 
 

@@ -271,14 +271,12 @@ class LatteCache(Cache):
         layers = range(config.num_hidden_layers)
         super().__init__(layers=[LatteCacheLayer(config.state_grows(index)) for index in layers])
         self.offload_layers, self.max_cache_len = offloading, max_cache_len
+        # Asked for in every step: a graph is made for one bool, but for each length.
+        self.is_static = max_cache_len is not None
         self.step: Clock | None = None  # while a single token goes through the layers
         self.model: _Reader | None = None  # whose states these are
         for layer in self.layers:
             layer.is_compileable = self.is_static
-
-    @property
-    def is_static(self) -> bool:
-        return self.max_cache_len is not None
 
     def state(self, layer_idx: int) -> MixerState | StepState:
         """The state that layer ``layer_idx`` starts from; its buffers during a step."""
@@ -534,6 +532,19 @@ class StateGenerationMixin(GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, *args: Any, tokenizer: Any = None, assistant_tokenizer: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """``generate`` would send the tokenizers of stop strings and drafts on to ``forward``."""
+        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises LatteError: paged attention would read the layers as full attention."""
+        raise LatteError(
+            "continuous batching pages keys and values, and a state of Latte has no pages: use "
+            "generate, with a batch"
+        )
 
     def _prefill(self, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Steps alone are compiled: prompts, whole or in chunks, have all lengths."""
