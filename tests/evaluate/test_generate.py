@@ -122,6 +122,8 @@ def test_states_that_do_not_fit_are_refused(reader, words_with_spaces, tmp_path)
         generate(reader, tokenizer, "", state=file, **GREEDY)
     with pytest.raises(LatteError, match="expected at least 1, got 0"):
         generate(reader, tokenizer, "a", state=file, **GREEDY | {"max_new_tokens": 0})
+    with pytest.raises(LatteError, match="its folder does not exist"):  # before it is read
+        generate(reader, tokenizer, "once", **GREEDY, save_state=tmp_path / "no" / "such")
     with pytest.raises(LatteError, match="none of Latte's own"):
         generate(model(), words_with_spaces, "once", **GREEDY, save_state=file)
 

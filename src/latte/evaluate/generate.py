@@ -63,6 +63,8 @@ def generate(
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
     if (state or save_state) and not _keeps_state(model):
         raise LatteError("state: this model is none of Latte's own, whose states can be files")
+    if save_state and not Path(save_state).expanduser().parent.is_dir():
+        raise LatteError(f"state {save_state} cannot be written: its folder does not exist")
     if compiled and not has_steps(model):
         raise LatteError("compile: this model has no step of decoding that can be compiled")
     start, end = document_ends(tokenizer)
@@ -97,7 +99,7 @@ def generate(
         print(prompt, end="", flush=True)
     read(model, before if max_new_tokens else before + ids, cache)
 
-    def save(*_: Any) -> None:
+    def save() -> None:
         nonlocal save_state
         if save_state is not None:
             state_file.save_state(cache, save_state)
