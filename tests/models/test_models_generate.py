@@ -165,3 +165,18 @@ def test_attentions_while_generating_are_those_without_a_cache(build, tokens, ge
 def test_a_bidirectional_model_generates_nothing(config):
     with pytest.raises(ValueError, match="needs is_causal=True"):
         LatteForCausalLM(config("latte++", is_causal=False))
+
+
+def test_continuous_batching_is_refused(build, tokens):
+    """Paged attention would take layers with states for layers of full attention."""
+    with pytest.raises(ValueError, match="a state of Latte has no pages"):
+        build("latte-r-swa++").generate_batch(tokens(2, 4).tolist())
+
+
+def test_stop_strings_and_their_tokenizer(build, tokens, generate):
+    from latte.data.tokenizers import byte_tokenizer
+
+    model, ids = build("latte-r-swa++"), tokens(1, 6)
+    first = int(generate(model, ids)[0, 6])
+    stopped = generate(model, ids, stop_strings=[chr(first)], tokenizer=byte_tokenizer())
+    assert stopped[0, 6:].tolist() == [first]
