@@ -328,7 +328,8 @@ static void soften(T* x, int64_t first, int64_t stop, T factor) {
         store_all(x + c, e);
     }
     const T total = sum(sums), share = total == T(0) ? T(0) : factor / total;
-    for (int64_t c = begin; c < stop; c += width<T>) store_all(x + c, load_all(x + c) * share);
+    for (int64_t c = begin; c < stop; c += width<T>)
+        store_all(x + c, within(load_all(x + c) * share, V<T>{}, c, first, stop));
 }
 
 // Where a token's row of one head begins, in elements.
@@ -412,7 +413,7 @@ struct Head {
     const int64_t size;  // bytes of an element of the inputs
     int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
     const bool near, far, back, forgets;
-    const int64_t column;  // of p at which latent_q begins
+    const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     std::vector<char> memory;
     size_t used = 0;
     std::vector<Keys<T>> ring;
@@ -427,7 +428,7 @@ struct Head {
     Head(const Attention& op, bool back)
         : op(op), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
           Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), near(op.near()),
-          far(op.far()), back(back), forgets(op.forgets()), column(near ? 0 : 1), task(op, 0) {
+          far(op.far()), back(back), forgets(op.forgets()), column(near ? W - 1 : W), task(op, 0) {
         const int64_t longest = op.tokens() + op.tail();
         reach = least(op.window, longest) - 1;  // -1: nothing is near
         slots = (reach + TOKENS - 1) / TOKENS + 1;
@@ -442,7 +443,7 @@ struct Head {
                 s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
             }
             queries = room(TOKENS * Kp), logits = room(TOKENS * columns);
-            weights = room(TOKENS * columns), p = room(TOKENS * Lq), keys = room(TOKENS * Lp);
+            weights = back ? room(TOKENS * columns) : logits, p = room(TOKENS * Lq + W), keys = room(TOKENS * Lp);
             e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp), alpha = room(TOKENS * Lp);
             ratio = room(TOKENS * Lp), out = room(TOKENS * Dp), tops = room(Lp), own = room(Lp);
             decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
@@ -450,7 +451,7 @@ struct Head {
             if (back) {
                 dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
                 slope = room(op.softcap ? TOKENS * columns : 0), before = room(TOKENS * TOKENS);
-                delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq);
+                delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
                 dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
                 reverse = room(Lp * Dp), scalar = room(Lp);
             }
@@ -599,25 +600,28 @@ struct Head {
         }
     }
 
-    // Zeros around what a query sees, as far as a tile reads, and in all of its own chunk if `own`.
+    // Zeros around what a query sees, as far as a tile reads, and in all of its own chunk if `own`;
+    // there are zeros already in the vectors in which that begins and ends.
     void clear_around(int64_t chunk, int64_t i, bool own, T* x) {
-        const int64_t first = first_key(chunk, i), last = last_key(i);
+        const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
         int64_t from = most(0, first - ROWS);
         if (own) from = least(from, base);
-        for (int64_t c = from; c < first; ++c) x[c] = 0;
-        for (int64_t c = last + 1; c < least(columns, last + 1 + ROWS); ++c) x[c] = 0;
+        for (int64_t c = from / W * W; c < first / W * W; c += W) store_all(x + c, V<T>{});
+        for (int64_t c = (stop + W - 1) / W * W; c < least(columns, stop + ROWS); c += W)
+            store_all(x + c, V<T>{});
     }
 
-    // p of the latents' queries, in p; and of the window's scores weights, in logits.
+    // p of the latents' queries, in p; and of the window's scores weights, in logits: forward times
+    // the window's p, which is all of a query's weights but those of the latents.
     void probabilities(int64_t chunk, int64_t rows) {
         const int64_t token = task.begin + chunk * TOKENS;
-        p[0] = 0;
         if (far) take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
         for (int64_t i = 0; i < rows; ++i) {
             ask_around(chunk, i);
-            if (far) soften(p + i * Lq, column, L + 1, T(1));
-            else p[i * Lq] = 1;
+            if (far) soften(p + i * Lq, column, W + L, T(1));
+            else p[i * Lq + W - 1] = 1;
         }
+        if (!near && !back) std::memset(weights, 0, size_t(rows * columns) * sizeof(T));
         if (!near) return;
         take(op.q, task.row, token, task.h, rows, queries, Kp, T(op.scale));
         against(chunk, rows, queries, Kp, K, false, false, logits);
@@ -631,7 +635,8 @@ struct Head {
                 for (int64_t c = most(first, j * TOKENS); c < least(stop, (j + 1) * TOKENS); ++c)
                     x[c] = s.hidden[c - j * TOKENS] < T(0) ? lowest : x[c];
             }
-            soften(x, first, stop, T(1));
+            soften(x, first, stop, back ? T(1) : p[i * Lq + W - 1]);
+            if (!back) clear_around(chunk, i, far, x);
         }
     }
 
@@ -720,7 +725,7 @@ struct Head {
                 if (forgets) x = x - load_all(forgotten + i * Lp + l);
                 x = decay(x).kept;
                 mass = mass + x;
-                V<T> share = load_all(p + i * Lq + 1 + l) / mass;
+                V<T> share = load_all(p + i * Lq + W + l) / mass;
                 store_all(e + i * Lp + l, x);
                 store_all(alpha + i * Lp + l, mass);
                 store_all(ratio + i * Lp + l, select(all(T(0)) < mass, share, mass));
@@ -801,7 +806,6 @@ struct Head {
             }
             load_keys(c);
             probabilities(c, rows);
-            for (int64_t i = 0; i < rows; ++i) share_out(c, i);
             if (far) load_logits(c, rows);
             else with_keys(c, 0, rows, weights, true, false, out);
             for (int64_t begin = 0; far && begin < rows;) {
@@ -828,11 +832,11 @@ struct Head {
 
     // The window's part of a query's weights.
     void share_out(int64_t chunk, int64_t i) {
-        const T *from = logits + i * columns, share = p[i * Lq];
+        const T *from = logits + i * columns, share = p[i * Lq + W - 1];
         T* to = weights + i * columns;
         const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
         for (int64_t c = first / W * W; c < stop; c += W)
-            store_all(to + c, load_all(from + c) * share);
+            store_all(to + c, within(load_all(from + c) * share, V<T>{}, c, first, stop));
         clear_around(chunk, i, far, to);
     }
 
@@ -1001,8 +1005,8 @@ struct Head {
         }
         for (int64_t i = 0; i < rows; ++i) {  // through the softmax over the latents and the window
             T *x = pulled + i * Lq, *y = p + i * Lq, total = 0;
-            for (int64_t l = 0; l <= L; ++l) total += x[l];
-            for (int64_t l = 0; l <= L; ++l) x[l] -= y[l] * total;
+            for (int64_t l = column; l < W + L; ++l) total += x[l];
+            for (int64_t l = column; l < W + L; ++l) x[l] -= y[l] * total;
         }
         put(op.dlatent_q, task.row, token, task.h, rows, pulled + column, Lq);
         put(op.dlatent_k, task.row, token, task.h, rows, dkeys, Lp);
@@ -1018,8 +1022,8 @@ struct Head {
         V<T> sums{};
         for (int64_t c = first / W * W; c < stop; c += W)
             sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, first, stop);
-        const T total = sum(sums), share = p[i * Lq];
-        pulled[i * Lq] = share * total;
+        const T total = sum(sums), share = p[i * Lq + W - 1];
+        pulled[i * Lq + W - 1] = share * total;
         for (int64_t c = first / W * W; c < stop; c += W) {
             V<T> dx = load_all(x + c) * share * (load_all(y + c) - total);
             if (op.softcap) dx = dx * load_all(slope + i * columns + c);
@@ -1055,7 +1059,7 @@ struct Head {
                 V<T> share = load_all(ratio + i * Lp + l), mass = load_all(alpha + i * Lp + l);
                 V<T> asked = load_all(delta + i * Lp + l) * share;
                 V<T> gone = select(all(T(0)) < mass, asked / mass, mass);
-                store(pulled + i * Lq + 1 + l, asked, Lp - l);
+                store(pulled + i * Lq + W + l, asked, Lp - l);
                 later = later + gone;
                 store_all(lost + i * Lp + l, later);
             }

@@ -108,7 +108,7 @@ struct Tensor {
         const uintptr_t page = uintptr_t(1) << 21, at = reinterpret_cast<uintptr_t>(data);
         const uintptr_t begin = (at + page - 1) & ~(page - 1);
         const uintptr_t end = (at + uintptr_t(bytes())) & ~(page - 1);
-        if (end > begin + 8 * page) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+        if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     }
     // Whether there is a tensor: one without an element has no memory.
     explicit operator bool() const { return handle != nullptr; }
