@@ -53,7 +53,7 @@ def case(*worlds: int) -> Callable[..., Any]:
 def make(preset: str = "latte-r-swa++", dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
     """A model of one's own seed, whose parameters are not those of initialisation."""
     sizes: dict[str, Any] = {**SHAPE, "num_hidden_layers": 2, "num_key_value_heads": 1, **fields}
-    sizes |= {"sliding_window": 9} if "swa" in preset else {}
+    sizes |= {"sliding_window": fields.get("sliding_window", 9)} if "swa" in preset else {}
     sizes |= {"num_latents": 8} if preset.startswith(("latte", "linear")) else {}
     torch.manual_seed(0)
     model = LatteForCausalLM(preset_config(preset, "tiny", **sizes))
@@ -149,6 +149,9 @@ def prepare() -> None:
         # One or two tokens each: the window reaches over several parts.
         expect(f"{preset}, short parts", model, make_batch(tokens=6), 4)
         expect(f"{preset}, packed", model, make_batch("packed"), 2, 4)
+    for preset in ("swa++", "latte-conv-swa++"):
+        model = make(preset, sliding_window=1, conv_kernel_size=1)
+        expect(f"{preset}, tails of nothing", model, make_batch(), 2)
     model = make("latte-r-swa++")
     expect("packed by positions", model, make_batch("packed by positions"), 2)
     lean = make("latte-r-swa++")
@@ -271,6 +274,7 @@ def mistakes(rank: int, processes: int) -> str:
     note("use_cache", lambda: run(input_ids=ids, use_cache=True))
     note("attentions", lambda: run(input_ids=ids, output_attentions=True))
     note("rows", lambda: run(input_ids=ids[: 1 + rank]))
+    note("none", lambda: run(input_ids=ids[:, : 5 * rank]))
     note("tokens", lambda: shard_batch(make_batch(tokens=1)))
     note("unknown", lambda: shard_batch({**make_batch(), "token_type_ids": make_batch()["labels"]}))
     note("nothing", lambda: shard_batch({"labels": ids}))

@@ -83,7 +83,11 @@ def test_bytes_do_not_depend_on_the_length(found: Any) -> None:
         ("labels", "expected shift_labels, as shard_batch makes them"),
         ("use_cache", "use_cache goes with whole sequences alone"),
         ("attentions", "output_attentions goes with whole sequences alone"),
-        ("rows", "expected parts of the same rows on every process, got 1 x 11; 2 x 12"),
+        (
+            "rows",
+            "expected parts of the same rows, of at least one token, on every process, got 1 x 1",
+        ),
+        ("none", "of at least one token, on every process, got 2 x 0; 2 x 5"),
         ("tokens", "2 processes cannot share 1 tokens; expected at least one token each"),
         ("unknown", "cannot tell whether token_type_ids (2, 23) is to be cut"),
         ("nothing", "expected a batch with input_ids (B, T) or inputs_embeds (B, T, E)"),

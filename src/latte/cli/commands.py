@@ -40,7 +40,7 @@ def evaluate(options: Namespace) -> int:
     if (options.num_fewshot or 0) < 0:
         raise LatteError("--num-fewshot: expected 0 or more")
     at_least_one(options, "limit", "batch_size", "max_length")
-    at_least_one(options, "segment", "batch_tokens", "max_tokens")
+    at_least_one(options, "segment", "batch_tokens", "max_tokens", "context_parallel")
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
     from latte.train.run_folder import writable_folder
 
@@ -50,6 +50,8 @@ def evaluate(options: Namespace) -> int:
     label += f" ({options.mixing})" if options.mixing else ""
     output = evaluation_folder(options, folder)
     if options.tasks is not None:
+        if options.context_parallel > 1:
+            raise LatteError("--context-parallel goes with held-out text, not with --tasks")
         from latte.evaluate import tasks
 
         chosen = tasks.load_tasks(options.tasks)  # a name that is not there, before weights load
@@ -64,7 +66,17 @@ def evaluate(options: Namespace) -> int:
         print(tasks.tasks_table(scores.rows))
         print(f"written: {table_file} and {record_file}")
         return 0
-    writable_folder(output)
+    from latte.train.run import check_groups
+
+    processes, first = int(os.environ.get("WORLD_SIZE", "1")), True
+    check_groups("--context-parallel", options.context_parallel, processes)
+    if processes > 1:
+        from latte.train.run import first_alone, join_processes
+
+        _, first = join_processes()
+        first_alone(lambda: writable_folder(output))
+    else:
+        writable_folder(output)
     from latte.data.preparing import evaluation_text, held_out_text
     from latte.evaluate.lengths import evaluate_lengths, table, write_rows
     from latte.evaluate.plots import lengths_figure
@@ -83,8 +95,12 @@ def evaluate(options: Namespace) -> int:
         text,
         sorted(set(options.lengths)),
         **picked(options, "segment", "batch_tokens", "bf16"),
+        **shares(model, processes, options.context_parallel),
         label=label,
+        progress=first,
     )
+    if not first:
+        return 0
     write_rows(output / "evaluation.csv", {label: rows})
     lengths_figure(
         output / "evaluation.png",
@@ -240,6 +256,17 @@ def benchmark(options: Namespace) -> int:
     run(settings, Path(options.output))
     print(f"written: {Path(options.output) / 'benchmark.csv'}")
     return 0
+
+
+def shares(model: Any, processes: int, together: int) -> dict[str, Any]:
+    """Which windows are this process's, by keyword of `score`, and with whom it shares each."""
+    if processes == 1:
+        return {}
+    from latte.train.trainer import context_group
+
+    rank, groups = int(os.environ["RANK"]), processes // together
+    group = context_group(model.device.type, together) if together > 1 else None
+    return {"rank": rank // together, "processes": groups, "group": group}
 
 
 def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:

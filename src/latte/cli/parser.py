@@ -145,6 +145,13 @@ def _evaluate(command: Any) -> None:
     tasks(
         "--max-length", type=int, help="tokens of a prompt that the model sees; as its config says"
     )
+    add(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="P",
+        help="under torchrun: cut each window over P processes (1: they share the windows out)",
+    )
     add("--mixing", help="of a converted model: learned, or the controls window, latents and base")
     add("--segment", type=int, default=1024, help="tokens read at a time")
     add("--batch-tokens", type=int, default=16384, help="tokens side by side")

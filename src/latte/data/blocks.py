@@ -144,6 +144,26 @@ class PackedBlocks(Dataset):
         }
 
 
+class SharedBlocks(Dataset):
+    """The same batch for each process of a group, where processes take batches by turns.
+
+    Args:
+        blocks: what they share.
+        batch_size: items of a batch.
+        processes: of a group, whose ranks follow one another.
+    """
+
+    def __init__(self, blocks: PackedBlocks, batch_size: int, processes: int) -> None:
+        self.blocks, self.batch_size, self.processes = blocks, batch_size, processes
+
+    def __len__(self) -> int:
+        return len(self.blocks) * self.processes
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        batch, place = divmod(index, self.batch_size)
+        return self.blocks[batch // self.processes * self.batch_size + place]
+
+
 class BlockCollator:
     """Blocks -> a batch for a causal model.
 

@@ -54,7 +54,7 @@ def context_parallel(model: nn.Module, group: Group = None) -> Iterator[nn.Modul
     """
     group = process_group(group)
     whole = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    decoder = _decoder(whole)
+    decoder = find_decoder(whole)
     handles = [decoder.register_forward_pre_hook(_connect(decoder, group), with_kwargs=True)]
     if whole is not decoder:
         handles.append(whole.register_forward_pre_hook(_count_labels(group), with_kwargs=True))
@@ -75,8 +75,8 @@ def context_parallel(model: nn.Module, group: Group = None) -> Iterator[nn.Modul
         decoder.earlier = None
 
 
-def _decoder(model: Any) -> Any:
-    """The module with the layers, if a sequence can be cut over processes."""
+def find_decoder(model: Any) -> Any:
+    """The module with the layers. Raises LatteError if a sequence cannot be cut over processes."""
     name = type(model).__name__
     if any(
         module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
@@ -130,13 +130,15 @@ def _look_around(
     sequences = 0 if bounds is None else len(bounds) - 1
     own = torch.tensor([B, T, sequences], device=tokens.device)
     rows = all_gather(own, group).tolist()
-    if len({(batch, bool(packed)) for batch, _, packed in rows}) > 1:
+    alike = len({(batch, bool(packed)) for batch, _, packed in rows}) == 1
+    if not alike or not all(length for _, length, _ in rows):
         found = "; ".join(
             f"{batch} x {length}" + f" with {packed} packed" * bool(packed)
             for batch, length, packed in rows
         )
         raise LatteError(
-            f"context_parallel: expected parts of the same rows on every process, got {found}"
+            "context_parallel: expected parts of the same rows, of at least one token, on every"
+            f" process, got {found}"
         )
     last = None
     if bounds is not None and sequences > 1:

@@ -104,9 +104,9 @@ class Shards:
 
     def before(self, own: State, handover: Handover) -> State:
         """The state of all processes before this one, for each of this one's sequences."""
-        gathered, states = self._gather(own)
         filled = list(zip(own, handover.fills, strict=False))
         state = tuple(x.new_full(x.shape, fill) for x, fill in filled)
+        gathered, states = self._gather(own)
         for shard, theirs in zip(self.every[: self.rank], states, strict=False):
             state = theirs if shard.begins else handover.follow(state, theirs, shard)
         # Process 0 uses nothing of the others, but has to take part in their backward pass.
@@ -122,7 +122,9 @@ class Shards:
         """All processes' states, as one tensor (R, numbers) and as they were."""
         dtype = torch.float64 if own[0].dtype == torch.float64 else torch.float32
         flat = torch.cat([x.reshape(-1).to(dtype) for x in own])
-        gathered = all_gather(flat, self.group)
+        gathered = flat.new_zeros(len(self.every), 0)
+        if len(flat):  # a window of one token, or a convolution of one tap, hands on nothing
+            gathered = all_gather(flat, self.group)
         sizes = [x.numel() for x in own]
         states = [
             tuple(y.view(x.shape).to(x.dtype) for x, y in zip(own, row.split(sizes), strict=True))

@@ -136,10 +136,11 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     recipe = found["recipe"]
     recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
     del recipe["evaluation"], recipe["data"]["cache_dir"]
-    recipes.leave_out_later(recipe["conversion"])
-    for name in ("transfer", "training"):
-        for key in recipes.REPORTING if recipe[name] is not None else ():
-            del recipe[name][key]
+    trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
+    recipes.leave_out_later(recipe["conversion"], *trained)
+    for section in trained:
+        for key in recipes.REPORTING:
+            del section[key]
     return found
 
 

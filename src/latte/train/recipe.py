@@ -23,10 +23,11 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 
 # Of `training`: how often a run reports, and how long it may take. It stays the same run.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
-# Of `conversion`: keys that a run begun by an earlier version does not have.
+# Of `conversion` and of `training`: keys that a run begun by an earlier version does not have.
 LATER = ("forgetting", "half_life_range")
+LATER_IN_TRAINING = ("context_parallel",)
 # Of `training` too: what cannot be 0.
-COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation")
+COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
 POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
 
 
@@ -68,7 +69,7 @@ class TrainingSection:
     max_steps: int | None = None
     max_tokens: int | None = None
     max_minutes: float | None = None
-    batch_size: int = 16  # blocks per process and micro-batch
+    batch_size: int = 16  # blocks per process (or group of them) and micro-batch
     gradient_accumulation: int = 1
     learning_rate: float = 1e-3  # the peak, after warmup
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -85,6 +86,7 @@ class TrainingSection:
     chunked_loss: bool = False  # the loss without all logits in memory
     gradient_checkpointing: bool = False
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
+    context_parallel: int = 1  # processes that each block is cut over, under torchrun
     seed: int = 0
     log_steps: int = 10
     save_steps: int = 500
@@ -182,9 +184,8 @@ class Recipe:
     def tokens_per_step(self, processes: int = 1) -> int:
         """Tokens read in one optimiser step over all processes."""
         section = self.training
-        return (
-            section.batch_size * section.gradient_accumulation * processes * self.data.block_length
-        )
+        groups = max(1, processes // section.context_parallel)
+        return section.batch_size * section.gradient_accumulation * groups * self.data.block_length
 
     def steps(self, processes: int = 1) -> int:
         """Optimiser steps of the whole run (tokens are rounded up to whole steps)."""
@@ -202,19 +203,24 @@ class Recipe:
             values["plugins"] = plugin_names(self.plugins)
         for key in REPORTING:
             del values["training"][key]
-        leave_out_later(values["conversion"])
+        leave_out_later(values["conversion"], values["training"])
         return values
 
 
-def leave_out_later(conversion: dict[str, Any]) -> None:
-    """Take new keys out of a conversion's identity where they are at their defaults.
+def leave_out_later(conversion: dict[str, Any], *training: dict[str, Any]) -> None:
+    """Take new keys out of sections of an identity where they are at their defaults.
 
     A run that an earlier version has begun is then the same run.
     """
-    default = dataclasses.asdict(ConversionSection())
-    for key in LATER:
-        if conversion.get(key) == default[key]:
-            del conversion[key]
+    sections: list[tuple[dict[str, Any], Any, tuple[str, ...]]] = [
+        (conversion, ConversionSection, LATER),
+        *((section, TrainingSection, LATER_IN_TRAINING) for section in training),
+    ]
+    for section, kind, later in sections:
+        default = dataclasses.asdict(kind())
+        for key in later:
+            if section.get(key) == default[key]:
+                del section[key]
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
@@ -336,6 +342,22 @@ def check(recipe: Recipe) -> Recipe:
             f"training.min_learning_rate: expected at most training.learning_rate"
             f" ({training.learning_rate}), got {training.min_learning_rate}"
         )
+    if training.context_parallel > 1:
+        if training.torch_compile:
+            raise LatteError(
+                "training.context_parallel: expected torch_compile=false, since processes exchange"
+                " states within a layer"
+            )
+        if conversion.objective == "transfer" or conversion.distillation:
+            raise LatteError(
+                "training.context_parallel: the base as a teacher has full attention, which is not"
+                " cut; expected conversion.objective=next-token without distillation"
+            )
+        if training.context_parallel > recipe.data.block_length:
+            raise LatteError(
+                f"training.context_parallel: expected at most data.block_length"
+                f" ({recipe.data.block_length}) processes, got {training.context_parallel}"
+            )
     if conversion.trainable == "lora" and (conversion.lora_rank < 1 or not conversion.lora_targets):
         raise LatteError(
             "conversion.trainable=lora: expected lora_rank of at least 1 and some lora_targets, got"

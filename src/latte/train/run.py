@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 import torch
 from transformers.utils import logging as transformers_logging
 
+from latte.data.blocks import SharedBlocks
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.models.registry import carries_state, find_model, language_model
+from latte.parallel.context import find_decoder
 from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
@@ -54,6 +56,8 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     check_model(recipe)
     check_speed(recipe)
     processes, first = join_processes()
+    together = recipe.training.context_parallel
+    check_groups("training.context_parallel", together, processes)
     owner = first_alone(lambda: claim(recipe, processes))
     steps = recipe.steps(processes)
     if owner.finished:
@@ -69,6 +73,9 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
             recipe.training.seed,
         )
         model = build_model(recipe, text)
+        if together > 1:
+            find_decoder(model)  # says so if it cannot be cut
+            blocks = SharedBlocks(blocks, recipe.training.batch_size, together)
     except ValueError:
         owner.give_back()
         raise
@@ -95,6 +102,15 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
     finished = trainer.state.global_step >= steps
     return _finish(trainer, recipe, progress, finished)
+
+
+def check_groups(key: str, together: int, processes: int) -> None:
+    """Raise LatteError where processes do not make whole groups of so many."""
+    if processes % together:
+        raise LatteError(
+            f"{key}={together}: expected a multiple of {together} processes, got {processes};"
+            " start them with torchrun --nproc-per-node"
+        )
 
 
 def join_processes() -> tuple[int, bool]:

@@ -21,11 +21,13 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from latte.data.blocks import EvaluationText, bits_per_byte, perplexity
 from latte.models.registry import carries_state
+from latte.parallel import context_parallel, shard_batch
 
 LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
 
@@ -62,6 +64,7 @@ def score(
     bf16: bool = False,
     rank: int = 0,
     processes: int = 1,
+    group: Any = None,
     on_batch: Callable[[int], Any] | None = None,
 ) -> Score:
     """Score all windows of `length` tokens.
@@ -76,6 +79,8 @@ def score(
         rank, processes: with several processes each takes every `processes`-th batch, all make
             the same number of forward passes (sharded models need that), and the sums are
             reduced.
+        group: processes of one rank among whom each window is cut (:mod:`latte.parallel`); all
+            read their part at once.
         on_batch: called with the number of tokens scored after each batch.
     """
     device = next(model.parameters()).device
@@ -89,15 +94,18 @@ def score(
     try:
         with torch.no_grad(), autocast:
             for batch, mine in _share(source, rank, processes):
-                scored = _score_batch(model, batch, segment, device)
+                if group is None:
+                    scored = _score_batch(model, batch, segment, device)
+                else:
+                    scored = _score_part(model, batch, group, device)
                 if mine:
                     total += scored
                 if on_batch is not None:
                     on_batch(int((batch["targets"] != -100).sum()))
     finally:
         model.train(was_training)
-    if processes > 1:
-        torch.distributed.all_reduce(total)
+    if processes > 1 or group is not None:
+        dist.all_reduce(total)
     nll, tokens, text_bytes = total.tolist()
     return Score(nll, int(tokens), text_bytes)
 
@@ -133,6 +141,25 @@ def _score_batch(
         nll += _summed_nll(output.logits, targets_RT[:, start:end])
     tokens = (targets_RT != -100).sum().double()
     return torch.stack([nll, tokens, batch["target_bytes"].sum().to(device)])
+
+
+def _score_part(
+    model: nn.Module, batch: dict[str, torch.Tensor], group: Any, device: torch.device
+) -> torch.Tensor:
+    """As `_score_batch`, of this process's part of each window; bytes are the first one's."""
+    short = (0, max(0, dist.get_world_size(group) - batch["targets"].shape[1]))
+    part = shard_batch(
+        {
+            "input_ids": F.pad(batch["input_ids"], short).to(device),
+            "shift_labels": F.pad(batch["targets"], short, value=-100).to(device),
+        },
+        group,
+    )
+    targets_RT = part.pop("shift_labels")
+    with context_parallel(model, group):
+        nll = _summed_nll(model(**part).logits, targets_RT)
+    tokens, text_bytes = (targets_RT != -100).sum(), batch["target_bytes"].sum().to(device)
+    return torch.stack([nll, tokens.double(), text_bytes * (dist.get_rank(group) == 0)])
 
 
 def _summed_nll(logits_RTV: torch.Tensor, targets_RT: torch.Tensor) -> torch.Tensor:

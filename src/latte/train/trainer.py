@@ -41,6 +41,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from latte.data.preparing import Text
 from latte.errors import LatteError
+from latte.parallel import context_parallel, shard_batch
 from latte.train.recipe import Recipe
 from latte.train.run_folder import STAGING, rotate, seal, write_json
 from latte.train.scoring import score
@@ -85,7 +86,7 @@ class LatteTrainer(Trainer):
     ) -> None:
         self.recipe, self.text = recipe, text
         self.held_out = text.held_out(recipe.data.max_validation_tokens)
-        self._sharded = False
+        self._sharded, self.group = False, None
         self._use_cache = getattr(model.config, "use_cache", False)
         quicken(model, recipe)
         # Libraries differ in whether their loss is a mean over the batch or over all micro-batches,
@@ -110,6 +111,8 @@ class LatteTrainer(Trainer):
         # [summed NLL, tokens] since the last log line, and whether anything was not finite
         self._window = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.args.device)
+        if (together := recipe.training.context_parallel) > 1:
+            self.group = context_group(self.args.device.type, together)
         if recipe.training.strategy == "fsdp2" and self.args.world_size > 1:
             self._sharded = True
             shard(self.model, self.args.device)
@@ -153,7 +156,13 @@ class LatteTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        # Each group counts its labels on all of its processes, which DDP's mean over them undoes.
+        if self.group is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            with context_parallel(model, self.group):
+                part = shard_batch(inputs, self.group)
+                loss = super().training_step(model, part, num_items_in_batch)
         if num_items_in_batch is None:
             raise RuntimeError("the loss must be normalised by num_items_in_batch")
         # loss = (this process's summed NLL) / (tokens of the step, all processes) * processes
@@ -376,6 +385,14 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         log_level_replica="error",
         use_cpu=not torch.cuda.is_available(),
     )
+
+
+def context_group(device: str, together: int) -> dist.ProcessGroup:
+    """This process's group of so many, of ranks that follow one another."""
+    shape = dist.get_world_size() // together, together
+    return init_device_mesh(device, shape, mesh_dim_names=("data", "context"))[
+        "context"
+    ].get_group()
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Blocks and windows cut over two processes, as torchrun starts them, against one process."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from latte.cli import main
+from latte.data.blocks import SharedBlocks
+from latte.train.recipe import TrainingSection, recipe_from_dict
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+# What torchrun does, its processes forked from one that has imported what each of them needs.
+LAUNCH = """
+import shutil, sys
+from pathlib import Path
+import latte.models.modeling, latte.train.run, torch.optim, torch.utils.tensorboard
+from torch import distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from latte.cli import main
+
+def work(recipe, folder):
+    train = ["train", recipe, "training.context_parallel=2"]
+    codes = [main([*train, f"output_dir={folder}/two"])]
+    if dist.get_rank() == 0:  # a run that was killed after its second step
+        shutil.copytree(f"{folder}/two", f"{folder}/resumed")
+        for name in ("checkpoint-4", "finished.json", "model.safetensors", "manifest.json"):
+            path = Path(folder, "resumed", name)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    dist.barrier()
+    codes += [main([*train, f"output_dir={folder}/resumed"])]
+    for name, options in (("cut", ["--context-parallel", "2"]), ("shared", [])):
+        words = ["evaluate", f"{folder}/two", "--lengths", "1,20", "--output", f"{folder}/{name}"]
+        codes += [main([*words, *options])]
+    return max(codes)
+
+standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
+launch = elastic_launch(LaunchConfig(1, 1, 2, start_method="fork", **standalone), work)
+sys.exit(max(launch(*sys.argv[1:]).values()))
+"""
+
+
+def scores(folder: Path) -> list[list[float]]:
+    with open(folder / "evaluation.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [[float(row[name]) for name in ("length", "tokens", "loss")] for row in rows]
+
+
+def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, str(place.recipe()), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "4 steps of 64 tokens on 2 processes" in done.stdout  # both have the same blocks
+    alone, two, resumed = (
+        load_file(folder / "model.safetensors")
+        for folder in (place.trained(), tmp_path / "two", tmp_path / "resumed")
+    )
+    for name, weight in alone.items():
+        torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-4)
+        assert torch.equal(resumed[name], two[name])
+    # One process on the same model; at 1 a window is shorter than a group is large.
+    words = ["evaluate", str(tmp_path / "two"), "--lengths", "1,20"]
+    assert main([*words, "--output", str(tmp_path / "one")]) == 0
+    expected = torch.tensor(scores(tmp_path / "one"), dtype=torch.float64)
+    for name in ("cut", "shared"):
+        found = torch.tensor(scores(tmp_path / name), dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert done.stdout.count("written: ") == 2  # one process speaks
+
+
+def test_what_cannot_be_cut_is_refused(
+    place: Any, tmp_path: Path, refused: Callable[..., str], monkeypatch: Any
+) -> None:
+    train = ["train", place.recipe(), f"output_dir={tmp_path / 'new'}"]
+    said = refused(*train, "training.context_parallel=2")
+    assert "context_parallel=2: expected a multiple of 2 processes, got 1" in said
+    for override, message in (
+        ("training.context_parallel=0", "expected a number above 0, got 0"),
+        ("training.context_parallel=64", "expected at most data.block_length (32) processes"),
+        ("training.torch_compile=true", "expected torch_compile=false"),
+        ("conversion.objective=transfer", "expected conversion.objective=next-token"),
+    ):
+        assert message in refused(*train, "training.context_parallel=2", override)
+    assert not (tmp_path / "new").exists()
+    evaluate = ["evaluate", place.trained(), "--output", tmp_path / "new"]
+    said = refused(*evaluate, "--context-parallel", "2")
+    assert "--context-parallel=2: expected a multiple of 2 processes, got 1" in said
+    assert "expected at least 1" in refused(*evaluate, "--context-parallel", "0")
+    assert "not with --tasks" in refused(*evaluate, "--context-parallel", "2", "--tasks", "x")
+
+
+def test_a_run_begun_before_blocks_could_be_cut_is_the_same_run() -> None:
+    recipe = recipe_from_dict({"training": {"max_steps": 1}})
+    assert "context_parallel" not in recipe.identity()["training"]
+    recipe.training.context_parallel = 2
+    assert recipe.identity()["training"]["context_parallel"] == 2
+    assert TrainingSection().context_parallel == 1
+
+
+def test_a_group_reads_the_same_blocks() -> None:
+    """Four processes take batches of three by turns; groups of two are given the same ones."""
+    shared: Any = SharedBlocks(list(range(12)), 3, 2)  # type: ignore[arg-type]
+    batches = [[shared[3 * batch + i] for i in range(3)] for batch in range(len(shared) // 3)]
+    steps = [batches[i : i + 4] for i in range(0, len(batches), 4)]
+    first, second, third, fourth = [0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]
+    assert steps == [[first, first, second, second], [third, third, fourth, fourth]]
