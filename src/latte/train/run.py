@@ -67,7 +67,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         return result
     try:
         text = prepare_text(data_section(recipe), progress=first and not quiet)
-        blocks = text.blocks(
+        blocks: Any = text.blocks(
             recipe.data,
             steps * recipe.tokens_per_step(processes) // recipe.data.block_length,
             recipe.training.seed,
