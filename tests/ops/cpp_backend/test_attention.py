@@ -92,8 +92,10 @@ def compare(
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @OPS
 def test_it_agrees_with_the_reference(op, scale, masked, packed, carried):
-    for T, window in ((1, 16), (63, 1), (65, 65), (130, 17), (257, 16)):
-        compare(T, window, masked=masked, packed=packed, carried=carried, scale=scale, op=op)
+    options = {"masked": masked, "packed": packed, "carried": carried, "scale": scale, "op": op}
+    for T, window in ((1, 16), (63, 1), (65, 65), (130, 17)):
+        compare(T, window, **options)
+    compare(257, 16, H=2, G=1, L=2, **options)
 
 
 @FLAGS
@@ -158,7 +160,7 @@ def test_extreme_logits(op, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @OPS
 def test_low_precision_errs_at_most_twice_the_reference(op, dtype):
-    low = [x.to(dtype) for x in of(op, macchiato_inputs(1, 257, 2, 2, 16, 32, 32))]
+    low = [x.to(dtype) for x in of(op, macchiato_inputs(1, 257, 2, 2, 5, 32, 32))]
     native, equations = attend("cpu", 64, op=op), attend("reference", 64, op=op)
     want = values_and_gradients(equations, [x.double() for x in low])
     judge = values_and_gradients(equations, low)
@@ -240,6 +242,24 @@ def test_bits_do_not_depend_on_threads_strides_or_old_memory():
     )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@OPS
+def test_bits_do_not_depend_on_other_heads(op):
+    """Of long sequences, which several heads go through together."""
+    inputs = [x.float() for x in of(op, macchiato_inputs(2, 1100, 5, 5))]
+    together = values_and_gradients(attend("cpu", op=op, output_final_state=False), inputs)
+    for h in range(5):
+        one = [x[:, :, h : h + 1] for x in inputs]
+        out = attend("cpu", op=op, output_final_state=False)(*one)[0]
+        assert torch.equal(out, together[0][:, :, h : h + 1])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)  # other heads go together
+        again = values_and_gradients(attend("cpu", op=op, output_final_state=False), inputs)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
 
 
 def test_gradients_by_differences_and_of_gradients():

@@ -4,9 +4,10 @@
 //     y_t = sum_s a_ts v_s,  a_ts = p_t[0] w_ts + sum_l p_t[l] exp(k_s[l] - A_t[l])
 //     w_t = softmax of scale <q_t, k_s> over t-W < s <= t,  A_t[l] = log sum_{s<=t} exp(k_s[l])
 //
-// A task is one head of one sequence, walked in chunks of C tokens that stay in the cache. Inside a
-// chunk the weights a_ts of window and latents are one matrix, so that the products with the values
-// are shared; what lies before it comes from the latents' state. With a logit r of the past
+// A task is one head of one sequence, walked in chunks of C tokens that stay in the cache, up to
+// TOGETHER heads of a sequence in turns: their rows lie side by side in memory. Inside a chunk the
+// weights a_ts of window and latents are one matrix, so that the products with the values are
+// shared; what lies before it comes from the latents' state. With a logit r of the past
 //
 //     e_s = exp(k_s - r),  alpha_t = m + sum_{s<=t} e_s,  U = sum e_s v_s
 //     y_t = sum_s a_ts v_s + sum_l p_t[l] / alpha_t[l] U[l]
@@ -29,8 +30,8 @@
 // FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
 // 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
 // and 1.4 us. W + 2 L exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L)
-// bytes 0.05 and 0.1 us. Measured 1.2 and 3.3 us: tiles run at the full rate, beside them are the
-// rows' softmax, and loads and stores of rows that lie apart.
+// bytes 0.05 and 0.1 us. Measured 1.2 and 3.3 us: beside the tiles are the rows' softmax, and loads
+// and stores of rows that lie apart.
 //
 // Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
 // W window, P = W - 1 keys of the earlier state, N sequences (B, or the packed ones), M segments.
@@ -43,6 +44,8 @@ namespace latte {
 
 constexpr int64_t TOKENS = 64;    // C: of a chunk, a multiple of every vector's width
 constexpr int64_t SEGMENT = 256;  // tokens between two states that are kept, in whole chunks
+constexpr int64_t TOGETHER = 4;   // heads of a sequence that walk through it together
+constexpr int64_t LONG = 1024;    // tokens from which that costs less than its memory
 constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
 // Of keys since which something was forgotten: the past loses weight as fast as they gain it.
 constexpr double FORGETTING_REACH = 40.0;
@@ -404,6 +407,23 @@ struct Latents { T *top, *mass, *sum; };
 template <class T>
 struct LatentRun { int64_t begin, end; Latents<T> before; const T* forgotten; };
 
+// Room for arrays of which first the sizes are told, then the places.
+struct Memory {
+    std::vector<char> bytes;
+    size_t used = 0;
+
+    template <class T>
+    T* room(int64_t count) {
+        const size_t at = (reinterpret_cast<uintptr_t>(bytes.data()) + 63) / 64 * 64 + used;
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64 + 64;  // not a power of two apart
+        return reinterpret_cast<T*>(at);
+    }
+    void reserve() {
+        if (bytes.size() < used + 64) bytes.assign(used + 64, 0);
+    }
+};
+
+// What is kept of a head from chunk to chunk, and what all use for the chunk at hand.
 template <class T>
 struct Head {
     static constexpr int64_t W = width<T>;
@@ -414,18 +434,19 @@ struct Head {
     int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
     const bool near, far, back, forgets;
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
-    std::vector<char> memory;
-    size_t used = 0;
+    Memory own_memory;
     std::vector<Keys<T>> ring;
     T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
         *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
         *own, *reverse, *scalar;
     Latents<T> state;
-    std::vector<T> saved;          // states before the runs of a segment
+    std::vector<T> top;              // what R is relative to
+    std::vector<T> saved;            // states before the runs of a segment
     std::vector<LatentRun<T>> runs;  // of a segment, or of a chunk
     HeadTask task;
+    int64_t ahead_head = 0, ahead_chunks = 0;  // what comes after a chunk: whose, how far from it
 
-    Head(const Attention& op, bool back)
+    Head(const Attention& op, bool back, Memory& shared)
         : op(op), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
           Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), near(op.near()),
           far(op.far()), back(back), forgets(op.forgets()), column(near ? W - 1 : W), task(op, 0) {
@@ -433,36 +454,44 @@ struct Head {
         reach = least(op.window, longest) - 1;  // -1: nothing is near
         slots = (reach + TOKENS - 1) / TOKENS + 1;
         columns = slots * TOKENS, base = columns - TOKENS;
-        for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
-            used = 0, ring.assign(size_t(slots), Keys<T>{});
-            for (Keys<T>& s : ring) {
-                s.k = room(TOKENS * Kp), s.k_panels = room(TOKENS * K), s.v = room(TOKENS * Dp);
-                s.hidden = room(TOKENS);
-                if (!back) continue;
-                s.v_panels = room(TOKENS * D);
-                s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
+        for (Memory* memory : {&own_memory, &shared}) {
+            for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
+                memory->used = 0;
+                auto room = [&](int64_t count) { return memory->template room<T>(count); };
+                if (memory == &shared) divide(room);
+                else divide_own(room);
+                if (!pass) memory->reserve();
             }
-            queries = room(TOKENS * Kp), logits = room(TOKENS * columns);
-            weights = back ? room(TOKENS * columns) : logits, p = room(TOKENS * Lq + W), keys = room(TOKENS * Lp);
-            e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp), alpha = room(TOKENS * Lp);
-            ratio = room(TOKENS * Lp), out = room(TOKENS * Dp), tops = room(Lp), own = room(Lp);
-            decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
-            state = {room(Lp), room(Lp), room(Lp * Dp)};
-            if (back) {
-                dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
-                slope = room(op.softcap ? TOKENS * columns : 0), before = room(TOKENS * TOKENS);
-                delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
-                dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
-                reverse = room(Lp * Dp), scalar = room(Lp);
-            }
-            if (!pass) memory.assign(used + 64, 0);
         }
     }
 
-    T* room(int64_t count) {
-        const size_t at = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64 + used;
-        used += (size_t(count) * sizeof(T) + 63) / 64 * 64 + 64;  // not a power of two apart
-        return reinterpret_cast<T*>(at);
+    template <class Room>
+    void divide_own(const Room& room) {
+        ring.assign(size_t(slots), Keys<T>{});
+        for (Keys<T>& s : ring) {
+            s.k = room(TOKENS * Kp), s.k_panels = room(TOKENS * K), s.v = room(TOKENS * Dp);
+            s.hidden = room(TOKENS);
+            if (!back) continue;
+            s.v_panels = room(TOKENS * D);
+            s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
+        }
+        state = {room(Lp), room(Lp), room(Lp * Dp)};
+        if (back) reverse = room(Lp * Dp), scalar = room(Lp);
+    }
+
+    template <class Room>
+    void divide(const Room& room) {
+        queries = room(TOKENS * Kp), logits = room(TOKENS * columns);
+        weights = back ? room(TOKENS * columns) : logits, p = room(TOKENS * Lq + W);
+        keys = room(TOKENS * Lp), e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp);
+        alpha = room(TOKENS * Lp), ratio = room(TOKENS * Lp), out = room(TOKENS * Dp);
+        tops = room(Lp), own = room(Lp);
+        decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
+        if (!back) return;
+        dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
+        slope = room(op.softcap ? TOKENS * columns : 0), before = room(TOKENS * TOKENS);
+        delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
+        dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
     }
 
     Keys<T>& slot(int64_t chunk) { return ring[size_t(((chunk % slots) + slots) % slots)]; }
@@ -479,14 +508,16 @@ struct Head {
         for (int64_t byte = 0; byte < x.sizes[3] * size; byte += 64) __builtin_prefetch(at + byte);
     }
     void ask_around(int64_t chunk, int64_t i) const {
-        const int64_t here = chunk * TOKENS + i, next = here + (back ? -TOKENS : TOKENS);
-        const int64_t keys = back ? next - base : next;
-        if (far) ask(op.latent_q, next, task.h, size), ask(op.latent_k, next, task.h, size);
-        if (forgets) ask(op.log_decay, next, task.h, sizeof(T));
-        if (near) ask(op.q, next, task.h, size), ask(op.k, keys, task.g, size);
-        ask(op.v, keys, task.g, size);
+        const int64_t here = chunk * TOKENS + i, next = here + ahead_chunks * TOKENS;
+        const int64_t keys = back ? next - base : next, h = ahead_head;
+        const int64_t g = h / (op.heads() / op.groups());
+        if (far) ask(op.latent_q, next, h, size), ask(op.latent_k, next, h, size);
+        if (forgets) ask(op.log_decay, next, h, sizeof(T));
+        if (near) ask(op.q, next, h, size), ask(op.k, keys, g, size);
+        ask(op.v, keys, g, size);
+        if (back) ask(op.dout, next, h, size);
         if (!back) return ask(op.out, here, task.h, size);
-        ask(op.dout, next, task.h, size), ask(op.dv, here, task.h, size);
+        ask(op.dv, here, task.h, size);
         if (far) ask(op.dlatent_q, here, task.h, size), ask(op.dlatent_k, here, task.h, size);
         if (forgets) ask(op.dlog_decay, here, task.h, sizeof(T));
         if (near) ask(op.dq, here, task.h, size), ask(op.dk, here, task.h, size);
@@ -789,37 +820,42 @@ struct Head {
         return ((task.first_kept + segment) * op.heads() + task.h) * L;
     }
 
-    void forward_task(int64_t number) {
+    int64_t chunks() const { return (task.count + TOKENS - 1) / TOKENS; }
+
+    void begin_forward(int64_t number) {
         begin_task(number);
-        const int64_t chunks = (task.count + TOKENS - 1) / TOKENS;
-        for (int64_t c = 1 - slots; c < 0 && chunks; ++c)
+        for (int64_t c = 1 - slots; c < 0 && chunks(); ++c)
             if ((c + 1) * TOKENS > low) load_keys(c);
-        for (int64_t c = 0; c < chunks; ++c) {
-            const int64_t rows = rows_of(c);
-            if (far && c * TOKENS % SEGMENT == 0) {
-                const int64_t at = kept_at(c * TOKENS / SEGMENT);
-                std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
-                std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
-                for (int64_t l = 0; l < L; ++l)
-                    std::memcpy(op.kept_sum.at<T>() + (at + l) * D, state.sum + l * Dp,
-                                size_t(D) * sizeof(T));
-            }
-            load_keys(c);
-            probabilities(c, rows);
-            if (far) load_logits(c, rows);
-            else with_keys(c, 0, rows, weights, true, false, out);
-            for (int64_t begin = 0; far && begin < rows;) {
-                const LatentRun<T> run = next_run(begin, rows);
-                scale_keys(run);
-                add_scores(run, weights + base, columns);
-                with_keys(c, begin, run.end, weights, true, true, out);
-                product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp,
-                        int64_t(1), state.sum, Dp, L);
-                take_in(run, slot(c).v);
-                begin = run.end;
-            }
-            put(op.out, task.row, task.begin + c * TOKENS, task.h, rows, out, Dp);
+    }
+
+    void forward_chunk(int64_t c) {
+        const int64_t rows = rows_of(c);
+        if (far && c * TOKENS % SEGMENT == 0) {
+            const int64_t at = kept_at(c * TOKENS / SEGMENT);
+            std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
+            std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
+            for (int64_t l = 0; l < L; ++l)
+                std::memcpy(op.kept_sum.at<T>() + (at + l) * D, state.sum + l * Dp,
+                            size_t(D) * sizeof(T));
         }
+        load_keys(c);
+        probabilities(c, rows);
+        if (far) load_logits(c, rows);
+        else with_keys(c, 0, rows, weights, true, false, out);
+        for (int64_t begin = 0; far && begin < rows;) {
+            const LatentRun<T> run = next_run(begin, rows);
+            scale_keys(run);
+            add_scores(run, weights + base, columns);
+            with_keys(c, begin, run.end, weights, true, true, out);
+            product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp,
+                    int64_t(1), state.sum, Dp, L);
+            take_in(run, slot(c).v);
+            begin = run.end;
+        }
+        put(op.out, task.row, task.begin + c * TOKENS, task.h, rows, out, Dp);
+    }
+
+    void end_forward() {
         const int64_t at = (task.n * op.heads() + task.h) * L;
         for (int64_t l = 0; l < L; ++l) {
             const T mass = state.mass[l];
@@ -912,36 +948,38 @@ struct Head {
         }
     }
 
-    void backward_task(int64_t number) {
+    void begin_backward(int64_t number) {
         begin_task(number);
-        const int64_t chunks = (task.count + TOKENS - 1) / TOKENS;
-        if (chunks && far) walk_segment((task.count - 1) / SEGMENT);
+        if (chunks() && far) walk_segment((task.count - 1) / SEGMENT);
         if (far) begin_reverse();
-        std::memcpy(tops, state.top, size_t(Lp) * sizeof(T));  // what R is relative to
-        std::vector<T> top(tops, tops + Lp);
-        for (int64_t c = chunks - slots + 1; c < chunks && chunks; ++c)
+        top.assign(state.top, state.top + Lp);
+        for (int64_t c = chunks() - slots + 1; c < chunks() && chunks(); ++c)
             if ((c + 1) * TOKENS > low) load_keys(c);
-        for (int64_t c = chunks - 1; c >= 0; --c) {
-            const int64_t oldest = c - slots + 1;
-            if ((oldest + 1) * TOKENS > low) load_keys(oldest);
-            backward_chunk(c, top);
-            Keys<T>& s = slot(c);
-            const int64_t token = task.begin + c * TOKENS, rows = rows_of(c);
-            if (near) put(op.dk, task.row, token, task.h, rows, s.dk, Kp);
-            put(op.dv, task.row, token, task.h, rows, s.dv, Dp);
-            if (far && c && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
-        }
-        if (op.tail_k) end_tail(chunks);
-        if (op.log_mass) end_state(top);
+    }
+
+    void backward_chunk(int64_t c) {
+        const int64_t oldest = c - slots + 1;
+        if ((oldest + 1) * TOKENS > low) load_keys(oldest);
+        pull(c);
+        Keys<T>& s = slot(c);
+        const int64_t token = task.begin + c * TOKENS, rows = rows_of(c);
+        if (near) put(op.dk, task.row, token, task.h, rows, s.dk, Kp);
+        put(op.dv, task.row, token, task.h, rows, s.dv, Dp);
+        if (far && c && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
+    }
+
+    void end_backward() {
+        if (op.tail_k) end_tail();
+        if (op.log_mass) end_state();
     }
 
     // Gradients of the tail's keys and values: 0 for those that no query has reached.
-    void end_tail(int64_t chunks) {
+    void end_tail() {
         const int64_t P = op.tail();
         for (int64_t c = (-P - TOKENS + 1) / TOKENS; c < 0; ++c) {
             const int64_t first = c * TOKENS, from = most(0, -P - first);
             Keys<T>& s = slot(c);
-            if (!chunks || c < 1 - slots) {
+            if (!chunks() || c < 1 - slots) {
                 std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
                 std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
             }
@@ -951,7 +989,7 @@ struct Head {
     }
 
     // An empty state has no mass to move and a mean that nobody reads: no gradient.
-    void end_state(const std::vector<T>& top) {
+    void end_state() {
         const int64_t at = (task.n * op.heads() + task.h) * L;
         for (int64_t l = 0; l < L; ++l) {
             T* dmean = op.dmean.at<T>() + (at + l) * D;
@@ -967,13 +1005,13 @@ struct Head {
         }
     }
 
-    void backward_chunk(int64_t c, std::vector<T>& top) {
+    void pull(int64_t c) {
         const int64_t rows = rows_of(c), token = task.begin + c * TOKENS;
         probabilities(c, rows);
         take(op.dout, task.row, token, task.h, rows, dy, Dp);
         against(c, rows, dy, Dp, D, true, far, pairs);
         for (int64_t i = 0; i < rows; ++i) through_window(c, i);
-        if (far) backward_latents(c, rows, top);
+        if (far) backward_latents(c, rows);
         else to_keys(c, rows, weights, dy, true, false);
         if (!near) return;
         to_keys(c, rows, logits, queries, false, false);
@@ -983,7 +1021,7 @@ struct Head {
     }
 
     // The latents' part, and with it that of all weights in the values' gradients.
-    void backward_latents(int64_t c, int64_t rows, std::vector<T>& top) {
+    void backward_latents(int64_t c, int64_t rows) {
         const int64_t token = task.begin + c * TOKENS;
         Keys<T>& s = slot(c);
         load_logits(c, rows);
@@ -1102,22 +1140,49 @@ struct Head {
     }
 };
 
-template <class T, void (Head<T>::*pass)(int64_t)>
+template <class T>
 static void every_head(const Attention& op, bool back) {
-    parallel(op.sequences() * op.heads(), 1, [&](int64_t begin, int64_t end) {
-        Head<T> head(op, back);
-        for (int64_t task = begin; task < end; ++task) (head.*pass)(task);
+    const int64_t H = op.heads();
+    parallel(op.sequences() * H, 1, [&](int64_t begin, int64_t end) {
+        Memory shared;
+        std::vector<Head<T>> heads;
+        const int64_t most_together =
+            op.tokens() < LONG ? 1 : least(TOGETHER, least(H, end - begin));
+        heads.reserve(size_t(most_together));
+        for (int64_t i = 0; i < most_together; ++i) heads.emplace_back(op, back, shared);
+        while (begin < end) {
+            const int64_t count = least(most_together, least(end, (begin / H + 1) * H) - begin);
+            for (int64_t i = 0; i < count; ++i) {
+                Head<T>& head = heads[size_t(i)];
+                if (back) head.begin_backward(begin + i);
+                else head.begin_forward(begin + i);
+                const bool last = i == count - 1;
+                head.ahead_head = last ? heads[0].task.h : head.task.h + 1;
+                head.ahead_chunks = !last ? 0 : back ? -1 : 1;
+            }
+            const int64_t chunks = heads[0].chunks();
+            for (int64_t c = 0; c < chunks; ++c)
+                for (int64_t i = 0; i < count; ++i) {
+                    if (back) heads[size_t(i)].backward_chunk(chunks - 1 - c);
+                    else heads[size_t(i)].forward_chunk(c);
+                }
+            for (int64_t i = 0; i < count; ++i) {
+                if (back) heads[size_t(i)].end_backward();
+                else heads[size_t(i)].end_forward();
+            }
+            begin += count;
+        }
     });
 }
 
 static void run_forward(const Attention& op) {
-    if (op.v.type() == Type::F64) return every_head<double, &Head<double>::forward_task>(op, false);
-    every_head<float, &Head<float>::forward_task>(op, false);
+    if (op.v.type() == Type::F64) return every_head<double>(op, false);
+    every_head<float>(op, false);
 }
 
 static void run_backward(const Attention& op) {
-    if (op.v.type() == Type::F64) return every_head<double, &Head<double>::backward_task>(op, true);
-    every_head<float, &Head<float>::backward_task>(op, true);
+    if (op.v.type() == Type::F64) return every_head<double>(op, true);
+    every_head<float>(op, true);
 }
 
 // (X, T, H, n) -> (X, T, G, n): the sums over the heads of a group, in their order.
