@@ -105,8 +105,6 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cpu": cpp_backend.causal_conv1d,
     "triton": triton_backend.causal_conv1d,
 }
-# Who serves latents that forget.
-FORGETTING = ("reference", "torch", "cpu")
 # Full softmax attention has no kernels of its own: by default it stays with PyTorch's.
 FULL = ("reference", "torch")
 
@@ -162,9 +160,10 @@ def latte_attention(
     forgotten = (
         total_log_decay(log_decay, initial_state, cu_seqlens) if output_final_state else None
     )
+    as_given = initial_state or start, log_decay
     initial_state, log_decay = _forget_first(initial_state, log_decay, step)
     every = (q, k, v, log_decay, *(initial_state or ()))
-    serves = _natively(LATTE if log_decay is None else FORGETTING, causal)
+    serves = _natively(LATTE, causal)
     at = (q.device, lambda: unavailable(q, L, D))
     chosen = choose(op, backend, serves, *at, step=step, inputs=every)
     if chosen != "reference":
@@ -176,7 +175,8 @@ def latte_attention(
     elif step and chosen == "triton":
         from latte.ops.triton_backend.step import latte_step_op
 
-        out, *after = latte_step_op(q, k, v, key_mask, *(initial_state or start)[:2])
+        (A, mu, *_), decay = as_given  # this kernel does all that a step is
+        out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
         state = LatteState(*after)
     else:
         earlier = None if initial_state is None else initial_state[:2]
@@ -276,6 +276,7 @@ def macchiato_attention(
         N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
     )
     forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
+    as_given = latents or start, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
 
@@ -286,7 +287,7 @@ def macchiato_attention(
             return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
         return unavailable(q, L, D)
 
-    serves = _natively(MACCHIATO if log_decay is None else FORGETTING, causal)
+    serves = _natively(MACCHIATO, causal)
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
@@ -295,8 +296,9 @@ def macchiato_attention(
         from latte.ops.triton_backend.step import macchiato_step_op
 
         before = tail or WindowState.empty(k, v, window)
-        step_inputs = (latent_q, latent_k, q, k, v, key_mask, *(latents or start)[:2], *before)
-        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap)
+        (A, mu, *_), decay = as_given
+        step_inputs = (latent_q, latent_k, q, k, v, key_mask, A, mu, *before)
+        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay)
         state = (state_of(A, mu, forgotten), WindowState(*after))
         return out, state if output_final_state else None
     window_state = None

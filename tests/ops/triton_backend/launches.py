@@ -104,6 +104,7 @@ class Case(NamedTuple):
     T: int = 200
     heads: tuple[int, int] = (4, 2)
     window: int = 33
+    forgets: bool = False  # the latents
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -127,6 +128,15 @@ class Case(NamedTuple):
             options["cu_seqlens"] = torch.tensor([0, T // 3, T])
         return options
 
+    def decays(self, options: dict[str, Any]) -> tuple[Tensor, ...]:
+        """What the latents forget, which is added to the options, if they do."""
+        if not self.forgets:
+            return ()
+        B, T, H, _ = self.sizes
+        g = -self.randn(B, T, H, self.L, dtype=torch.float32).detach().abs()
+        options["log_decay"] = g.requires_grad_()
+        return (g,)
+
     def latents(self, N: int = 2) -> LatteState:
         _, _, H, _ = self.sizes
         mean = torch.randn(N, H, self.L, self.D).requires_grad_()
@@ -145,6 +155,7 @@ def latte(case: Case) -> tuple[Any, list[Tensor]]:
     options, state = case.options(), ()
     if case.causal and case.kind != "plain":
         options |= {"initial_state": (state := case.latents()), "output_final_state": True}
+    state = (*state, *case.decays(options))
     return latte_attention(*inputs, causal=case.causal, **options), [*inputs, *state]
 
 
@@ -159,6 +170,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
         options |= {"initial_state": (latents, local), "output_final_state": True}
         state = (*latents, local.keys, local.values)
     options |= {"window": window, "softcap": case.softcap, "causal": case.causal}
+    state = (*state, *case.decays(options))
     return macchiato_attention(*inputs, **options), [*inputs, *state]
 
 
@@ -237,6 +249,7 @@ COMMON = [
     Case("latte", BF16, "plain", L=1, D=1, causal=False, one=True),
     Case("latte", FP32, L=16, cut=True),
     Case("latte", FP32, L=16, causal=False),
+    Case("latte", BF16, cut=True, forgets=True),
     Case("macchiato", BF16, softcap=20.0),
     Case("macchiato", BF16, "plain", cut=True),
     Case("macchiato", BF16, softcap=20.0, causal=False),
@@ -274,6 +287,10 @@ def rare() -> Iterator[Case]:
             yield Case("convolved", dtype, kind, D=48)
             if kind != "packed":
                 yield Case("recurrent", dtype, kind, D=48)
+        for L, D in REACHED:
+            yield Case("latte", dtype, L=L, D=D, cut=True, forgets=True)
+        for L in LATENTS:
+            yield Case("macchiato", dtype, L=L, cut=True, softcap=20.0, forgets=True)
         yield Case("latte", dtype, L=31, D=63, strided=True)
         for D in (64, 128):
             yield Case("window", dtype, D=D, softcap=20.0)

@@ -23,14 +23,16 @@ def latte_attention(
     v_BTHD: Tensor,
     sequences: Sequences,
     earlier: tuple[Tensor, Tensor] | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
     from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
-    from latte.ops.triton_backend.latte_causal import causal_op
+    from latte.ops.triton_backend.latte_causal import causal_op, forgetting_op
 
-    op = causal_op if sequences.causal else bidirectional_op
-    v_BTHD = without_masked(sequences.key_mask, v_BTHD)
-    return run_latte(op, (q_BTHL, k_BTHL, v_BTHD), sequences, earlier)
+    qkv = (q_BTHL, k_BTHL, without_masked(sequences.key_mask, v_BTHD))
+    if log_decay is not None:
+        return run_latte(forgetting_op, qkv, sequences, earlier, log_decay)
+    return run_latte(causal_op if sequences.causal else bidirectional_op, qkv, sequences, earlier)
 
 
 def macchiato_attention(
@@ -43,6 +45,7 @@ def macchiato_attention(
     sequences: Sequences,
     earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     from latte.ops.triton_backend.macchiato import macchiato_op
@@ -53,7 +56,7 @@ def macchiato_attention(
         *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
         *(earlier or (None, None)),
         *(_without_masked(tail) or (None, None, None)),
-        *(*local, sequences.causal),
+        *(log_decay, *local, sequences.causal),
     )[:3]
     return out, LatteState(log_mass, mean)
 

@@ -46,11 +46,14 @@ from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
     Walker,
     between_segments,
+    decays,
+    means_after,
     scan_back,
     state_gradients,
     states_before,
 )
 from latte.ops.triton_backend.tiles import (
+    FORGETTING_REACH,
     REACH,
     SIZES,
     TINY,
@@ -77,6 +80,7 @@ from latte.ops.triton_backend.tiles import (
     log_mass_of,
     mass_up_to,
     mm,
+    moved,
     place,
     power,
     reciprocal,
@@ -84,32 +88,46 @@ from latte.ops.triton_backend.tiles import (
     store_across,
     store_chosen,
     store_latents,
+    store_row,
     store_tile,
     store_value,
+    summed,
     walk_place,
+    worn,
 )
 
 
-def forward(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
+def forward(
+    qkv: Three, sequences: Sequences, earlier: Earlier, log_decay: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Outputs, final state; then for the backward pass: :func:`between_segments`."""
     q, k, v = qkv
     run, mask = Walker(q, v.shape[-1], sequences.cu_seqlens), readable(sequences.key_mask)
     (out,) = empty_gradients(v)
     finals = final_buffers(q, v, sequences.cu_seqlens)
-    between, start, found = states_before(run, k, v, mask, sequences.cu_seqlens, earlier, finals)
+    between, start, found = states_before(
+        run, k, v, mask, sequences.cu_seqlens, earlier, finals, log_decay=log_decay
+    )
     run.forward(
         walk,
         *(q, k, v, mask, run.parts.table, *start, out, *found),
         *(*q.stride(), *k.stride(), *v.stride()),
+        **decays(log_decay),
     )
     return out, *finals, *between
 
 
 def backward(
-    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *saved: Tensor
+    grads: Three,
+    qkv: Three,
+    sequences: Sequences,
+    earlier: Earlier,
+    *saved: Tensor,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of the initial state, one tile of D after the other."""
-    dq, dk, dv = empty_gradients(*qkv)
+    """Gradients of q, k, v, of the initial state and of ``log_decay``, one tile of D after the
+    other."""
+    dq, dk, dv, dg = empty_gradients(*qkv, log_decay)
     (dout, dlog_mass, dmean), (final_mu, *between) = grads, saved
     after = latent_gradients(
         Walker(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens),
@@ -118,14 +136,22 @@ def backward(
         tuple(between),
         (dmean, final_mu, dlog_mass),
         (dq, dk, dv),
+        forgetting=None if log_decay is None else (log_decay, dg),
     )
-    return dq, dk, dv, *state_gradients(earlier, *after)
+    found = (dq, dk, dv, *state_gradients(earlier, *after))
+    return found if log_decay is None else (*found, dg)
 
 
 causal_op = latte_op(
     *("triton_causal", forward, backward),
     lambda q, k, v, cu_seqlens: between_segments(k, v.shape[-1], cu_seqlens),
     count=5,
+)
+forgetting_op = latte_op(
+    *("triton_forgetting", forward, backward),
+    lambda q, k, v, cu_seqlens: between_segments(k, v.shape[-1], cu_seqlens, forgets=True),
+    count=6,
+    forgets=True,
 )
 
 
@@ -138,6 +164,7 @@ def latent_gradients(
     results: tuple[Tensor, Tensor, Tensor],
     window_delta: Tensor | None = None,
     R: int = 1,
+    forgetting: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write ``results``, (dq, dk, dv) with all heads; return dmean and ``lost`` at the start.
 
@@ -146,7 +173,8 @@ def latent_gradients(
     the final log-mass.
 
     With a window as state 0, whose delta (B, T, H) is ``window_delta``, q and dq have its logit as
-    column 0. ``R`` heads share one head of v.
+    column 0. ``R`` heads share one head of v. ``forgetting``: ``log_decay``, and where its gradient
+    is written.
     """
     q, k, v, mask, dy = inputs
     dmean, final_mu, dlog_mass = later
@@ -156,25 +184,26 @@ def latent_gradients(
     sums: list[Tensor] = []
     for tile in tiles:
         # One tile writes the results, several write parts in fp32.
-        parts: tuple[Tensor, ...] = (dq, dk)
+        parts: tuple[Tensor, ...] = (dq, dk, *(forgetting or ())[1:])
         if len(tiles) > 1:
-            parts = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (dq, dk))
+            parts = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts)
         lost_0 = _tile_gradients(
             run,
             (q, k, v[..., tile], mask, dy[..., tile]),
             (earlier[0], None if earlier[1] is None else earlier[1][..., tile]),
             (between[0], between[1], between[2][..., tile], *between[3:]),
             (dmean[..., tile], final_mu[..., tile], None if sums else dlog_mass),
-            (*parts, dv[..., tile], dmean_0[..., tile]),
+            (*parts[:2], dv[..., tile], dmean_0[..., tile]),
             # What has no D belongs to the first tile.
             torch.zeros_like(window_delta) if sums and window_delta is not None else window_delta,
             R,
+            None if forgetting is None else (forgetting[0], parts[2]),
         )
         new = [*parts, lost_0] if len(tiles) > 1 else [lost_0]
         sums = [x + y for x, y in zip(sums, new, strict=True)] if sums else new
     if len(tiles) > 1:
-        dq.copy_(sums[0])
-        dk.copy_(sums[1])
+        for x, total in zip((dq, dk, *(forgetting or ())[1:]), sums, strict=False):
+            x.copy_(total)
     return dmean_0, sums[-1]
 
 
@@ -187,16 +216,18 @@ def _tile_gradients(
     results: tuple[Tensor, ...],
     window_delta: Tensor | None,
     R: int,
+    forgetting: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Write (dq, dk, dv, dmean_0) of one tile of D; return what it adds to ``lost`` at the start.
 
     ``later``: the gradient of the final mean, that mean, the gradient of the final log-mass.
+    ``forgetting``: as for :func:`latent_gradients`.
     """
     q, k, v, mask, dy = inputs
     dmean, final_mu, dlog_mass = later
     dq, dk, dv, dmean_0 = results
     table, D = run.parts.table, v.shape[-1]
-    top_M, mass_M, mean_M, *final = contiguous(*between)
+    top_M, mass_M, mean_M, *final = contiguous(*between[:5])
     dmean = dmean.contiguous()
     lost = (dmean * final_mu).sum(-1)
     if dlog_mass is not None:
@@ -212,6 +243,10 @@ def _tile_gradients(
     asked: tuple[Tensor, ...] = ()
     if run.cut:
         asked = lost.new_empty((*at_ends[0].shape, D)), torch.empty_like(at_ends[0])
+    log_decay, dg = forgetting or (None, None)
+    told: dict[str, Tensor] = {}
+    if log_decay is not None:
+        told = {f"slot_{x}_ptr": torch.empty_like(at_slots[0]) for x in ("fall", "step")}
     before = (top_M, mass_M, mean_M) if run.cut else (None, None, None)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride())
     run.back(
@@ -221,12 +256,18 @@ def _tile_gradients(
         *(dq, c, *at_slots, *at_ends, *(asked or (None, None)), *strides),
         window_delta_ptr=window_delta,
         R=R,
+        **decays(log_decay),
+        **told,
     )
     after: tuple[Tensor, ...] = (dmean, lost)
     if run.cut:
         after = tuple(torch.empty_like(x) for x in asked)
         given = (top_M, mass_M, *asked, run.parts.first, *final, dmean, lost)
-        run.by_sequence(scan_back, *given, *after, *starts, D=D)
+        falls = {} if log_decay is None else {"fall_ptr": between[5]}
+        run.by_sequence(scan_back, *given, *after, *starts, D=D, **falls)
+    if dg is not None:
+        means = means_after(run, mean_M, final_mu) if run.cut else final_mu
+        told |= {"dlog_mass1_ptr": (after[0] * means).sum(-1) - after[1], "dg_ptr": dg}
     run.back(
         source_walk,
         D,
@@ -235,6 +276,8 @@ def _tile_gradients(
         *(*strides, dv.stride(1), dv.stride(2)),
         GATED=gated,
         R=R,
+        **decays(log_decay),
+        **told,
     )
     dmean_0.copy_(starts[0])
     return starts[1]
@@ -292,13 +335,15 @@ def walk(
     q_b, q_t, q_h, q_l, k_b, k_t, k_h, k_l, v_b, v_t, v_h, v_d,
     T, length, per_row, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None,
 ):  # fmt: skip
     """y, contiguous, of one segment, head and tile of D.
 
     ``log_mass1_ptr`` and ``mean1_ptr`` take the final state where no scan has found it: where every
     sequence is one segment.
     """
+    FORGETS: tl.constexpr = g_ptr is not None
+    reach: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
     d0, h, m = walk_place(H, D, BD)
     batch, start, stop, n = place(m, table_ptr, T, per_row, length)
     i = m.to(tl.int64) * H + h
@@ -311,6 +356,8 @@ def walk(
     k_ptr += batch * k_b + h * k_h
     v_ptr += batch * v_b + h * v_h
     out_ptr += batch * T * H * D + h * D
+    if FORGETS:
+        g_ptr += batch * g_b + h * g_h
     token = tl.arange(0, C)
     past = token[:, None] >= token[None, :]
     ones = tl.full((C, C), 1.0, tl.float32)
@@ -321,48 +368,73 @@ def walk(
     unseen = tl.max(fresh, 0)
     # Every token's the same: as products add to it.
     mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
+    # What was forgotten since the reference was chosen.
+    fall = tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + j * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
         p = load_queries(q_ptr, q_t, q_l, at, stop, L, C, BL)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, d0, D, C, BD)
+        if FORGETS:
+            g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
+            fall_t = added(fall, summed(past.to(tl.float32), g, PRODUCT))
+            fall_after = added(fall, summed(ones, g, PRODUCT))
         if unseen == 1:
-            ref, fresh = first_reference(k, token, ref, fresh, C)
+            ref, fresh = first_reference(k - fall_t if FORGETS else k, token, ref, fresh, C)
             unseen = tl.max(fresh, 0)
-        rise = largest(k - ref[None, :])
-        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        above = k - ref[None, :]
+        if FORGETS:
+            above -= fall_t
+        rise = largest(above)
+        e = factor(power(tl.minimum(above, reach)), PRODUCT)
         mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
         y = mm(scores, v, PRODUCT) + mm(p_over_mass, tl.trans(total), PRODUCT)
         after = added(total, mm(tl.trans(v), e, PRODUCT))
         mass_after = added(mass, counted(ones, e, PRODUCT))
-        if rise > REACH:
-            highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
-            near = tl.associative_scan(highest, 0, larger) <= REACH
+        if rise > reach:
+            highest = tl.max(tl.maximum(above, 0.0), 1)
+            near = tl.associative_scan(highest, 0, larger) <= reach
             store_chosen(out_ptr, H * D, 1, at, stop, d0, D, y, near, C, BD)
             after = total
-            ref_s, mass_s = ref, tl.max(mass, 0)
+            ref_s, mass_s, fall_s = ref, tl.max(mass, 0), tl.max(fall, 0)
             for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
                 p_s = load_query(q_ptr, q_t, q_l, at + s, L, BL)
                 v_s = load_value(v_ptr, v_t, v_d, at + s, d0, D, BD)
-                ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
+                if FORGETS:
+                    fall_s += load_value(g_ptr, g_t, g_l, at + s, 0, L, BL)
+                    ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s, fall_s)
+                    fall_s = tl.zeros_like(fall_s)
+                else:
+                    ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
                 y_s = tl.sum(after * (p_s * inverse(mass_s))[None, :], 1)
                 beyond = tl.max(tl.where(token == s, 1 - near.to(tl.int32), 0), 0) == 1
                 store_value(out_ptr, H * D, 1, at + s, d0, D, y_s, beyond, BD)
             mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
-            ref = tl.maximum(ref, tl.max(k, 0))
+            if FORGETS:
+                ref, fall = ref_s, tl.zeros_like(fall)
+            else:
+                ref = tl.maximum(ref, tl.max(k, 0))
         else:
             store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BD)
-            if rise > REACH / 4:
+            if FORGETS:
+                fall = fall_after
+                if (rise > reach / 4) | worn(j):
+                    later, step = moved(ref, fall, above)
+                    kept = tl.exp(step)[None, :]
+                    ref, mass_after, after = later, mass_after * kept, after * kept
+                    fall = tl.zeros_like(fall)
+            elif rise > reach / 4:
                 later = tl.maximum(ref, tl.max(k, 0))
                 kept = tl.exp(ref - later)[None, :]
                 ref, mass_after, after = later, mass_after * kept, after * kept
         mass, total = mass_after, after
     if mean1_ptr is not None:
         i, mass = n * H + h, tl.max(mass, 0)
+        ref = ref + tl.max(fall, 0) if FORGETS else ref
         leave_state(log_mass1_ptr, mean1_ptr, i, L, D, d0, ref, mass, total, BL, BD)
 
 
@@ -375,6 +447,7 @@ def query_walk(
     T, length, per_row, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
     STAGES: tl.constexpr, window_delta_ptr=None, R: tl.constexpr = 1,
+    g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, slot_fall_ptr=None, slot_step_ptr=None,
 ):  # fmt: skip
     """dq (B, T, H, L), c (B, T, H), (ref, mass) before each chunk and after the segment.
 
@@ -383,8 +456,13 @@ def query_walk(
 
     With a window as state 0: ``window_delta`` (B, T, H) is its delta; its logit stands before the
     latents', in q and in dq. ``R`` heads share one head of the values.
+
+    Where latents forget: what they have forgotten before each chunk since its reference was chosen,
+    and the logarithm of what one unit before a chunk is worth after it.
     """
     GATED: tl.constexpr = window_delta_ptr is not None
+    FORGETS: tl.constexpr = g_ptr is not None
+    reach: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
     width = L + 1 if GATED else L
     h, m = (tl.program_id(0) % H).to(tl.int64), tl.program_id(0) // H
     batch, start, stop, n = place(m, table_ptr, T, per_row, length)
@@ -400,6 +478,8 @@ def query_walk(
     c_ptr += batch * T * H + h
     if GATED:
         window_delta_ptr += batch * T * H + h
+    if FORGETS:
+        g_ptr += batch * g_b + h * g_h
     token = tl.arange(0, C)
     past = token[:, None] >= token[None, :]
     ones = tl.full((C, C), 1.0, tl.float32)
@@ -413,6 +493,7 @@ def query_walk(
     mass = first_mass[None, :] + tl.zeros((C, BL), tl.float32)
     asked = tl.zeros((BD, BL), tl.float32)
     lost = tl.zeros((C, BL), tl.float32)
+    fall = tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + j * C
@@ -420,14 +501,26 @@ def query_walk(
         p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
         dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
+        if FORGETS:
+            g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
+            fall_t = added(fall, summed(past.to(tl.float32), g, PRODUCT))
+            fall_after = added(fall, summed(ones, g, PRODUCT))
         if unseen == 1:
-            ref, fresh = first_reference(k, token, ref, fresh, C)
+            ref, fresh = first_reference(k - fall_t if FORGETS else k, token, ref, fresh, C)
             unseen = tl.max(fresh, 0)
         slot = slot_of(batch, at, T, n, C) * H + h
         store_latents(slot_ref_ptr, slot, L, ref, BL)
-        store_latents(slot_mass_ptr, slot, L, tl.max(mass, 0), BL)
-        rise = largest(k - ref[None, :])
-        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        if FORGETS:
+            store_row(slot_mass_ptr, slot, L, mass, C, BL)
+        else:
+            store_latents(slot_mass_ptr, slot, L, tl.max(mass, 0), BL)
+        above = k - ref[None, :]
+        if FORGETS:
+            above -= fall_t
+            store_row(slot_fall_ptr, slot, L, fall, C, BL)
+            step = tl.zeros((BL,), tl.float32)
+        rise = largest(above)
+        e = factor(power(tl.minimum(above, reach)), PRODUCT)
         mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         over = reciprocal(tl.maximum(mass_t, TINY))
         pairs = tl.where(past, mm(dy, tl.trans(v), PRODUCT), 0.0)
@@ -441,18 +534,28 @@ def query_walk(
         lost_after = lost
         if asked_ptr is not None:
             # The first state's share of the state now, at most 1.
-            left = over * (first_mass * tl.exp(tl.minimum(first_ref - ref, 0.0)))[None, :]
+            if FORGETS:
+                left = over * first_mass[None, :]
+            else:
+                left = over * (first_mass * tl.exp(tl.minimum(first_ref - ref, 0.0)))[None, :]
             asks = p * left
             lost_after += pulled * left
-        if rise > REACH:
+        if rise > reach:
             ref_s, mass_s, after = ref, tl.max(mass, 0), total
-            lost_after, lost_s = lost, tl.zeros((BL,), tl.float32)
+            lost_after, lost_s, fall_s = lost, tl.zeros((BL,), tl.float32), tl.max(fall, 0)
             for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
                 p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
-                ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
+                if FORGETS:
+                    fall_s += load_value(g_ptr, g_t, g_l, at + s, 0, L, BL)
+                    before_s = ref_s
+                    ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s, fall_s)
+                    first_mass *= tl.exp(before_s - ref_s + fall_s)
+                    fall_s = tl.zeros_like(fall_s)
+                else:
+                    ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
                 over_s = inverse(mass_s)
                 pulled_s = p_s * over_s * tl.sum(after * dy_s[:, None], 0)
                 c_s = tl.sum(pulled_s, 0)
@@ -464,23 +567,40 @@ def query_walk(
                 store_value(dq_ptr, H * width, 1, at + s, 0, L, pulled_s - p_s * c_s, True, BL)
                 tl.store(c_ptr + (at + s) * H, c_s)
                 if asked_ptr is not None:
-                    left_s = over_s * first_mass * tl.exp(tl.minimum(first_ref - ref_s, 0.0))
+                    if FORGETS:
+                        left_s = over_s * first_mass
+                    else:
+                        left_s = over_s * first_mass * tl.exp(tl.minimum(first_ref - ref_s, 0.0))
                     asks = tl.where(token[:, None] == s, (p_s * left_s)[None, :], asks)
                     lost_s += pulled_s * left_s
             mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
             if asked_ptr is not None:
                 lost_after += tl.where(token[:, None] == 0, lost_s[None, :], 0.0)
-            ref = tl.maximum(ref, tl.max(k, 0))
+            if FORGETS:
+                step = ref - ref_s + tl.max(fall_after, 0)
+                ref, fall = ref_s, tl.zeros_like(fall)
+            else:
+                ref = tl.maximum(ref, tl.max(k, 0))
         else:
             store_tile(dq_ptr, H * width, 1, at, stop, 0, L, pulled - p * c[:, None], C, BL)
             if GATED:
                 dq_0 = (gate * (own - c)).to(dq_ptr.dtype.element_ty)
                 tl.store(dq_ptr + (at + token) * H * width - 1, dq_0, mask=at + token < stop)
             tl.store(c_ptr + (at + token) * H, c, mask=at + token < stop)
-            if rise > REACH / 4:
+            if FORGETS:
+                fall = fall_after
+                if (rise > reach / 4) | worn(j):
+                    later, step = moved(ref, fall, above)
+                    first_mass *= tl.exp(step)
+                    kept = tl.exp(step)[None, :]
+                    ref, mass_after, after = later, mass_after * kept, after * kept
+                    fall = tl.zeros_like(fall)
+            elif rise > reach / 4:
                 later = tl.maximum(ref, tl.max(k, 0))
                 kept = tl.exp(ref - later)[None, :]
                 ref, mass_after, after = later, mass_after * kept, after * kept
+        if FORGETS:
+            store_latents(slot_step_ptr, slot, L, step, BL)
         mass, total, lost = mass_after, after, lost_after
         if asked_ptr is not None:
             asked = added(asked, mm(tl.trans(dy), asks, PRODUCT))
@@ -500,12 +620,19 @@ def source_walk(
     T, length, per_row, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr = False, R: tl.constexpr = 1,
+    g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, slot_fall_ptr=None, slot_step_ptr=None,
+    dlog_mass1_ptr=None, dg_ptr=None,
 ):  # fmt: skip
     """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
 
     ``dmean0``, ``lost0``: of the state before it, unless None. Sums over the tokens of a chunk
     never come as total - prefix: that cancels. ``GATED``, ``R``: see :func:`query_walk`.
+
+    Where latents forget: dg (B, T, H, L) from ``dlog_mass1``, the gradient of the log-mass after
+    the segment. It is the one before a token, so it loses dk from each token to the one before.
     """
+    FORGETS: tl.constexpr = g_ptr is not None
+    reach: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
     width = L + 1 if GATED else L
     h, m = (tl.program_id(0) % H).to(tl.int64), tl.program_id(0) // H
     batch, start, stop, n = place(m, table_ptr, T, per_row, length)
@@ -521,6 +648,9 @@ def source_walk(
     dk_ptr += batch * T * H * L + h * L
     dv_ptr += batch * T * dv_t + h * dv_h
     c_ptr += batch * T * H + h
+    if FORGETS:
+        g_ptr += batch * g_b + h * g_h
+        dg_ptr += batch * T * H * L + h * L
     token = tl.arange(0, C)
     past = token[:, None] >= token[None, :]
     future = token[:, None] <= token[None, :]
@@ -531,6 +661,8 @@ def source_walk(
     lost = load_latents(lost1_ptr, i, L, BL) * inverse(mass)
     # Every token's the same: as products add to it.
     lost = lost[None, :] + tl.zeros((C, BL), tl.float32)
+    if FORGETS:
+        dA = load_latents(dlog_mass1_ptr, i, L, BL)[None, :] + tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + (count - 1 - j) * C
@@ -545,16 +677,22 @@ def source_walk(
             load_latents(slot_ref_ptr, slot, L, BL),
             load_latents(slot_mass_ptr, slot, L, BL),
         )
-        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        above = k - ref[None, :]
+        if FORGETS:
+            g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
+            fall = load_latents(slot_fall_ptr, slot, L, BL)
+            step = load_latents(slot_step_ptr, slot, L, BL)
+            above -= fall[None, :] + summed(past.to(tl.float32), g, PRODUCT)
+        e = factor(power(tl.minimum(above, reach)), PRODUCT)
         mass_t = counted(past.to(tl.float32), e, PRODUCT)
         mass_t = added(tl.broadcast_to(mass[None, :], mass_t.shape), mass_t)
         over = reciprocal(tl.maximum(mass_t, TINY))
         asks = factor(p * over, PRODUCT)
         pulled = factor((dq + p * c[:, None]) * over, PRODUCT)
-        kept = tl.exp(tl.minimum(ref - later, 0.0))[None, :]
+        kept = tl.exp(step if FORGETS else tl.minimum(ref - later, 0.0))[None, :]
         here, lost_here = total * kept, lost * kept
         # What is written early holds no registers; where tokens are beyond reach, nothing is.
-        beyond = largest(k - ref[None, :]) > REACH
+        beyond = largest(above) > reach
         reached = tl.where(beyond, at, stop)
         scores = tl.where(future, mm(e, tl.trans(asks), PRODUCT), 0.0)
         dv = mm(scores, dy, PRODUCT) + mm(e, tl.trans(here), PRODUCT)
@@ -564,10 +702,15 @@ def source_walk(
         dk = dk - lost_here - counted(future.to(tl.float32), pulled, PRODUCT)
         dk *= e.to(tl.float32)
         store_tile(dk_ptr, H * L, 1, at, reached, 0, L, dk, C, BL)
+        if FORGETS:
+            dg = dA - summed(future.to(tl.float32), dk, PRODUCT)
+            store_tile(dg_ptr, H * L, 1, at, reached, 0, L, dg, C, BL)
+            dA_here = dA - summed(ones, dk, PRODUCT)
         here = added(here, mm(tl.trans(dy), asks, PRODUCT))
         lost_here = added(lost_here, counted(ones, pulled, PRODUCT))
         if beyond:
-            top_s, lost_s, here = later, tl.max(lost, 0), total
+            top_s, lost_s, here = -step if FORGETS else later, tl.max(lost, 0), total
+            dA_s = tl.max(dA, 0) if FORGETS else lost_s
             tokens = tl.minimum(stop - at, C).to(tl.int32)
             for back in range(0, tokens):
                 s = tokens - 1 - back
@@ -577,7 +720,12 @@ def source_walk(
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
                 dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)
                 c_s = tl.load(c_ptr + (at + s) * H)
-                earlier, mass_s = mass_up_to(s, token, k, ref, mass)
+                if FORGETS:
+                    # Counted from the reference, to which the chunk's tokens are related already.
+                    k_s = tl.sum(tl.where(token[:, None] == s, above, 0.0), 0)
+                    earlier, mass_s = mass_up_to(s, token, above, tl.zeros_like(ref), mass)
+                else:
+                    earlier, mass_s = mass_up_to(s, token, k, ref, mass)
                 kept_s = tl.exp(tl.minimum(earlier - top_s, 0.0))
                 over_s = tl.where(mass_s == 0.0, 0.0, inverse(mass_s))
                 here = here * kept_s[None, :] + dy_s[:, None] * (p_s * over_s)[None, :]
@@ -586,12 +734,19 @@ def source_walk(
                 e_s = tl.exp(tl.minimum(k_s - top_s, 0.0))
                 dk_s = e_s * (tl.sum(here * v_s[:, None], 0) - lost_s)
                 store_value(dk_ptr, H * L, 1, at + s, 0, L, dk_s, True, BL)
+                if FORGETS:
+                    dA_s -= dk_s
+                    store_value(dg_ptr, H * L, 1, at + s, 0, L, dA_s, True, BL)
                 dv_s = tl.sum(here * e_s[None, :], 1)
                 store_value(dv_ptr, dv_t, 1, at + s, 0, D, dv_s, True, BD)
-            kept_s = tl.exp(tl.minimum(ref - top_s, 0.0))
+            kept_s = tl.exp(tl.minimum((0.0 if FORGETS else ref) - top_s, 0.0))
             here *= kept_s[None, :]
             lost_here = (lost_s * kept_s)[None, :] + tl.zeros((C, BL), tl.float32)
+            if FORGETS:
+                dA_here = dA_s[None, :] + tl.zeros((C, BL), tl.float32)
         total, lost, later = here, lost_here, ref
+        if FORGETS:
+            dA = dA_here
     if dmean0_ptr is not None:
         store_latents(lost0_ptr, i, L, tl.max(lost, 0) * mass, BL)
         store_across(dmean0_ptr, i, L, D, 0, total * mass[None, :], BL, BD)

@@ -37,12 +37,14 @@ from latte.ops.triton_backend.segments import (
     Between,
     Walker,
     between_segments,
+    decays,
     scan_segments,
     state_buffers,
     state_gradients,
     states_before,
 )
 from latte.ops.triton_backend.tiles import (
+    FORGETTING_REACH,
     REACH,
     SIZES,
     TINY,
@@ -60,15 +62,19 @@ from latte.ops.triton_backend.tiles import (
     load_keys,
     load_mixture,
     load_share,
+    load_tile,
     load_value,
     mm,
+    moved,
     place,
     power,
     reciprocal,
     store_numbers,
     store_tile,
     store_value,
+    summed,
     walk_place,
+    worn,
 )
 from latte.ops.triton_backend.window import (
     Window,
@@ -79,11 +85,20 @@ from latte.ops.triton_backend.window import (
 )
 
 
-def saved_states(latent_k: Tensor, D: int, cu_seqlens: Tensor | None, causal: bool) -> Between:
-    """Empty buffers: :func:`between_segments`; bidirectional: the final (top, mass) alone."""
+def saved_states(
+    latent_k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool, causal: bool
+) -> Between:
+    """Empty buffers: :func:`between_segments`; bidirectional: the final (top, mass) alone.
+
+    The last is empty where nothing is forgotten: an op has so many outputs.
+    """
+    if causal and forgets:
+        return between_segments(latent_k, D, cu_seqlens, forgets)
     if causal:
-        return between_segments(latent_k, D, cu_seqlens)
-    return state_buffers(latent_k, D, 0, count_sequences(latent_k.shape[0], cu_seqlens))
+        found = between_segments(latent_k, D, cu_seqlens)
+    else:
+        found = state_buffers(latent_k, D, 0, count_sequences(latent_k.shape[0], cu_seqlens))
+    return *found, found[0].new_empty(0)
 
 
 @torch.library.custom_op("latte::triton_macchiato", mutates_args=())
@@ -101,11 +116,12 @@ def macchiato_op(
     tail_k: Tensor | None,
     tail_v: Tensor | None,
     tail_mask: Tensor | None,
+    log_decay: Tensor | None,
     window: int,
     scale: float,
     softcap: float,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs, final state; then for the backward pass: the window's share of each token, and
     :func:`saved_states`."""
     sequences, tail = Sequences(key_mask, cu_seqlens, causal), (tail_k, tail_v, tail_mask)
@@ -116,14 +132,16 @@ def macchiato_op(
     walker, R = Walker(latent_k, D, cu_seqlens), q.shape[2] // v.shape[2]
     lq, q = latent_q[..., 1:], unit_stride(q)
     if not causal:
-        states = saved_states(latent_k, D, cu_seqlens, causal)
-        whole = (contiguous(*earlier), (None, None, None), (*states[3:], *finals), R)
+        states = saved_states(latent_k, D, cu_seqlens, False, causal)
+        whole = (contiguous(*earlier), (None, None, None), (*states[3:5], *finals), R)
         scan_segments(walker, latent_k, w.v, w.mask, *whole)
         WindowLauncher(q, latent_k, w, cu_seqlens).outputs(q, lq, finals[1], out, gate)
         return out, *finals, gate, *states
     states, start, found = states_before(
-        walker, latent_k, w.v, w.mask, cu_seqlens, earlier, finals, R
+        walker, latent_k, w.v, w.mask, cu_seqlens, earlier, finals, R, log_decay
     )
+    if log_decay is None:
+        states = (*states, out.new_empty(0, dtype=torch.float32))
     parts, tiles = walker.parts, macchiato_tiles(walker.L, q.dtype)
     launch(
         q.device,
@@ -142,6 +160,7 @@ def macchiato_op(
         CAPPED=w.softcap != 0.0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **decays(log_decay),
     )
     return out, *finals, gate, *states
 
@@ -149,11 +168,11 @@ def macchiato_op(
 @macchiato_op.register_fake
 def _(
     latent_q, latent_k, q, k, v, key_mask, cu_seqlens, log_mass, mean,
-    tail_k, tail_v, tail_mask, window, scale, softcap, causal,
+    tail_k, tail_v, tail_mask, log_decay, window, scale, softcap, causal,
 ):  # fmt: skip
     finals = final_buffers(latent_k, v, cu_seqlens)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    states = saved_states(latent_k, v.shape[-1], cu_seqlens, causal)
+    states = saved_states(latent_k, v.shape[-1], cu_seqlens, log_decay is not None, causal)
     return out, *finals, *token_buffers(q, 1), *states
 
 
@@ -175,6 +194,7 @@ def macchiato_backward_op(
     tail_k: Tensor | None,
     tail_v: Tensor | None,
     tail_mask: Tensor | None,
+    log_decay: Tensor | None,
     final_mu: Tensor,
     gate: Tensor,
     top_M: Tensor,
@@ -182,16 +202,18 @@ def macchiato_backward_op(
     mean_M: Tensor,
     top: Tensor,
     mass: Tensor,
+    falls: Tensor,
     window: int,
     scale: float,
     softcap: float,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five inputs, of the initial state, and of the earlier keys and values."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the five inputs, of the initial state, of the earlier keys and values, and of
+    ``log_decay``."""
     sequences, tail = Sequences(key_mask, cu_seqlens, causal), (tail_k, tail_v, tail_mask)
     w = Window.of(k, v, Local(window, scale, softcap), sequences, tail)
-    dlatent_q, dlatent_k, dq, dk, dv, dtail_k, dtail_v = empty_gradients(
-        latent_q, latent_k, q, k, v, tail_k, tail_v
+    dlatent_q, dlatent_k, dq, dk, dv, dtail_k, dtail_v, dg = empty_gradients(
+        latent_q, latent_k, q, k, v, tail_k, tail_v, log_decay
     )
     run = WindowLauncher(q, None if causal else latent_k, w, cu_seqlens)
     q, dout = unit_stride(q), unit_stride(dout)
@@ -206,11 +228,12 @@ def macchiato_backward_op(
             Walker(latent_k, run.D, cu_seqlens),
             (latent_q, *inputs),
             (log_mass, mean),
-            (top_M, mass_M, mean_M, top, mass),
+            (top_M, mass_M, mean_M, top, mass, falls),
             (dmean, final_mu, dlog_mass),
             (dlatent_q, dlatent_k, latents_dv),
             delta,
             run.R,
+            None if log_decay is None else (log_decay, dg),
         )
         run.source_gradients(q, dout, tokens, (dk, dv), dtail, latents_dv)
     else:
@@ -230,11 +253,11 @@ def macchiato_backward_op(
     dA, dmu = state_gradients((log_mass, mean), dmean_0, lost_0)
     if mean is None:
         dA, dmu = q.new_empty(0), q.new_empty(0)
-    return dlatent_q, dlatent_k, dq, dk, dv, dA, dmu, dtail_k, dtail_v
+    return dlatent_q, dlatent_k, dq, dk, dv, dA, dmu, dtail_k, dtail_v, dg
 
 
 connect_gradients(
-    macchiato_op, macchiato_backward_op, (0, 1, 2, 3, 4, 7, 8, 9, 10), outputs=3, saved_from=2
+    macchiato_op, macchiato_backward_op, (0, 1, 2, 3, 4, 7, 8, 9, 10, 12), outputs=3, saved_from=2
 )
 
 
@@ -250,12 +273,15 @@ def macchiato_walk(
     T, length, per_row, H, L, D: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
     PRODUCT: tl.constexpr, CAPPED: tl.constexpr,
+    g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None,
 ):  # fmt: skip
     """y_t = p(0|t) SWA_t + sum_l p(l|t) mu_t[l], contiguous, of one segment, head and tile of D.
 
     ``latent_q_ptr`` points to the first latent's logit, behind the window's. ``log_mass1_ptr`` and
     ``mean1_ptr`` take the final state where no scan has found it.
     """
+    FORGETS: tl.constexpr = g_ptr is not None
+    reach_l: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
     d0, h, m = walk_place(H, D, BX)
     batch, start, stop, n = place(m, table_ptr, T, per_row, length)
     i = m.to(tl.int64) * H + h
@@ -271,6 +297,8 @@ def macchiato_walk(
     k_ptr += batch * k_b + h // R * k_h
     v_ptr += batch * v_b + h // R * v_h
     out_ptr += batch * T * H * D + h * D
+    if FORGETS:
+        g_ptr += batch * g_b + h * g_h
     if tail_k_ptr is not None:
         tail_k_ptr += (n * P * (H // R) + h // R) * K
         tail_v_ptr += (n * P * (H // R) + h // R) * D
@@ -285,11 +313,16 @@ def macchiato_walk(
     unseen = tl.max(fresh, 0)
     # Every token's the same: as products add to it.
     mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
+    # What was forgotten since the reference was chosen.
+    fall = tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)
     for j in tl.range(0, count, disable_licm=True):
         at = start + j * C
         if unseen == 1:
             k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
+            if FORGETS:
+                g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
+                k -= added(fall, summed(past.to(tl.float32), g, PRODUCT))
             ref, fresh = first_reference(k, token, ref, fresh, C)
             unseen = tl.max(fresh, 0)
         mass_w, w, kept_w, y = attend(
@@ -304,12 +337,17 @@ def macchiato_walk(
         share = inverse(mass_w) * gate
         k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
         v = load_inputs(v_ptr, v_t, 1, at, stop, d0, D, C, BX)
-        rise = largest(k - ref[None, :])
+        above = k - ref[None, :]
+        if FORGETS:
+            g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
+            above -= added(fall, summed(past.to(tl.float32), g, PRODUCT))
+            fall_after = added(fall, summed(ones, g, PRODUCT))
+        rise = largest(above)
         near = token >= 0
-        if rise > REACH:
-            highest = tl.max(tl.maximum(k - ref[None, :], 0.0), 1)
-            near = tl.associative_scan(highest, 0, larger) <= REACH
-        e = factor(power(tl.minimum(k - ref[None, :], REACH)), PRODUCT)
+        if rise > reach_l:
+            highest = tl.max(tl.maximum(above, 0.0), 1)
+            near = tl.associative_scan(highest, 0, larger) <= reach_l
+        e = factor(power(tl.minimum(above, reach_l)), PRODUCT)
         mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         p_over_mass = tl.where(near[:, None], p_over_mass, 0.0)
@@ -319,27 +357,44 @@ def macchiato_walk(
         store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BX)
         after = added(total, mm(tl.trans(v), e, PRODUCT))
         mass_after = added(mass, counted(ones, e, PRODUCT))
-        if rise > REACH / 4:
-            later = tl.maximum(ref, tl.max(k, 0))
-            if rise > REACH:
+        moves = rise > reach_l / 4
+        if FORGETS:
+            moves |= worn(j)
+        if moves:
+            if FORGETS:
+                later, step = moved(ref, fall_after, above)
+            else:
+                later = tl.maximum(ref, tl.max(k, 0))
+            if rise > reach_l:
                 # Tokens beyond reach hold the window's part: the latents' comes token by token.
                 tl.debug_barrier()
-                ref_s, mass_s, after = ref, tl.max(mass, 0), total
+                ref_s, mass_s, fall_s, after = ref, tl.max(mass, 0), tl.max(fall, 0), total
                 for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                     k_s = load_key(latent_k_ptr, mask_ptr, lk_t, lk_l, at + s, L, BL)
                     p_s, _ = load_share(latent_q_ptr, lq_t, lq_l, at + s, L, BL)
                     v_s = load_value(v_ptr, v_t, 1, at + s, d0, D, BX)
-                    ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
+                    if FORGETS:
+                        fall_s += load_value(g_ptr, g_t, g_l, at + s, 0, L, BL)
+                        ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s, fall_s)
+                        fall_s = tl.zeros_like(fall_s)
+                    else:
+                        ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
                     y_s = tl.sum(after * (p_s * inverse(mass_s))[None, :], 1)
                     y_s += load_value(out_ptr, H * D, 1, at + s, d0, D, BX)
                     beyond = tl.max(tl.where(token == s, 1 - near.to(tl.int32), 0), 0) == 1
                     store_value(out_ptr, H * D, 1, at + s, d0, D, y_s, beyond, BX)
                 mass_after = mass_s[None, :] + tl.zeros((C, BL), tl.float32)
+                later = ref_s if FORGETS else later
             else:
-                kept = tl.exp(ref - later)[None, :]
+                kept = tl.exp(step if FORGETS else ref - later)[None, :]
                 mass_after, after = mass_after * kept, after * kept
             ref = later
+            if FORGETS:
+                fall_after = tl.zeros_like(fall_after)
         mass, total = mass_after, after
+        if FORGETS:
+            fall = fall_after
     if mean1_ptr is not None:
         i, mass = n * H + h, tl.max(mass, 0)
+        ref = ref + tl.max(fall, 0) if FORGETS else ref
         leave_state(log_mass1_ptr, mean1_ptr, i, L, D, d0, ref, mass, total, BL, BX)

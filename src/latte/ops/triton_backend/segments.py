@@ -47,7 +47,9 @@ from latte.ops.triton_backend.tiles import (
     largest,
     load_inputs,
     load_keys,
+    load_tile,
     log_mass_of,
+    merge_forgetting,
     merge_masses,
     mm,
     parts_of,
@@ -56,6 +58,7 @@ from latte.ops.triton_backend.tiles import (
     state_tile,
     store_across,
     store_latents,
+    summed,
     walk_place,
 )
 
@@ -162,7 +165,7 @@ class Launcher:
         top = like.new_empty((self.parts.M, self.H, self.L), dtype=torch.float32)
         return top, torch.empty_like(top), top.new_empty((*top.shape, self.D))
 
-    def by_sequence(self, kernel: Any, *args: Any, D: int | None = None) -> None:
+    def by_sequence(self, kernel: Any, *args: Any, D: int | None = None, **extras: Any) -> None:
         """One program per sequence, head and tile of the state: it goes over the parts.
 
         ``D``: of a tile of the value width, else all of it.
@@ -170,7 +173,7 @@ class Launcher:
         D = D or self.D
         grid = (self.parts.N * self.H, -(-self.L // SCAN["BL"]), -(-D // SCAN["BD"]))
         sizes = (self.parts.per_row, self.H, self.L, D)
-        launch(self.device, kernel[grid], *args, *sizes, **SCAN)
+        launch(self.device, kernel[grid], *args, *sizes, **SCAN, **extras)
 
 
 class ChunkLauncher(Launcher):
@@ -246,22 +249,34 @@ class Walker(Launcher):
         return [slice(d, min(d + BD, self.D)) for d in range(0, self.D, BD)]
 
 
-# What is saved between segments: (top, mass, mean) before each, final (top, mass).
-Between = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# What is saved between segments: (top, mass, mean) before each, final (top, mass); and, where
+# latents forget, how much in each.
+Between = tuple[Tensor, ...]
 
 
-def between_segments(k: Tensor, D: int, cu_seqlens: Tensor | None) -> Between:
+def decays(log_decay: Tensor | None) -> dict[str, Any]:
+    """What kernels are told of latents that forget, (B, T, H, L) in fp32 with any strides."""
+    if log_decay is None:
+        return {}
+    strides = zip(("g_b", "g_t", "g_h", "g_l"), log_decay.stride(), strict=True)
+    return {"g_ptr": log_decay, **dict(strides)}
+
+
+def between_segments(
+    k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool = False
+) -> Between:
     """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
 
-    Without entries where no sequence is cut: nobody needs them. From shapes alone.
+    Without entries where no sequence is cut: nobody needs them. From shapes alone. ``forgets``: one
+    more, (M, H, L), for what is forgotten in each segment.
     """
     B, T = k.shape[:2]
     length = length_for(k, D, walking(k.shape[-1], D, k.dtype, capability(k.device)), cu_seqlens)
+    M, N = 0, 0
     if length < T:
-        return state_buffers(
-            k, D, count_parts(B, T, length, cu_seqlens), count_sequences(B, cu_seqlens)
-        )
-    return state_buffers(k, D, 0, 0)
+        M, N = count_parts(B, T, length, cu_seqlens), count_sequences(B, cu_seqlens)
+    found = state_buffers(k, D, M, N)
+    return (*found, torch.empty_like(found[0])) if forgets else found
 
 
 def state_buffers(k: Tensor, D: int, M: int, N: int) -> Between:
@@ -282,16 +297,19 @@ def states_before(
     earlier: tuple[Tensor | None, ...],
     finals: tuple[Tensor, Tensor],
     R: int = 1,
+    log_decay: Tensor | None = None,
 ) -> tuple[Between, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """What a walk forward starts from: :func:`between_segments`; the walk's arguments ``top`` to
     ``mean0``; and its last two, which are ``finals`` where no scan has written them.
 
     ``earlier``: the initial state. ``R`` heads share one head of the values.
     """
-    between, initial = between_segments(k, run.D, cu_seqlens), contiguous(*earlier)
+    between = between_segments(k, run.D, cu_seqlens, log_decay is not None)
+    initial = contiguous(*earlier)
     if not run.cut:
         return between, (None, None, None, *initial), finals
-    scan_segments(run, k, v, mask, initial, between[:3], (*between[3:], *finals), R)
+    forgetting = () if log_decay is None else (log_decay, between[5])
+    scan_segments(run, k, v, mask, initial, between[:3], (*between[3:5], *finals), R, *forgetting)
     return between, (*between[:3], *initial), (None, None)
 
 
@@ -304,14 +322,33 @@ def scan_segments(
     before: tuple[Tensor | None, ...],
     final: tuple[Tensor, ...],
     R: int = 1,
+    log_decay: Tensor | None = None,
+    falls: Tensor | None = None,
 ) -> None:
     """Write the states before each segment, if wanted, and the final top, mass, log-mass, mean.
 
-    ``earlier``: the initial state. ``R`` heads share one head of the values.
+    ``earlier``: the initial state. ``R`` heads share one head of the values. ``falls``: written
+    with what latents forget in each segment.
     """
     sums, strides = run.states(k), (*k.stride(), *v.stride())
-    run.forward(segment_sums, k, v, mask, run.parts.table, *sums, *strides, R=R)
-    run.by_sequence(scan, *sums, run.parts.first, *contiguous(*earlier), *before, *final)
+    told = {} if falls is None else {"fall_ptr": falls}
+    inputs = (k, v, mask, run.parts.table, *sums, *strides)
+    run.forward(segment_sums, *inputs, R=R, **decays(log_decay), **told)
+    given = (*sums, run.parts.first, *contiguous(*earlier), *before, *final)
+    run.by_sequence(scan, *given, **told)
+
+
+def means_after(run: Walker, mean_M: Tensor, final: Tensor) -> Tensor:
+    """The mean after each segment, (M, H, L, D), from those before each and the final ones."""
+    parts = run.parts
+    m = torch.arange(parts.M, device=final.device)
+    if parts.table is None or parts.first is None:
+        n, last = m // parts.per_row, m % parts.per_row == parts.per_row - 1
+    else:
+        n = parts.table[:, 2]
+        last = m + 1 >= parts.first[n + 1]
+    following = mean_M[(m + 1).clamp(max=parts.M - 1)]
+    return torch.where(last[:, None, None, None], final[n], following)
 
 
 def state_gradients(
@@ -337,12 +374,15 @@ def segment_sums(
     T, length, per_row, H, L, D,
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
     STAGES: tl.constexpr, R: tl.constexpr = 1,
+    g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, fall_ptr=None,
 ):  # fmt: skip
     """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each segment.
 
-    ``R`` heads share one head of the values.
+    ``R`` heads share one head of the values. Latents that forget have done so of k_s by the
+    segment's end; ``fall`` (M, H, L) is all that is forgotten in it.
     It walks backwards, so that what it read last is still in the cache when ``walk`` begins.
     """
+    FORGETS: tl.constexpr = g_ptr is not None
     d0, h, m = walk_place(H, D, BD)
     batch, start, stop, _ = place(m, table_ptr, T, per_row, length)
     if start > stop:
@@ -351,7 +391,11 @@ def segment_sums(
         mask_ptr += batch * T
     k_ptr += batch * k_b + h * k_h
     v_ptr += batch * v_b + h // R * v_h
+    if FORGETS:
+        g_ptr += batch * g_b + h * g_h
     token = tl.arange(0, C)
+    later_ones = (token[:, None] < token[None, :]).to(tl.float32)
+    fall = tl.zeros((C, BL), tl.float32)
     ones = tl.full((C, C), 1.0, tl.float32)
     ref, fresh, unseen = tl.zeros((BL,), tl.float32), tl.full((BL,), 1, tl.int32), 1
     mass = tl.zeros((C, BL), tl.float32)
@@ -361,20 +405,35 @@ def segment_sums(
         at = start + (count - 1 - j) * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, d0, D, C, BD)
+        if FORGETS:
+            g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
+            fall_t = added(fall, summed(later_ones, g, PRODUCT))
+            fall = added(fall, summed(ones, g, PRODUCT))
         if unseen == 1:
-            ref, fresh = first_reference(k, token, ref, fresh, C)
+            ref, fresh = first_reference(k + fall_t if FORGETS else k, token, ref, fresh, C)
             unseen = tl.max(fresh, 0)
-        if largest(k - ref[None, :]) > REACH / 4:
-            later = tl.maximum(ref, tl.max(k, 0))
+        above = k - ref[None, :]
+        if FORGETS:
+            above += fall_t
+        if largest(above) > REACH / 4:
+            if FORGETS:
+                later = ref + tl.maximum(tl.max(above, 0), 0.0)
+            else:
+                later = tl.maximum(ref, tl.max(k, 0))
             kept = tl.exp(ref - later)
             ref, mass, total = later, mass * kept[None, :], total * kept[None, :]
-        e = factor(power(k - ref[None, :]), PRODUCT)
+        above = k - ref[None, :]
+        if FORGETS:
+            above += fall_t
+        e = factor(power(above), PRODUCT)
         mass = added(mass, counted(ones, e, PRODUCT))
         total = added(total, mm(tl.trans(v), e, PRODUCT))
     i = m.to(tl.int64) * H + h
     if d0 == 0:
         store_latents(top_ptr, i, L, tl.where(fresh == 1, float("-inf"), ref), BL)
         store_latents(mass_ptr, i, L, tl.max(mass, 0), BL)
+        if FORGETS:
+            store_latents(fall_ptr, i, L, tl.max(fall, 0), BL)
     store_across(sum_ptr, i, L, D, d0, total, BL, BD)
 
 
@@ -385,12 +444,13 @@ def scan(
     before_top_ptr, before_mass_ptr, before_mean_ptr,
     top1_ptr, mass1_ptr, log_mass1_ptr, mean1_ptr,
     per_row, H, L, D,
-    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, fall_ptr=None,
 ):  # fmt: skip
     """Merge the segments of one sequence in order, U at a time, for one head and tile of (L, D).
 
     ``first_ptr``: (N+1,) the sequences' first segments when packed, else None. ``before_*`` is None
     if nobody needs the states between segments. The first tile of D writes what has no D.
+    ``fall_ptr``: what is forgotten in each segment, or None.
     """
     n, h, x, d, real_L, real_LD, at_LD = state_tile(H, L, D, BL, BD)
     u = tl.arange(0, U)
@@ -417,18 +477,35 @@ def scan(
         inside = ((m <= last) & (u > 0))[:, None] & real_L[None, :]
         early = tl.load(top_ptr + previous, mask=inside, other=float("-inf"))
         early_mass = tl.load(mass_ptr + previous, mask=inside, other=0.0)
-        early, early_mass = tl.associative_scan((early, early_mass), 0, merge_masses)
-        early, early_mass = merge_masses(
-            top[None, :] + tl.zeros_like(early), mass[None, :] + tl.zeros_like(early),
-            early, early_mass,
-        )  # fmt: skip
+        if fall_ptr is not None:
+            top_UL = top[None, :] + tl.zeros_like(early)
+            mass_UL = mass[None, :] + tl.zeros_like(early)
+            fall = tl.load(fall_ptr + previous, mask=inside, other=0.0)
+            scanned = tl.associative_scan((early, early_mass, fall), 0, merge_forgetting)
+            early, early_mass, _ = merge_forgetting(
+                top_UL, mass_UL, tl.zeros_like(fall), scanned[0], scanned[1], scanned[2]
+            )
+        else:
+            early, early_mass = tl.associative_scan((early, early_mass), 0, merge_masses)
+            early, early_mass = merge_masses(
+                top[None, :] + tl.zeros_like(early), mass[None, :] + tl.zeros_like(early),
+                early, early_mass,
+            )  # fmt: skip
         if before_top_ptr is not None:
             tl.store(before_top_ptr + at_UL, early, mask=real_UL & leads)
             tl.store(before_mass_ptr + at_UL, early_mass, mask=real_UL & leads)
         own = tl.load(top_ptr + at_UL, mask=real_UL, other=float("-inf"))
         own_mass = tl.load(mass_ptr + at_UL, mask=real_UL, other=0.0)
-        late, late_mass = merge_masses(early, early_mass, own, own_mass)
-        kept = tl.where((m < last)[:, None], kept_share(early, early_mass, late, late_mass), 1.0)
+        if fall_ptr is not None:
+            fall = tl.load(fall_ptr + at_UL, mask=real_UL, other=0.0)
+            late, late_mass, _ = merge_forgetting(
+                early, early_mass, tl.zeros_like(fall), own, own_mass, fall
+            )
+            share = kept_share(early, early_mass, late, late_mass, fall)
+        else:
+            late, late_mass = merge_masses(early, early_mass, own, own_mass)
+            share = kept_share(early, early_mass, late, late_mass)
+        kept = tl.where((m < last)[:, None], share, 1.0)
         added = tl.exp(own - finite(late)) * inverse(late_mass)
         at_ULD = (at_UL * D)[:, :, None] + d[None, None, :]
         real_ULD = real_UL[:, :, None] & (d < D)[None, None, :]
@@ -458,7 +535,7 @@ def scan_back(
     top1_ptr, mass1_ptr, dmean1_ptr, lost1_ptr,
     after_dmean_ptr, after_lost_ptr, dmean0_ptr, lost0_ptr,
     per_row, H, L, D,
-    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
+    U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, fall_ptr=None,
 ):  # fmt: skip
     """Gradients of the state after each segment of one sequence, and of the initial state.
 
@@ -489,7 +566,12 @@ def scan_back(
         late_mass = tl.where(ends, mass1[None, :], late_mass)
         early = tl.load(top_ptr + at_UL, mask=real_UL, other=0.0)
         early_mass = tl.load(mass_ptr + at_UL, mask=real_UL, other=0.0)
-        decay = tl.where((m >= first)[:, None], kept_share(early, early_mass, late, late_mass), 1.0)
+        if fall_ptr is not None:
+            fall = tl.load(fall_ptr + at_UL, mask=real_UL, other=0.0)
+            share = kept_share(early, early_mass, late, late_mass, fall)
+        else:
+            share = kept_share(early, early_mass, late, late_mass)
+        decay = tl.where((m >= first)[:, None], share, 1.0)
         losses = tl.load(lost_ptr + at_UL, mask=real_UL, other=0.0)
         at_ULD = (at_UL * D)[:, :, None] + d[None, None, :]
         real_ULD = real_UL[:, :, None] & (d < D)[None, None, :]

@@ -1,6 +1,6 @@
 """One step of decoding on one kernel: state update, window and mixture, one token per sequence.
 
-    A' = logaddexp(A, k),  mu' = e^{A-A'} mu + e^{k-A'} v
+    A' = logaddexp(A + g, k),  mu' = e^{A+g-A'} mu + e^{k-A'} v       (g: what latents forget)
     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
 
 One program per sequence and head. Nothing is updated in place: the old state may be kept by
@@ -30,7 +30,13 @@ from latte.ops.triton_backend.tiles import finite, inverse, log1p_of_share, tanh
 @torch.library.custom_op("latte::triton_latte_step", mutates_args=())
 @full_precision
 def latte_step_op(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, log_mass: Tensor, mean: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    log_mass: Tensor,
+    mean: Tensor,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Latte: q, k (B, 1, H, L), v (B, 1, G, D), state -> y (B, 1, H, D), state."""
     (B, _, H, L), (G, D) = q.shape, v.shape[2:]
@@ -44,12 +50,13 @@ def latte_step_op(
         *(1.0, None, H, G, L, 1, D, 0),
         WINDOW=0,
         **step_tiles(L, 1, D),
+        **_forgetting(log_decay),
     )
     return outputs
 
 
 @latte_step_op.register_fake
-def _(q, k, v, key_mask, log_mass, mean):
+def _(q, k, v, key_mask, log_mass, mean, log_decay=None):
     B, _, H, _ = q.shape
     return q.new_empty((B, 1, H, v.shape[-1])), *empty_gradients(log_mass, mean)
 
@@ -70,6 +77,7 @@ def macchiato_step_op(
     mask: Tensor,
     scale: float,
     softcap: float | None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Macchiato: latent_q (B, 1, H, L+1), ..., both states -> y (B, 1, H, D), both states."""
     (B, _, H, L), (G, K), D = latent_k.shape, k.shape[2:], v.shape[-1]
@@ -87,15 +95,23 @@ def macchiato_step_op(
         *(scale, softcap, H, G, L, K, D, mask.shape[1]),
         WINDOW=1,
         **step_tiles(L, K, D),
+        **_forgetting(log_decay),
     )
     return out, log_mass1, mean1, keys1, values1, slots_after.view(torch.bool)
 
 
 @macchiato_step_op.register_fake
-def _(latent_q, latent_k, q, k, v, key_mask, log_mass, mean, keys, values, mask, scale, softcap):
+def _(
+    latent_q, latent_k, q, k, v, key_mask, log_mass, mean, keys, values, mask, scale, softcap,
+    log_decay=None,
+):  # fmt: skip
     B, _, H, _ = latent_k.shape
     state = empty_gradients(log_mass, mean, keys, values, mask)
     return v.new_empty((B, 1, H, v.shape[-1])), *state
+
+
+def _forgetting(log_decay: Tensor | None) -> dict[str, Tensor]:
+    return {} if log_decay is None else {"g_ptr": log_decay.contiguous()}
 
 
 @triton.jit
@@ -167,7 +183,7 @@ def step(
     out_ptr, log_mass1_ptr, mean1_ptr, keys1_ptr, values1_ptr, slots1_ptr,
     scale, softcap, H, G, L, K, D, P,
     WINDOW: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr, g_ptr=None,
 ):  # fmt: skip
     """y (B, H, D) and the state after the token; all tensors are contiguous."""
     i = tl.program_id(0).to(tl.int64)
@@ -196,6 +212,8 @@ def step(
         x = l0 + tl.arange(0, BL)
         inside = (x < L)[:, None] & (d < D)[None, :]
         A = tl.load(log_mass_ptr + i * L + x, mask=x < L, other=0.0)
+        if g_ptr is not None:
+            A += tl.load(g_ptr + i * L + x, mask=x < L, other=0.0)
         k = tl.load(latent_k_ptr + i * L + x, mask=x < L, other=0.0).to(tl.float32)
         k = tl.where(real, k, float("-inf"))
         top = tl.maximum(A, k)

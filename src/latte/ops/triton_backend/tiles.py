@@ -16,6 +16,9 @@ import triton.language as tl
 # One reference serves a token while the running maximum stays within e^16 of it: exp's argument is
 # then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
 REACH = tl.constexpr(16.0)
+# Where latents forget, the past loses weight as fast as the present gains it: at e^48 exp's
+# argument is exact to 2e-6.
+FORGETTING_REACH = tl.constexpr(48.0)
 # In place of a mass of 0, whose numerator is 0 too. Any other mass counts from the logit of one of
 # its sources, so it is about 1 at least; the reciprocal of a smaller number could overflow beside
 # large gradients of outputs that nothing has reached.
@@ -207,6 +210,14 @@ def store_latents(ptr, i, L, value, BL: tl.constexpr):
 
 
 @triton.jit
+def store_row(ptr, i, L, value, C: tl.constexpr, BL: tl.constexpr):
+    """:func:`store_latents` of any row of (C, BL), whose rows are the same."""
+    x = tl.arange(0, BL)[None, :]
+    first = (tl.arange(0, C) == 0)[:, None]
+    tl.store(ptr + i * L + x + tl.zeros((C, BL), tl.int32), value, mask=first & (x < L))
+
+
+@triton.jit
 def load_numbers(ptr, batch, h, start, stop, T, H, C: tl.constexpr):
     """(C,) fp32 numbers of one head's tokens, from a contiguous (B, T, H); zeros outside."""
     t = start + tl.arange(0, C)
@@ -387,6 +398,23 @@ def counted(ones, x, PRODUCT: tl.constexpr):
 
 
 @triton.jit
+def summed(ones, x, PRODUCT: tl.constexpr):
+    """:func:`counted` where what is summed matters to the digit: of 16 bits or more."""
+    if PRODUCT == "bf16":
+        # Cut off, not rounded: that is one operation for each number, and what is left is exact.
+        high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+        low = tl.dot(ones.to(tl.bfloat16), (x - high).to(tl.bfloat16))
+        return tl.dot(ones.to(tl.bfloat16), high.to(tl.bfloat16), low)
+    elif PRODUCT == "bf16_as_fp32":
+        high = factor(x, PRODUCT)
+        return tl.dot(ones, high + factor(x - high, PRODUCT), input_precision="ieee")
+    elif PRODUCT == "tf32_rounded":
+        return counted(ones, x, "tf32x3")
+    else:
+        return counted(ones, x, PRODUCT)
+
+
+@triton.jit
 def finite(top):
     """``top``, or 0 where nothing has been seen: differences from it are then never NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -407,9 +435,27 @@ def merge_masses(top1, mass1, top2, mass2):
 
 
 @triton.jit
-def kept_share(top1, mass1, top2, mass2):
-    """exp(A_1 - A_2), what an earlier state is worth to a later one: exactly 1 if they agree."""
-    kept = mass1 * tl.exp(top1 - finite(top2))
+def merge_forgetting(top1, mass1, fall1, top2, mass2, fall2):
+    """:func:`merge_masses` where the second stretch makes forget ``fall2`` of the first one.
+
+    The top may be rounded: what it lacks is in the difference.
+    """
+    top = tl.maximum(top1 + fall2, top2)
+    at = finite(top)
+    mass = mass1 * tl.exp(top1 - at + fall2) + mass2 * tl.exp(top2 - at)
+    return top, mass, fall1 + fall2
+
+
+@triton.jit
+def kept_share(top1, mass1, top2, mass2, fall=None):
+    """exp(A_1 - A_2), what an earlier state is worth to a later one: exactly 1 if they agree.
+
+    ``fall``: what is forgotten between them.
+    """
+    above = top1 - finite(top2)
+    if fall is not None:
+        above += fall
+    kept = mass1 * tl.exp(above)
     return kept / tl.where(mass2 == 0.0, 1.0, mass2)
 
 
@@ -438,10 +484,36 @@ def first_reference(k, token, ref, fresh, C: tl.constexpr):
 
 
 @triton.jit
-def add_source(ref, mass, total, k, v):
-    """The state (ref, mass, S (BD, BL)) with one more source: safe for any finite logits."""
-    later = tl.maximum(ref, k)
-    kept = tl.exp(ref - later)
+def worn(j):
+    """Whether a reference must move after chunk ``j``: what is forgotten is added up in fp32."""
+    return j % 8 == 7
+
+
+@triton.jit
+def moved(ref, fall, above):
+    """The next chunk's reference, and the logarithm of what one unit is worth counted from it.
+
+    ``fall`` (C, BL): what has been forgotten by then since ``ref`` was chosen, the same for all
+    tokens; ``above`` (C, BL): the chunk's logits less ``ref`` and what they had lost by the start.
+    The new reference may be any number nearby: what it is rounded by is in the difference.
+    """
+    fall = tl.max(fall, 0)
+    later = ref + fall + tl.maximum(tl.max(above, 0), 0.0)
+    return later, ref - later + fall
+
+
+@triton.jit
+def add_source(ref, mass, total, k, v, fall=None):
+    """The state (ref, mass, S (BD, BL)) with one more source: safe for any finite logits.
+
+    ``fall``: what latents that forget lose before it.
+    """
+    if fall is None:
+        later = tl.maximum(ref, k)
+        kept = tl.exp(ref - later)
+    else:
+        later = tl.maximum(ref + fall, k)
+        kept = tl.exp(ref - later + fall)
     e = tl.exp(k - later)
     # Spelled out as one operation: Triton 3.6 cannot compile the sum for 256 latents.
     added = v[:, None] * e[None, :]
