@@ -193,7 +193,7 @@ def test_compiles_in_one_graph(causal):
 def test_custom_op_keeps_its_contract():
     inputs = [x.requires_grad_() for x in fp32_inputs(1, 5, 1, 1)]
     cu = torch.tensor([0, 2, 5], device=DEVICE)
-    options = (key_mask(1, 5).to(DEVICE), cu, *[None] * 5, 16, 0.4, 0.0, True)
+    options = (key_mask(1, 5).to(DEVICE), cu, *[None] * 6, 16, 0.4, 0.0, True)
     checks = torch.library.opcheck(macchiato_op, (*inputs, *options))
     assert set(checks.values()) == {"SUCCESS"}
 
@@ -274,11 +274,11 @@ def test_rows_beyond_reach_keep_the_windows_part():
 def test_nothing_is_saved_between_chunks(monkeypatch):
     """One segment: the inputs and the final mean alone. Several: one state for each."""
     inputs = fp32_inputs(1, 60, 2, 1)
-    options = (*[None] * 7, 16, 0.4, 0.0, True)
+    options = (*[None] * 8, 16, 0.4, 0.0, True)
     assert all(x.numel() == 0 for x in macchiato_op(*inputs, *options)[4:])
     monkeypatch.setattr(segments, "SHORTEST", 2)
-    between = macchiato_op(*inputs, *options)[4:]
-    assert [x.shape[0] for x in between] == [2, 2, 2, 1, 1]
+    *between, falls = macchiato_op(*inputs, *options)[4:]
+    assert [x.shape[0] for x in between] == [2, 2, 2, 1, 1] and falls.numel() == 0
 
 
 def test_memory_of_segments_is_neither_read_nor_written_beyond(cut, monkeypatch):

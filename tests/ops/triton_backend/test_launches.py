@@ -56,6 +56,7 @@ MOST = {
     FP32: {64: 576, 128: 1280, 256: 2816},
 }
 MOST_UNEVEN = 1408
+FORGETTING = 224  # more in each kernel, for latents that forget
 
 
 def most_stack(
@@ -146,15 +147,22 @@ CASES = [*COMMON, *(pytest.param(case, marks=pytest.mark.slow) for case in RARE)
 def test_kernels_stay_within_their_bounds(case):
     """The ones that the case is there for, and no others."""
     launched = report(case)
-    check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut)
+    more = FORGETTING if case.forgets else 0
+    check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut, more)
     assert {r.kernel for r in launched} == expected(case)
 
 
 def check(
-    launched: list[Resources], dtype: torch.dtype, L: int, D: int, beside: bool, cut: bool = False
+    launched: list[Resources],
+    dtype: torch.dtype,
+    L: int,
+    D: int,
+    beside: bool,
+    cut: bool = False,
+    more: int = 0,
 ) -> None:
     for r in launched:
-        most = most_stack(r.kernel, dtype, L, D, beside, cut)
+        most = most_stack(r.kernel, dtype, L, D, beside, cut) + more
         assert r.stack <= most, f"{r.kernel}: {r.stack} bytes of stack, {most} are let pass"
         assert r.shared <= launch.shared_memory(launch.HOPPER), (
             f"{r.kernel}: {r.shared} bytes of shared memory"

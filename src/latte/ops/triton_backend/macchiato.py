@@ -136,12 +136,11 @@ def macchiato_op(
         whole = (contiguous(*earlier), (None, None, None), (*states[3:5], *finals), R)
         scan_segments(walker, latent_k, w.v, w.mask, *whole)
         WindowLauncher(q, latent_k, w, cu_seqlens).outputs(q, lq, finals[1], out, gate)
-        return out, *finals, gate, *states
+        top_M, mass_M, mean_M, top, mass, falls = states
+        return out, *finals, gate, top_M, mass_M, mean_M, top, mass, falls
     states, start, found = states_before(
         walker, latent_k, w.v, w.mask, cu_seqlens, earlier, finals, R, log_decay
     )
-    if log_decay is None:
-        states = (*states, out.new_empty(0, dtype=torch.float32))
     parts, tiles = walker.parts, macchiato_tiles(walker.L, q.dtype)
     launch(
         q.device,
@@ -162,7 +161,9 @@ def macchiato_op(
         num_stages=tiles.stages,
         **decays(log_decay),
     )
-    return out, *finals, gate, *states
+    top_M, mass_M, mean_M, top, mass, *more = states
+    falls = more[0] if more else top.new_empty(0)
+    return out, *finals, gate, top_M, mass_M, mean_M, top, mass, falls
 
 
 @macchiato_op.register_fake

@@ -331,7 +331,7 @@ def scan_segments(
     with what latents forget in each segment.
     """
     sums, strides = run.states(k), (*k.stride(), *v.stride())
-    told = {} if falls is None else {"fall_ptr": falls}
+    told: dict[str, Any] = {} if falls is None else {"fall_ptr": falls}
     inputs = (k, v, mask, run.parts.table, *sums, *strides)
     run.forward(segment_sums, *inputs, R=R, **decays(log_decay), **told)
     given = (*sums, run.parts.first, *contiguous(*earlier), *before, *final)
