@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from latte.layers import LatteAttention, RMSNorm
+from latte.layers import LatteAttention
 from latte.layers.again import made_again
 from latte.layers.recurrent import BlockDiagonalLinear
 
@@ -23,7 +23,7 @@ def gradients(layer, x, **autocast):
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_gradients_are_the_same_and_gates_and_norms_are_not_kept(enabled, monkeypatch):
+def test_gradients_are_the_same_and_gates_are_not_kept(enabled, monkeypatch):
     torch.manual_seed(0)
     layer, x = LatteAttention(24, 4, 8, latent_input="rglru"), torch.randn(2, 37, 24)
     kept = []
@@ -37,12 +37,11 @@ def test_gradients_are_the_same_and_gates_and_norms_are_not_kept(enabled, monkey
         return run
 
     with monkeypatch.context() as patch:
-        for kind in (BlockDiagonalLinear, RMSNorm):
-            patch.setattr(kind, "forward", watched(kind.forward))
+        patch.setattr(BlockDiagonalLinear, "forward", watched(BlockDiagonalLinear.forward))
         out, _ = layer(x)
-        assert len(kept) == 3 and all(ref() is None for ref in kept)
+        assert len(kept) == 2 and all(ref() is None for ref in kept)
         out.sum().backward()
-        assert len(kept) == 7  # both gates once, the norm for each projection of the latents
+        assert len(kept) == 4  # both once more
     found = gradients(layer, x, enabled=enabled)
     with save_on_cpu():  # somebody else decides what is saved
         expected = gradients(layer, x, enabled=enabled)

@@ -24,9 +24,6 @@ def on_cpu(x: Tensor) -> bool:
     return not transformed and forward_ad._current_level < 0
 
 
-Pair = tuple[Tensor, Callable[[], Tensor]]  # a tensor and what makes it
-
-
 class Recipe(NamedTuple):
     """A tensor in the place of which its maker was saved, and as what view of it."""
 
@@ -36,7 +33,7 @@ class Recipe(NamedTuple):
 
 
 @contextlib.contextmanager
-def made_again(*pairs: Pair) -> Iterator[None]:
+def made_again(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
     """Operations within save no tensor of these pairs, contiguous ones, but how to make it.
 
     A maker gives the same tensor, bit by bit, of tensors that live on anyhow; it is called in the

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.again import Pair, made_again
 from latte.layers.checks import (
     check_choice,
     check_half_lives,
@@ -33,15 +32,11 @@ HALF_LIFE_RANGE = (4.0, 512.0)  # tokens
 
 
 class LatentInputs(NamedTuple):
-    """``z`` (B, T, E), the state's parts ``rglru`` and ``conv``, and what tokens added to them.
-
-    ``again`` says how z is made of what lives on for the backward pass anyhow, where it can be.
-    """
+    """``z`` (B, T, E), the state's parts ``rglru`` and ``conv``, and what tokens added to them."""
 
     z: Tensor
     after: MixerState = MixerState()
     log: TokenLog = TokenLog()
-    again: tuple[Pair, ...] = ()
 
 
 class LatentInput(nn.Module):
@@ -97,14 +92,7 @@ class LatentInput(nn.Module):
         log = TokenLog(rglru=h)
         if not self.causal:
             h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]
-        h = h.to(x.dtype)
-
-        def make() -> Tensor:
-            return self.norm(h)
-
-        z = make()
-        again = ((z, make),) if is_plain(self.norm, RMSNorm) else ()
-        return LatentInputs(z, MixerState(rglru=last), log, again)
+        return LatentInputs(self.norm(h.to(x.dtype)), MixerState(rglru=last), log)
 
     def step(self, x_BE: Tensor, state: StepState) -> Tensor:
         """z (B, E) of one token per row; the state is written in place."""
@@ -215,9 +203,8 @@ class LatentLogits(Drawn):
         """
         inputs = self.input(piece)
         heads = (self.num_heads, -1)
-        with made_again(*inputs.again):
-            q, k = self.q_proj(inputs.z), self.k_proj(inputs.z)
-            gate = self.decay_proj(inputs.z) if self.forgetting == "gated" else None
+        q, k = self.q_proj(inputs.z), self.k_proj(inputs.z)
+        gate = self.decay_proj(inputs.z) if self.forgetting == "gated" else None
         q_BTHL = q.unflatten(-1, heads)
         if self.window_probability is not None:
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from latte.layers.across import Shards, across
-from latte.layers.again import on_cpu
+from latte.layers.again import made_again, on_cpu
 from latte.layers.checks import check_input, check_positive
 from latte.ops import causal_conv1d, dense
 from latte.ops.step import number
-from latte.ops.tensors import full_precision
+from latte.ops.tensors import computation_dtype, full_precision
 
 LayerNorm = nn.LayerNorm
 
@@ -92,10 +92,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps, ctx.native = eps, dense.serves_step(x) and dense.fits(x, weight)
+        if ctx.native:
+            out, scale = torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)
+            ctx.save_for_backward(x, scale, weight)
+            return out
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(number(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
-        ctx.eps = eps
         return (x * scale).mul_(weight)
 
     @staticmethod
@@ -104,6 +108,9 @@ class _RMSNorm(torch.autograd.Function):
         x, scale, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated
             scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        elif ctx.native:
+            rows = dy.contiguous(), x.contiguous(), weight, scale
+            return *torch.ops.latte.cpu_norm_rows_backward(*rows), None
         normed = x * scale
         pulled = (dy * normed).view(-1, x.shape[-1])
         along = torch.mv(pulled, weight).view(scale.shape)
@@ -161,9 +168,33 @@ class SwiGLU(nn.Module):
         weights = plain_weights(x_BTE, self.gate_proj, self.up_proj) if native else []
         if weights:
             inner = dense.swiglu(x_BTE, *weights)
-        else:
-            inner = F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE)
-        return linear_maps(inner, self.down_proj, native=native)[0]
+            return linear_maps(inner, self.down_proj, native=native)[0]
+        gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
+
+        def product() -> Tensor:
+            plain = on_cpu(gate) and dense.serves_step(gate) and gate.dtype == up.dtype
+            return _Gated.apply(gate, up) if plain else F.silu(gate) * up
+
+        inner = product()
+        with made_again((inner, product)):
+            return self.down_proj(inner)
+
+
+class _Gated(torch.autograd.Function):
+    """``silu(gate) * up`` by a native CPU kernel: these two alone are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are to be differentiated
+            s = torch.sigmoid(gate)
+            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, gate, up)))
 
 
 class CausalConv1d(Drawn):
@@ -314,6 +345,10 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.sign = sign
+        table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
+        if table and dense.serves_step(x) and cos.dtype == computation_dtype(x.dtype):
+            rows = x.contiguous(), cos.contiguous(), sin.contiguous()
+            return torch.ops.latte.cpu_rotate(*rows, sign)
         out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
         first, second = x[..., :K], x[..., K:]
         torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)

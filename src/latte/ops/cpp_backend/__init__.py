@@ -332,6 +332,16 @@ if ABSENT is None:
     )
     for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
         torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
+    # What lies between the matrix products of training (latte.layers.parts), which nobody compiles.
+    for pointwise in (
+        "cpu_glu(Tensor gate, Tensor up) -> Tensor",
+        "cpu_glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+        "cpu_norm_rows(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+        "cpu_norm_rows_backward(Tensor dy, Tensor x, Tensor weight, Tensor scale)"
+        " -> (Tensor, Tensor)",
+        "cpu_rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor",
+    ):
+        schemas.define(pointwise)
     # What else a token needs (latte.ops.dense).
     schemas.define("cpu_linear(Tensor x, Tensor a) -> Tensor")
     schemas.define("cpu_linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)")
