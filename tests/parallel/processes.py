@@ -272,6 +272,7 @@ def mistakes(rank: int, processes: int) -> str:
     ids = batch["input_ids"]
     note("labels", lambda: run(input_ids=ids, labels=ids))
     note("use_cache", lambda: run(input_ids=ids, use_cache=True))
+    note("tuple", lambda: run(input_ids=ids, return_dict=False))
     note("attentions", lambda: run(input_ids=ids, output_attentions=True))
     note("rows", lambda: run(input_ids=ids[: 1 + rank]))
     note("none", lambda: run(input_ids=ids[:, : 5 * rank]))

@@ -82,6 +82,7 @@ def test_bytes_do_not_depend_on_the_length(found: Any) -> None:
     [
         ("labels", "expected shift_labels, as shard_batch makes them"),
         ("use_cache", "use_cache goes with whole sequences alone"),
+        ("tuple", "expected return_dict=True, got a tuple"),
         ("attentions", "output_attentions goes with whole sequences alone"),
         (
             "rows",

@@ -42,7 +42,10 @@ def next_token_loss(
 ) -> Tensor:
     """Transformers' own, which rounds logits to fp32; in fp64 where they are fp64."""
     if logits.dtype != torch.float64:
-        given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        given: dict[str, Any] = {
+            "num_items_in_batch": num_items_in_batch,
+            "shift_labels": shift_labels,
+        }
         return ForCausalLMLoss(logits, labels, vocab_size, **given, **options)
     targets = next_labels(labels) if shift_labels is None else shift_labels
     targets = targets.to(logits.device).flatten()

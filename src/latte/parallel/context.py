@@ -180,6 +180,8 @@ def _count_labels(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 def _mean_of_all(group: dist.ProcessGroup) -> Callable[..., None]:
     def replace(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            raise LatteError("context_parallel: expected return_dict=True, got a tuple")
         if output.loss is not None:
             output.loss = _SumOfParts.apply(output.loss, group)
 
