@@ -264,6 +264,7 @@ class LatteCache(Cache):
     """
 
     layers: list[LatteCacheLayer]  # type: ignore[assignment]
+    max_cache_len: int | None = None  # a property without a setter in Transformers 5.19
 
     def __init__(
         self, config: Any, offloading: bool = False, max_cache_len: int | None = None
