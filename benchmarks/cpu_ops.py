@@ -9,6 +9,8 @@ Sides, all timed in turns in one process (``latte.machine``):
   are checked against the fp64 reference, and against each other at every length.
 * ``sdpa``: ``torch.nn.functional.scaled_dot_product_attention``, causal, K = 64, on its native
   contiguous (B, H, T, D) layout.
+* ``forgets 1/64``, ``forgets 1/4``: Latte with a ``log_decay`` per token, of these means, whose
+  gradient is one more.
 * for information ``macchiato`` (window 128, K = 64), ``window 128``
   (``sliding_window_attention``) and ``rg-lru`` on H D = 512 channels.
 
@@ -45,6 +47,7 @@ LENGTHS = (1024, 4096, 16384)
 SCALING = (4096, 16384, 65536, 262144)
 UNROLLS = (1, 2, 4, 8, 16, 32)
 GOAL_LENGTH = 4096
+DECAYS = {"forgets 1/64": 1 / 64, "forgets 1/4": 1 / 4}  # mean per token
 # Agreement: a thousand roundings of fp32, relative to the largest entry.
 TOLERANCE = 1000 * torch.finfo(torch.float32).eps
 
@@ -70,6 +73,7 @@ def make_inputs(T: int) -> Inputs:
         "v": normal(1, T, H, D),
         "theta": normal(H * D),
         "dy": normal(1, T, H, D),
+        "decay": -torch.empty(1, T, H, L).exponential_(generator=generator),
     }
 
 
@@ -97,6 +101,7 @@ def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
     dy = x["dy"]
     return {
         "latte": latte_call(mode, x),
+        **{name: latte_call(mode, x, mean) for name, mean in DECAYS.items()},
         "macchiato": call_of(mode, macchiato, [latent_q, x["latent_k"], *local], dy),
         "window 128": call_of(mode, window, local, dy),
         "rg-lru": call_of(mode, recurrent, [*channels, x["theta"]], dy.reshape(1, T, H * D)),
@@ -104,13 +109,14 @@ def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
     }
 
 
-def latte_call(mode: str, x: Inputs, backend: str | None = None) -> Call:
-    """Latte's side."""
+def latte_call(mode: str, x: Inputs, decay: float = 0.0, backend: str | None = None) -> Call:
+    """Latte's side; with a decay of this mean its latents forget."""
 
-    def latte(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return latte_attention(q, k, v, backend=backend)[0]
+    def latte(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor:
+        return latte_attention(q, k, v, log_decay=log_decay, backend=backend)[0]
 
-    return call_of(mode, latte, [x["latent_q"], x["latent_k"], x["v"]], x["dy"])
+    forgets = [x["decay"] * decay] if decay else []
+    return call_of(mode, latte, [x["latent_q"], x["latent_k"], x["v"], *forgets], x["dy"])
 
 
 def scan_call(mode: str, x: Inputs, unroll: int) -> Call:
@@ -144,8 +150,10 @@ def check_sides(T: int) -> None:
     x = make_inputs(T)
     exact = {name: value.double() for name, value in x.items()}
     for mode in MODES:
-        judge = latte_call(mode, exact, backend="reference")()
-        agree(f"latte, {mode}, with the fp64 reference", latte_call(mode, x)(), judge)
+        for decay in (*DECAYS.values(), 0.0):
+            judge = latte_call(mode, exact, decay, backend="reference")()
+            name = f"latte, decay {decay:g}, {mode}, with the fp64 reference"
+            agree(name, latte_call(mode, x, decay)(), judge)
         if listing1.AVAILABLE:
             scan = scan_call(mode, x, unroll=4)()
             agree(f"jax scan, {mode}, with the fp64 reference", scan, judge)
@@ -172,6 +180,7 @@ def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float:
     local = WINDOW * D * (7 if back else 2)
     products, widths = {
         "latte": (latent, 2 * L + 2 * D),
+        **dict.fromkeys(DECAYS, (latent, 3 * L + 2 * D)),
         "window 128": (local, 4 * D),
         "macchiato": (latent + local, 2 * L + 1 + 4 * D),
         "rg-lru": (0, 4 * D),
@@ -207,6 +216,12 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
             if (side, m) == ("rg-lru", mode)
         }
         goals += records.worst(f"rg-lru, {mode}: times the copy rate", 3.0, found, False)
+        found = {
+            f"{side}, T = {T}": times[side, m, T] / times["latte", m, T]
+            for side, m, T in times
+            if side in DECAYS and m == mode and T >= GOAL_LENGTH
+        }
+        goals += records.worst(f"latents that forget, {mode}: times latte", 1.25, found, False)
     for rival, T, targets in (
         ("jax scan", GOAL_LENGTH, (3.0, 5.0)),
         ("sdpa", LENGTHS[-1], (20, 20)),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import cpu_decode
+import cpu_ops
 import cpu_training
 import listing1
 import pytest
@@ -44,7 +45,7 @@ def test_ops_and_their_scaling_without_jax(tmp_path, environment):
     assert done.returncode == 0, done.stderr
     printed, rows = done.stdout, rows_of("cpu_ops", tmp_path)
     assert printed.count("jax is not installed") == 1
-    sides = {"latte", "macchiato", "window 128", "rg-lru", "sdpa"}
+    sides = {"latte", *cpu_ops.DECAYS, "macchiato", "window 128", "rg-lru", "sdpa"}
     modes = {"forward", "forward+backward"}
     found = {(row["side"], row["mode"]) for row in rows}
     assert found == {(side, mode) for side in sides for mode in modes}

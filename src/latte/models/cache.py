@@ -535,10 +535,20 @@ class StateGenerationMixin(GenerationMixin):
         model_kwargs["past_key_values"] = cache
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self, *args: Any, tokenizer: Any = None, assistant_tokenizer: Any = None, **kwargs: Any
+        self,
+        input_ids: Any,
+        *args: Any,
+        inputs_embeds: Any = None,
+        tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """``generate`` would send the tokenizers of stop strings and drafts on to ``forward``."""
-        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        """``generate`` would send the tokenizers of stop strings and drafts on to ``forward``.
+
+        It looks for ``inputs_embeds`` in this signature.
+        """
+        prepare = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises LatteError: paged attention would read the layers as full attention."""
