@@ -547,7 +547,7 @@ class StateGenerationMixin(GenerationMixin):
 
         It looks for ``inputs_embeds`` in this signature.
         """
-        prepare = super().prepare_inputs_for_generation  # type: ignore[misc]
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
         return prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
