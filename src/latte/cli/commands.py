@@ -66,20 +66,15 @@ def evaluate(options: Namespace) -> int:
         print(tasks.tasks_table(scores.rows))
         print(f"written: {table_file} and {record_file}")
         return 0
-    from latte.train.run import check_groups
+    from latte.train.run import check_groups, first_alone, join_processes
 
-    processes, first = int(os.environ.get("WORLD_SIZE", "1")), True
+    processes, first = join_processes()
     check_groups("--context-parallel", options.context_parallel, processes)
-    if processes > 1:
-        from latte.train.run import first_alone, join_processes
-
-        _, first = join_processes()
-        first_alone(lambda: writable_folder(output))
-    else:
-        writable_folder(output)
+    first_alone(lambda: writable_folder(output))
     from latte.data.preparing import evaluation_text, held_out_text
     from latte.evaluate.lengths import evaluate_lengths, table, write_rows
     from latte.evaluate.plots import lengths_figure
+    from latte.train.scoring import turns
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     shape = picked(options, "join", "max_tokens")
@@ -95,7 +90,7 @@ def evaluate(options: Namespace) -> int:
         text,
         sorted(set(options.lengths)),
         **picked(options, "segment", "batch_tokens", "bf16"),
-        **shares(model, processes, options.context_parallel),
+        **turns(model.device, options.context_parallel),
         label=label,
         progress=first,
     )
@@ -256,17 +251,6 @@ def benchmark(options: Namespace) -> int:
     run(settings, Path(options.output))
     print(f"written: {Path(options.output) / 'benchmark.csv'}")
     return 0
-
-
-def shares(model: Any, processes: int, together: int) -> dict[str, Any]:
-    """Which windows are this process's, by keyword of `score`, and with whom it shares each."""
-    if processes == 1:
-        return {}
-    from latte.train.trainer import context_group
-
-    rank, groups = int(os.environ["RANK"]), processes // together
-    group = context_group(model.device.type, together) if together > 1 else None
-    return {"rank": rank // together, "processes": groups, "group": group}
 
 
 def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from latte.data.tokenizers import document_ends
 from latte.errors import LatteError, check_seed
 from latte.models.registry import carries_state
 
@@ -57,7 +58,6 @@ def generate(
             state, a state of another model.
     """
     from latte.data.sources import without_lone_surrogates
-    from latte.data.tokenizers import document_ends
     from latte.models import state_file
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
@@ -67,9 +67,7 @@ def generate(
         raise LatteError(f"state {save_state} cannot be written: its folder does not exist")
     if compiled and not has_steps(model):
         raise LatteError("compile: this model has no step of decoding that can be compiled")
-    start, end = document_ends(tokenizer)
-    named = model.generation_config.eos_token_id
-    named = named if isinstance(named, list) else [end if named is None else named]
+    start, _ = document_ends(tokenizer)
     prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
     before = [] if state else [start]
     before += tokenizer.encode(document, add_special_tokens=False) if document else []
@@ -94,20 +92,20 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
         sampling["top_p"] = 1.0 if top_p is None else top_p
     if compiled and max_new_tokens:
-        sampling["compile_config"] = _compile_step(model, cache)
+        sampling["compile_config"] = compile_step(model, cache.max_cache_len)
     if echo:
         print(prompt, end="", flush=True)
     read(model, before if max_new_tokens else before + ids, cache)
 
     def save() -> None:
-        nonlocal save_state
         if save_state is not None:
             state_file.save_state(cache, save_state)
-            print(f"{_size_of(cache)} written to {save_state}", file=sys.stderr, flush=True)
-        save_state = None
+            size = f"{cache.get_seq_length():,} tokens, {cache.nbytes / 1000:,.0f} kB"
+            print(f"the state of {size}, written to {save_state}", file=sys.stderr, flush=True)
 
     def after_prompt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        save()
+        if input_ids.shape[1] == len(ids):
+            save()
         return scores
 
     if not max_new_tokens:
@@ -121,8 +119,7 @@ def generate(
         input_ids,
         attention_mask=input_ids.new_ones(1, past + len(ids)),
         max_new_tokens=max_new_tokens,
-        eos_token_id=sorted({end, *named}),
-        pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        **text_ends(model, tokenizer),
         use_cache=carries_state(model),
         past_key_values=cache,
         logits_processor=[after_prompt],
@@ -148,8 +145,13 @@ def read(model: Any, ids: list[int], cache: Any) -> None:
             bar.update(piece.shape[1])
 
 
-def _size_of(cache: Any) -> str:
-    return f"the state of {cache.get_seq_length():,} tokens, {cache.nbytes / 1000:,.0f} kB,"
+def text_ends(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What ends a text and what pads it, by option of ``generate``."""
+    _, end = document_ends(tokenizer)
+    named = model.generation_config.eos_token_id
+    named = named if isinstance(named, list) else [end if named is None else named]
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return {"eos_token_id": sorted({end, *named}), "pad_token_id": pad}
 
 
 def _keeps_state(model: Any) -> bool:
@@ -162,8 +164,11 @@ def has_steps(model: Any) -> bool:
     return _keeps_state(model) and getattr(getattr(model, "model", None), "steps", False)
 
 
-def _compile_step(model: Any, cache: Any) -> Any:
-    """Compile a step of decoding with such a cache, and say how long it took; its configuration."""
+def compile_step(model: Any, room: int) -> Any:
+    """Compile a step of decoding for static caches of such a length, and say how long it took.
+
+    Returns the ``compile_config`` that has ``generate`` use it.
+    """
     from transformers import CompileConfig
 
     from latte.models import LatteCache
@@ -177,7 +182,7 @@ def _compile_step(model: Any, cache: Any) -> Any:
         attention_mask=torch.ones_like(ids),
         min_new_tokens=2,
         max_new_tokens=2,
-        past_key_values=LatteCache(model.config, max_cache_len=cache.max_cache_len),
+        past_key_values=LatteCache(model.config, max_cache_len=room),
         compile_config=compile_config,
     )
     seconds = time.perf_counter() - begun

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.utils.import_utils import is_serve_available
 
 from latte.data.tokenizers import document_ends
 from latte.errors import LatteError, one_line
 from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.generate import has_steps
+from latte.evaluate.generate import compile_step, has_steps, text_ends
 
 # For tokenizers without one. The start token comes by itself.
 PLAIN_CHAT = (
@@ -135,8 +134,9 @@ def make_server(name: str, model: Any, tokenizer: Any, compiled: bool) -> Any:
             return requests
 
     begin, requests = _prepare(model, tokenizer), Requests()
-    if compiled:
-        _compile(model, requests.submit)
+    if compiled:  # in the thread that answers requests; no length matters where no state grows
+        step = requests.submit(compile_step, model, 2).result()
+        model.generation_config.compile_config = step
     parts: dict[str, Any] = {
         "model_manager": OneModel(),
         "generation_state": State(compile=compiled),
@@ -163,12 +163,9 @@ def _prepare(model: Any, tokenizer: Any) -> Callable[[Any], dict[str, Tensor]]:
     Sampling at temperature 1 unless the checkpoint says otherwise, as clients expect; the end of
     the text; a template of chats. A tokenizer with a template of its own says how texts begin.
     """
-    start, end = document_ends(tokenizer)
+    start, _ = document_ends(tokenizer)
     defaults = model.generation_config
-    named = defaults.eos_token_id
-    named = named if isinstance(named, list) else [end if named is None else named]
-    defaults.eos_token_id = sorted({end, *named})
-    defaults.pad_token_id = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    defaults.update(**text_ends(model, tokenizer))
     if defaults.do_sample is None or not defaults.do_sample:
         defaults.do_sample, defaults.top_k = True, 0
     own_template = tokenizer.chat_template is not None
@@ -189,17 +186,6 @@ def _check_compiled(model: Any) -> None:
         raise LatteError("compile: this model has no step of decoding that can be compiled")
     if any(model.config.state_grows(index) for index in range(model.config.num_hidden_layers)):
         raise LatteError("compile: this model's state grows, so each length would be compiled anew")
-
-
-def _compile(model: Any, submit: Callable[..., Any]) -> None:
-    """Compile a step in the thread that answers requests, which ask for it from now on."""
-    config = CompileConfig(fullgraph=True)
-    config._compile_all_devices = True  # type: ignore[assignment]
-    model.generation_config.compile_config = config
-    ids, begun = torch.zeros(1, 1, dtype=torch.long, device=model.device), time.perf_counter()
-    options = {"min_new_tokens": 2, "max_new_tokens": 2, "cache_implementation": "static"}
-    submit(model.generate, ids, attention_mask=torch.ones_like(ids), **options).result()
-    print(f"compiled a step of decoding in {time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def _until_gone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from latte.errors import LatteError
 from latte.models.cache import packed_bounds
@@ -52,6 +52,13 @@ def process_group(group: Group) -> dist.ProcessGroup:
             f" got {found!r}"
         )
     return found
+
+
+def context_group(device: torch.device, together: int) -> dist.ProcessGroup:
+    """This process's group of so many, of ranks that follow one another."""
+    shape = dist.get_world_size() // together, together
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+    return mesh["context"].get_group()
 
 
 def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]:

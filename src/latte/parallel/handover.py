@@ -80,10 +80,6 @@ class Shards:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    @property
-    def here(self) -> Shard:
-        return self.every[self.rank]
-
     @full_precision
     def run(
         self, op: Callable[..., Any], *inputs: Any, initial_state: None = None, **options: Any

@@ -28,6 +28,7 @@ from torch import nn
 from latte.data.blocks import EvaluationText, bits_per_byte, perplexity
 from latte.models.registry import carries_state
 from latte.parallel import context_parallel, shard_batch
+from latte.parallel.batch import context_group
 
 LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
 
@@ -52,6 +53,15 @@ class Score:
     @property
     def bits_per_byte(self) -> float:
         return bits_per_byte(self.nll, self.text_bytes)
+
+
+def turns(device: torch.device, together: int) -> dict[str, Any]:
+    """Options of `score` by which all processes take part, so many of them sharing each window."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if processes == 1:
+        return {}
+    group = context_group(device, together) if together > 1 else None
+    return {"rank": dist.get_rank() // together, "processes": processes // together, "group": group}
 
 
 def score(

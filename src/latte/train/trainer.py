@@ -42,6 +42,7 @@ from transformers.trainer_callback import PrinterCallback
 from latte.data.preparing import Text
 from latte.errors import LatteError
 from latte.parallel import context_parallel, shard_batch
+from latte.parallel.batch import context_group
 from latte.train.recipe import Recipe
 from latte.train.run_folder import STAGING, rotate, seal, write_json
 from latte.train.scoring import score
@@ -112,7 +113,7 @@ class LatteTrainer(Trainer):
         self._window = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         self._not_finite = torch.zeros((), dtype=torch.bool, device=self.args.device)
         if (together := recipe.training.context_parallel) > 1:
-            self.group = context_group(self.args.device.type, together)
+            self.group = context_group(self.args.device, together)
         if recipe.training.strategy == "fsdp2" and self.args.world_size > 1:
             self._sharded = True
             shard(self.model, self.args.device)
@@ -385,14 +386,6 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         log_level_replica="error",
         use_cpu=not torch.cuda.is_available(),
     )
-
-
-def context_group(device: str, together: int) -> dist.ProcessGroup:
-    """This process's group of so many, of ranks that follow one another."""
-    shape = dist.get_world_size() // together, together
-    return init_device_mesh(device, shape, mesh_dim_names=("data", "context"))[
-        "context"
-    ].get_group()
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
