@@ -39,8 +39,8 @@ def work(recipe, folder):
     dist.barrier()
     codes += [main([*train, f"output_dir={folder}/resumed"])]
     for name, options in (("cut", ["--context-parallel", "2"]), ("shared", [])):
-        words = ["evaluate", f"{folder}/two", "--lengths", "1,20", "--output", f"{folder}/{name}"]
-        codes += [main([*words, *options])]
+        words = ["evaluate", f"{folder}/two", "--lengths", "1,20", "--positions", "7,13"]
+        codes += [main([*words, "--output", f"{folder}/{name}", *options])]
     return max(codes)
 
 standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
@@ -50,8 +50,11 @@ sys.exit(max(launch(*sys.argv[1:]).values()))
 
 
 def scores(folder: Path) -> list[list[float]]:
-    with open(folder / "evaluation.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows: list[dict[str, str]] = []
+    for name in ("evaluation.csv", "positions.csv"):
+        with open(folder / name, newline="") as file:
+            rows += csv.DictReader(file)
+    assert len(rows) == 6
     return [[float(row[name]) for name in ("length", "tokens", "loss")] for row in rows]
 
 
@@ -73,7 +76,7 @@ def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> Non
         torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-4)
         assert torch.equal(resumed[name], two[name])
     # One process on the same model; at 1 a window is shorter than a group is large.
-    words = ["evaluate", str(tmp_path / "two"), "--lengths", "1,20"]
+    words = ["evaluate", str(tmp_path / "two"), "--lengths", "1,20", "--positions", "7,13"]
     assert main([*words, "--output", str(tmp_path / "one")]) == 0
     expected = torch.tensor(scores(tmp_path / "one"), dtype=torch.float64)
     for name in ("cut", "shared"):

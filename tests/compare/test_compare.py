@@ -63,12 +63,14 @@ def fake(perplexities: dict[tuple[str, int], float | Exception], done: list[str]
         run.folder.mkdir(parents=True, exist_ok=True)
         if isinstance(found, Exception):
             raise found
+        parts = [(0, 500, math.log(found) + 1), (8, 500, math.log(found))]
+        parts = parts if section.positions else []
         rows = [
-            Row(length, 1000, 4000.0, math.log(found), found, 2.0, 1.0, 1000.0, 10**6)
+            Row(length, 1000, 4000.0, math.log(found), found, 2.0, 1.0, 1000.0, 10**6, parts)
             for length in sorted(section.lengths)
         ]
         values = {
-            "wanted": {"lengths": sorted(section.lengths), "max_tokens": section.max_tokens},
+            "wanted": module._wanted(run, section),
             "parameters": 10**6,
             "steps": 10,
             "tokens": 640,
@@ -131,12 +133,22 @@ def test_differences_are_paired_and_claims_are_judged(
     with open(folder / "seeds.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 24 and {row["device"] for row in rows} == {"cpu"}
+    assert "by position" not in text and not (folder / "positions.csv").exists()
     # Again: nothing is due. By other lengths: all are, though they are trained.
     compare(made_up)
     assert len(done) == 12
     made_up.comparison.lengths = [16]
     compare(made_up, report_only=True)
     assert len(done) == 12
+    made_up.comparison.positions = [8]
+    _, text = compare(made_up)
+    assert len(done) == 24
+    assert "Perplexity by position in windows of 16:" in text
+    assert "| model | 0 to 7 | 8 to 15 |" in text
+    assert "| `latte` | 380.56 ± 67.53 | 140.00 ± 24.84 |" in text
+    with open(folder / "positions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24 and {row["last"] for row in rows} == {"7", "15"}
 
 
 def test_what_fails_is_reported_and_costs_the_rest_nothing(

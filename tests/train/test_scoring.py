@@ -10,6 +10,7 @@ import torch
 
 from latte.data import byte_tokenizer
 from latte.data.preparing import held_out_text
+from latte.errors import LatteError
 from latte.evaluate.lengths import evaluate_lengths, table, write_rows
 from latte.train.recipe import DataSection
 from latte.train.scoring import _share, score
@@ -29,8 +30,10 @@ def subject(request: Any, make_recipe: Any) -> tuple[Any, Any]:
     return build_model(recipe, text).eval(), text.held_out(400)
 
 
-def direct(model: Any, text: Any, length: int) -> tuple[float, int]:
-    """Window by window, without batches, segments or caches."""
+def direct(
+    model: Any, text: Any, length: int, part: tuple[int, int] = (0, 10**6)
+) -> tuple[float, int]:
+    """Window by window, without batches, segments or caches; a part of each window."""
     nll, tokens = 0.0, 0
     for ids, _ in text.documents():
         ids = torch.from_numpy(ids)
@@ -39,8 +42,9 @@ def direct(model: Any, text: Any, length: int) -> tuple[float, int]:
             with torch.no_grad():
                 logits = model(input_ids=ids[None, start:end]).logits[0]
             losses = torch.log_softmax(logits.double(), -1)
-            nll -= float(losses[torch.arange(end - start), ids[start + 1 : end + 1]].sum())
-            tokens += end - start
+            losses = losses[torch.arange(end - start), ids[start + 1 : end + 1]][slice(*part)]
+            nll -= float(losses.sum())
+            tokens += len(losses)
     return nll, tokens
 
 
@@ -62,6 +66,19 @@ def test_segments_and_batches_change_nothing(subject: tuple[Any, Any]) -> None:
         found = score(model, text, 200, segment=segment, batch_tokens=batch_tokens)
         assert found.nll == pytest.approx(whole.nll, rel=1e-5), (segment, batch_tokens)
         assert (found.tokens, found.text_bytes) == (whole.tokens, whole.text_bytes)
+
+
+def test_scores_are_divided_by_position_in_the_window(subject: tuple[Any, Any]) -> None:
+    model, text = subject
+    asked = {"segment": 32, "batch_tokens": 300, "positions": [5, 32, 40, 900]}
+    found = score(model, text, 100, **asked)
+    assert [first for first, _, _ in found.by_position] == [0, 5, 32, 40]  # none in 900
+    assert sum(n for _, n, _ in found.by_position) == found.tokens
+    assert sum(nll for *_, nll in found.by_position) == pytest.approx(found.nll, rel=1e-12)
+    # The first parts of windows of 100, window by window.
+    for first, n, nll in found.by_position[:2]:
+        expected, tokens = direct(model, text, 100, (first, {0: 5, 5: 32}[first]))
+        assert (n, nll) == (tokens, pytest.approx(expected, rel=1e-5))
 
 
 def test_the_model_keeps_its_mode_and_the_random_state(subject: tuple[Any, Any]) -> None:
@@ -92,6 +109,15 @@ def test_rows_of_all_lengths_score_the_same_tokens(subject: tuple[Any, Any], tmp
     write_rows(tmp_path / "rows.csv", {"m": rows})
     lines = (tmp_path / "rows.csv").read_text().splitlines()
     assert lines[0].startswith("model,length,tokens") and len(lines) == 3
+    assert not (tmp_path / "positions.csv").exists()
+    rows = evaluate_lengths(model, text, [16, 64], progress=False, positions=[4, 16])
+    assert "4 to 15 of 16" in table(rows) and "16 to 63 of 64" in table(rows)
+    write_rows(tmp_path / "rows.csv", {"m": rows})
+    assert (tmp_path / "rows.csv").read_text().splitlines()[0] == lines[0]
+    parts = (tmp_path / "positions.csv").read_text().splitlines()
+    assert parts[0] == "model,length,first,last,tokens,loss,perplexity" and len(parts) == 6
+    with pytest.raises(LatteError, match="positions: expected rising numbers of at least 1, got"):
+        evaluate_lengths(model, text, [16], positions=[4, 4])
 
 
 def tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:

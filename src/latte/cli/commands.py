@@ -89,7 +89,7 @@ def evaluate(options: Namespace) -> int:
         model,
         text,
         sorted(set(options.lengths)),
-        **picked(options, "segment", "batch_tokens", "bf16"),
+        **picked(options, "segment", "batch_tokens", "bf16", "positions"),
         **turns(model.device, options.context_parallel),
         label=label,
         progress=first,

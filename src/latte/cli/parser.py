@@ -135,6 +135,7 @@ def _evaluate(command: Any) -> None:
     )
     add("--field", default="text", help="JSON field or Parquet column of the text")
     add("--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens")
+    add("--positions", type=integers, default=[], help="where to divide the scores of windows too")
     add("--join", action="store_true", help="one long document of all, for contexts beyond them")
     add("--max-tokens", type=int, help="score about so many, spread evenly")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument

@@ -29,7 +29,7 @@ from latte.compare.grid import Grid, Outcome, damaged, read_json, unfinished
 from latte.data.preparing import prepare_text
 from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.lengths import Row, evaluate_lengths
+from latte.evaluate.lengths import Row, check_positions, evaluate_lengths
 from latte.machine import describe
 from latte.models.registry import find_model, other_models, preset_names
 from latte.train.metrics import read_metrics
@@ -155,6 +155,7 @@ def runs_of(recipe: Recipe) -> list[Run]:
         )
     if any(length < 1 for length in section.lengths or []):
         raise LatteError(f"lengths: expected numbers of at least 1, got {section.lengths}")
+    check_positions(section.positions)
     by_preset = {preset: preset_recipe(recipe, preset) for preset in section.presets}
     lacks = {preset: _lacks(preset) if section.seeds else "" for preset in section.presets}
     for preset, each in by_preset.items():  # the last one's mistake shows before the first trains
@@ -210,7 +211,8 @@ def _lacks(preset: str) -> str:
 def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
     block = run.recipe.data.block_length
     usual = [block, 4 * block, 16 * block] if run.seed is None else [block]
-    return {"lengths": sorted(set(section.lengths or usual)), "max_tokens": section.max_tokens}
+    wanted = {"lengths": sorted(set(section.lengths or usual)), "max_tokens": section.max_tokens}
+    return wanted | ({"positions": section.positions} if section.positions else {})
 
 
 def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
@@ -265,6 +267,7 @@ def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None
             model,
             text.held_out(wanted["max_tokens"]),
             wanted["lengths"],
+            positions=section.positions,
             bf16=run.recipe.training.bf16 and run.seed is not None,
             progress=not quiet,
             label=run.label,

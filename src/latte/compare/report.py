@@ -17,13 +17,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, mean, stdev
 from typing import Any
 
 from latte.compare.grid import Outcome
-from latte.evaluate.lengths import Row, write_rows
+from latte.evaluate.lengths import (
+    COLUMNS,
+    POSITION_COLUMNS,
+    Row,
+    flat,
+    position_rows,
+    write_rows,
+)
 from latte.evaluate.plots import canvas, draw_curves, lengths_figure, line_style, save
 from latte.evaluate.tables import csv_text, table
 from latte.train.metrics import duration, read_metrics
@@ -98,6 +105,8 @@ def write_seeds(folder: Path, outcomes: Sequence[Outcome], recipe: Recipe, title
     """Write the files of a comparison by several seeds; returns the Markdown."""
     text = markdown(outcomes, recipe)
     write_text(folder / "seeds.csv", _csv(outcomes))
+    if recipe.comparison.positions:
+        write_text(folder / "positions.csv", _positions_csv(outcomes))
     write_text(folder / "seeds.md", text)
     if any(outcome.result for outcome in outcomes):
         seeds_figure(folder / "seeds.png", outcomes, recipe, title)
@@ -111,7 +120,7 @@ def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
     if finished:
         presets = recipe.comparison.presets
         usual = "transformer++" if "transformer++" in presets else presets[0]
-        parts += [_caption(finished, recipe), _means(finished)]
+        parts += [_caption(finished, recipe), _means(finished), *_by_position(finished)]
         parts += _differences(finished, recipe.comparison.baseline or usual)
         parts += _orders(finished, _judged(finished, recipe))
     missing: dict[tuple[str, str], list[str]] = {}
@@ -182,6 +191,24 @@ def _means(finished: Sequence[Outcome]) -> str:
         line.append(_value(mean_of([m.peak_memory_bytes / 1e6 for m in group]), ",.0f"))
         lines.append(line)
     return table(lines)
+
+
+def _by_position(finished: Sequence[Outcome]) -> list[str]:
+    """For each length whose scores are divided, mean perplexities by position."""
+    parts = []
+    for length in _lengths(finished):
+        found = losses(finished, length)
+        head: list[str] = []
+        lines = []
+        for preset, by_seed in found.items():
+            rows = [position_rows(row) for row in by_seed.values()]
+            head = [f"{part['first']:,} to {part['last']:,}" for part in rows[0]]
+            of_parts = [[part["perplexity"] for part in parts] for parts in zip(*rows, strict=True)]
+            lines.append([f"`{preset}`", *(_value(mean_of(values)) for values in of_parts)])
+        if head:
+            parts += [f"Perplexity by position in windows of {length:,}:\n",
+                      table([["model", *head], *lines])]  # fmt: skip
+    return parts
 
 
 def _differences(finished: Sequence[Outcome], baseline: str) -> list[str]:
@@ -322,8 +349,19 @@ def _csv(outcomes: Sequence[Outcome]) -> str:
         head |= {"trained_tokens": found.tokens, **found.hardware}
         for key in ("seconds", "tokens_per_second", "peak_memory_bytes"):
             head[f"training_{key}"] = getattr(found, key)
-        rows += [{**head, **asdict(row)} for row in found.rows]
-    return csv_text([*run, *(field.name for field in fields(Row)), *place], rows)
+        rows += [{**head, **flat(row)} for row in found.rows]
+    return csv_text([*run, *COLUMNS, *place], rows)
+
+
+def _positions_csv(outcomes: Sequence[Outcome]) -> str:
+    """A row per run, context length and part of its windows."""
+    rows = [
+        {"preset": outcome.run.preset, "seed": outcome.run.seed, **part}
+        for outcome in outcomes
+        for row in (outcome.result.rows if outcome.result is not None else ())
+        for part in position_rows(row)
+    ]
+    return csv_text(["preset", "seed", *POSITION_COLUMNS], rows)
 
 
 # ---- means and intervals

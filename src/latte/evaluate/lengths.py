@@ -12,11 +12,12 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from latte.conversion.pretrained import converted_config, load_base
-from latte.data.blocks import EvaluationText
+from latte.data.blocks import EvaluationText, perplexity
 from latte.data.preparing import prepare_text
 from latte.errors import LatteError
 from latte.evaluate import tables
@@ -53,6 +54,11 @@ class Row:
     seconds: float
     tokens_per_second: float
     peak_memory_bytes: int
+    by_position: Sequence[tuple[int, int, float]] = ()  # first position, tokens, loss
+
+
+COLUMNS = [field.name for field in fields(Row) if field.name != "by_position"]
+POSITION_COLUMNS = ["length", "first", "last", "tokens", "loss", "perplexity"]
 
 
 def evaluate_lengths(
@@ -73,6 +79,7 @@ def evaluate_lengths(
     for length in lengths:
         if length < 1:
             raise LatteError(f"lengths: expected whole numbers of at least 1, got {length}")
+    check_positions(options.get("positions") or ())
     device = next(model.parameters()).device
     rows = []
     total, hidden = len(lengths) * text.num_targets, None if progress else True
@@ -85,8 +92,15 @@ def evaluate_lengths(
             names = ("tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
             values = [getattr(found, name) for name in names]
             values += [seconds, found.tokens / seconds, peak_memory_bytes(device)]
-            rows.append(Row(length, *values))
+            parts = [(first, n, nll / max(n, 1)) for first, n, nll in found.by_position]
+            rows.append(Row(length, *values, by_position=parts))
     return rows
+
+
+def check_positions(positions: Sequence[int]) -> None:
+    """Raise LatteError for what cannot divide windows."""
+    if any(a >= b for a, b in pairwise([0, *positions])):
+        raise LatteError(f"positions: expected rising numbers of at least 1, got {positions}")
 
 
 def table(rows: list[Row]) -> str:
@@ -101,6 +115,10 @@ def table(rows: list[Row]) -> str:
             f"  {row.bits_per_byte:>9.4f}  {row.tokens_per_second:>9,.0f}"
             f"  {row.peak_memory_bytes / 2**30:>7.2f} GiB"
         )
+    for row in rows:
+        for part in position_rows(row):
+            place = f"{part['first']:,} to {part['last']:,} of {row.length:,}"
+            lines.append(f"{place:>20}  {part['loss']:.4f}  {part['perplexity']:>10.4g}")
     lines.append(
         f"every row scores the same {rows[0].tokens:,} tokens ({rows[0].text_bytes:,.0f} bytes)"
     )
@@ -108,9 +126,35 @@ def table(rows: list[Row]) -> str:
 
 
 def write_rows(path: Path, by_label: Mapping[str, Sequence[Row]], name: str = "model") -> None:
-    """The rows of each label as CSV; `name` is the first column's, which has the label."""
-    rows = [{name: label, **asdict(row)} for label, found in by_label.items() for row in found]
-    tables.write_csv(path, [name, *(field.name for field in fields(Row))], rows)
+    """The rows of each label as CSV; `name` is the first column's, which has the label.
+
+    What they say by position goes into positions.csv beside it.
+    """
+    rows = [{name: label, **flat(row)} for label, found in by_label.items() for row in found]
+    tables.write_csv(path, [name, *COLUMNS], rows)
+    parts = [
+        {name: label, **part}
+        for label, found in by_label.items()
+        for row in found
+        for part in position_rows(row)
+    ]
+    if parts:
+        tables.write_csv(path.with_name("positions.csv"), [name, *POSITION_COLUMNS], parts)
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """What a row says of its length as a whole."""
+    return {name: getattr(row, name) for name in COLUMNS}
+
+
+def position_rows(row: Row) -> list[dict[str, Any]]:
+    """What a row says by position in its windows; `last` is the last position of each part."""
+    ends = [first for first, _, _ in row.by_position[1:]] + [row.length]
+    return [
+        {"length": row.length, "first": first, "last": end - 1, "tokens": tokens,
+         "loss": loss, "perplexity": perplexity(loss, 1)}
+        for (first, tokens, loss), end in zip(row.by_position, ends, strict=False)
+    ]  # fmt: skip
 
 
 def report(

@@ -144,6 +144,7 @@ class ComparisonSection:
     seeds: list[int] = field(default_factory=list)  # none: one run each, by training.seed
     baseline: str | None = None  # what differences are taken to; None: transformer++ or the first
     lengths: list[int] | None = None  # context lengths of the evaluation, in tokens
+    positions: list[int] = field(default_factory=list)  # where to divide scores within windows
     max_tokens: int | None = None  # held-out tokens scored at the end; None: all
 
 

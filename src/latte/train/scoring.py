@@ -14,10 +14,10 @@ V vocabulary, N = R * T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -35,11 +35,15 @@ LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
 
 @dataclass(frozen=True)
 class Score:
-    """Summed NLL in nats of `tokens` tokens, which spell `text_bytes` bytes of UTF-8."""
+    """Summed NLL in nats of `tokens` tokens, which spell `text_bytes` bytes of UTF-8.
+
+    `by_position` has (first position, tokens, NLL) of what lies between the edges asked for.
+    """
 
     nll: float
     tokens: int
     text_bytes: float
+    by_position: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def loss(self) -> float:
@@ -75,6 +79,7 @@ def score(
     rank: int = 0,
     processes: int = 1,
     group: Any = None,
+    positions: Sequence[int] = (),
     on_batch: Callable[[int], Any] | None = None,
 ) -> Score:
     """Score all windows of `length` tokens.
@@ -91,6 +96,8 @@ def score(
             reduced.
         group: processes of one rank among whom each window is cut (:mod:`latte.parallel`); all
             read their part at once.
+        positions: in windows where to divide the scores, rising: [64, 256] gives those of
+            predictions from inputs 0 to 63, 64 to 255 and from 256 on, which see as many before.
         on_batch: called with the number of tokens scored after each batch.
     """
     device = next(model.parameters()).device
@@ -99,15 +106,16 @@ def score(
     autocast: Any = torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
     was_training = model.training
     model.eval()
-    total = torch.zeros(3, dtype=torch.float64, device=device)  # NLL, tokens, bytes
+    edges = [0, *(position for position in positions if position < length)]
+    total = torch.zeros(len(edges), 3, dtype=torch.float64, device=device)  # NLL, tokens, bytes
     source = text.batches(length, max(1, batch_tokens // length))
     try:
         with torch.no_grad(), autocast:
             for batch, mine in _share(source, rank, processes):
                 if group is None:
-                    scored = _score_batch(model, batch, segment, device)
+                    scored = _score_batch(model, batch, segment, edges)
                 else:
-                    scored = _score_part(model, batch, group, device)
+                    scored = _score_part(model, batch, group, edges)
                 if mine:
                     total += scored
                 if on_batch is not None:
@@ -116,8 +124,9 @@ def score(
         model.train(was_training)
     if processes > 1 or group is not None:
         dist.all_reduce(total)
-    nll, tokens, text_bytes = total.tolist()
-    return Score(nll, int(tokens), text_bytes)
+    nll, tokens, text_bytes = total.sum(0).tolist()
+    parts = [(edge, int(n), x) for edge, (x, n, _) in zip(edges, total.tolist(), strict=True)]
+    return Score(nll, int(tokens), text_bytes, tuple(parts if positions else ()))
 
 
 def _share(
@@ -130,15 +139,17 @@ def _share(
 
 
 def _score_batch(
-    model: nn.Module, batch: dict[str, torch.Tensor], segment: int, device: torch.device
+    model: nn.Module, batch: dict[str, torch.Tensor], segment: int, edges: list[int]
 ) -> torch.Tensor:
-    """[summed NLL, tokens, bytes] of one batch, fp64, on the device.
+    """(edges, 3): summed NLL, tokens and, in the first row, bytes of a batch, fp64, on the device.
 
     Padding is on the right of causal models and has no target: it needs no mask.
     """
+    device = next(model.parameters()).device
     inputs_RT, targets_RT = batch["input_ids"].to(device), batch["targets"].to(device)
     length = inputs_RT.shape[1]
-    nll = torch.zeros((), dtype=torch.float64, device=device)
+    found = torch.zeros(len(edges), 3, dtype=torch.float64, device=device)
+    found[0, 2] = batch["target_bytes"].sum()
     cache = None
     for start in range(0, length, segment):
         end = min(start + segment, length)
@@ -148,15 +159,15 @@ def _score_batch(
             use_cache=length > segment,
         )
         cache = output.past_key_values if length > segment else None
-        nll += _summed_nll(output.logits, targets_RT[:, start:end])
-    tokens = (targets_RT != -100).sum().double()
-    return torch.stack([nll, tokens, batch["target_bytes"].sum().to(device)])
+        found[:, :2] += _between(edges, start, output.logits, targets_RT[:, start:end])
+    return found
 
 
 def _score_part(
-    model: nn.Module, batch: dict[str, torch.Tensor], group: Any, device: torch.device
+    model: nn.Module, batch: dict[str, torch.Tensor], group: Any, edges: list[int]
 ) -> torch.Tensor:
     """As `_score_batch`, of this process's part of each window; bytes are the first one's."""
+    device = next(model.parameters()).device
     short = (0, max(0, dist.get_world_size(group) - batch["targets"].shape[1]))
     part = shard_batch(
         {
@@ -166,10 +177,23 @@ def _score_part(
         group,
     )
     targets_RT = part.pop("shift_labels")
+    rank, processes = dist.get_rank(group), dist.get_world_size(group)
+    first = rank * (batch["targets"].shape[1] + short[1]) // processes
+    found = torch.zeros(len(edges), 3, dtype=torch.float64, device=device)
+    found[0, 2] = batch["target_bytes"].sum() * (rank == 0)
     with context_parallel(model, group):
-        nll = _summed_nll(model(**part).logits, targets_RT)
-    tokens, text_bytes = (targets_RT != -100).sum(), batch["target_bytes"].sum().to(device)
-    return torch.stack([nll, tokens.double(), text_bytes * (dist.get_rank(group) == 0)])
+        found[:, :2] = _between(edges, first, model(**part).logits, targets_RT)
+    return found
+
+
+def _between(
+    edges: list[int], first: int, logits_RTV: torch.Tensor, targets_RT: torch.Tensor
+) -> torch.Tensor:
+    """(edges, 2): summed NLL and tokens from each edge to the next; T begins at `first`."""
+    length = targets_RT.shape[1]
+    cuts = [min(max(edge - first, 0), length) for edge in edges] + [length]
+    parts = [(logits_RTV[:, a:b], targets_RT[:, a:b]) for a, b in pairwise(cuts)]
+    return torch.stack([torch.stack([_summed_nll(*x), (x[1] != -100).sum()]) for x in parts])
 
 
 def _summed_nll(logits_RTV: torch.Tensor, targets_RT: torch.Tensor) -> torch.Tensor:
