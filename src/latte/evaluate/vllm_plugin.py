@@ -1,0 +1,88 @@
+"""What vLLM is told of Latte's models, and what is refused there: the entry point of the plug-in.
+
+vLLM calls :func:`register` in each of its processes. Nothing here imports vLLM before; the model is
+:mod:`latte.evaluate.vllm_model`, which vLLM imports once a checkpoint asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from latte.conversion import BASES
+from latte.errors import LatteError
+
+ARCHITECTURES = (
+    "LatteForCausalLM",
+    *(f"Macchiato{prefix.removesuffix('Text')}ForCausalLM" for prefix in BASES.values()),
+)
+
+
+def register() -> None:
+    """Make Latte's and converted models known to vLLM, and the checks of their settings."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    import latte  # noqa: F401  Transformers' Auto classes know the configurations from now on
+
+    class Settings(VerifyAndUpdateConfig):
+        verify_and_update_config = staticmethod(settle)
+        verify_and_update_model_config = staticmethod(check_model)
+
+    for name in ARCHITECTURES:
+        ModelRegistry.register_model(name, "latte.evaluate.vllm_model:LatteForVLLM")
+        MODELS_CONFIG_MAP[name] = Settings
+
+
+def check_model(model: Any) -> None:
+    """Refuse what a vLLM `ModelConfig` asks for and a Latte model cannot do there.
+
+    Raises:
+        LatteError: a state that grows, or anything but generating text from tokens with the
+            weights as they are.
+    """
+    config = model.hf_config
+    _refuse(
+        {
+            "a state that grows with the text (full softmax attention)": any(
+                config.state_grows(index) for index in range(config.num_hidden_layers)
+            ),
+            f"runner {model.runner_type!r}": model.runner_type != "generate",
+            f"quantization {model.quantization!r}": model.quantization is not None,
+            "prompt embeddings": model.enable_prompt_embeds,
+        }
+    )
+
+
+def settle(vllm: Any) -> None:
+    """Refuse what would be misread, and settle what one page per sequence asks for.
+
+    Args:
+        vllm: a `VllmConfig`.
+
+    Raises:
+        LatteError: prefix caching, several processes, drafts, adapters, states sent elsewhere or
+            in another dtype: none of them knows what is in a page.
+    """
+    cache, parallel = vllm.cache_config, vllm.parallel_config
+    several = max(parallel.world_size, parallel.data_parallel_size)
+    _refuse(
+        {
+            "prefix caching": cache.enable_prefix_caching,
+            f"parallelism over {several} processes": several > 1,
+            "speculative decoding": vllm.speculative_config is not None,
+            "LoRA adapters": vllm.lora_config is not None,
+            "a KV connector": vllm.kv_transfer_config is not None,
+            f"a cache in {cache.cache_dtype!r}": cache.cache_dtype != "auto",
+            f"states in {cache.mamba_cache_dtype!r}": cache.mamba_cache_dtype != "auto",
+        }
+    )
+    # As many tokens as there may be to a page, so that a sequence has one page.
+    cache.mamba_cache_mode, cache.mamba_block_size = "none", vllm.model_config.max_model_len
+    # A forward reads on the host where sequences begin and end, which no graph can.
+    vllm.model_config.enforce_eager = True
+
+
+def _refuse(asked: dict[str, bool]) -> None:
+    found = [what for what, is_asked in asked.items() if is_asked]
+    if found:
+        raise LatteError(f"Latte's models in vLLM: {' and '.join(found)} cannot be served")

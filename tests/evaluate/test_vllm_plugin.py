@@ -1,0 +1,106 @@
+"""The plug-in for vLLM without vLLM: it is declared, costs nothing, and refuses in one line."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import latte
+from latte.evaluate.vllm_plugin import ARCHITECTURES, check_model, settle
+from latte.models import preset_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_entry_point_is_declared_and_imports_neither_torch_nor_vllm():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    module, function = points["vllm.general_plugins"]["latte"].split(":")
+    heavy = "{'torch', 'vllm'} & {*sys.modules}"
+    code = f"import sys, {module}; {module}.{function}; assert not {heavy}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert find_spec("latte.evaluate.vllm_model")  # which vLLM is told of by its name
+
+
+def test_the_architectures_are_the_models_own_names():
+    from latte.conversion.modeling import FAMILIES
+
+    own = [latte.LatteForCausalLM, *(causal for _, causal in FAMILIES.values())]
+    assert {model.__name__ for model in own} == {*ARCHITECTURES}
+
+
+def test_the_environment_of_test_vllm_has_the_torch_of_all_other_tests():
+    files = ("constraints.txt", "constraints-vllm.txt")
+    pins = [(ROOT / file).read_text().splitlines() for file in files]
+    torch, _ = [[line for line in lines if line.startswith("torch==")] for lines in pins]
+    assert len(torch) == 1 and torch[0] in pins[1]
+
+
+def model_config(preset="latte-r-swa++", **fields):
+    plain = {"runner_type": "generate", "quantization": None, "enable_prompt_embeds": False}
+    return SimpleNamespace(hf_config=preset_config(preset), max_model_len=100, **(plain | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"preset": "transformer++"}, "a state that grows"),
+        ({"runner_type": "pooling"}, "runner 'pooling'"),
+        ({"runner_type": "draft"}, "runner 'draft'"),
+        ({"quantization": "fp8"}, "quantization 'fp8'"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_in_one_line(fields, message):
+    check_model(model_config())
+    with pytest.raises(latte.LatteError, match=f"^Latte's models in vLLM: {message}[^\n]*$"):
+        check_model(model_config(**fields))
+
+
+def settings(cache=(), parallel=(), **fields):
+    plain_cache = {"enable_prefix_caching": False, "cache_dtype": "auto"}
+    plain_cache |= {"mamba_cache_dtype": "auto", "mamba_cache_mode": "align"}
+    plain = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None}
+    return SimpleNamespace(
+        model_config=model_config(),
+        cache_config=SimpleNamespace(**(plain_cache | dict(cache))),
+        parallel_config=SimpleNamespace(
+            **({"world_size": 1, "data_parallel_size": 1} | dict(parallel))
+        ),
+        **(plain | fields),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache": {"enable_prefix_caching": True}}, "prefix caching"),
+        ({"cache": {"cache_dtype": "fp8"}}, "a cache in 'fp8'"),
+        ({"cache": {"mamba_cache_dtype": "float16"}}, "states in 'float16'"),
+        ({"parallel": {"world_size": 2}}, "parallelism over 2 processes"),
+        ({"parallel": {"data_parallel_size": 4}}, "parallelism over 4 processes"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "LoRA adapters"),
+        ({"kv_transfer_config": object()}, "a KV connector"),
+    ],
+)
+def test_settings_that_would_be_misread_are_refused_in_one_line(fields, message):
+    with pytest.raises(latte.LatteError, match=f"^Latte's models in vLLM: {message}[^\n]*$"):
+        settle(settings(**fields))
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    wrong = settings(cache={"enable_prefix_caching": True}, lora_config=object())
+    with pytest.raises(latte.LatteError, match="prefix caching and LoRA adapters cannot be served"):
+        settle(wrong)
+
+
+def test_a_sequence_has_one_page_and_no_graph_is_captured():
+    vllm = settings()
+    settle(vllm)
+    assert vllm.cache_config.mamba_cache_mode == "none"
+    assert vllm.cache_config.mamba_block_size == vllm.model_config.max_model_len
+    assert vllm.model_config.enforce_eager
