@@ -66,12 +66,12 @@ class States(nn.Module, MambaBase):
 
         return map_tensors(view, self.like)
 
-    def read(self, slots: Tensor) -> tuple[MixerState, ...]:
-        """The states in these pages (N,), copied."""
+    def read(self, slots: list[int]) -> tuple[MixerState, ...]:
+        """The states in these N pages, copied."""
         return self._cut(self.kv_cache[0][slots])
 
-    def write(self, slots: Tensor, states: tuple[MixerState, ...]) -> None:
-        """Put the states of N sequences into these pages (N,)."""
+    def write(self, slots: list[int], states: tuple[MixerState, ...]) -> None:
+        """Put the states of N sequences into these pages."""
         pages = self.kv_cache[0].new_empty(len(slots), self.bytes)
         for part, x in zip(tensors_in(self._cut(pages)), tensors_in(states), strict=True):
             part.copy_(x)
@@ -97,6 +97,10 @@ class LatteForVLLM(nn.Module):
             self.latte.model(one, past_key_values=cache)
         self.states = States(tuple(layer.state for layer in cache.layers))
         vllm_config.compilation_config.static_forward_context[LAYER] = self.states
+        # The sequences of the last step stay in its cache while the next one is theirs again:
+        # gathering and scattering their states takes longer than the step.
+        self.stepping: LatteCache | None = None
+        self.expected: list[tuple[int, int]] = []  # their pages, and tokens then
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy a checkpoint's weights; the names of those that were there."""
@@ -113,44 +117,62 @@ class LatteForVLLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (T, E) of a batch's new tokens (T,), the states in their pages moved on.
+        """Hidden states (T, E) of a batch's new tokens (T,), the states moved on.
 
         One token of each of any number of sequences is one step, in place; what is read of a prompt
         is read sequence by sequence, since packed sequences have no cache.
         """
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory, there are no pages yet
-            return self.latte.model(input_ids[None].long(), use_cache=False)[0][0]
-        # Per sequence, in any order; padding may follow. Only how much of a sequence was there
-        # before says whether its page is its own yet.
-        bounds, ends = metadata[LAYER].query_start_loc.tolist(), metadata[LAYER].seq_lens.tolist()
-        slots = metadata[LAYER].state_indices_tensor.long()
-        hidden = torch.zeros(
-            *input_ids.shape, self.latte.config.hidden_size, dtype=self.latte.dtype,
-            device=input_ids.device,
-        )  # fmt: skip
-        steps = []
-        for row, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            return self._run(input_ids[None], None)[0]
+        batch, places, steps, pieces = metadata[LAYER], [], [], []
+        bounds, ends = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+        # In any order, padding after them. Only how much of a sequence was there before says
+        # whether its page is its own yet: a prompt of one token counts as decoding.
+        for row, slot in enumerate(batch.state_indices_tensor.tolist()):
+            begin, end = bounds[row : row + 2]
             before = ends[row] - (end - begin)
             if end - begin == 1 and before:
-                steps.append(row)
+                places.append(begin)
+                steps.append((slot, before))
             elif end > begin:
-                piece = self._run(input_ids[None, begin:end], slots[row : row + 1], before > 0)
-                hidden[begin:end] = piece[0]
+                pieces.append((begin, end, slot, before))
+        if steps != self.expected:
+            self._put_back()
+            self.stepping = self._read([slot for slot, _ in steps]) if steps else None
+        width, dtype = self.latte.config.hidden_size, self.latte.dtype
+        hidden = torch.zeros(*input_ids.shape, width, dtype=dtype, device=input_ids.device)
+        for begin, end, slot, before in pieces:
+            cache = self._read([slot]) if before else LatteCache(self.latte.config)
+            hidden[begin:end] = self._run(input_ids[None, begin:end], cache)[0]
+            self._write([slot], cache)
         if steps:
-            at = metadata[LAYER].query_start_loc[steps].long()
-            hidden[at] = self._run(input_ids[at, None], slots[steps], True)[:, 0]
+            hidden[places] = self._run(input_ids[places, None], self.stepping)[:, 0]
+        self.expected = [(slot, before + 1) for slot, before in steps]
         return hidden
 
-    def _run(self, ids: Tensor, slots: Tensor, begun: bool) -> Tensor:
-        """Hidden states of the next tokens (N, T) of N sequences with these pages (N,)."""
+    def _run(self, ids: Tensor, cache: LatteCache | None) -> Tensor:
+        given = {"past_key_values": cache, "use_cache": cache is not None}
+        return self.latte.model(ids.long(), **given).last_hidden_state
+
+    def _read(self, slots: list[int]) -> LatteCache:
+        """A cache with the states in these pages."""
         cache = LatteCache(self.latte.config)
-        if begun:
-            for layer, state in zip(cache.layers, self.states.read(slots), strict=True):
-                layer.update(state, 1)
-        hidden = self.latte.model(ids.long(), past_key_values=cache)[0]
+        for layer, state in zip(cache.layers, self.states.read(slots), strict=True):
+            layer.update(state, 1)
+        return cache
+
+    def _write(self, slots: list[int], cache: LatteCache) -> None:
         self.states.write(slots, tuple(layer.state for layer in cache.layers))
-        return hidden
+
+    def _put_back(self) -> None:
+        """Write what stepped in place to its pages.
+
+        Of a sequence that has ended the page may be another's by now, which has not written to it:
+        what it reads first is in this forward, after this.
+        """
+        if self.stepping is not None:
+            self._write([slot for slot, _ in self.expected], self.stepping)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = self.latte.lm_head(hidden_states)
