@@ -1,6 +1,9 @@
 """Latte's models in vLLM itself: `make test-vllm`. Greedy, fp32, on a CPU, one process."""
 
 import gc
+import importlib
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +162,38 @@ def test_a_sequence_has_one_page_at_any_length(served):
         sizes.add(cache.nbytes)
     parts = len(served.model.states.spans)
     assert len(sizes) == 1 and 0 <= served.pages.shape[1] - sizes.pop() < 8 * parts
+
+
+def test_rows_come_in_any_order_and_padding_is_nobodys(served, monkeypatch):
+    """Pages 1 to 4 by hand: each row is (page, tokens before, new tokens)."""
+    model, room = served.model, importlib.import_module("latte.evaluate.vllm_model")
+    prompts = dict(enumerate(served.prompts((9, 8, 5, 4)), 1))
+
+    def forward(*rows):
+        new = [prompts[page][before : before + count] for page, before, count in rows]
+        bounds = [0, *itertools.accumulate(map(len, new))]
+        ends = [before + count for _, before, count in rows]
+        metadata = SimpleNamespace(
+            query_start_loc=torch.tensor(bounds, dtype=torch.int32),
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            state_indices_tensor=torch.tensor([page for page, _, _ in rows], dtype=torch.int32),
+        )
+        context = SimpleNamespace(attn_metadata={room.LAYER: metadata})
+        monkeypatch.setattr(room, "get_forward_context", lambda: context)
+        with torch.no_grad():
+            hidden = model(torch.tensor([*itertools.chain(*new), 0, 0]), None)
+            for (page, _, _), begin, end, stop in zip(rows, bounds, bounds[1:], ends, strict=False):
+                whole = served.plain.model(torch.tensor([prompts[page][:stop]]))[0][0]
+                torch.testing.assert_close(hidden[begin:end], whole[stop - end + begin :])
+
+    forward((1, 0, 4), (2, 0, 1))
+    forward((3, 0, 1), (1, 4, 1), (4, 0, 3), (2, 1, 1))
+    forward((1, 5, 1), (2, 2, 1))  # the same two step on, where they are
+    forward((2, 3, 1), (1, 6, 1), (3, 1, 3), (4, 3, 0), (4, 3, 0))  # in another order, padded
+    prompts[1] = prompts[1][::-1]  # page 1 is another's
+    forward((1, 0, 1), (2, 4, 1))
+    forward((2, 5, 1), (3, 4, 1), (1, 1, 2))
+    forward((1, 3, 1), (2, 6, 1), (4, 3, 1))
 
 
 def test_fewer_pages_than_requests_are_used_again_and_again(tmp_path):
