@@ -72,12 +72,10 @@ def latte_step(
     Returns:
         y, (B, H, D).
     """
-    if log_decay is not None:
-        _forget(log_decay, log_mass, real)
     if _native(mean, q, k, v):
-        return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, real)
+        return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, log_decay, real)
     B, H, L, D = mean.shape
-    _see(k, v, log_mass, mean, real)
+    _see(k, v, log_mass, mean, log_decay, real)
     p_BHL = in_dtype(q, mean.dtype).softmax(-1)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
     return in_dtype(out.view(B, H, D), v.dtype)
@@ -116,15 +114,13 @@ def macchiato_step(
     Returns:
         y, (B, H, D).
     """
-    if log_decay is not None:
-        _forget(log_decay, log_mass, real)
     if _native(mean, latent_q, latent_k, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
-            *(latent_q, latent_k, q, k, v, log_mass, mean, *ring, slot),
+            *(latent_q, latent_k, q, k, v, log_mass, mean, log_decay, *ring, slot),
             *(*(rotary or (None, None)), real, scale, softcap or 0.0),
         )
     (B, H, L, D), G, W = mean.shape, ring.keys.shape[1], ring.keys.shape[2]
-    _see(latent_k, v, log_mass, mean, real)
+    _see(latent_k, v, log_mass, mean, log_decay, real)
     p_BH1, p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1).split([1, L], -1)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
     q, k = _rotated(q, k, rotary)
@@ -292,22 +288,23 @@ def _kept(value: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def _forget(log_decay: Tensor, log_mass: Tensor, real: Tensor | None) -> None:
-    """What has been seen loses weight, in place; padding makes nothing forget."""
-    if real is not None:
-        log_decay = torch.where(real[:, None, None], log_decay, 0.0)
-    log_mass.add_(log_decay)
-
-
-def _see(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None) -> None:
-    """The latents' state after one more source, in place.
+def _see(
+    k: Tensor,
+    v: Tensor,
+    log_mass: Tensor,
+    mean: Tensor,
+    log_decay: Tensor | None,
+    real: Tensor | None,
+) -> None:
+    """The latents' state after they forget and one more source, in place.
 
     ``e^{k - A'} = sigmoid(k - A)``, which is 1 for the empty state, and exact where it is small.
     """
     (B, H, L, D), G = mean.shape, v.shape[1]
     k, v = in_dtype(k, mean.dtype), in_dtype(v, mean.dtype)
-    gain = torch.sigmoid(k - log_mass)
-    mass = torch.logaddexp(log_mass, k)
+    before = log_mass if log_decay is None else log_mass + in_dtype(log_decay, mean.dtype)
+    gain = torch.sigmoid(k - before)
+    mass = torch.logaddexp(before, k)
     if real is not None:
         # where, not a product: what stands at padding must not matter, even if it is not finite.
         real = real[:, None, None]

@@ -44,11 +44,20 @@ def case(dtype=torch.float32, scale=1.0):
     rotary = angles.cos(), torch.cat([-angles.sin(), angles.sin()], 2)
     local = {"scale": 0.4, "softcap": 3.0, "rotary": rotary}
     latents = (log_mass, mean)
+    decay = -randn(B, H, L).float().square()
+
+    def latte(**options):
+        return latte_step(latent_q[..., 1:], latent_k, v, *latents, real, **options)
+
+    def macchiato(**options):
+        inputs = latent_q, latent_k, q, k, v, *latents, ring, slot, real
+        return macchiato_step(*inputs, **local, **options)
+
     steps = {
-        "latte": lambda: latte_step(latent_q[..., 1:], latent_k, v, *latents, real),
-        "macchiato": lambda: macchiato_step(
-            latent_q, latent_k, q, k, v, *latents, ring, slot, real, **local
-        ),
+        "latte": latte,
+        "forgetful latte": lambda: latte(log_decay=decay[0]),
+        "macchiato": macchiato,
+        "forgetful macchiato": lambda: macchiato(log_decay=decay),
         "window": lambda: window_step(q, k, v, ring, slot, real, length=4, **local),
         "rg_lru": recur,
         "conv": lambda: conv_step(x, weight, bias, tail, real),
@@ -56,7 +65,10 @@ def case(dtype=torch.float32, scale=1.0):
     return steps, [*latents, *ring, state, tail]
 
 
-STEPS = pytest.mark.parametrize("name", ["latte", "macchiato", "window", "rg_lru", "conv"])
+FORGETFUL = ["forgetful latte", "forgetful macchiato"]
+STEPS = pytest.mark.parametrize(
+    "name", ["latte", "macchiato", *FORGETFUL, "window", "rg_lru", "conv"]
+)
 
 
 @STEPS
@@ -81,6 +93,7 @@ def test_a_step_is_one_kernel_by_default_and_one_graph(name):
         out = steps[name]()
     events = [e.name for e in seen.events()]
     assert sum(e.startswith("latte::cpu_") for e in events) == 1
+    assert "aten::add_" not in events and "aten::copy_" not in events
     plain = [out.clone(), *(x.clone() for x in states)]
     steps, states = case()
     torch._dynamo.reset()

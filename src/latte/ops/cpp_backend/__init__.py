@@ -26,9 +26,8 @@ from latte.ops.state import LatteState, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences
 from latte.ops.torch_backend import recurrence
 
-# Tokens between two states that are kept for the backward pass, by the RG-LRU (CHUNK in rg_lru.cpp)
-# and by Latte (SEGMENT in attention.cpp).
-CHUNK, SEGMENT = 32, 256
+# Tokens between two states that are kept for the backward pass (SEGMENT in attention.cpp).
+SEGMENT = 256
 
 
 def _load() -> str | None:
@@ -80,12 +79,14 @@ def _op(
     fake: Callable[..., tuple[Tensor, ...]],
     *,
     differentiable: int,
+    saved_from: int | None = None,
 ) -> Any:
     """The op ``latte::NAME`` and its backward op, whose kernels the library has.
 
     Args:
         inputs: the schema's, tensors then numbers.
         outputs: how many there are, of which the first ``differentiable`` have gradients.
+        saved_from: the first that the backward op takes; None: those without gradients.
         wanted: the inputs whose gradients the backward op gives.
         again: the differentiable outputs by PyTorch's operations, for the gradients of gradients.
         fake: empty outputs.
@@ -95,13 +96,14 @@ def _op(
     tensors = inputs.split(", ")
     count = sum(x.startswith("Tensor") for x in tensors)
     grads = [f"Tensor grad_{i}" for i in range(differentiable)]
-    kept = [f"Tensor kept_{i}" for i in range(outputs - differentiable)]
+    saved_from = differentiable if saved_from is None else saved_from
+    kept = [f"Tensor kept_{i}" for i in range(outputs - saved_from)]
     given = ", ".join([*grads, *tensors[:count], *kept, *tensors[count:]])
     schemas.define(f"{name}_backward({given}) -> ({', '.join(['Tensor'] * len(wanted))})")
     op, backward_op = (getattr(torch.ops.latte, x).default for x in (name, f"{name}_backward"))
     torch.library.register_fake(op, fake)
     connect_gradients(
-        op, backward_op, wanted, outputs=differentiable, saved_from=differentiable, again=again
+        op, backward_op, wanted, outputs=differentiable, saved_from=saved_from, again=again
     )
     return op
 
@@ -117,7 +119,7 @@ def rg_lru(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E)."""
     inputs = (x_BTE, recurrence_gate, input_gate, theta_E.to(computation_dtype(x_BTE.dtype)))
-    return rg_lru_op(*inputs, *_plain(initial_state, sequences), reverse)[:2]
+    return rg_lru_op(*inputs, *_plain(initial_state, sequences), reverse)
 
 
 def causal_conv1d(
@@ -193,10 +195,8 @@ def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, .
 
 
 def _rg_lru_fake(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
-    (B, T, E), N = x.shape, count_sequences(x.shape[0], bounds)
-    M = B * -(-T // CHUNK) if bounds is None else T // CHUNK + N
-    states = (x.new_empty(n, E, dtype=computation_dtype(x.dtype)) for n in (N, M))
-    return *empty_gradients(x), *states
+    N, dtype = count_sequences(x.shape[0], bounds), computation_dtype(x.dtype)
+    return *empty_gradients(x), x.new_empty(N, x.shape[2], dtype=dtype)
 
 
 def _rg_lru_again(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
@@ -259,8 +259,9 @@ if ABSENT is None:
         "cpu_rg_lru",
         "Tensor x, Tensor recurrence_gate, Tensor input_gate, Tensor theta, Tensor? initial, "
         "Tensor? mask, Tensor? bounds, bool reverse",
-        *(3, (0, 1, 2, 3, 4), _rg_lru_again, _rg_lru_fake),
+        *(2, (0, 1, 2, 3, 4), _rg_lru_again, _rg_lru_fake),
         differentiable=2,
+        saved_from=0,
     )
     convolution_op = _op(
         "cpu_convolution",
@@ -292,7 +293,7 @@ if ABSENT is None:
         differentiable=1,
     )
     # Steps of decoding (latte.ops.step), which write into the states that they are given.
-    latents = "Tensor(a!) log_mass, Tensor(b!) mean"
+    latents = "Tensor(a!) log_mass, Tensor(b!) mean, Tensor? log_decay"
     ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot"
     ring = f"{ring}, Tensor? cos, Tensor? sin, Tensor? real"
     local = "Tensor q, Tensor k, Tensor v"

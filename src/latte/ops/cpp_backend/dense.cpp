@@ -266,8 +266,8 @@ static void gate(Recurrence& op, int64_t r, int64_t n, const T* x, T* h) {
     }
     for (int64_t c = 0; c < P; c += width<T>) {
         V<T> strength = T(8) * softplus(load(op.theta.at<S>() + first + c, 1, P - c));
-        Gates<T> now = open(load_all(gates.data() + c), load_all(gates.data() + step + c), strength);
-        V<T> gated = now.i * load(x + first + c, 1, P - c);
+        Kept<T> now = kept(sigmoid(load_all(gates.data() + c)), strength);
+        V<T> gated = sigmoid(load_all(gates.data() + step + c)) * load(x + first + c, 1, P - c);
         V<T> after = now.a * load(state + c, 1, P - c) + now.factor * gated;
         store(state + c, after, P - c), store(h + first + c, after, P - c);
     }

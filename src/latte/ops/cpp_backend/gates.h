@@ -5,16 +5,16 @@ template <class T> constexpr T LEAST_DECAY;
 template <> constexpr float LEAST_DECAY<float> = -1.1754943508222875e-38f;
 template <> constexpr double LEAST_DECAY<double> = -2.2250738585072014e-308;
 
-// What the gates of one token make of it, some channels at once.
+// What is kept of the state, and the input's factor sqrt(1 - a^2).
 template <class T>
-struct Gates { V<T> r, i, a, factor; };
+struct Kept { V<T> a, factor; };
 
-// Of both gates before their sigmoid, and 8 softplus(theta).
+// Of the recurrence gate r and 8 softplus(theta).
 template <class T>
-LATTE_INLINE Gates<T> open(V<T> r, V<T> i, V<T> strength) {
-    r = sigmoid(r), i = sigmoid(i);
-    Decay<T> a = decay(smaller(-r * strength, all(LEAST_DECAY<T>)));
-    return {r, i, a.kept, root(a.lost * (a.kept + T(1)))};  // 1 - a^2 = (1 - a) (1 + a)
+LATTE_INLINE Kept<T> kept(V<T> r, V<T> strength) {
+    V<T> log_a = larger(smaller(-r * strength, all(LEAST_DECAY<T>)), all(T(-87)));
+    Decay<T> a = decay_above(log_a);
+    return {a.kept, root(a.lost * (a.kept + T(1)))};  // 1 - a^2 = (1 - a) (1 + a)
 }
 
 // log(1 + e^x), without overflow, each within a few ulp however small it is.

@@ -6,11 +6,11 @@
 //     dlog a_t = g_t (a_t h_{t-1} - i_t x_t a_t^2 / sqrt(1 - a_t^2))
 //
 // A task is one sequence and a block of channels, walked token by token: each input is read once,
-// nothing is written but the results, and a sequence that is cut goes on in the same bits. Kept for
-// the backward pass is one state per CHUNK tokens; the others are computed anew, a chunk at a time.
+// nothing is written but the results, and a sequence that is cut goes on in the same bits. The
+// backward walk takes h_{t-1} from the output, and makes the gates again from their logits.
 // Where a sequence starts a = 0 and the factor is 1; a masked token leaves the state as it is.
 //
-// Shapes: B batch, T tokens, E channels, N sequences (B, or the packed ones), M chunks of them all.
+// Shapes: B batch, T tokens, E channels, N sequences (B, or the packed ones).
 #ifndef LATTE_RG_LRU
 #define LATTE_RG_LRU
 
@@ -18,38 +18,32 @@
 
 namespace latte {
 
-constexpr int64_t CHUNK = 32;    // tokens between two states that are kept
-constexpr int64_t BLOCK = 256;   // channels of a task at most: what is computed anew fits the cache
+constexpr int64_t CHUNK = 32;    // tokens of which dtheta is summed in the dtype of the state
+constexpr int64_t BLOCK = 512;   // channels of a task at most
 constexpr int64_t AHEAD = 8;     // tokens by which memory is asked for before it is read
 
 struct RgLru {
     Tensor x, r, i, theta, initial, mask, bounds;  // (B,T,E) x 3, (E,), (N,E), (B,T), (N+1,) int64
     bool reverse;
-    Tensor out, last, kept;                     // (B,T,E), (N,E), (M,E)
+    Tensor out, last;                           // (B,T,E), (N,E)
     Tensor dout, dlast, dx, dr, di, dinitial;   // of the backward pass
     std::vector<double> slopes;                 // (N,E): dtheta of each sequence
 
     int64_t tokens() const { return x.sizes[1]; }
     int64_t channels() const { return x.sizes[2]; }
     int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : x.sizes[0]; }
-    int64_t chunks() const {
-        if (bounds) return tokens() / CHUNK + sequences();
-        return x.sizes[0] * ((tokens() + CHUNK - 1) / CHUNK);
-    }
 };
 
 // Where sequence n is, in the order in which it is walked.
 struct Walk {
-    int64_t row, begin, count, first_chunk;
+    int64_t row, begin, count;
     bool reverse;
     const bool* mask;
 
     Walk(const RgLru& op, int64_t n) : row(n), begin(0), count(op.tokens()), reverse(op.reverse) {
-        first_chunk = n * ((count + CHUNK - 1) / CHUNK);
         if (op.bounds) {
             const int64_t* bounds = op.bounds.at<int64_t>();
             row = 0, begin = bounds[n], count = bounds[n + 1] - begin;
-            first_chunk = begin / CHUNK + n;
         }
         mask = op.mask ? op.mask.at<bool>() + row * op.tokens() : nullptr;
     }
@@ -102,7 +96,7 @@ static RgLru inputs(Stack& stack) {
     return op;
 }
 
-// (x, recurrence gate, input gate, theta, initial?, mask?, bounds?, reverse) -> (h, last, kept)
+// (x, recurrence gate, input gate, theta, initial?, mask?, bounds?, reverse) -> (h, last)
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     RgLru op = inputs(stack);
@@ -110,21 +104,17 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     const int64_t B = op.x.sizes[0], T = op.tokens(), E = op.channels();
     op.out = Tensor::empty({B, T, E}, op.x.dtype);
     op.last = Tensor::empty({op.sequences(), E}, wide(op.x));
-    op.kept = Tensor::empty({op.chunks(), E}, wide(op.x));
-    // Packed sequences may need fewer chunks than there are: what they keep is defined there too.
-    const size_t number = op.x.type() == Type::F64 ? 8 : 4;
-    if (op.bounds) std::memset(op.kept.data, 0, size_t(op.chunks() * E) * number);
     LATTE_CHOOSE(run_forward)(op);
-    stack.give(op.out, op.last, op.kept);
+    stack.give(op.out, op.last);
 }
 
-// (dh, dlast, the inputs, kept, reverse) -> gradients of x, both gates, theta, initial (or empty)
+// (dh, dlast, the inputs, h, last, reverse) -> gradients of x, both gates, theta, initial (or empty)
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Tensor dout = stack.tensor(), dlast = stack.tensor();
     RgLru op = inputs(stack);
     op.dout = static_cast<Tensor&&>(dout), op.dlast = static_cast<Tensor&&>(dlast);
-    op.kept = stack.tensor(), op.reverse = stack.flag();
+    op.out = stack.tensor(), op.last = stack.tensor(), op.reverse = stack.flag();
     const int64_t B = op.x.sizes[0], T = op.tokens(), E = op.channels(), N = op.sequences();
     for (Tensor* gradient : {&op.dx, &op.dr, &op.di})
         *gradient = Tensor::empty({B, T, E}, op.x.dtype);
@@ -166,8 +156,16 @@ LATTE_INLINE const S* at_token(const Tensor& x, int64_t row, int64_t token, int6
     return x.at<S>() + row * x.strides[0] + token * x.strides[1] + first * x.strides[2];
 }
 
-// Asks for memory that is needed soon: rows are too short, and too far apart, to be foreseen.
-LATTE_INLINE void fetch(const void* at) { __builtin_prefetch(at); }
+// The sigmoids of a row's gate, in a loop of their own: of a longer chain of operations a processor
+// sees too little to begin the next one meanwhile. Memory of a row to come is asked for: rows are
+// too short, and too far apart, to be foreseen.
+template <class S, class T>
+static void open(const S* gate, int64_t stride, const S* next, int64_t size, T* to) {
+    for (int64_t c = 0; c < size; c += width<T>) {
+        __builtin_prefetch(next + c * stride);
+        store_all(to + c, sigmoid(load(gate + c * stride, stride, size - c)));
+    }
+}
 
 template <class S>
 static void walk_forward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
@@ -177,15 +175,11 @@ static void walk_forward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
     const Walk walk(op, n);
     const int64_t start = walk.start<T>(op, n);
     alignas(64) T state[BLOCK] = {}, strength[BLOCK] = {}, slope[BLOCK];
+    alignas(64) T opened_r[BLOCK], opened_i[BLOCK];
     strengths<T>(op, first, stop, strength, slope);
     if (op.initial) std::memcpy(state, op.initial.at<T>() + n * E + first, size * sizeof(T));
-    T* kept = op.kept.at<T>() + walk.first_chunk * E + first;
     const int64_t xs = op.x.strides[2], rs = op.r.strides[2], is = op.i.strides[2];
     for (int64_t step = 0; step < walk.count; ++step) {
-        if (step % CHUNK == 0) {
-            std::memcpy(kept, state, size * sizeof(T));
-            kept += E;
-        }
         const int64_t token = walk.token(step);
         S* out = op.out.at<S>() + (walk.row * op.tokens() + token) * E + first;
         if (!walk.real(step)) {
@@ -196,17 +190,17 @@ static void walk_forward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
         const S* r = at_token<S>(op.r, walk.row, token, first);
         const S* i = at_token<S>(op.i, walk.row, token, first);
         const int64_t soon = walk.token(step + AHEAD) - token;
-        const S *next_x = x + soon * op.x.strides[1], *next_r = r + soon * op.r.strides[1];
-        const S* next_i = i + soon * op.i.strides[1];
+        const S* next_x = x + soon * op.x.strides[1];
+        open(r, rs, r + soon * op.r.strides[1], size, opened_r);
+        open(i, is, i + soon * op.i.strides[1], size, opened_i);
         const bool fresh = step == start;
         for (int64_t c = 0; c < size; c += W) {
             const int64_t left = size - c;
-            fetch(next_x + c * xs), fetch(next_r + c * rs), fetch(next_i + c * is);
-            Gates<T> gates = open<T>(
-                load(r + c * rs, rs, left), load(i + c * is, is, left), load_all(strength + c));
-            V<T> gated = gates.i * load(x + c * xs, xs, left);
+            __builtin_prefetch(next_x + c * xs);
+            Kept<T> now = kept(load_all(opened_r + c), load_all(strength + c));
+            V<T> gated = load_all(opened_i + c) * load(x + c * xs, xs, left);
             V<T> h = gated;
-            if (!fresh) h = gates.a * load_all(state + c) + gates.factor * gated;
+            if (!fresh) h = now.a * load_all(state + c) + now.factor * gated;
             store_all(state + c, h);
             store(out + c, h, left);
         }
@@ -221,86 +215,65 @@ static void walk_backward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
     const int64_t E = op.channels(), size = stop - first;
     const Walk walk(op, n);
     const int64_t start = walk.start<T>(op, n);
-    struct alignas(64) Anew { T before[BLOCK], r[BLOCK], i[BLOCK], a[BLOCK], factor[BLOCK]; };
-    Anew anew[CHUNK];
-    alignas(64) T state[BLOCK] = {}, later[BLOCK] = {}, strength[BLOCK] = {}, slope[BLOCK];
-    alignas(64) T sums[BLOCK];  // of dlog a_t r_t over a chunk
+    alignas(64) T initial[BLOCK] = {}, later[BLOCK] = {}, strength[BLOCK] = {}, slope[BLOCK];
+    alignas(64) T opened_r[BLOCK], opened_i[BLOCK];
+    alignas(64) T sums[BLOCK] = {};  // of dlog a_t r_t over a chunk
     strengths<T>(op, first, stop, strength, slope);
+    if (op.initial) std::memcpy(initial, op.initial.at<T>() + n * E + first, size * sizeof(T));
     const T* dlast = op.dlast.at<T>() + n * op.dlast.strides[0];
     for (int64_t c = 0; c < size; ++c) later[c] = dlast[(first + c) * op.dlast.strides[1]];
-    double* slopes = op.slopes.data() + n * E + first;
+    auto flush = [&, slopes = op.slopes.data() + n * E + first] {
+        for (int64_t c = 0; c < size; ++c) slopes[c] -= double(sums[c]) * double(slope[c]);
+        std::memset(sums, 0, sizeof sums);
+    };
     const int64_t xs = op.x.strides[2], rs = op.r.strides[2], is = op.i.strides[2];
     const int64_t ds = op.dout.strides[2];
-    for (int64_t chunk = (walk.count + CHUNK - 1) / CHUNK - 1; chunk >= 0; --chunk) {
-        const int64_t begin = chunk * CHUNK;
-        const int64_t end = begin + CHUNK < walk.count ? begin + CHUNK : walk.count;
-        std::memcpy(state, op.kept.at<T>() + (walk.first_chunk + chunk) * E + first,
-                    size * sizeof(T));
-        std::memset(sums, 0, sizeof sums);
-        for (int64_t step = begin; step < end; ++step) {
-            if (!walk.real(step)) continue;
-            Anew& now = anew[step - begin];
-            const int64_t token = walk.token(step);
-            const S* x = at_token<S>(op.x, walk.row, token, first);
-            const S* r = at_token<S>(op.r, walk.row, token, first);
-            const S* i = at_token<S>(op.i, walk.row, token, first);
-            const int64_t soon = walk.token(step - CHUNK) - token;
-            const S *next_x = x + soon * op.x.strides[1], *next_r = r + soon * op.r.strides[1];
-            const S* next_i = i + soon * op.i.strides[1];
-            const bool fresh = step == start;
+    for (int64_t step = walk.count - 1; step >= 0; --step) {
+        if (step % CHUNK == CHUNK - 1) flush();
+        const int64_t token = walk.token(step), row = walk.row;
+        const int64_t at = (row * op.tokens() + token) * E + first;
+        S *dx = op.dx.at<S>() + at, *dr = op.dr.at<S>() + at, *di = op.di.at<S>() + at;
+        const S* dout = at_token<S>(op.dout, row, token, first);
+        if (!walk.real(step)) {
             for (int64_t c = 0; c < size; c += W) {
                 const int64_t left = size - c;
-                fetch(next_x + c * xs), fetch(next_r + c * rs), fetch(next_i + c * is);
-                Gates<T> gates = open<T>(
-                    load(r + c * rs, rs, left), load(i + c * is, is, left),
-                    load_all(strength + c));
-                V<T> before = load_all(state + c), gated = gates.i * load(x + c * xs, xs, left);
-                store_all(now.before + c, before), store_all(now.r + c, gates.r);
-                store_all(now.i + c, gates.i), store_all(now.a + c, gates.a);
-                store_all(now.factor + c, gates.factor);
-                if (!fresh) gated = gates.a * before + gates.factor * gated;
-                store_all(state + c, gated);
+                V<T> none{};
+                store_all(later + c, load_all(later + c) + load(dout + c * ds, ds, left));
+                store(dx + c, none, left), store(dr + c, none, left), store(di + c, none, left);
             }
+            continue;
         }
-        for (int64_t step = end - 1; step >= begin; --step) {
-            const Anew& now = anew[step - begin];
-            const int64_t token = walk.token(step);
-            const int64_t at = (walk.row * op.tokens() + token) * E + first;
-            const S* x = at_token<S>(op.x, walk.row, token, first);
-            const S* dout = at_token<S>(op.dout, walk.row, token, first);
-            S *dx = op.dx.at<S>() + at, *dr = op.dr.at<S>() + at, *di = op.di.at<S>() + at;
-            const S* next = dout + (walk.token(step - AHEAD) - token) * op.dout.strides[1];
-            const bool real = walk.real(step), fresh = step == start;
-            for (int64_t c = 0; c < size; c += W) {
-                const int64_t left = size - c;
-                fetch(next + c * ds);
-                V<T> g = load_all(later + c) + load(dout + c * ds, ds, left), none{};
-                if (!real) {
-                    store_all(later + c, g);
-                    store(dx + c, none, left), store(dr + c, none, left), store(di + c, none, left);
-                    continue;
-                }
-                V<T> i = load_all(now.i + c), input = load(x + c * xs, xs, left);
-                if (fresh) {
-                    store_all(later + c, none);
-                    store(dx + c, g * i, left), store(dr + c, none, left);
-                    store(di + c, g * input * i * (T(1) - i), left);
-                    continue;
-                }
-                V<T> r = load_all(now.r + c), a = load_all(now.a + c);
-                V<T> factor = load_all(now.factor + c), before = load_all(now.before + c);
-                V<T> log_a = -r * load_all(strength + c), moved = g * factor;
-                V<T> dlog = g * (a * before - i * input * (a * a / factor));
-                dlog = select(all(LEAST_DECAY<T>) < log_a, none, dlog);  // a is fixed where it is cut off
-                store(dx + c, moved * i, left);
-                store(di + c, moved * input * i * (T(1) - i), left);
-                store(dr + c, dlog * log_a * (T(1) - r), left);
-                store_all(sums + c, load_all(sums + c) + dlog * r);
-                store_all(later + c, g * a);
-            }
+        const S* x = at_token<S>(op.x, row, token, first);
+        const S* r = at_token<S>(op.r, row, token, first);
+        const S* i = at_token<S>(op.i, row, token, first);
+        const S* h = at_token<S>(op.out, row, walk.token(step - 1), first);
+        const int64_t soon = walk.token(step - AHEAD) - token;
+        const S* next_x = x + soon * op.x.strides[1];
+        const S *next_h = h + soon * E, *next_dout = dout + soon * op.dout.strides[1];
+        open(r, rs, r + soon * op.r.strides[1], size, opened_r);
+        open(i, is, i + soon * op.i.strides[1], size, opened_i);
+        for (int64_t c = 0; c < size; c += W) {
+            const int64_t left = size - c;
+            __builtin_prefetch(next_x + c * xs), __builtin_prefetch(next_h + c);
+            __builtin_prefetch(next_dout + c * ds);
+            V<T> r = load_all(opened_r + c), i = load_all(opened_i + c);
+            const V<T> strong = load_all(strength + c);
+            Kept<T> now = kept(r, strong);
+            if (step == start) r = now.a = V<T>{}, now.factor = all(T(1));
+            V<T> before = step ? load(h + c, 1, left) : load_all(initial + c);
+            V<T> g = load_all(later + c) + load(dout + c * ds, ds, left), moved = g * now.factor;
+            V<T> gated = i * load(x + c * xs, xs, left), log_a = -r * strong;
+            V<T> dlog = g * (now.a * before - gated * (now.a * now.a / now.factor));
+            // Where it is cut off, a is fixed.
+            dlog = select(all(LEAST_DECAY<T>) < log_a, V<T>{}, dlog);
+            store(dx + c, moved * i, left);
+            store(di + c, moved * gated * (T(1) - i), left);
+            store(dr + c, dlog * log_a * (T(1) - r), left);
+            store_all(sums + c, load_all(sums + c) + dlog * r);
+            store_all(later + c, g * now.a);
         }
-        for (int64_t c = 0; c < size; ++c) slopes[c] -= double(sums[c]) * double(slope[c]);
     }
+    flush();
     if (op.initial) std::memcpy(op.dinitial.at<T>() + n * E + first, later, size * sizeof(T));
 }
 

@@ -45,8 +45,19 @@ template <class T> LATTE_INLINE Mask<T> operator<(V<T> x, T y) { return x < all(
 template <class T> LATTE_INLINE V<T> select(Mask<T> where, V<T> x, V<T> y) {
     return {where.low ? x.low : y.low, where.high ? x.high : y.high};
 }
+// If one is NaN: y is the smaller, x the larger one.
 template <class T> LATTE_INLINE V<T> smaller(V<T> x, V<T> y) { return select(x < y, x, y); }
 template <class T> LATTE_INLINE V<T> larger(V<T> x, V<T> y) { return select(x < y, y, x); }
+#if LATTE_WIDTH == 32  // compilers take two instructions each
+LATTE_INLINE V<float> smaller(V<float> x, V<float> y) {
+    return {(typename Raw<float>::numbers)_mm256_min_ps((__m256)x.low, (__m256)y.low),
+            (typename Raw<float>::numbers)_mm256_min_ps((__m256)x.high, (__m256)y.high)};
+}
+LATTE_INLINE V<float> larger(V<float> x, V<float> y) {
+    return {(typename Raw<float>::numbers)_mm256_max_ps((__m256)y.low, (__m256)x.low),
+            (typename Raw<float>::numbers)_mm256_max_ps((__m256)y.high, (__m256)x.high)};
+}
+#endif
 
 // What elements S of memory are computed in.
 template <class S> struct Computed { using type = float; };
@@ -210,6 +221,24 @@ LATTE_INLINE V<float> root(V<float> x) {
 #endif
 }
 
+// e^x = scale (1 + rest), scale a power of two, for |x| <= 87.3; NaN stays.
+struct Power { V<float> scale, rest; };
+LATTE_INLINE Power power(V<float> x) {
+    // x = n log 2 + r, e^x = 2^n e^r. Adding this leaves n in the last bits, as exponents are kept.
+    const float round = 0x1.8p23f + 127;
+    V<float> shifted = x * 1.44269504088896341f + round;
+    V<float> n = shifted - round;
+    V<float> r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    // e^r - 1 = r + p r^2, within 1.4e-8 of it.
+    V<float> p = r * 1.3882516e-3f + 8.3665471e-3f;
+    for (float term : {4.1667201e-2f, 1.6666543e-1f, 5.0e-1f}) p = p * r + term;
+    using Integers = typename Raw<float>::integers;
+    using Numbers = typename Raw<float>::numbers;
+    V<float> scale = {(Numbers)((Integers)shifted.low << 23), (Numbers)((Integers)shifted.high << 23)};
+    return {scale, p * (r * r) + r};
+}
+
 // e^x and 1 - e^x for x <= 0, each within 2 ulp, without cancellation; NaN stays. What e^x is below
 // the smallest normal number counts as 0. e^x alone also for x up to 80.
 template <class T> struct Decay { V<T> kept, lost; };
@@ -217,30 +246,22 @@ template <class T> struct Decay { V<T> kept, lost; };
 LATTE_INLINE Decay<double> decay(V<double> x) {
     return {each<std::exp>(x), -each<std::expm1>(x)};
 }
-LATTE_INLINE Decay<float> decay(V<float> x) {
-    // x = n log 2 + r, e^x = 2^n (1 + s), 1 - e^x = (1 - 2^n) - 2^n s.
-    Mask<float> none = x < -87.336544f;
-    x = select(none, all(-87.336544f), x);
-    const float round = 0x1.8p23f;  // adding it leaves the nearest integer in the last bits
-    V<float> shifted = x * 1.44269504088896341f + round;
-    V<float> n = shifted - round;
-    V<float> r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    V<float> square = r * r;
-    V<float> p = (r * 1.9875691500e-4f + 1.3981999507e-3f) * square +
-                 (r * 8.3334519073e-3f + 4.1665795894e-2f);
-    p = p * square + (r * 1.6666665459e-1f + 5.0000001201e-1f);
-    V<float> s = p * square + r;
-    using Integers = typename Raw<float>::integers;
-    using Numbers = typename Raw<float>::numbers;
-    V<float> scale = {(Numbers)(((Integers)shifted.low - (0x4b400000 - 127)) << 23),
-                      (Numbers)(((Integers)shifted.high - (0x4b400000 - 127)) << 23)};
-    V<float> lost = (all(1.0f) - scale) - scale * s;
-    return {select(none, V<float>{}, scale * s + scale), select(none, all(1.0f), lost)};
+// For x >= -87.
+LATTE_INLINE Decay<double> decay_above(V<double> x) { return decay(x); }
+LATTE_INLINE Decay<float> decay_above(V<float> x) {
+    Power e = power(x);
+    return {e.scale * e.rest + e.scale, (all(1.0f) - e.scale) - e.scale * e.rest};
 }
-// sigmoid(x), without overflow.
-template <class T> LATTE_INLINE V<T> sigmoid(V<T> x) {
-    Mask<T> negative = x < T(0);
-    V<T> e = decay(select(negative, x, -x)).kept;
-    return select(negative, e, all(T(1))) / (e + T(1));
+LATTE_INLINE Decay<float> decay(V<float> x) {
+    Mask<float> none = x < -87.336544f;
+    Decay<float> e = decay_above(select(none, all(-87.336544f), x));
+    return {select(none, V<float>{}, e.kept), select(none, all(1.0f), e.lost)};
+}
+// sigmoid(x), without overflow; at least e^-87.
+LATTE_INLINE V<float> sigmoid(V<float> x) {
+    Power e = power(-larger(smaller(all(87.0f), x), all(-87.0f)));
+    return all(1.0f) / (e.scale * e.rest + e.scale + 1.0f);
+}
+LATTE_INLINE V<double> sigmoid(V<double> x) {
+    return all(1.0) / (each<std::exp>(-larger(x, all(-700.0))) + 1.0);
 }

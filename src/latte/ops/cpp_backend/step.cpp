@@ -1,6 +1,7 @@
 // One token of decoding: Latte, Latte-Macchiato and the window, their states written in place.
 //
 //     A' = logaddexp(A, k),  mu' = mu + e^{k-A'} (v - mu),  e^{k-A'} = sigmoid(k - A)
+//     where latents forget, A + log_decay in the place of A
 //     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
 //
 // The window is a ring: the token goes into one slot, and attention runs over all slots that hold
@@ -17,7 +18,7 @@ namespace latte {
 
 struct Step {
     Tensor latent_q, latent_k, q, k, v;    // (B,H,L or L+1), (B,H,L), (B,H,K), (B,G,K), (B,G,D)
-    Tensor log_mass, mean;                 // (B,H,L), (B,H,L,D)
+    Tensor log_mass, mean, log_decay;      // (B,H,L), (B,H,L,D), (B,H,L) or (H,L)
     Tensor keys, values, mask, slot, real; // (B,G,W,K), (B,G,W,D), (B,W), (1,) int64, (B,)
     Tensor cos, sin;                       // (B or 1, 1, 1 or 2, K/2): the last of each row
     double scale = 1.0, softcap = 0.0;     // 0: none
@@ -47,6 +48,7 @@ namespace latte {
 
 static void latents(Stack& stack, Step& step) {
     step.log_mass = stack.tensor(), step.mean = stack.tensor();
+    step.log_decay = stack.maybe_tensor();
     expect_contiguous(step.log_mass), expect_contiguous(step.mean);
 }
 
@@ -64,7 +66,7 @@ static void finish(Stack& stack, Step& step) {
     stack.give(step.out);
 }
 
-// (q, k, v, log_mass!, mean!, real?) -> y
+// (q, k, v, log_mass!, mean!, log_decay?, real?) -> y
 static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -74,8 +76,8 @@ static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
     finish(stack, step);
 }
 
-// (latent_q, latent_k, q, k, v, log_mass!, mean!, keys!, values!, mask?!, slot, cos?, sin?,
-// real?, scale, softcap) -> y
+// (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
+// sin?, real?, scale, softcap) -> y
 static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -150,10 +152,14 @@ template <class T>
 static void see(const Step& step, int64_t b, int64_t head, const T* k, const T* v, const T* p, T* y) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], at = b * step.heads() + head;
     T *log_mass = step.log_mass.at<T>() + at * L, *mean = step.mean.at<T>() + at * L * D;
+    const Tensor& decay = step.log_decay;
+    const int64_t rows = decay.dims == 3, *strides = decay.strides + rows;
+    const int64_t first = rows * b * decay.strides[0] + head * strides[0];
     const bool real = step.is_real(b);
     for (int64_t l = 0; l < L; ++l, mean += D) {
         T gain = 0, kept = 1;
         if (real) {
+            if (decay) log_mass[l] += number_at<T>(decay, first + l * strides[1]);
             const T gap = k[l] - log_mass[l], small = std::exp(-std::abs(gap));
             gain = (gap < 0 ? small : T(1)) / (T(1) + small);
             kept = (gap < 0 ? T(1) : small) / (T(1) + small);
