@@ -10,7 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from latte.data.tokenizers import byte_tokenizer
-from latte.models import LatteCache, LatteForCausalLM, preset_config
+from latte.models import (
+    LatteCache,
+    LatteForCausalLM,
+    LatteForSequenceClassification,
+    LatteModel,
+    preset_config,
+)
 from tests.conversion.bases import converted
 
 vllm = pytest.importorskip("vllm")
@@ -238,7 +244,15 @@ def test_vllm_refuses_by_the_same_lines(tmp_path, options, message):
         arguments.EngineArgs(folder, **options).create_engine_config()
 
 
-def test_a_growing_state_is_refused(tmp_path):
-    folder = save(LatteForCausalLM(small("transformer++")), tmp_path)
-    with pytest.raises(ValueError, match="Latte's models in vLLM: a state that grows"):
+@pytest.mark.parametrize(
+    ("kind", "preset", "message"),
+    [
+        (LatteForCausalLM, "transformer++", "a state that grows"),
+        (LatteForSequenceClassification, "latte-r-swa++", "runner 'pooling'"),
+        (LatteModel, "latte-r-swa++", "runner 'pooling'"),
+    ],
+)
+def test_other_models_are_refused(tmp_path, kind, preset, message):
+    folder = save(kind(small(preset)), tmp_path)
+    with pytest.raises(ValueError, match=f"Latte's models in vLLM: {message}"):
         arguments.EngineArgs(folder).create_engine_config()

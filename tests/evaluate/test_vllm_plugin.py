@@ -60,12 +60,12 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(fields, message):
         check_model(model_config(**fields))
 
 
-def settings(cache=(), parallel=(), **fields):
+def settings(cache=(), parallel=(), runner_type="generate", **fields):
     plain_cache = {"enable_prefix_caching": False, "cache_dtype": "auto"}
     plain_cache |= {"mamba_cache_dtype": "auto", "mamba_cache_mode": "align"}
     plain = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None}
     return SimpleNamespace(
-        model_config=model_config(),
+        model_config=model_config(runner_type=runner_type),
         cache_config=SimpleNamespace(**(plain_cache | dict(cache))),
         parallel_config=SimpleNamespace(
             **({"world_size": 1, "data_parallel_size": 1} | dict(parallel))
@@ -82,6 +82,7 @@ def settings(cache=(), parallel=(), **fields):
         ({"cache": {"mamba_cache_dtype": "float16"}}, "states in 'float16'"),
         ({"parallel": {"world_size": 2}}, "parallelism over 2 processes"),
         ({"parallel": {"data_parallel_size": 4}}, "parallelism over 4 processes"),
+        ({"runner_type": "pooling"}, "runner 'pooling'"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA adapters"),
         ({"kv_transfer_config": object()}, "a KV connector"),

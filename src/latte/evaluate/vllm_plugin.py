@@ -63,6 +63,7 @@ def settle(vllm: Any) -> None:
         LatteError: prefix caching, several processes, drafts, adapters, states sent elsewhere or
             in another dtype: none of them knows what is in a page.
     """
+    check_model(vllm.model_config)  # of a classifier vLLM asks here alone
     cache, parallel = vllm.cache_config, vllm.parallel_config
     several = max(parallel.world_size, parallel.data_parallel_size)
     _refuse(
