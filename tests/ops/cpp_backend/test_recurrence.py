@@ -185,6 +185,16 @@ def test_masked_tokens_may_hold_anything(op):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_comes_through(place, dtype):
+    inputs = [z.to(dtype) for z in lru_inputs(1, 10, 21)]
+    inputs[place].view(-1)[-11] = torch.nan  # channel 10 of the last token, or of theta
+    states, _ = lru("cpu")(*inputs)
+    expected, _ = lru("reference")(*inputs)
+    assert torch.equal(states.isnan(), expected.isnan()) and expected.isnan().any()
+
+
 def test_results_do_not_depend_on_the_number_of_threads_or_on_strides():
     inputs = [z.float() for z in lru_inputs(3, 70, 150)]
     taps = [inputs[0], randn(150, 3).float(), randn(150).float()]

@@ -12,7 +12,7 @@ struct Kept { V<T> a, factor; };
 // Of the recurrence gate r and 8 softplus(theta).
 template <class T>
 LATTE_INLINE Kept<T> kept(V<T> r, V<T> strength) {
-    V<T> log_a = larger(smaller(-r * strength, all(LEAST_DECAY<T>)), all(T(-87)));
+    V<T> log_a = larger(smaller(all(LEAST_DECAY<T>), -r * strength), all(T(-87)));  // NaN stays
     Decay<T> a = decay_above(log_a);
     return {a.kept, root(a.lost * (a.kept + T(1)))};  // 1 - a^2 = (1 - a) (1 + a)
 }
