@@ -43,7 +43,7 @@ def call(backend, q, k, v, *state, **options):
     )
 
 
-def judged(inputs: list[Tensor], op=call, ulps: float = 16.0, **options) -> list[Tensor]:
+def judged(inputs: list[Tensor], op=call, **options) -> list[Tensor]:
     """Values and gradients of the kernels, which may err at most twice what the reference does.
 
     Both get the same inputs in low precision; what is exact comes from fp64. The floor of a few
@@ -65,7 +65,7 @@ def judged(inputs: list[Tensor], op=call, ulps: float = 16.0, **options) -> list
         seen = torch.isfinite(e)
         assert torch.equal(a[~seen].to(F64), e[~seen]), f"tensor {i}: other infinities, or NaN"
         a, b, e = (torch.where(seen, x.to(F64), 0.0) for x in (a, b, e))
-        floor = eps * max(ulps, ulps * e.norm().item(), 2.0 * largest)
+        floor = eps * max(16.0, 16.0 * e.norm().item(), 2.0 * largest)
         error, limit = (a - e).norm().item(), 2 * (b - e).norm().item()
         assert error <= max(limit, floor), f"tensor {i}: {error:.3g} above {limit:.3g}"
     return got

@@ -238,6 +238,7 @@ TRIPS = {
     "window_source_gradients": 3,
 }
 TOKENS = 65536
+RARELY = dict.fromkeys(WALKS, ("token_ref_ptr", "token_mass_ptr"))  # of tokens beyond reach
 TAILS = ("final_tail", "tail_gradients")  # which read the ends of their inputs
 BACKWARD = ("back", "gradients", "query_walk", "source_walk", "queries_ask", "add_up")
 
@@ -283,7 +284,8 @@ def analyse(case: Case, capability: int) -> list[Row]:
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
         rounds = -(-T // given["C"]) if called in WALKS else 1
         issued = math.prod(options["grid"]) * rounds * work.instructions * takes.warps
-        moved = sum(x.nbytes for x in given.values() if isinstance(x, torch.Tensor))
+        read = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+        moved = sum(x.nbytes for n, x in read.items() if n not in RARELY.get(called, ()))
         moved *= called not in TAILS
         floors = (
             moved / card.terabytes / 1e6,
@@ -303,6 +305,7 @@ WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
 TIMED = {
     f"latte, L = {L}, D = {D}": Case("latte", BF16, "plain", L=L, D=D, **HEADS) for L, D in WIDTHS
 }
+TIMED["latte, forgetting, L = 32, D = 64"] = Case("latte", BF16, "plain", forgets=True, **HEADS)
 TIMED |= {
     f"macchiato, L = {L}, D = 64": Case("macchiato", BF16, "plain", L=L, window=128, **HEADS)
     for L in (32, 16)

@@ -118,9 +118,7 @@ def test_extreme_logits_and_decays(kind, monkeypatch):
         g[:, 20] = -300.0
     else:
         k += 1e4
-    # Keys of a jump err by an ulp of its 120, 64 of their weight's; log_decay's gradient sums them.
-    ulps = 64.0 if kind == "jump" else 16.0
-    got = judged([x.float() for x in (q, k, v, g)], latte, ulps)
+    got = judged([x.float() for x in (q, k, v, g)], latte)
     assert all(torch.isfinite(x).all() for x in got)
 
 

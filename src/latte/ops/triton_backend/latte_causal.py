@@ -245,8 +245,9 @@ def _tile_gradients(
         asked = lost.new_empty((*at_ends[0].shape, D)), torch.empty_like(at_ends[0])
     log_decay, dg = forgetting or (None, None)
     told: dict[str, Tensor] = {}
-    if log_decay is not None:
+    if dg is not None:
         told = {f"slot_{x}_ptr": torch.empty_like(at_slots[0]) for x in ("fall", "step")}
+        told |= {f"token_{x}_ptr": torch.empty_like(dg) for x in ("ref", "mass")}
     before = (top_M, mass_M, mean_M) if run.cut else (None, None, None)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride())
     run.back(
@@ -448,6 +449,7 @@ def query_walk(
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
     STAGES: tl.constexpr, window_delta_ptr=None, R: tl.constexpr = 1,
     g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, slot_fall_ptr=None, slot_step_ptr=None,
+    token_ref_ptr=None, token_mass_ptr=None,
 ):  # fmt: skip
     """dq (B, T, H, L), c (B, T, H), (ref, mass) before each chunk and after the segment.
 
@@ -458,7 +460,8 @@ def query_walk(
     latents', in q and in dq. ``R`` heads share one head of the values.
 
     Where latents forget: what they have forgotten before each chunk since its reference was chosen,
-    and the logarithm of what one unit before a chunk is worth after it.
+    and the logarithm of what one unit before a chunk is worth after it: -inf where tokens are
+    beyond reach, whose own (ref, mass) go to ``token_ref`` and ``token_mass`` (B, T, H, L).
     """
     GATED: tl.constexpr = window_delta_ptr is not None
     FORGETS: tl.constexpr = g_ptr is not None
@@ -480,6 +483,8 @@ def query_walk(
         window_delta_ptr += batch * T * H + h
     if FORGETS:
         g_ptr += batch * g_b + h * g_h
+        token_ref_ptr += (batch * T * H + h) * L
+        token_mass_ptr += (batch * T * H + h) * L
     token = tl.arange(0, C)
     past = token[:, None] >= token[None, :]
     ones = tl.full((C, C), 1.0, tl.float32)
@@ -554,6 +559,8 @@ def query_walk(
                     ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s, fall_s)
                     first_mass *= tl.exp(before_s - ref_s + fall_s)
                     fall_s = tl.zeros_like(fall_s)
+                    store_value(token_ref_ptr, H * L, 1, at + s, 0, L, ref_s, True, BL)
+                    store_value(token_mass_ptr, H * L, 1, at + s, 0, L, mass_s, True, BL)
                 else:
                     ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s)
                 over_s = inverse(mass_s)
@@ -577,7 +584,7 @@ def query_walk(
             if asked_ptr is not None:
                 lost_after += tl.where(token[:, None] == 0, lost_s[None, :], 0.0)
             if FORGETS:
-                step = ref - ref_s + tl.max(fall_after, 0)
+                step = tl.full((BL,), float("-inf"), tl.float32)
                 ref, fall = ref_s, tl.zeros_like(fall)
             else:
                 ref = tl.maximum(ref, tl.max(k, 0))
@@ -621,7 +628,7 @@ def source_walk(
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr = False, R: tl.constexpr = 1,
     g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, slot_fall_ptr=None, slot_step_ptr=None,
-    dlog_mass1_ptr=None, dg_ptr=None,
+    token_ref_ptr=None, token_mass_ptr=None, dlog_mass1_ptr=None, dg_ptr=None,
 ):  # fmt: skip
     """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
 
@@ -651,6 +658,8 @@ def source_walk(
     if FORGETS:
         g_ptr += batch * g_b + h * g_h
         dg_ptr += batch * T * H * L + h * L
+        token_ref_ptr += batch * T * H * L + h * L
+        token_mass_ptr += batch * T * H * L + h * L
     token = tl.arange(0, C)
     past = token[:, None] >= token[None, :]
     future = token[:, None] <= token[None, :]
@@ -692,7 +701,10 @@ def source_walk(
         kept = tl.exp(step if FORGETS else tl.minimum(ref - later, 0.0))[None, :]
         here, lost_here = total * kept, lost * kept
         # What is written early holds no registers; where tokens are beyond reach, nothing is.
-        beyond = largest(above) > reach
+        if FORGETS:
+            beyond = tl.load(slot_step_ptr + slot * L) == float("-inf")
+        else:
+            beyond = largest(above) > reach
         reached = tl.where(beyond, at, stop)
         scores = tl.where(future, mm(e, tl.trans(asks), PRODUCT), 0.0)
         dv = mm(scores, dy, PRODUCT) + mm(e, tl.trans(here), PRODUCT)
@@ -709,8 +721,9 @@ def source_walk(
         here = added(here, mm(tl.trans(dy), asks, PRODUCT))
         lost_here = added(lost_here, counted(ones, pulled, PRODUCT))
         if beyond:
-            top_s, lost_s, here = -step if FORGETS else later, tl.max(lost, 0), total
-            dA_s = tl.max(dA, 0) if FORGETS else lost_s
+            top_s, lost_s, here = later, tl.max(lost, 0), total
+            if FORGETS:
+                dA_s, fall_s = tl.max(dA, 0), tl.zeros_like(ref)
             tokens = tl.minimum(stop - at, C).to(tl.int32)
             for back in range(0, tokens):
                 s = tokens - 1 - back
@@ -721,12 +734,13 @@ def source_walk(
                 dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)
                 c_s = tl.load(c_ptr + (at + s) * H)
                 if FORGETS:
-                    # Counted from the reference, to which the chunk's tokens are related already.
-                    k_s = tl.sum(tl.where(token[:, None] == s, above, 0.0), 0)
-                    earlier, mass_s = mass_up_to(s, token, above, tl.zeros_like(ref), mass)
+                    earlier = load_value(token_ref_ptr, H * L, 1, at + s, 0, L, BL)
+                    mass_s = load_value(token_mass_ptr, H * L, 1, at + s, 0, L, BL)
+                    kept_s = tl.exp(earlier - top_s + fall_s)
+                    fall_s = load_value(g_ptr, g_t, g_l, at + s, 0, L, BL)
                 else:
                     earlier, mass_s = mass_up_to(s, token, k, ref, mass)
-                kept_s = tl.exp(tl.minimum(earlier - top_s, 0.0))
+                    kept_s = tl.exp(tl.minimum(earlier - top_s, 0.0))
                 over_s = tl.where(mass_s == 0.0, 0.0, inverse(mass_s))
                 here = here * kept_s[None, :] + dy_s[:, None] * (p_s * over_s)[None, :]
                 lost_s = lost_s * kept_s + (dq_s + p_s * c_s) * over_s
@@ -739,11 +753,13 @@ def source_walk(
                     store_value(dg_ptr, H * L, 1, at + s, 0, L, dA_s, True, BL)
                 dv_s = tl.sum(here * e_s[None, :], 1)
                 store_value(dv_ptr, dv_t, 1, at + s, 0, D, dv_s, True, BD)
-            kept_s = tl.exp(tl.minimum((0.0 if FORGETS else ref) - top_s, 0.0))
+            if FORGETS:
+                kept_s = tl.exp(ref - top_s + (fall + fall_s))
+                dA_here = dA_s[None, :] + tl.zeros((C, BL), tl.float32)
+            else:
+                kept_s = tl.exp(tl.minimum(ref - top_s, 0.0))
             here *= kept_s[None, :]
             lost_here = (lost_s * kept_s)[None, :] + tl.zeros((C, BL), tl.float32)
-            if FORGETS:
-                dA_here = dA_s[None, :] + tl.zeros((C, BL), tl.float32)
         total, lost, later = here, lost_here, ref
         if FORGETS:
             dA = dA_here

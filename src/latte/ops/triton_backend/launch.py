@@ -261,7 +261,9 @@ def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER) -> Walk:
 def window_tiles(L: int, K: int, D: int, dtype: torch.dtype, card: int = HOPPER) -> WindowTiles:
     """The tiles of the window's kernels; they do not depend on the window."""
     table = WINDOW if warpgroups(card) else WINDOW_ELSEWHERE
-    return WindowTiles(*table[dtype][max(K, D) > 64][padded(L)])
+    tiles = WindowTiles(*table[dtype][max(K, D) > 64][padded(L)])
+    # Other widths have an address for every element, for which four warps lack registers.
+    return tiles if K % 16 == D % 16 == 0 else tiles._replace(warps_back=8)
 
 
 def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:

@@ -30,6 +30,7 @@ from latte.ops.triton_backend.launch import (
     capability,
     contiguous,
     launch,
+    padded,
     rounding,
     walking,
 )
@@ -160,6 +161,10 @@ class Launcher:
         _, self.T, self.H, self.L = q.shape
         self.D, self.device, self.parts = D, q.device, parts
 
+    def warps_back(self, chosen: int) -> int:
+        """Of the backward kernels: as :func:`window_tiles` says, four lack registers for some D."""
+        return chosen if self.D % 16 == 0 else 8
+
     def states(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Empty fp32 buffers (M, H, L) twice and (M, H, L, D)."""
         top = like.new_empty((self.parts.M, self.H, self.L), dtype=torch.float32)
@@ -197,8 +202,9 @@ class ChunkLauncher(Launcher):
         """One program per chunk and head; ``back`` for the backward pass."""
         c, parts = self.config, self.parts
         sizes = (self.T, parts.per_row, self.H, self.L, self.D)
-        options = {"C": c.C, "BL": c.BL, "BD": c.BD, product: self.products[product], **extras}
-        warps = c.warps_back if back else c.warps
+        options = {"C": c.C, "BL": c.BL, "BD": min(c.BD, padded(self.D))}
+        options |= {product: self.products[product], **extras}
+        warps = self.warps_back(c.warps_back) if back else c.warps
         launch(self.device, kernel[parts.M, self.H], *args, *sizes, **options, num_warps=warps)
 
 
@@ -223,7 +229,7 @@ class Walker(Launcher):
     def back(self, kernel: Any, D: int, *args: Any, **extras: Any) -> None:
         """One program per segment and head, for a tile of D, which is D wide."""
         c = self.walk
-        fixed = (c.BD_back, c.stages_back, c.warps_back)
+        fixed = (c.BD_back, c.stages_back, self.warps_back(c.warps_back))
         self._walk(kernel, self.parts.M * self.H, D, fixed, *args, **extras)
 
     def _walk(
