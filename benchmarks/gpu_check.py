@@ -3,12 +3,13 @@
     python benchmarks/gpu_check.py [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
     python benchmarks/gpu_check.py --fill     # Triton's cache, once, before: takes what it takes
 
-Parts, each a script of its own and in a process of its own: ``check``, several groups at a time of
-tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``,
-``rglru``, ``decode``, ``runtime`` and ``training``. Each has a share of the budget, ten minutes in
-all. Rows are written as they come, so that a run that is cut off keeps what it has; a part that
-fails or runs out of time says so in one line, and the next one starts. At the end: figures, the
-table of goals, and the failed checks. Exit code 1 if a check or a part failed, 2 without a GPU.
+Parts, each in a process of its own: ``check``, several groups at a time of
+tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``
+and ``rglru`` of gpu_ops.py, ``decode``, ``runtime`` and ``training`` of gpu_models.py. Each has a
+share of the budget, ten minutes in all. Rows are written as they come, so that a run that is cut
+off keeps what it has; a part that fails or runs out of time says so in one line, and the next one
+starts. At the end: figures, the table of goals, and the failed checks. Exit code 1 if a check or a
+part failed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
 
+import gpu_ops
 from gpu_common import TARGETS, Place, options, place
 from gpu_correctness import groups
 from records import Row, print_goals, read_rows, say
@@ -67,7 +69,8 @@ def warming(at: Place, seconds: float, finish: bool = False) -> Iterator[None]:
     What the rivals' autotuners choose is forgotten: it was timed beside other work.
     """
     numbers = range(4) if at.cuda and not at.quick else ()
-    lines = [command(HERE / "gpu_latte.py", at, seconds, "--warm", str(n)) for n in numbers]
+    script = HERE / "gpu_ops.py"
+    lines = [command(script, at, seconds, "latte", "--warm", str(n)) for n in numbers]
     environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
     processes = [subprocess.Popen(line, env=environment) for line in lines]
     try:
@@ -107,7 +110,8 @@ def run_checks(at: Place, seconds: float) -> list[Row]:
 def run_part(name: str, at: Place, seconds: float) -> str | None:
     """One benchmark; why it failed, None if it did not."""
     say(f"\n--- {name}, {seconds:.0f} s")
-    broken = run(command(HERE / f"gpu_{name}.py", at, seconds), seconds + GRACE)
+    script = HERE / ("gpu_ops.py" if name in gpu_ops.PARTS else "gpu_models.py")
+    broken = run(command(script, at, seconds, name), seconds + GRACE)
     if broken is not None:
         say(f"{name}: {broken}; its rows so far are in {at.out}")
     return broken

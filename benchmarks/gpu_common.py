@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: where they run, timing on the device, memory, models, the budget.
+"""What the GPU benchmarks share: where they run, inputs, timing on the device, the budget.
 
 Timing. Every side of a comparison is warmed up first (kernels compile, autotuners search), then
 the sides take turns over several rounds, each call between two CUDA events and after a write of
@@ -23,16 +23,12 @@ from typing import Any, NamedTuple
 
 import records
 import torch
-from records import Goal, Row, Table, say
+from records import Goal, Table, say
 
-from latte import machine
 from latte.machine import Times
-from latte.models import LatteForCausalLM, preset_config
 
 NO_GPU = 2  # exit code
 TARGETS = "gpu_goals.csv"
-FLOORS = records.RESULTS / "gpu_floors.csv"
-MAKERS_BANDWIDTH = 3.35e12  # bytes per second, that the floors count with
 FLUSH_BYTES = 256 * 2**20  # several times the level-2 cache of any GPU
 Call = Callable[[], Any]
 
@@ -68,6 +64,12 @@ class Place(NamedTuple):
                 return
             yield point
             forget()
+
+    def normal(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Standard normal numbers on the device, a function of seed and shape."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        x = torch.randn(*shape, generator=generator, device=self.device)
+        return x.to(dtype or self.dtype)
 
     def table(self, name: str) -> Table:
         return Table(self.out / name, self.device)
@@ -228,46 +230,6 @@ def measure(
     return {name: Times.of([x / 1e3 for x in w.read()]) for name, w in watches.items()}, failed
 
 
-def compare(
-    at: Place,
-    table: Table,
-    ours: str,
-    calls: Mapping[str, Call],
-    sizes: Row,
-    more: Callable[[str, Times], Row] = lambda side, times: {},
-    *,
-    ratio: str,
-    budget: float,
-    expected: float | str = "",
-) -> dict[str, Times]:
-    """Time the sides in turns: a row and a line for each, with how many times ours it took.
-
-    Args:
-        sizes: the first columns; the name of the side goes before ``mode``.
-        more: further columns of a side.
-        ratio: the column of the times over ours.
-        expected: of ours: :func:`expected_ms`.
-
-    Returns the times, none where ours did not run: then there are no rows.
-    """
-    times, failed = measure(at, calls, budget=0.05 if at.quick else budget, graphs=True)
-    if ours not in times:
-        say(f"{ours} is left out: {failed[ours]}")
-        return {}
-    for side, t in times.items():
-        row: Row = {"side": side, **sizes, "dtype": at.precision, **t.row()}
-        row |= {"expected_ms": expected if side == ours else ""}
-        row |= {ratio: round(t.median / times[ours].median, 3)} | more(side, t)
-        table.add(row)
-        where = " ".join(f"{name} = {value}" for name, value in sizes.items() if name != "mode")
-        say(
-            f"{where} {sizes['mode']:17} {side:26} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90"
-            f" {t.p90:.3f}), {row[ratio]:.2f} x {ours}"
-            + (f", expected {expected} ms" if row["expected_ms"] else "")
-        )
-    return times
-
-
 def stop_if_broken(at: Place, error: BaseException) -> None:
     """After an illegal access nothing more can run in this process: raise it again."""
     try:
@@ -285,122 +247,6 @@ def tried(at: Place, label: str) -> Iterator[None]:
         stop_if_broken(at, error)
         say(f"  {label}: {reason(error)}")
         forget()
-
-
-@functools.cache
-def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float:
-    """Bytes read and written per second by a copy within the device."""
-    size = int(gigabytes * 2**30) if device.type == "cuda" else 2**22
-    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
-    target = torch.empty_like(source)
-    watch = Stopwatch(device)
-    for i in range(13):
-        target.copy_(source)
-        if i >= 3:
-            watch.time(lambda: target.copy_(source))
-    median = Times.of([x / 1e3 for x in watch.read()]).median
-    forget()
-    return 2 * size / (median / 1e3)
-
-
-def expected_ms(at: Place, case: str, mode: str, share: float) -> float | str:
-    """The least time of our kernels, counted from their machine code; "" for what is not counted.
-
-    Each takes as long as its bytes, at the bandwidth of a copy, or as issuing its instructions.
-
-    Args:
-        case: of ``gpu_floors.csv``, which docs/kernels.md says how to make; its figures are an
-            H100's, of 65,536 tokens.
-        share: of the work that was counted.
-    """
-    slower = MAKERS_BANDWIDTH / copy_bandwidth(at.device)
-    floors = [r for r in records.read_rows(FLOORS) if r["case"] == case]
-    ours = [r for r in floors if mode != records.MODES[0] or r["pass"] == "forward"]
-    us = sum(max(float(r["bytes_us"]) * slower, float(r["issue_us"])) for r in ours)
-    return round(us * share / 1e3, 4) if ours else ""
-
-
-# --- memory ----------------------------------------------------------------------------------
-
-
-class Memory(NamedTuple):
-    """Bytes of one forward and backward pass."""
-
-    saved: int  # held for the backward pass: distinct storages, inputs included
-    kept: int | None  # allocated between the passes beyond inputs and output; None on a CPU
-    peak: int | None  # most allocated beyond the inputs; None on a CPU
-
-    def row(self) -> Row:
-        mb = {name: "" if x is None else round(x / 2**20, 3) for name, x in self._asdict().items()}
-        return {f"{name}_mb": x for name, x in mb.items()}
-
-
-@contextlib.contextmanager
-def saved_storages() -> Iterator[dict[int, int]]:
-    """Sizes of the distinct storages that autograd saves meanwhile, by address."""
-    sizes: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield sizes
-
-
-def memory_of(at: Place, op: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> Memory:
-    """What ``op(*leaves)`` keeps for its backward pass, and the peak of both passes."""
-    inputs = [x.detach().clone().requires_grad_() for x in leaves]
-    before = 0
-    if at.cuda:
-        forget()
-        wait(at.device)
-        machine.reset_peak_memory(at.device)
-        before = machine.memory_bytes(at.device)
-    with saved_storages() as sizes:
-        out = op(*inputs)
-    kept = None
-    if at.cuda:
-        kept = machine.memory_bytes(at.device) - before - out.nbytes
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
-    peak = machine.peak_memory_bytes(at.device) - before if at.cuda else None
-    return Memory(sum(sizes.values()), kept, peak)
-
-
-# --- calls -----------------------------------------------------------------------------------
-
-
-def normal(at: Place, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Standard normal numbers on the device, a function of seed and shape."""
-    generator = torch.Generator(at.device).manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, device=at.device)
-    return x.to(dtype or at.dtype)
-
-
-def relative(a: torch.Tensor, exact: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is exact."""
-    exact = exact.double()
-    return ((a.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
-
-
-# --- models ------------------------------------------------------------------------------------
-
-
-def make_model(
-    at: Place, name: str, size: str, dtype: torch.dtype, **overrides: Any
-) -> LatteForCausalLM:
-    """A model on the device, in inference mode; every run draws the same random weights."""
-    torch.manual_seed(0)
-    with torch.device(at.device):
-        model = LatteForCausalLM(preset_config(name, size, **overrides))
-    return model.to(dtype).eval()
-
-
-def tokens(at: Place, vocabulary: int, B: int, T: int) -> torch.Tensor:
-    """Random tokens (B, T)."""
-    generator = torch.Generator(at.device).manual_seed(1)
-    return torch.randint(vocabulary, (B, T), generator=generator, device=at.device)
 
 
 @contextlib.contextmanager

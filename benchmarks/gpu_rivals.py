@@ -11,6 +11,7 @@ Shape suffixes: B batch, T tokens, H heads, L latents, D value width, E channels
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 Op = Callable[..., Tensor]
 
 
+@functools.cache
 def find(module: str, name: str) -> Any:
     """A function of flash-linear-attention; None, and one line, where it cannot be had."""
     try:
@@ -80,6 +82,15 @@ def rg_lru_rival() -> Op | None:
     if hgrn is None:
         return None
     return lambda x, r, i, theta: hgrn(*rg_lru_inputs(x, r, i, theta))[0]
+
+
+def compiled_hgrn() -> Op | None:
+    """:func:`rg_lru_rival` with its gates fused by torch.compile."""
+    hgrn = find("fla.ops.hgrn", "chunk_hgrn")
+    if hgrn is None:
+        return None
+    gates: Any = torch.compile(rg_lru_inputs)
+    return lambda *xs: hgrn(*gates(*xs))[0]
 
 
 def rg_lru_inputs(x: Tensor, r: Tensor, i: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:

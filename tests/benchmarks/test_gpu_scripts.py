@@ -6,13 +6,9 @@ import figures
 import gpu_check
 import gpu_common
 import gpu_correctness
-import gpu_decode
-import gpu_latte
-import gpu_macchiato
-import gpu_rglru
+import gpu_models
+import gpu_ops
 import gpu_rivals
-import gpu_runtime
-import gpu_training
 import pytest
 import torch
 from records import MODES, read_rows
@@ -28,14 +24,14 @@ def arguments(out, *more):
     return [*more, "--quick", "--device", "cpu", "--out", str(out)]
 
 
-def rows_of(script, out, columns, *more):
-    """Run a script in this process; the rows of its CSV file, which have the columns."""
-    script.main(arguments(out, *more))
-    rows = read_rows(out / f"{script.__name__}.csv")
+def rows_of(script, part, out, columns):
+    """Run a part of a script in this process; the rows of its CSV file, which have the columns."""
+    script.main(arguments(out, part))
+    rows = read_rows(out / f"gpu_{part}.csv")
     assert rows and set(rows[0]) >= columns | MACHINE
     assert all(row["device"] == "cpu" and row["torch"] == torch.__version__ for row in rows)
     (figure,) = figures.draw_all(out)
-    assert figure.name == f"{script.__name__}.png"
+    assert figure.name == f"gpu_{part}.png"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size < 200_000
     return rows
 
@@ -46,40 +42,56 @@ def a_place(tmp_path, **changes):
 
 
 def test_latte(tmp_path, capsys):
-    rows = rows_of(
-        gpu_latte, tmp_path, TIMES | {"side", "mode", "times_latte", "expected_ms", "saved_mb"}
-    )
+    columns = {"side", "mode", "times_latte", "expected_ms", "saved_mb", "of_copy"}
+    rows = rows_of(gpu_ops, "latte", tmp_path, TIMES | columns)
     assert {(r["mode"], r["B"]) for r in rows} == {(mode, B) for mode in MODES for B in ("1", "2")}
-    for row in rows:
+    own = [r for r in rows if r["side"] == "latte"]
+    assert len(own) == 6 and {r["sigma"] for r in own} == {"1.0", "8.0"}
+    for row in own:
         # q, k and v of 64 tokens, 8 heads, 16 wide, fp32: saved once each, and not much more.
         assert 3 * 64 * 8 * 16 * 4 <= float(row["saved_mb"]) * 2**20 * 1.01 <= 4 * 64 * 8 * 16 * 4
-    errors = read_rows(tmp_path / "gpu_latte_errors.csv")
-    assert 0 < float(errors[0]["error_dk"]) < 1e-5
+    forgetting = [r for r in rows if r["side"].startswith("forgets")]
+    assert len(forgetting) == 8 and {r["sigma"] for r in forgetting} == {"1.0"}
+    for row in own + forgetting:
+        inputs, out = (3 if row["side"] == "latte" else 4), 1
+        moved = inputs + out if row["mode"] == MODES[0] else 3 * inputs + 2 * out
+        assert int(row["least_bytes"]) == moved * 64 * 8 * 16 * 4
+    wrong = {r["side"]: r for r in read_rows(tmp_path / "gpu_latte_errors.csv")}
+    assert set(wrong) == {"latte", "forgets 1/64", "forgets 1/4"}
+    assert all(0 < float(row["error_dk"]) < 1e-5 for row in wrong.values())
     goals = read_rows(tmp_path / gpu_common.TARGETS)
     assert [g["verdict"] for g in goals] == ["miss"]  # a CPU does not reach 60% of a copy
     assert "share of copy bandwidth" in capsys.readouterr().out
 
 
+def test_what_forgets_forgets_so_much_on_average(tmp_path):
+    sides = gpu_ops.latte_point(a_place(tmp_path), 4, 256, 16, 16).sides
+    for name, mean in gpu_ops.FORGETTING.items():
+        log_decay = sides[name].inputs[3]
+        assert log_decay.max() <= 0 and log_decay.mean().item() == pytest.approx(-mean, rel=0.02)
+
+
 def test_expected_is_counted_from_machine_code(tmp_path, monkeypatch):
     """Each kernel's longer floor, and the bytes' at the bandwidth of this device."""
     at = a_place(tmp_path)
-    maker = gpu_common.MAKERS_BANDWIDTH
-    floors = [r for r in read_rows(gpu_common.FLOORS) if r["case"] == "latte, L = 32, D = 64"]
+    maker = gpu_ops.MAKERS_BANDWIDTH
+    floors = [r for r in read_rows(gpu_ops.FLOORS) if r["case"] == "latte, L = 32, D = 64"]
     assert [r["kernel"] for r in floors] == ["walk", "query_walk", "source_walk"]
     for slower in (1, 2, 0.001):
-        monkeypatch.setattr(gpu_common, "copy_bandwidth", lambda device, s=slower: maker / s)
+        monkeypatch.setattr(gpu_ops, "copy_bandwidth", lambda device, s=slower: maker / s)
         both = [max(slower * float(r["bytes_us"]), float(r["issue_us"])) for r in floors]
         for mode, us in zip(MODES, (both[0], sum(both)), strict=True):
-            found = gpu_common.expected_ms(at, "latte, L = 32, D = 64", mode, 0.5)
+            found = gpu_ops.expected_ms(at, "latte, L = 32, D = 64", mode, 0.5)
             assert found == pytest.approx(us / 2e3, abs=1e-4)
-    assert gpu_common.expected_ms(at, "latte, L = 7, D = 7", MODES[0], 1.0) == ""
-    cases = {r["case"] for r in read_rows(gpu_common.FLOORS)}
-    wanted = {f"latte, L = {L}, D = {D}" for L, D in gpu_latte.WIDTHS} | {*gpu_rglru.RIVALS}
-    assert cases >= wanted | {f"macchiato, L = {gpu_macchiato.L}, D = {gpu_macchiato.K}"}
+    assert gpu_ops.expected_ms(at, "latte, L = 7, D = 7", MODES[0], 1.0) == ""
+    cases = {r["case"] for r in read_rows(gpu_ops.FLOORS)}
+    wanted = {f"latte, L = {L}, D = {D}" for L, D in gpu_ops.WIDTHS} | {*gpu_ops.RIVALS}
+    assert cases >= wanted | {f"macchiato, L = {gpu_ops.L}, D = {gpu_ops.K}"}
+    assert "latte, forgetting, L = {}, D = {}".format(*gpu_ops.WIDTHS[0]) in cases
 
 
 def test_macchiato(tmp_path):
-    rows = rows_of(gpu_macchiato, tmp_path, TIMES | {"side", "mode", "times_macchiato"})
+    rows = rows_of(gpu_ops, "macchiato", tmp_path, TIMES | {"side", "mode", "times_macchiato"})
     sides = {"macchiato", "its latents", "its window", "flash"}
     found = {(r["mode"], r["side"]) for r in rows}
     assert found == {(m, s) for m in MODES for s in sides} | {("forward", "flex window")}
@@ -92,13 +104,13 @@ def test_flex_window_is_the_window(tmp_path):
 
     at = a_place(tmp_path)
     q, k, v = (torch.randn(1, 512, 2, 16) for _ in range(3))
-    out = gpu_macchiato.flex_window(at, 512)(*(x.transpose(1, 2) for x in (q, k, v)))
-    want, _ = sliding_window_attention(q, k, v, window=gpu_macchiato.WINDOW)
+    out = gpu_ops.flex_window(at, 512)(*(x.transpose(1, 2) for x in (q, k, v)))
+    want, _ = sliding_window_attention(q, k, v, window=gpu_ops.WINDOW)
     torch.testing.assert_close(out.transpose(1, 2), want, atol=1e-5, rtol=1e-5)
 
 
 def test_rglru(tmp_path):
-    rows = rows_of(gpu_rglru, tmp_path, TIMES | {"op", "side", "mode", "times_ours"})
+    rows = rows_of(gpu_ops, "rglru", tmp_path, TIMES | {"op", "side", "mode", "times_ours"})
     assert {(r["op"], r["side"]) for r in rows} == {
         ("rg_lru", "rg_lru"),
         ("conv", "conv"),
@@ -106,11 +118,13 @@ def test_rglru(tmp_path):
     }
     x, weight, bias = torch.randn(2, 9, 4), torch.randn(4, 3), torch.randn(4)
     want, _ = causal_conv1d(x, weight, bias)
-    torch.testing.assert_close(gpu_rglru.conv1d(x, weight, bias), want)
+    torch.testing.assert_close(gpu_ops.conv1d(x, weight, bias), want)
 
 
 def test_decode(tmp_path):
-    rows = rows_of(gpu_decode, tmp_path, TIMES | {"side", "how", "context", "tokens_per_s"})
+    rows = rows_of(
+        gpu_models, "decode", tmp_path, TIMES | {"side", "how", "context", "tokens_per_s"}
+    )
     sizes = {(r["side"], r["B"], r["context"]): int(r["cache_bytes"]) for r in rows}
     assert sizes["latte-r-swa++", "1", "300"] == sizes["latte-r-swa++", "1", "600"]
     assert 2 * sizes["llama", "2", "300"] == sizes["llama", "2", "600"]
@@ -124,35 +138,37 @@ def test_decode(tmp_path):
 def test_decoding_steps_are_those_of_the_models(tmp_path):
     """The state goes on from token to token; the rival sees its whole cache."""
     at = a_place(tmp_path)
-    model = gpu_common.make_model(at, gpu_decode.OURS, "tiny", torch.float32)
-    step = gpu_decode.Latte(at, model, 1, 1000)
+    model = gpu_models.make_model(at, gpu_models.OURS, "tiny", torch.float32)
+    step = gpu_models.Latte(at, model, 1, 1000)
     first, second = step().clone(), step().clone()
     assert not torch.equal(first, second) and step.cache.get_seq_length() == 1000
     assert step.cache.position.tolist() == [1002]
-    llama = gpu_decode.Llama(at, gpu_decode.make_llama(at, "tiny"), 1, 40)
+    llama = gpu_models.Llama(at, gpu_models.make_llama(at, "tiny"), 1, 40)
     before = llama().clone()
     llama.cache.layers[0].values[:, :, 0] += 1.0
     assert not torch.equal(before, llama())
 
 
 def test_runtime(tmp_path):
-    rows = rows_of(gpu_runtime, tmp_path, TIMES | {"side", "size", "T", "tokens_per_s"})
-    sides = {*gpu_runtime.LATTE, "transformer++, flash", "transformer++, standard"}
+    rows = rows_of(gpu_models, "runtime", tmp_path, TIMES | {"side", "size", "T", "tokens_per_s"})
+    sides = {*gpu_models.LATTES, "transformer++, flash", "transformer++, standard"}
     assert {r["side"] for r in rows} == sides and {r["T"] for r in rows} == {"64", "128"}
 
 
 def test_training(tmp_path):
-    rows = rows_of(gpu_training, tmp_path, TIMES | {"side", "compiled", "tokens_per_s", "mfu"})
-    assert [r["side"] for r in rows] == [gpu_training.OURS, gpu_training.RIVAL]
-    row = {"compiled": True, "mfu": 0.5, "side": gpu_training.OURS, "T": 4096}
-    goals = gpu_training.goals_of(
-        [row | {"tokens_per_s": 30.0}, row | {"tokens_per_s": 10.0, "side": gpu_training.RIVAL}]
+    rows = rows_of(
+        gpu_models, "training", tmp_path, TIMES | {"side", "compiled", "tokens_per_s", "mfu"}
+    )
+    assert [r["side"] for r in rows] == [gpu_models.OURS, gpu_models.RIVAL]
+    row = {"compiled": True, "mfu": 0.5, "side": gpu_models.OURS, "T": 4096}
+    goals = gpu_models.training_goals(
+        [row | {"tokens_per_s": 30.0}, row | {"tokens_per_s": 10.0, "side": gpu_models.RIVAL}]
     )
     assert [(g.target, g.measured) for g in goals] == [(1.3, 3.0), (0.4, 0.5)]
 
 
 def test_an_exhausted_budget_leaves_out_and_says_so(tmp_path, capsys):
-    gpu_latte.main(arguments(tmp_path, "--budget", "0"))
+    gpu_ops.main(arguments(tmp_path, "latte", "--budget", "0"))
     assert "out of time: 3 sizes left out" in capsys.readouterr().out
 
 
@@ -207,7 +223,9 @@ def test_a_part_beyond_its_time_is_ended():
     "group",
     [
         pytest.param("latte:bfloat16", marks=pytest.mark.slow),
-        "macchiato:float16",
+        pytest.param("forgetting:float32", marks=pytest.mark.slow),
+        pytest.param("macchiato:float16", marks=pytest.mark.slow),
+        "macchiato-forgetting:float16",
         pytest.param("rg_lru:float32", marks=pytest.mark.slow),
         "huge",
     ],
@@ -325,6 +343,7 @@ def test_a_side_that_cannot_run_is_told_and_the_others_go_on(tmp_path, capsys):
 
 
 def test_flash_linear_attention_missing_is_one_line_each(monkeypatch, capsys):
+    gpu_rivals.find.cache_clear()
     for name in ("fla", "fla.ops", "fla.ops.lightnet", "fla.ops.gla", "fla.ops.hgrn"):
         monkeypatch.setitem(sys.modules, name, None)
     assert gpu_rivals.latte_rivals() == {} and gpu_rivals.rg_lru_rival() is None

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # a script be
 
 from gpu_common import Place, forget, options, place, reason, stop_if_broken
 from records import say
-from torch import Tensor
+from torch import Tensor, nn
 
 from latte.ops import (
     LatteState,
@@ -68,9 +68,10 @@ Normal = Callable[..., Tensor]  # (*shape) -> standard normal numbers
 class Case:
     """One op: ``run(*make(...), **options)`` gives the output and the state.
 
-    ``values``: which input is averaged, so that ones in give ones out; ``sources``: which input's
-    gradient sums to zero over the tokens; ``tokens``: how many inputs have tokens (the rest are
-    parameters); ``past``: whether an output depends on earlier tokens alone.
+    ``values``: which input is averaged, so that ones in give ones out (those before are logits);
+    ``sources``: which input's gradient sums to zero over the tokens; ``tokens``: how many inputs
+    have tokens (the rest are parameters); ``past``: whether an output depends on earlier tokens
+    alone.
     """
 
     run: Callable[..., tuple[Tensor, Any]]
@@ -121,8 +122,31 @@ def _tail(normal: Normal, N: int, s: Sizes) -> Tensor:
     return normal(N, s["taps"] - 1, s["E"])
 
 
+def _with_decays(normal: Normal, B: int, T: int, s: Sizes) -> list[Tensor]:
+    """And the gates that the latents' decays are made of."""
+    return [*_latte(normal, B, T, s), normal(B, T, s["H"], s["L"])]
+
+
+def _mixed_with_decays(normal: Normal, B: int, T: int, s: Sizes) -> list[Tensor]:
+    return [*_macchiato(normal, B, T, s), normal(B, T, s["H"], s["L"])]
+
+
+def forgetting(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """The op whose last input are gates: its latents forget a tenth a token on average."""
+
+    def run(*inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        *others, u = inputs
+        wide = u if u.dtype == torch.float64 else u.float()
+        return op(*others, log_decay=nn.functional.logsigmoid(3.0 + 1.5 * wide), **options)
+
+    return run
+
+
 CASES = {
     "latte": Case(latte_attention, _latte, _latte_state, 3, values=2, sources=1),
+    "forgetting": Case(
+        forgetting(latte_attention), _with_decays, _latte_state, 4, values=2, sources=1
+    ),
     "bidirectional": Case(
         latte_attention,
         _latte,
@@ -138,6 +162,15 @@ CASES = {
         _macchiato,
         _macchiato_state,
         5,
+        values=4,
+        sources=1,
+        options={"window": WINDOW},
+    ),
+    "macchiato-forgetting": Case(
+        forgetting(macchiato_attention),
+        _mixed_with_decays,
+        _macchiato_state,
+        6,
         values=4,
         sources=1,
         options={"window": WINDOW},
@@ -195,8 +228,7 @@ class Bench(NamedTuple):
         xs = self.case.make(self._normal(seed), B, T, self.sizes)
         if scale == 1.0:
             return xs
-        value = self.case.values
-        return [x if i == value or i >= self.case.tokens else x * scale for i, x in enumerate(xs)]
+        return [x * scale if i < (self.case.values or 0) else x for i, x in enumerate(xs)]
 
     def state(self, N: int, seed: int = 7) -> Any:
         return self.case.state(self._normal(seed), N, self.sizes)
@@ -459,7 +491,7 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
     for B in (1, 64):
         tokens = LONG // B
         yield f"B = {B}, T = {tokens}", lambda B=B, t=tokens: agrees(b, "torch", B, t)
-    if name in ("latte", "macchiato") and dtype == torch.float32:
+    if name in ("latte", "forgetting", "macchiato") and dtype == torch.float32:
         # One segment per sequence: sums that tensor cores cut off would drift with its length.
         yield "B = 32, T = 16384, uncut", lambda: agrees(b, "torch", 32, 16384)
     for sizes in OTHERS:
@@ -471,7 +503,8 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
 def relevant(name: str) -> str:
     """The sizes that an op has."""
     few = {"rg_lru": ("E",), "conv": ("E", "taps"), "window": ("H", "G", "K", "D")}
-    return few.get(name, ("H", "L", "D") if name in ("latte", "bidirectional") else "HGLKD")
+    few |= dict.fromkeys(("latte", "forgetting", "bidirectional"), ("H", "L", "D"))
+    return few.get(name, "HGLKD")
 
 
 def groups() -> list[str]:

@@ -1,0 +1,508 @@
+"""Our ops on a GPU beside other libraries' kernels: time, memory, errors.
+
+Forward, and forward+backward (the gradients of ``<dy, y>`` for all inputs), bf16. Parts:
+
+``latte``: 65,536 tokens as B = 1 to 64 sequences, H = 8, L = 16 and 32 latents per head, D = 64,
+128 and 256.
+
+* ``latte``: ``latte.ops.latte_attention``. ``forgets 1/64``, ``forgets 1/4``: the same with latents
+  that forget so much a token on average, at L = 32, D = 64.
+* ``chunk_lightnet``, ``chunk_gla``: the same function from the same q, k and v (``gpu_rivals``);
+  ``gla, gates given`` starts from softmax, keys and gates made beforehand, for information.
+* Bytes: the least that any kernel must move, inputs and outputs once each, over the median time;
+  beside it the bandwidth of a copy in the same run.
+* Saved: distinct storages that autograd holds between the passes, inputs included.
+* sigma: of the logits, 1; and 4 and 8, Latte alone, where tokens go beyond its references' reach.
+* Errors: relative norms against fp64, of outputs and of gradients, at 1,024 tokens.
+
+``macchiato``: 1k to 128k tokens, B = 1, H = 8, L = 16 latents per head, K = D = 64, window 128.
+
+* ``macchiato``: ``latte.ops.macchiato_attention``; ``its latents`` and ``its window``: its two
+  branches alone, ``latte_attention`` and ``sliding_window_attention`` on the same inputs.
+* ``flash``: ``scaled_dot_product_attention``, causal, held to PyTorch's flash backend, on its
+  native (B, H, T, D) layout.
+* ``flex window``: FlexAttention, compiled, with a block mask of the same window, made beforehand.
+
+``rglru``: 65,536 tokens as B = 1 to 64 sequences, 768 channels.
+
+* ``rg_lru``: ``latte.ops.rg_lru``, gates included. ``chunk_hgrn``: flash-linear-attention's
+  recurrence, with the gates computed in PyTorch (``gpu_rivals``), compiled where it can be:
+  ``compiled gates``.
+* ``conv``: ``latte.ops.causal_conv1d``, 3 taps and a bias. ``conv1d``: PyTorch's depthwise
+  convolution of the padded, transposed input, transposed back.
+
+Expected: the least time that our kernels' machine code allows (docs/kernels.md).
+
+    python benchmarks/gpu_ops.py PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python benchmarks/gpu_ops.py latte --warm NUMBER      # measures nothing
+
+``--warm`` compiles what the benchmarks will run, every fourth part of it, so that their time goes
+to measuring: Triton keeps what it compiles on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import gpu_common as gpu
+import torch
+from gpu_rivals import Op, compiled_hgrn, gates, gla_with_given_gates, latte_rivals, rg_lru_rival
+from records import MODES, RESULTS, Goal, Row, Table, call_of, read_rows, say, worst
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte import machine
+from latte.machine import Times
+from latte.ops import (
+    causal_conv1d,
+    latte_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+)
+
+TOKENS, H = 65536, 8
+BATCHES = (1, 64, 8, 32, 4, 16, 2)  # the ends of a range first, so that a cut run has seen them
+FLOORS = RESULTS / "gpu_floors.csv"
+MAKERS_BANDWIDTH = 3.35e12  # bytes per second, that the floors count with
+WARMING, WARM_TOKENS = 4, 2048  # processes
+
+
+class Side(NamedTuple):
+    """What is called: ``op(*inputs)``, and the gradients of <dy, output>."""
+
+    op: Op
+    inputs: Sequence[Tensor]
+    dy: Tensor
+    case: str = ""  # of gpu_floors.csv, for what is expected of ours
+    forward_only: bool = False
+
+
+class Point(NamedTuple):
+    """What is timed in turns, ours first."""
+
+    sizes: Row
+    sides: dict[str, Side]
+    share: float  # of the work that gpu_floors.csv counts
+
+
+class Part(NamedTuple):
+    """One CSV file, ``gpu_NAME.csv``."""
+
+    sizes: Callable[[bool], list[tuple[Any, ...]]]  # of a quick run, or a whole one
+    point: Callable[..., Point]  # (at, *size)
+    goals: Callable[[Sequence[Row], dict[str, Row]], list[Goal]]
+    ratio: str  # the column of the times over ours
+    budget: float  # seconds of timed calls per side
+    errors: bool = False  # against fp64 first, in a file of their own; and each side's memory
+
+
+# --- what is expected, and what is held ----------------------------------------------------------
+
+
+@functools.cache
+def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float:
+    """Bytes read and written per second by a copy within the device."""
+    size = int(gigabytes * 2**30) if device.type == "cuda" else 2**22
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(7)
+    target = torch.empty_like(source)
+    watch = gpu.Stopwatch(device)
+    for i in range(13):
+        target.copy_(source)
+        if i >= 3:
+            watch.time(lambda: target.copy_(source))
+    median = Times.of([x / 1e3 for x in watch.read()]).median
+    gpu.forget()
+    return 2 * size / (median / 1e3)
+
+
+def expected_ms(at: gpu.Place, case: str, mode: str, share: float) -> float | str:
+    """The least time of our kernels, counted from their machine code; "" for what is not counted.
+
+    Each takes as long as its bytes, at the bandwidth of a copy, or as issuing its instructions.
+
+    Args:
+        case: of ``gpu_floors.csv``, which docs/kernels.md says how to make; its figures are an
+            H100's, of 65,536 tokens.
+        share: of the work that was counted.
+    """
+    slower = MAKERS_BANDWIDTH / copy_bandwidth(at.device)
+    floors = [r for r in read_rows(FLOORS) if r["case"] == case]
+    ours = [r for r in floors if mode != MODES[0] or r["pass"] == "forward"]
+    us = sum(max(float(r["bytes_us"]) * slower, float(r["issue_us"])) for r in ours)
+    return round(us * share / 1e3, 4) if ours else ""
+
+
+@contextlib.contextmanager
+def saved_storages() -> Iterator[dict[int, int]]:
+    """Sizes of the distinct storages that autograd saves meanwhile, by address."""
+    sizes: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield sizes
+
+
+def memory_of(at: gpu.Place, side: Side) -> Row:
+    """MB of one forward and backward pass: ``saved`` for the backward pass, inputs included;
+    ``kept`` between the passes beyond inputs and output; the ``peak`` beyond the inputs."""
+    inputs = [x.detach().clone().requires_grad_() for x in side.inputs]
+    before = 0
+    if at.cuda:
+        gpu.forget()
+        gpu.wait(at.device)
+        machine.reset_peak_memory(at.device)
+        before = machine.memory_bytes(at.device)
+    with saved_storages() as sizes:
+        out = side.op(*inputs)
+    found = {"saved_mb": sum(sizes.values())}
+    if at.cuda:
+        found["kept_mb"] = machine.memory_bytes(at.device) - before - out.nbytes
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    if at.cuda:
+        found["peak_mb"] = machine.peak_memory_bytes(at.device) - before
+    return {"kept_mb": "", "peak_mb": "", **{k: round(x / 2**20, 3) for k, x in found.items()}}
+
+
+# --- latte -----------------------------------------------------------------------------------
+
+LATTE, LATTE_RIVALS = "latte", ("chunk_lightnet", "chunk_gla")
+WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
+FORGETTING = {"forgets 1/64": 1 / 64, "forgets 1/4": 1 / 4}
+T_OF_ERRORS = 1024
+
+
+def latte(backend: str) -> Op:
+    """Causal Latte; a fourth input is what its latents forget."""
+    return lambda q, k, v, g=None: latte_attention(q, k, v, log_decay=g, backend=backend)[0]
+
+
+def latte_sizes(quick: bool) -> list[tuple[Any, ...]]:
+    """(B, T, L, D, sigma)."""
+    if quick:
+        return [(1, 64, 16, 16, 1.0), (2, 32, 16, 16, 1.0), (1, 64, 16, 16, 8.0)]
+    parts = (BATCHES[:2], BATCHES[2:])
+    found = [(B, TOKENS // B, L, D, 1.0) for part in parts for L, D in WIDTHS for B in part]
+    wide = [(B, TOKENS // B, *WIDTHS[0], sigma) for sigma in (4.0, 8.0) for B in BATCHES[:2]]
+    return found[:2] + wide + found[2:]
+
+
+def latte_point(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.0) -> Point:
+    """Standard normal inputs; q and k times ``sigma``."""
+    q, k, v, dy = (at.normal(B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D)))
+    inputs = [q * sigma, k * sigma, v]
+    op, case = latte(at.backend), f"L = {L}, D = {D}"
+    sides = {LATTE: Side(op, inputs, dy, f"latte, {case}")}
+    if sigma == 1.0:
+        if (L, D) == WIDTHS[0] or at.quick:
+            g = at.normal(B, T, H, L, seed=4, dtype=torch.float32).square()
+            for name, mean in FORGETTING.items():
+                sides[name] = Side(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
+        rivals = latte_rivals() if at.cuda else {}
+        sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
+        given = gla_with_given_gates() if at.cuda else None
+        if given is not None:
+            keys, log_gates = gates(k)
+            sides["gla, gates given"] = Side(given, [q.softmax(-1), keys, log_gates, v], dy)
+    return Point({"B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}, sides, B * T / TOKENS)
+
+
+def rates(at: gpu.Place, mode: str, side: Side, t: Times) -> Row:
+    """Every input read once and every output written once, against a copy."""
+    forward = sum(x.nbytes for x in side.inputs) + side.dy.nbytes
+    least = forward if mode == MODES[0] else 3 * forward - side.dy.nbytes
+    rate, bandwidth = least / (t.median / 1e3), copy_bandwidth(at.device)
+    row: Row = {"least_bytes": least, "gb_per_s": round(rate / 1e9, 1)}
+    return row | {
+        "copy_gb_per_s": round(bandwidth / 1e9, 1),
+        "of_copy": round(rate / bandwidth, 4),
+    }
+
+
+def errors(at: gpu.Place) -> dict[str, Row]:
+    """Relative errors of every side against the equations in fp64: output, dq, dk, dv."""
+    L, D = (16, 16) if at.quick else WIDTHS[0]
+    point = latte_point(at, 1, 64 if at.quick else T_OF_ERRORS, L, D)
+
+    def run(side: Side, op: Op, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in side.inputs]
+        out = op(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, side.dy.to(out.dtype))]
+
+    found = {}
+    names = ("error_out", "error_dq", "error_dk", "error_dv")
+    for name, side in point.sides.items():
+        if name == "gla, gates given":
+            continue
+        with gpu.tried(at, name):
+            exact = [x.double() for x in run(side, latte("reference"), torch.float64)]
+            pairs = zip(names, run(side, side.op, at.dtype), exact, strict=False)
+            found[name] = {
+                column: ((got.double() - x).norm() / x.norm().clamp_min(1e-300)).item()
+                for column, got, x in pairs
+            }
+            say(
+                f"errors {name:18} " + ", ".join(f"{n[6:]} {e:.2e}" for n, e in found[name].items())
+            )
+    table = at.table("gpu_latte_errors.csv")
+    for name, row in found.items():
+        table.add({"side": name, "L": L, "D": D, **row})
+    return found
+
+
+def over(
+    rows: Sequence[Row], ours: str, rivals: Sequence[str], size: str, column: str = "median_ms"
+) -> dict[str, float]:
+    """The best rival's over ours, by size: a text with the columns' names."""
+    sized: dict[str, dict[str, float]] = {}
+    for row in rows:
+        sized.setdefault(size.format(**row), {})[row["side"]] = row[column]
+    return {
+        label: min(found[r] for r in rivals if r in found) / found[ours]
+        for label, found in sized.items()
+        if ours in found and any(r in found for r in rivals)
+    }
+
+
+def latte_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
+    """The worst size of each goal; goals that compare need a rival that ran."""
+    rows = [row for row in rows if row["sigma"] == 1.0]
+    size = "L = {L}, D = {D}, B = {B}"
+    forward, both = ([row for row in rows if row["mode"] == mode] for mode in MODES)
+    goals = []
+    for mode, own in zip(MODES, (forward, both), strict=True):
+        name = f"latte {mode}: times faster than the best rival, worst size"
+        goals += worst(name, 2.0, over(own, LATTE, LATTE_RIVALS, size), True)
+    saved = over(both, LATTE, LATTE_RIVALS, size, "saved_mb")
+    name = "latte: saved activations over a rival's"
+    goals += worst(name, 1 / 3, {s: 1 / x for s, x in saved.items()}, False)
+    shares = {size.format(**row): row["of_copy"] for row in forward if row["side"] == LATTE}
+    goals += worst("latte forward: share of copy bandwidth", 0.6, shares, True)
+    rivals = [wrong[r] for r in LATTE_RIVALS if r in wrong]
+    if LATTE in wrong and rivals:
+        found = {n: e / min(r[n] for r in rivals) for n, e in wrong[LATTE].items()}
+        goals += worst("latte: largest error over the best rival's", 1.0, found, False)
+    return goals
+
+
+# --- macchiato ---------------------------------------------------------------------------------
+
+L, K, WINDOW = 16, 64, 128
+LENGTHS = (2048, 32768, 131072, 1024, 4096, 8192, 16384, 65536)  # the goals' lengths first
+MACCHIATO, FLASH, FLEX = "macchiato", "flash", "flex window"
+BRANCHES = ("its latents", "its window")
+
+
+def flex_window(at: gpu.Place, T: int) -> Op:
+    """FlexAttention over the window, (B, H, T, D), T a multiple of the window."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - WINDOW)
+
+    # A block of 128 queries sees its own keys and the block before: written down, since
+    # create_block_mask would form all T x T pairs.
+    N = T // WINDOW
+    row = torch.arange(N, dtype=torch.int32, device=at.device)
+    blocks = torch.zeros(1, 1, N, N, dtype=torch.int32, device=at.device)
+    blocks[..., 0] = (row - 1).clamp_min(0)
+    if N > 1:
+        blocks[..., 1:, 1] = row[1:]
+    count = (row + 1).clamp_max(2)[None, None]
+    mask = BlockMask.from_kv_blocks(count, blocks, BLOCK_SIZE=WINDOW, mask_mod=seen)
+    compiled: Any = torch.compile(flex_attention) if at.cuda else flex_attention
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def macchiato_point(at: gpu.Place, T: int) -> Point:
+    """Both branches, each alone, and softmax attention."""
+    widths = (L + 1, L, K, K, K, K)
+    latent_q, latent_k, *local, dy = (at.normal(1, T, H, n, seed=i) for i, n in enumerate(widths))
+    *heads_first, flash_dy = (x.transpose(1, 2).contiguous() for x in (*local, dy))
+
+    def flash(*xs: Tensor) -> Tensor:
+        with gpu.attention_by(at, "flash"):
+            return F.scaled_dot_product_attention(*xs, is_causal=True)
+
+    options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
+    sides = {
+        MACCHIATO: Side(
+            lambda *xs: macchiato_attention(*xs, **options)[0],
+            *([latent_q, latent_k, *local], dy, f"macchiato, L = {L}, D = {K}"),
+        ),
+        BRANCHES[0]: Side(
+            latte(at.backend), [latent_q[..., 1:].contiguous(), latent_k, local[2]], dy
+        ),
+        BRANCHES[1]: Side(lambda *xs: sliding_window_attention(*xs, **options)[0], local, dy),
+        FLASH: Side(flash, heads_first, flash_dy),
+    }
+    with gpu.tried(at, FLEX):  # which has no backward on a CPU
+        sides[FLEX] = Side(flex_window(at, T), heads_first, flash_dy, forward_only=not at.cuda)
+    return Point({"B": 1, "T": T, "H": H, "L": L, "D": K}, sides, T / TOKENS)
+
+
+def macchiato_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
+    """Faster than flash from 2,048 tokens on; close to the slower of its branches."""
+    goals = []
+    for mode in MODES:
+        own = [row for row in rows if row["mode"] == mode]
+        faster = over(own, MACCHIATO, (FLASH,), "{T}")
+        ms = {str(row["T"]): row["median_ms"] for row in own if row["side"] == MACCHIATO}
+        for T, target in (("2048", 1.0), ("32768", 10.0), ("131072", 40.0)):
+            if T in faster:
+                name = f"macchiato {mode}, T = {T}: times faster than causal flash"
+                goals.append(Goal(name, target, faster[T], True, f"{ms[T]:.3f} ms"))
+        first, second = (over(own, MACCHIATO, (branch,), "T = {T}") for branch in BRANCHES)
+        slower = {T: 1 / max(first[T], second[T]) for T in first if T in second}
+        name = f"macchiato {mode}: time over the slower of its branches, worst length"
+        goals += worst(name, 1.15, slower, False)
+    return goals
+
+
+# --- the RG-LRU and the convolution --------------------------------------------------------------
+
+E, TAPS = 768, 3
+RIVALS = {"rg_lru": ("chunk_hgrn", "chunk_hgrn, compiled gates"), "conv": ("conv1d",)}
+
+
+def conv1d(x_BTE: Tensor, weight_EK: Tensor, bias_E: Tensor) -> Tensor:
+    """The same convolution by PyTorch's, (B, E, T) inside."""
+    padded = F.pad(x_BTE.transpose(1, 2), (weight_EK.shape[1] - 1, 0))
+    y = F.conv1d(padded, weight_EK[:, None], bias_E, groups=x_BTE.shape[2])
+    return y.transpose(1, 2)
+
+
+@functools.cache
+def recurrences(cuda: bool) -> dict[str, Op]:
+    """The rivals of the RG-LRU that there are."""
+    plain = rg_lru_rival() if cuda else None
+    found = (plain, None if plain is None else compiled_hgrn())
+    return {n: op for n, op in zip(RIVALS["rg_lru"], found, strict=True) if op is not None}
+
+
+def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
+    """One of the two ops."""
+    x, r, i, dy = (at.normal(B, T, width, seed=n) for n in range(4))
+    if op == "rg_lru":
+        inputs, ours = [x, r, i, at.normal(width, seed=4) - 4.0], rg_lru
+        rivals = recurrences(at.cuda)
+    else:
+        inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
+        ours, rivals = causal_conv1d, {"conv1d": conv1d}
+    sides = {op: Side(lambda *xs: ours(*xs, backend=at.backend)[0], inputs, dy, op)}
+    sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
+    return Point({"op": op, "B": B, "T": T, "E": width}, sides, B * T * width / (TOKENS * 2048))
+
+
+def rglru_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
+    """At least the speed of the fastest rival, at the worst size."""
+    goals = []
+    for op, rivals in RIVALS.items():
+        for mode in MODES:
+            own = [row for row in rows if (row["op"], row["mode"]) == (op, mode)]
+            name = f"{op} {mode}: times faster than the best rival, worst size"
+            goals += worst(name, 1.0, over(own, op, rivals, "B = {B}"), True)
+    return goals
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def rglru_sizes(quick: bool) -> list[tuple[Any, ...]]:
+    """(B, T, E, op)."""
+    tokens, width = (128, 16) if quick else (TOKENS, E)
+    batches = (1, 2) if quick else BATCHES
+    return [(B, tokens // B, width, op) for B in batches for op in RIVALS]
+
+
+def macchiato_sizes(quick: bool) -> list[tuple[Any, ...]]:
+    """(T,)."""
+    return [(T,) for T in ((128, 256) if quick else LENGTHS)]
+
+
+PARTS = {
+    "latte": Part(latte_sizes, latte_point, latte_goals, "times_latte", 0.15, errors=True),
+    "macchiato": Part(macchiato_sizes, macchiato_point, macchiato_goals, "times_macchiato", 0.3),
+    "rglru": Part(rglru_sizes, rglru_point, rglru_goals, "times_ours", 0.2),
+}
+
+
+def compare(at: gpu.Place, table: Table, part: Part, point: Point) -> bool:
+    """A row and a line for each side and mode; whether ours ran in both: else there are none."""
+    ours, ran = next(iter(point.sides)), True
+    memory: dict[str, Row] = {}
+    for name, side in point.sides.items() if part.errors else ():
+        with gpu.tried(at, f"{name}, memory"):
+            memory[name] = memory_of(at, side)
+        gpu.forget()
+    for mode in MODES:
+        sides = {n: s for n, s in point.sides.items() if mode == MODES[0] or not s.forward_only}
+        calls = {n: call_of(mode, s.op, s.inputs, s.dy) for n, s in sides.items()}
+        budget = 0.05 if at.quick else part.budget
+        times, failed = gpu.measure(at, calls, budget=budget, graphs=True)
+        if ours not in times:
+            say(f"{ours} is left out: {failed[ours]}")
+            ran = False
+            continue
+        for name, t in times.items():
+            side = sides[name]
+            expected = expected_ms(at, side.case, mode, point.share) if side.case else ""
+            row: Row = {"side": name, "mode": mode, **point.sizes, "dtype": at.precision}
+            row |= {**t.row(), "expected_ms": expected}
+            row |= {part.ratio: round(t.median / times[ours].median, 3)}
+            if part.errors:
+                whole = side if side.case else point.sides[ours]
+                row |= {**rates(at, mode, whole, t), **memory.get(name, {})}
+            table.add(row)
+            where = " ".join(f"{column} = {value}" for column, value in point.sizes.items())
+            say(
+                f"{where} {mode:17} {name:26} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90"
+                f" {t.p90:.3f}), {row[part.ratio]:.2f} x {ours}"
+                + (f", expected {expected} ms" if expected else "")
+            )
+    return ran
+
+
+def warm(at: gpu.Place, number: int) -> None:
+    """Every fourth of the widths' comparisons and the recurrence's, once."""
+    points: list[Callable[[], Point]] = [
+        functools.partial(latte_point, at, 1, WARM_TOKENS, *width) for width in WIDTHS
+    ]
+    points.append(functools.partial(rglru_point, at, 1, WARM_TOKENS, E, "rg_lru"))
+    for make in points[number::WARMING]:
+        for name, side in make().sides.items():
+            with gpu.tried(at, f"warming {name}"):
+                call_of(MODES[1], side.op, side.inputs, side.dy)()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = gpu.options(__doc__, 110)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--warm", type=int, choices=range(WARMING), help="compile, measure nothing")
+    args = parser.parse_args(argv)
+    at = gpu.place(args)
+    if args.warm is not None:
+        warm(at, args.warm)
+        return
+    part, script = PARTS[args.part], f"gpu_{args.part}"
+    say(f"{args.part}: {at.dtype}, {at.device}, backend {at.backend}")
+    say(f"copy: {copy_bandwidth(at.device) / 1e9:.0f} GB/s read and written")
+    wrong = errors(at) if part.errors else {}
+    table = at.table(f"{script}.csv")
+    ran = [
+        compare(at, table, part, part.point(at, *s)) for s in at.while_time(part.sizes(at.quick))
+    ]
+    at.goals(script, part.goals(table.rows, wrong))
+    if not all(ran):
+        raise RuntimeError(f"{args.part}: ours did not run at {ran.count(False)} sizes")
+
+
+if __name__ == "__main__":
+    main()
