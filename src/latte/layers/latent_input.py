@@ -105,7 +105,7 @@ class LatentInput(nn.Module):
             norm = self.norm
             if state.clock.native or dense.serves_step(x_BE):
                 weights, eps = self.rglru.plain_weights(), norm.eps
-                fit = weights and all(dense.fits(x_BE, y) for y in (*weights, norm.weight))
+                fit = weights and dense.fits(x_BE, *weights, norm.weight)
                 if fit and eps is not None and is_plain(norm, RMSNorm):
                     return dense.rg_lru(x_BE, weights, norm.weight, eps, state.rglru, real)
             return norm(in_dtype(self.rglru.step(x_BE, state.rglru, real), x_BE.dtype))

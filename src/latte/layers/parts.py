@@ -48,16 +48,13 @@ def linear_maps(x: Tensor, *maps: nn.Module, native: bool | None = None) -> tupl
 
 def plain_weights(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """The weights, for x, of linear maps that are nothing else, without biases; else none."""
-    weights: list[Tensor] = []
+    weights = []
     for module in maps:
         held = module._parameters
-        weight = held.get("weight")
-        if weight is None or not is_plain(module, nn.Linear) or not dense.fits(x, weight):
+        if not is_plain(module, nn.Linear) or held.get("bias") is not None:
             return []
-        if held.get("bias") is not None:
-            return []
-        weights.append(weight)
-    return weights
+        weights.append(held.get("weight"))
+    return weights if dense.fits(x, *weights) else []  # type: ignore[return-value]
 
 
 def norm_token(norm: nn.Module, x: Tensor, native: bool) -> Tensor:

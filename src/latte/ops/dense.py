@@ -43,10 +43,14 @@ def serves_step(x: Tensor) -> bool:
     return x.dtype in DTYPES and type(x) is Tensor and x.device.type == "cpu"
 
 
-def fits(x: Tensor, weight: Any) -> bool:
-    """The kernels take this weight with x: an ordinary tensor, like x, and contiguous."""
-    plain = type(weight) in PLAIN and weight.dtype == x.dtype and weight.is_cpu
-    return plain and weight.is_contiguous()
+def fits(x: Tensor, *weights: Any) -> bool:
+    """The kernels take these weights with x: ordinary tensors, like x, and contiguous."""
+    dtype = x.dtype
+    for weight in weights:
+        plain = type(weight) in PLAIN and weight.dtype == dtype and weight.is_cpu
+        if not plain or not weight.is_contiguous():
+            return False
+    return True
 
 
 def linear_maps(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
