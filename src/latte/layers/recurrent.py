@@ -151,7 +151,7 @@ class RGLRU(Drawn):
             return ()
         held: Any = self._modules
         r, i = held["recurrence_gate"]._parameters, held["input_gate"]._parameters
-        return r["weight"], r["bias"], i["weight"], i["bias"], self._parameters["theta"]
+        return r["weight"], r["bias"], i["weight"], i["bias"], self.theta
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
         """One token per row: the state after it, which is written in place."""

@@ -50,14 +50,17 @@ def _has_autocast(kind: str) -> bool:
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run ``fn`` with autocast, which would round its sums, off on its first tensor's device."""
+    """Run ``fn`` with autocast, which would round its sums, off on its first tensor's device.
+
+    Where it is off anyhow nothing is done: a context costs as much as a small operation.
+    """
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         first = next(tensors, None)
         kind = "cpu" if first is None else first.device.type
-        if not _has_autocast(kind):
+        if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
             return fn(*args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return fn(*args, **kwargs)
