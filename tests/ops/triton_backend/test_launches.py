@@ -173,6 +173,7 @@ def check(
 ELSEWHERE = [
     Case("latte", BF16),
     Case("latte", BF16, L=64, D=128),
+    Case("latte", BF16, L=16, cut=True, forgets=True),
     Case("latte", BF16, L=64, causal=False),
     Case("latte", BF16, L=128, causal=False),
     Case("latte", BF16, L=256, causal=False),

@@ -69,6 +69,21 @@ def test_latte_on_an_h100():
 
 
 @pytest.mark.slow
+def test_latents_that_forget_on_an_h100():
+    """A fifth more to issue at most, two blocks, loads under way; the bytes remain the limit."""
+    plain, forgetting = (
+        analyse(Case("latte", BF16, "plain", **HEADS, forgets=forgets), H100)
+        for forgets in (False, True)
+    )
+    for row in forgetting:
+        assert row.takes.blocks(CARDS[H100]) == 2
+        assert row.takes.stack <= 224 and row.work.copies > 0 and row.work.carried == 0
+        assert row.issue_floor < row.bytes_floor
+    issued = [sum(row.work.instructions for row in rows) for rows in (plain, forgetting)]
+    assert issued[1] <= 1.2 * issued[0]
+
+
+@pytest.mark.slow
 def test_macchiato_on_an_h100():
     """The forward walk at two blocks, its loads under way; it issues less than its bytes take."""
     case = Case("macchiato", BF16, "plain", window=128, **HEADS)

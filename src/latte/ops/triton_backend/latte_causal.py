@@ -102,7 +102,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """Outputs, final state; then for the backward pass: :func:`between_segments`."""
     q, k, v = qkv
-    run, mask = Walker(q, v.shape[-1], sequences.cu_seqlens), readable(sequences.key_mask)
+    run = Walker(q, v.shape[-1], sequences.cu_seqlens, log_decay is not None)
+    mask = readable(sequences.key_mask)
     (out,) = empty_gradients(v)
     finals = final_buffers(q, v, sequences.cu_seqlens)
     between, start, found = states_before(
@@ -130,7 +131,7 @@ def backward(
     dq, dk, dv, dg = empty_gradients(*qkv, log_decay)
     (dout, dlog_mass, dmean), (final_mu, *between) = grads, saved
     after = latent_gradients(
-        Walker(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens),
+        Walker(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens, log_decay is not None),
         (*qkv, readable(sequences.key_mask), dout),
         earlier,
         tuple(between),

@@ -245,10 +245,11 @@ def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER) -> ByChunk:
     return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
 
 
-def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER) -> Walk:
+def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: bool = False) -> Walk:
     """The one configuration of the walks for these sizes."""
     BL = padded(L)
-    table = WALKS if warpgroups(card) else WALKS_ELSEWHERE
+    # Triton 3.7.1 cannot compile latents that forget to B200's products, which take 64 tokens.
+    table = WALKS_ELSEWHERE if not warpgroups(card) or forgets and card > HOPPER else WALKS
     C, tile, warps, stages, tile_back, warps_back, stages_back = table[dtype][BL]
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)

@@ -129,7 +129,8 @@ def macchiato_op(
     D = v.shape[-1]
     out, (gate,) = q.new_empty((*q.shape[:3], D)), token_buffers(q, 1)
     finals, earlier = final_buffers(latent_k, v, cu_seqlens), (log_mass, mean)
-    walker, R = Walker(latent_k, D, cu_seqlens), q.shape[2] // v.shape[2]
+    walker = Walker(latent_k, D, cu_seqlens, log_decay is not None)
+    R = q.shape[2] // v.shape[2]
     lq, q = latent_q[..., 1:], unit_stride(q)
     if not causal:
         states = saved_states(latent_k, D, cu_seqlens, False, causal)
@@ -226,7 +227,7 @@ def macchiato_backward_op(
         # In memory once, for each query head: the window's kernel adds it up.
         latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
         dmean_0, lost_0 = latent_gradients(
-            Walker(latent_k, run.D, cu_seqlens),
+            Walker(latent_k, run.D, cu_seqlens, log_decay is not None),
             (latent_q, *inputs),
             (log_mass, mean),
             (top_M, mass_M, mean_M, top, mass, falls),

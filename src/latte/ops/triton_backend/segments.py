@@ -211,9 +211,9 @@ class ChunkLauncher(Launcher):
 class Walker(Launcher):
     """Launches the walks, and the scans over their segments."""
 
-    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool = False) -> None:
         B, T, _, L = q.shape
-        self.walk = walking(L, D, q.dtype, capability(q.device))
+        self.walk = walking(L, D, q.dtype, capability(q.device), forgets)
         self.length = length_for(q, D, self.walk, cu_seqlens)
         self.cut = self.length < T  # whether a sequence may have more than one segment
         super().__init__(q, D, Parts.of(B, T, self.length, cu_seqlens, at_least=1))
@@ -277,7 +277,8 @@ def between_segments(
     more, (M, H, L), for what is forgotten in each segment.
     """
     B, T = k.shape[:2]
-    length = length_for(k, D, walking(k.shape[-1], D, k.dtype, capability(k.device)), cu_seqlens)
+    walk = walking(k.shape[-1], D, k.dtype, capability(k.device), forgets)
+    length = length_for(k, D, walk, cu_seqlens)
     M, N = 0, 0
     if length < T:
         M, N = count_parts(B, T, length, cu_seqlens), count_sequences(B, cu_seqlens)
