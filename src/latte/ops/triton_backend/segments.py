@@ -202,7 +202,7 @@ class ChunkLauncher(Launcher):
         """One program per chunk and head; ``back`` for the backward pass."""
         c, parts = self.config, self.parts
         sizes = (self.T, parts.per_row, self.H, self.L, self.D)
-        options = {"C": c.C, "BL": c.BL, "BD": min(c.BD, padded(self.D))}
+        options: dict[str, Any] = {"C": c.C, "BL": c.BL, "BD": min(c.BD, padded(self.D))}
         options |= {product: self.products[product], **extras}
         warps = self.warps_back(c.warps_back) if back else c.warps
         launch(self.device, kernel[parts.M, self.H], *args, *sizes, **options, num_warps=warps)
