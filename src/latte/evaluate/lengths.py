@@ -90,10 +90,11 @@ def evaluate_lengths(
             found = score(model, text, length, on_batch=bar.update, **options)
             seconds = time.perf_counter() - start
             names = ("tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
-            values = [getattr(found, name) for name in names]
-            values += [seconds, found.tokens / seconds, peak_memory_bytes(device)]
-            parts = [(first, n, nll / max(n, 1)) for first, n, nll in found.by_position]
-            rows.append(Row(length, *values, by_position=parts))
+            values: dict[str, Any] = {name: getattr(found, name) for name in names}
+            values |= {"seconds": seconds, "tokens_per_second": found.tokens / seconds}
+            values["peak_memory_bytes"] = peak_memory_bytes(device)
+            values["by_position"] = [(i, n, nll / max(n, 1)) for i, n, nll in found.by_position]
+            rows.append(Row(length, **values))
     return rows
 
 
