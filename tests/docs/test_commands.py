@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from latte.cli.parser import build_parser, parse
-from latte.models import PRESETS
+from latte.models.registry import preset_names
 from latte.rivals.catalogue import COMPARATORS
 from latte.train.convert import load_conversion_recipe
 from latte.train.recipe import load_recipe
 
-NAMES = {*PRESETS, *COMPARATORS}
+NAMES = {*preset_names(), *COMPARATORS}
 
 
 def make_targets(root):
