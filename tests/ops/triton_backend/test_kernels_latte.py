@@ -269,6 +269,17 @@ def test_a_masked_source_may_hold_anything(name, junk):
     assert_same(*results, 0.0)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@pytest.mark.parametrize("name", masked_sources())
+def test_a_source_that_is_not_a_number_is_not_dropped(name):
+    op, inputs, sources = masked_sources()[name]
+    for i in sources:
+        parts = [x.clone() for x in inputs]
+        parts[i][0, 17] = torch.nan
+        out = op(*parts, backend="triton")[0]
+        assert out[0, 17:].isnan().all(-1).any() and not out[1:].isnan().any()
+
+
 def test_values_with_fewer_heads_and_no_tokens():
     q, k, v = fp32_inputs(1, 17, 4, 3, 5)
     shared = v[:, :, :2]

@@ -195,6 +195,29 @@ def test_other_cards_have_room(case, card):
         assert r.stack <= 480, r
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("latte", BF16, forgets=True),
+        Case("macchiato", BF16),
+        Case("recurrent", BF16, "plain", D=48),
+        Case("recurrent", BF16, "plain", D=48, cut=True),
+    ],
+    ids=name,
+)
+def test_what_is_no_number_stays_none(case):
+    """A card's minimum drops a NaN, and a source or gate that is one would leave finite outputs."""
+    kept: dict[str, bool] = {}
+
+    def compile_only(kernel_name: str, kernel: Any, args: Any, options: dict[str, Any]) -> None:
+        compiled = COMPILE(kernel, *args, warmup=True, **options)
+        kept[kernel_name] = "min.NaN.f32" in compiled.asm["ptx"]
+
+    run(case, compile_only, launch.HOPPER)
+    bounded = {*LATTE_WALKS, "macchiato_walk", *LRU_CHUNKS, *LRU_WALKS} - {"carry"}
+    assert kept.keys() & bounded == {kernel for kernel, has in kept.items() if has}
+
+
 def test_bidirectional_training_fits_consumer_cards():
     """Three tiles of D under way at a time are more than these have room for."""
     case, card = Case("latte", BF16, "plain", L=64, causal=False), 89

@@ -59,6 +59,7 @@ from latte.ops.triton_backend.tiles import (
     TINY,
     add_source,
     added,
+    at_most,
     counted,
     factor,
     finite,
@@ -389,7 +390,7 @@ def walk(
         if FORGETS:
             above -= fall_t
         rise = largest(above)
-        e = factor(power(tl.minimum(above, reach)), PRODUCT)
+        e = factor(power(at_most(above, reach)), PRODUCT)
         mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
@@ -526,7 +527,7 @@ def query_walk(
             store_row(slot_fall_ptr, slot, L, fall, C, BL)
             step = tl.zeros((BL,), tl.float32)
         rise = largest(above)
-        e = factor(power(tl.minimum(above, reach)), PRODUCT)
+        e = factor(power(at_most(above, reach)), PRODUCT)
         mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         over = reciprocal(tl.maximum(mass_t, TINY))
         pairs = tl.where(past, mm(dy, tl.trans(v), PRODUCT), 0.0)
@@ -693,7 +694,7 @@ def source_walk(
             fall = load_latents(slot_fall_ptr, slot, L, BL)
             step = load_latents(slot_step_ptr, slot, L, BL)
             above -= fall[None, :] + summed(past.to(tl.float32), g, PRODUCT)
-        e = factor(power(tl.minimum(above, reach)), PRODUCT)
+        e = factor(power(at_most(above, reach)), PRODUCT)
         mass_t = counted(past.to(tl.float32), e, PRODUCT)
         mass_t = added(tl.broadcast_to(mass[None, :], mass_t.shape), mass_t)
         over = reciprocal(tl.maximum(mass_t, TINY))
@@ -746,7 +747,7 @@ def source_walk(
                 here = here * kept_s[None, :] + dy_s[:, None] * (p_s * over_s)[None, :]
                 lost_s = lost_s * kept_s + (dq_s + p_s * c_s) * over_s
                 top_s = earlier
-                e_s = tl.exp(tl.minimum(k_s - top_s, 0.0))
+                e_s = tl.exp(at_most(k_s - top_s, 0.0))
                 dk_s = e_s * (tl.sum(here * v_s[:, None], 0) - lost_s)
                 store_value(dk_ptr, H * L, 1, at + s, 0, L, dk_s, True, BL)
                 if FORGETS:

@@ -50,6 +50,7 @@ from latte.ops.triton_backend.tiles import (
     TINY,
     add_source,
     added,
+    at_most,
     counted,
     factor,
     first_reference,
@@ -349,7 +350,7 @@ def macchiato_walk(
         if rise > reach_l:
             highest = tl.max(tl.maximum(above, 0.0), 1)
             near = tl.associative_scan(highest, 0, larger) <= reach_l
-        e = factor(power(tl.minimum(above, reach_l)), PRODUCT)
+        e = factor(power(at_most(above, reach_l)), PRODUCT)
         mass_t = added(mass, counted(past.to(tl.float32), e, PRODUCT))
         p_over_mass = p * reciprocal(tl.maximum(mass_t, TINY))
         p_over_mass = tl.where(near[:, None], p_over_mass, 0.0)

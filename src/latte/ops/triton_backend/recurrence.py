@@ -47,6 +47,7 @@ from latte.ops.triton_backend.launch import (
 from latte.ops.triton_backend.segments import Parts, count_parts
 from latte.ops.triton_backend.tiles import (
     SIZES,
+    at_most,
     compose,
     load_steps,
     log1p_of_share,
@@ -301,7 +302,7 @@ def next_steps(mask_ptr, t, stop, C: tl.constexpr, DOWN: tl.constexpr):
 @triton.jit
 def decays(r, strength, real, fresh):
     """a and sqrt(1 - a^2): 1 and 0 for what is not real, 0 and 1 where a sequence starts anew."""
-    log_a = tl.minimum(-r * strength[None, :], LEAST_DECAY)
+    log_a = at_most(-r * strength[None, :], LEAST_DECAY)
     a = power(log_a)
     factor = tl.sqrt(one_minus_square(a, -2.0 * log_a))
     a = tl.where(fresh[:, None], 0.0, a)

@@ -542,6 +542,12 @@ def larger(a, b):
 
 
 @triton.jit
+def at_most(x, most):
+    """The smaller of the two, or NaN where x is: a card's own minimum drops a NaN."""
+    return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def power(x):
     """exp(x) in two instructions: what is below the range of normal numbers is 0."""
     return power_of_two(x * LOG2_E)
