@@ -60,7 +60,7 @@ $(VLLM)/.ready: constraints-vllm.txt pyproject.toml
 	touch $(VLLM)/.ready
 
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/evaluate/test_vllm.py tests/evaluate/test_vllm_plugin.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serve/test_vllm.py tests/serve/test_vllm_plugin.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

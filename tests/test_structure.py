@@ -1,7 +1,7 @@
 """The rooms import one way, and no files import in a circle.
 
 ops <- layers <- models <- {conversion, parallel, rivals}; {conversion, data, parallel} <- train <-
-evaluate <- {compare, inspect} <- cli <- {replication, examples}.
+evaluate <- {compare, inspect, serve} <- cli <- {replication, examples}.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "evaluate": TRAIN | {"train"},
     "compare": TRAIN | {"train", "evaluate"},
     "inspect": TRAIN | {"train", "evaluate"},
-    "cli": TRAIN | {"train", "evaluate", "compare", "inspect", "rivals"},
+    "serve": MODEL | {"conversion", "data", "evaluate"},
+    "cli": TRAIN | {"train", "evaluate", "compare", "inspect", "serve", "rivals"},
 }
 # Third-party packages that only some rooms may touch, anywhere in a file.
 RESERVED = {
@@ -39,8 +40,9 @@ RESERVED = {
     "matplotlib": {"evaluate", "compare", "inspect"},
     "lm_eval": {"evaluate"},
     "peft": {"train"},
-    "uvicorn": {"evaluate"},
-    "fastapi": {"evaluate"},
+    "uvicorn": {"serve"},
+    "fastapi": {"serve"},
+    "vllm": {"serve"},
 }
 
 

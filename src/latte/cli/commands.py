@@ -133,7 +133,7 @@ def serve(options: Namespace) -> int:
             "continuous batching pages keys and values, and a state of Latte has no pages:"
             " expected no --continuous-batching"
         )
-    from latte.evaluate.serve import serve as run
+    from latte.serve.server import serve as run
 
     run(options.checkpoint, compiled=options.compile, **picked(options, "host", "port", "device"))
     return 0

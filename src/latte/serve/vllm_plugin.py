@@ -1,7 +1,7 @@
 """What vLLM is told of Latte's models, and what is refused there: the entry point of the plug-in.
 
 vLLM calls :func:`register` in each of its processes. Nothing here imports vLLM before; the model is
-:mod:`latte.evaluate.vllm_model`, which vLLM imports once a checkpoint asks for it.
+:mod:`latte.serve.vllm_model`, which vLLM imports once a checkpoint asks for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def register() -> None:
         verify_and_update_model_config = staticmethod(check_model)
 
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, "latte.evaluate.vllm_model:LatteForVLLM")
+        ModelRegistry.register_model(name, "latte.serve.vllm_model:LatteForVLLM")
         MODELS_CONFIG_MAP[name] = Settings
 
 

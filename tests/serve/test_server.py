@@ -15,10 +15,10 @@ from transformers import CompileConfig, set_seed
 
 from latte.cli import main
 from latte.data.tokenizers import byte_tokenizer
-from latte.evaluate import serve
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.generate import generate
 from latte.models import LatteCache, LatteForCausalLM, preset_config
+from latte.serve import server
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("transformers.cli.serving.systemone", reason="a server of Transformers 5.23")
@@ -49,8 +49,8 @@ class Client:
 
     def __init__(self, name, compiled=False):
         self.name, self.model_and_tokenizer = name, load_checkpoint(name, "cpu")
-        listening = serve.listen("localhost", 0)
-        self.server = serve.make_server(name, *self.model_and_tokenizer, compiled)
+        listening = server.listen("localhost", 0)
+        self.server = server.make_server(name, *self.model_and_tokenizer, compiled)
         options = {"sockets": [listening]}
         self.thread = threading.Thread(target=self.server.run, kwargs=options)
         self.thread.start()
@@ -209,5 +209,5 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "plain" / "tokenizer.json").unlink()
     (tmp_path / "plain" / "tokenizer_config.json").unlink()
     assert "has no tokenizer" in mistake(capsys, plain, "--port", "0")
-    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    monkeypatch.setattr(server, "is_serve_available", lambda: False)
     assert "pip install 'latte-attention[serving]'" in mistake(capsys, folder)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import latte
-from latte.evaluate.vllm_plugin import ARCHITECTURES, check_model, settle
 from latte.models import preset_config
+from latte.serve.vllm_plugin import ARCHITECTURES, check_model, settle
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def test_the_entry_point_is_declared_and_imports_neither_torch_nor_vllm():
     heavy = "{'torch', 'vllm'} & {*sys.modules}"
     code = f"import sys, {module}; {module}.{function}; assert not {heavy}"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert find_spec("latte.evaluate.vllm_model")  # which vLLM is told of by its name
+    assert find_spec("latte.serve.vllm_model")  # which vLLM is told of by its name
 
 
 def test_the_architectures_are_the_models_own_names():

@@ -1,0 +1,1 @@
+"""A trained model behind somebody else's engine: Transformers' server, and vLLM."""
