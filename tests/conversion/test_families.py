@@ -134,3 +134,9 @@ def test_autocast_is_near_to_full_precision(family, option):
     for name, parameter in model.named_parameters():
         if ".latents." in name:
             assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("made", [kind for pair in FAMILIES.values() for kind in pair])
+def test_what_attention_can_do_is_said_of_ours_and_not_of_the_base(made):
+    assert made._supports_sdpa and not (made._supports_flash_attn or made._supports_flex_attn)
+    assert made._keep_in_fp32_modules_strict == {"latents"} and not made._can_compile_fullgraph

@@ -144,12 +144,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         return dict.fromkeys(kinds, rotary(x_BTE, positions))
 
 
-class MacchiatoLanguageModel(StateGenerationMixin, MacchiatoPreTrained):
+class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):
     """The language model: stands before the base's own class, whose decoder it replaces."""
 
     backbone_class: type
     accepts_loss_kwargs = True  # the base's loss divides by num_items_in_batch
-    _supports_context_parallel = False  # the mixin's comes after Transformers' own here
 
     def __init__(self, config: Any) -> None:
         # Not the base's __init__, which would make (and initialise) its own decoder first.
