@@ -1,0 +1,139 @@
+"""What of Griffin makes the difference: its parts as mixers of this family, alone and together.
+
+A plug-in for recipes, which adds presets at the sizes of all others:
+
+    latte compare recipes/ablation/forgetting.yaml plugins=[replication/griffin_parts.py] \\
+        comparison.presets=[griffin-made++,latents-swa++] comparison.baseline=griffin-made++
+
+=====================  ============================================================================
+``hawk++``             Griffin's recurrent block (arXiv 2402.19427, section 2.3) in every layer: a
+                       convolution of 4 and an RG-LRU of the values, times a GELU of x
+``griffin-made++``     Griffin: recurrent, recurrent, window, recurrent
+``hawk-mixture++``     the same with latents that forget beside the window
+``latents-swa++``      latents that forget in the recurrent blocks' place: the window is a layer of
+                       its own, and not a state of each
+``mixture-swa++``      Latte-Macchiato that forgets in their place
+``values-f++``         ``latte-conv-swa-f++`` with values from the convolution too
+``gated-f++``          ``latte-conv-swa-f++`` with Griffin's gate on the heads' outputs
+=====================  ============================================================================
+
+The recurrent block keeps no state here: these models train and are scored, and do not generate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from latte.layers import (
+    LatteAttention,
+    LatteMacchiato,
+    Mixer,
+    MixerState,
+    Piece,
+    Projected,
+    SlidingWindowAttention,
+)
+from latte.layers.mixer import MixingLogits
+from latte.layers.parts import CausalConv1d
+from latte.layers.recurrent import RGLRU
+from latte.models.registry import register_mixer, register_preset
+
+
+class RecurrentBlock(Mixer):
+    """``W_o (RG-LRU(conv(W_v x)) * gelu(W_g x))``."""
+
+    def __init__(self, hidden_size: int, num_heads: int, **heads: Any) -> None:
+        super().__init__(hidden_size, num_heads, **heads)
+        width = num_heads * self.head_dim
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.conv = CausalConv1d(width, 4)
+        self.rglru = RGLRU(width, num_heads)
+
+    def _project(self, piece: Piece) -> Projected:
+        return Projected(self._heads(self.v_proj(piece.x), self.num_key_value_heads))
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+        options = (piece.key_mask, piece.cu_seqlens)
+        h, _ = self.rglru(self.conv(projected.v.flatten(-2), *options)[0], *options)
+        return self._heads(gated(h, self.gate_proj(piece.x)), self.num_heads), MixerState()
+
+
+def gated(y: Tensor, gate: Tensor) -> Tensor:
+    return y * F.gelu(gate, approximate="tanh").to(y.dtype)
+
+
+class MixtureOfConvolvedValues(LatteMacchiato):
+    """Latte-Macchiato whose values come from the latents' input, too."""
+
+    def _project(self, piece: Piece) -> Projected:
+        q, k, log_decay, inputs = self.latents(piece)
+        v = self._heads(self.v_proj(inputs.z), self.num_key_value_heads)
+        logits = MixingLogits(q, k, *self._local(piece.x, piece))
+        return Projected(v, logits, log_decay, after=inputs.after, log=inputs.log)
+
+
+class GatedMixture(LatteMacchiato):
+    """Latte-Macchiato with a gate on its heads' outputs."""
+
+    def __init__(self, hidden_size: int, num_heads: int, *args: Any, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, *args, **options)
+        self.gate_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+        out, state = super()._attend(projected, piece)
+        return gated(out, self._heads(self.gate_proj(piece.x), self.num_heads)), state
+
+
+class SetOtherwise:
+    """A configuration in which some fields are set otherwise."""
+
+    def __init__(self, config: Any, fields: dict[str, Any]) -> None:
+        self._config, self._fields = config, fields
+
+    def __getattr__(self, name: str) -> Any:
+        return self._fields[name] if name in self._fields else getattr(self._config, name)
+
+
+def layers_of(*makers: Callable[[Any], Mixer]) -> type[Mixer]:
+    """A mixer that is another in each layer, in turns: a model makes its layers in their order,
+    and has as many as there are makers, or a multiple.
+    """
+    turns = itertools.cycle(makers)
+
+    class OneOfSeveral(Mixer):
+        uses = LatteMacchiato.uses
+
+        @classmethod
+        def from_config(cls, config: Any) -> Any:
+            return next(turns)(config)
+
+    return OneOfSeveral
+
+
+def of_kind(kind: type[Mixer], **fields: Any) -> Callable[[Any], Mixer]:
+    return lambda config: kind(**kind.options(SetOtherwise(config, fields)))
+
+
+RECURRENT, LATENTS = of_kind(RecurrentBlock), of_kind(LatteAttention)
+WINDOW, MIXTURE = of_kind(SlidingWindowAttention, latent_input="none"), of_kind(LatteMacchiato)
+FORGETTING = {"latent_input": "conv", "position": "rope", "forgetting": "gated"}
+
+register_mixer("recurrent-block", RecurrentBlock)
+register_preset("hawk++", mixer="recurrent-block", latent_input="none", position="none")
+for _name, _mixer in {
+    "griffin-made": layers_of(RECURRENT, RECURRENT, WINDOW, RECURRENT),
+    "hawk-mixture": layers_of(RECURRENT, RECURRENT, MIXTURE, RECURRENT),
+    "latents-swa": layers_of(LATENTS, LATENTS, WINDOW, LATENTS),
+    "mixture-swa": layers_of(MIXTURE, MIXTURE, WINDOW, MIXTURE),
+}.items():
+    register_mixer(_name, _mixer)
+    register_preset(f"{_name}++", mixer=_name, **FORGETTING)
+register_mixer("values", MixtureOfConvolvedValues)
+register_preset("values-f++", mixer="values", **FORGETTING)
+register_mixer("gated", GatedMixture)
+register_preset("gated-f++", mixer="gated", **FORGETTING)

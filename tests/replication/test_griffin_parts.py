@@ -1,0 +1,39 @@
+"""The parts of Griffin as mixers: what each layer is, and that none sees what comes after."""
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from latte.models import registry
+
+KINDS = {
+    "hawk++": ["RecurrentBlock"] * 4,
+    "griffin-made++": ["RecurrentBlock"] * 2 + ["SlidingWindowAttention", "RecurrentBlock"],
+    "hawk-mixture++": ["RecurrentBlock"] * 2 + ["LatteMacchiato", "RecurrentBlock"],
+    "latents-swa++": ["LatteAttention"] * 2 + ["SlidingWindowAttention", "LatteAttention"],
+    "mixture-swa++": ["LatteMacchiato"] * 2 + ["SlidingWindowAttention", "LatteMacchiato"],
+    "values-f++": ["MixtureOfConvolvedValues"] * 4,
+    "gated-f++": ["GatedMixture"] * 4,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    held = (registry._mixers, registry._presets, sys.modules)
+    with mock.patch.dict(held[0]), mock.patch.dict(held[1]), mock.patch.dict(held[2]):
+        yield registry.load_plugin("replication.griffin_parts")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_are_of_their_kinds_and_look_back(name):
+    for _ in range(2):  # a second model begins with the first kind again
+        config = registry.find_model(name).config("tiny", vocab_size=64, sliding_window=4)
+        model = registry.language_model(config)
+        kinds = [type(layer.mixer) for layer in model.model.layers]
+        assert [kind.__name__ for kind in kinds] == KINDS[name]
+    ids = torch.randint(64, (1, 40))
+    with torch.no_grad():
+        early, whole = model(ids[:, :30]).logits, model(ids).logits[:, :30]
+    torch.testing.assert_close(early, whole)
