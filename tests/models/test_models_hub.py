@@ -127,6 +127,19 @@ def test_weights_missing_from_a_checkpoint_are_initialised(config, tmp_path):
     assert 0.005 < mixer.o_proj.weight.std() < 0.015  # 0.02 / sqrt(2 * 2 layers)
 
 
+def test_embeddings_begin_at_a_scale_of_their_own(config, tmp_path):
+    fields = {"initializer_range": 0.1, "embedding_initializer_range": 0.01, "pad_token_id": 0}
+    model = LatteForCausalLM(config("swa++", **fields))
+    embeddings = model.model.embed_tokens.weight
+    assert 0.008 < embeddings[1:].std() < 0.012 and not embeddings[0].any()
+    assert 0.08 < model.model.layers[0].mixer.v_proj.weight.std() < 0.12
+    with torch.no_grad():
+        embeddings[0] = 1.0
+    model.save_pretrained(tmp_path)
+    loaded = LatteForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.model.embed_tokens.weight, embeddings)
+
+
 def check_decay(theta):
     decay = torch.exp(-8 * F.softplus(theta.float()))
     assert decay.min() >= 0.899 and decay.max() <= 0.9995
@@ -146,6 +159,7 @@ def test_initialisation(config):
     assert abs(mixer.v_proj.weight.std() - 0.02) < 0.001
     assert abs(mixer.o_proj.weight.std() - 0.01) < 0.001
     assert abs(model.model.layers[1].mlp.down_proj.weight.std() - 0.01) < 0.001
+    assert abs(model.model.embed_tokens.weight.std() - 0.02) < 0.001
     conv = LatteForCausalLM(config("latte-conv++")).model.layers[0].mixer.latents.input.conv
     assert conv.bias.abs().max() == 0 and 0.1 < conv.weight.abs().max() <= 3**-0.5
 

@@ -44,6 +44,9 @@ class LatteConfig(PreTrainedConfig):
             attention) or ``none``.
         embedding_multiplier: what token embeddings are multiplied by; None is sqrt(hidden_size)
             where sinusoidal positions are added (arXiv 1706.03762), else 1.
+        initializer_range: standard deviation of matrices that are not yet trained.
+        embedding_initializer_range: the same of the embeddings, and so of a tied head; None is
+            ``initializer_range``.
         norm, mlp: ``rmsnorm`` and ``swiglu``, the "++" models, or ``layernorm`` and ``gelu``.
         attn_logit_softcapping: local logits become ``cap * tanh(logit / cap)``.
         feature_map: of ``linear``: ``elu`` (elu + 1), ``exp``, ``softplus`` or ``relu``.
@@ -87,6 +90,7 @@ class LatteConfig(PreTrainedConfig):
     hidden_dropout: float | int = 0.0
     classifier_dropout: float | int = 0.0
     initializer_range: float | int = 0.02
+    embedding_initializer_range: float | int | None = None
     max_position_embeddings: int = 1024
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -193,7 +197,7 @@ class LatteConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         positive = (
             *("norm_eps", "rope_theta", "attn_logit_softcapping"),
-            *("embedding_multiplier", "initializer_range"),
+            *("embedding_multiplier", "initializer_range", "embedding_initializer_range"),
         )
         for name in positive:
             value = getattr(self, name)

@@ -44,6 +44,8 @@ from latte.models.config import LatteConfig
 from latte.models.loss import IGNORED, chunked_loss, next_labels, next_token_loss
 from latte.models.registry import find_mixer
 
+LOADED = "_is_hf_initialized"  # Transformers' mark of weights that came from a checkpoint
+
 
 def initialise(module: nn.Module) -> None:
     """Draw the parameters that a module brings its own initial values for, if it does.
@@ -141,6 +143,10 @@ class LattePreTrainedModel(PreTrainedModel):
             # As in GPT-2: the residual stream keeps its scale, whatever the depth.
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.Embedding) and self.config.embedding_initializer_range:
+            init.normal_(module.weight, std=self.config.embedding_initializer_range)
+            if module.padding_idx is not None and not getattr(module.weight, LOADED, False):
+                init.zeros_(module.weight[module.padding_idx])  # a slice has lost the mark
         else:
             initialise(module)
 
