@@ -34,7 +34,8 @@ def check_latte(words, root):
         assert stages(options.base, root)
     if options.command == "compare":
         chosen = options.presets or recipe.comparison.presets
-        assert chosen and set(chosen) <= NAMES
+        plugins = "".join((root / plugin).read_text() for plugin in recipe.plugins)
+        assert chosen and all(name in NAMES or f"``{name}``" in plugins for name in chosen)
 
 
 def check(words, root):

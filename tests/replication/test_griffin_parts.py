@@ -21,9 +21,11 @@ KINDS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
-    held = (registry._mixers, registry._presets, sys.modules)
-    with mock.patch.dict(held[0]), mock.patch.dict(held[1]), mock.patch.dict(held[2]):
-        yield registry.load_plugin("replication.griffin_parts")
+    """Registered for as long as this file's tests last."""
+    with mock.patch.dict(registry._mixers), mock.patch.dict(registry._presets):
+        module = registry.load_plugin("replication.griffin_parts")
+        yield
+    del sys.modules[module.__name__]
 
 
 @pytest.mark.parametrize("name", KINDS)
