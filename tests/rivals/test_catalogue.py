@@ -367,6 +367,12 @@ def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
         assert not hasattr(comparator_config(name, **wanted), "embedding_multiplier")
 
 
+def test_a_scale_of_embeddings_is_for_our_own_models_and_stops_no_other() -> None:
+    wanted = {**SMALL, "embedding_initializer_range": 0.5}
+    assert comparator_config("mega", **wanted).embedding_initializer_range == 0.5
+    assert comparator_config("griffin", **wanted) == comparator_config("griffin", **SMALL)
+
+
 def test_a_model_says_itself_whether_it_carries_a_state() -> None:
     from latte.models import LatteForCausalLM
     from latte.models.registry import carries_state, entry_of_type

@@ -43,7 +43,7 @@ SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "intermediate_size", "max_position_embeddings", "sliding_window"),
     *("embedding_multiplier", "embedding_dropout", "hidden_dropout"),
-    *("initializer_range", "tie_word_embeddings"),
+    *("initializer_range", "embedding_initializer_range", "tie_word_embeddings"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 )
 
