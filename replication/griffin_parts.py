@@ -3,16 +3,12 @@
 A plug-in for recipes, which adds presets at the sizes of all others:
 
     latte compare recipes/ablation/forgetting.yaml plugins=[replication/griffin_parts.py] \\
-        comparison.presets=[griffin-made++,latents-swa++] comparison.baseline=griffin-made++
+        comparison.presets=[griffin-made++,gated-f++] comparison.baseline=griffin-made++
 
 =====================  ============================================================================
 ``hawk++``             Griffin's recurrent block (arXiv 2402.19427, section 2.3) in every layer: a
                        convolution of 4 and an RG-LRU of the values, times a GELU of x
 ``griffin-made++``     Griffin: recurrent, recurrent, window, recurrent
-``hawk-mixture++``     the same with latents that forget beside the window
-``latents-swa++``      latents that forget in the recurrent blocks' place: the window is a layer of
-                       its own, and not a state of each
-``mixture-swa++``      Latte-Macchiato that forgets in their place
 ``values-f++``         ``latte-conv-swa-f++`` with values from the convolution too
 ``gated-f++``          ``latte-conv-swa-f++`` with Griffin's gate on the heads' outputs
 =====================  ============================================================================
@@ -23,14 +19,12 @@ The recurrent block keeps no state here: these models train and are scored, and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers import (
-    LatteAttention,
     LatteMacchiato,
     Mixer,
     MixerState,
@@ -89,51 +83,30 @@ class GatedMixture(LatteMacchiato):
         return gated(out, self._heads(self.gate_proj(piece.x), self.num_heads)), state
 
 
-class SetOtherwise:
-    """A configuration in which some fields are set otherwise."""
-
-    def __init__(self, config: Any, fields: dict[str, Any]) -> None:
-        self._config, self._fields = config, fields
-
-    def __getattr__(self, name: str) -> Any:
-        return self._fields[name] if name in self._fields else getattr(self._config, name)
-
-
-def layers_of(*makers: Callable[[Any], Mixer]) -> type[Mixer]:
-    """A mixer that is another in each layer, in turns: a model makes its layers in their order,
-    and has as many as there are makers, or a multiple.
+class GriffinLayers(Mixer):
+    """Recurrent, recurrent, window, recurrent: a model makes its layers in their order, and has
+    four of them, or a multiple.
     """
-    turns = itertools.cycle(makers)
 
-    class OneOfSeveral(Mixer):
-        uses = LatteMacchiato.uses
+    uses = SlidingWindowAttention.uses
+    _kinds: tuple[type[Mixer], ...] = (
+        *[RecurrentBlock] * 2,
+        SlidingWindowAttention,
+        RecurrentBlock,
+    )
+    _turns = itertools.cycle(_kinds)
 
-        @classmethod
-        def from_config(cls, config: Any) -> Any:
-            return next(turns)(config)
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        return next(cls._turns).from_config(config)
 
-    return OneOfSeveral
-
-
-def of_kind(kind: type[Mixer], **fields: Any) -> Callable[[Any], Mixer]:
-    return lambda config: kind(**kind.options(SetOtherwise(config, fields)))
-
-
-RECURRENT, LATENTS = of_kind(RecurrentBlock), of_kind(LatteAttention)
-WINDOW, MIXTURE = of_kind(SlidingWindowAttention, latent_input="none"), of_kind(LatteMacchiato)
-FORGETTING = {"latent_input": "conv", "position": "rope", "forgetting": "gated"}
 
 register_mixer("recurrent-block", RecurrentBlock)
 register_preset("hawk++", mixer="recurrent-block", latent_input="none", position="none")
-for _name, _mixer in {
-    "griffin-made": layers_of(RECURRENT, RECURRENT, WINDOW, RECURRENT),
-    "hawk-mixture": layers_of(RECURRENT, RECURRENT, MIXTURE, RECURRENT),
-    "latents-swa": layers_of(LATENTS, LATENTS, WINDOW, LATENTS),
-    "mixture-swa": layers_of(MIXTURE, MIXTURE, WINDOW, MIXTURE),
-}.items():
+register_mixer("griffin-made", GriffinLayers)
+register_preset("griffin-made++", mixer="griffin-made", latent_input="none", position="rope")
+for _name, _mixer in {"values": MixtureOfConvolvedValues, "gated": GatedMixture}.items():
     register_mixer(_name, _mixer)
-    register_preset(f"{_name}++", mixer=_name, **FORGETTING)
-register_mixer("values", MixtureOfConvolvedValues)
-register_preset("values-f++", mixer="values", **FORGETTING)
-register_mixer("gated", GatedMixture)
-register_preset("gated-f++", mixer="gated", **FORGETTING)
+    register_preset(
+        f"{_name}-f++", mixer=_name, latent_input="conv", position="rope", forgetting="gated"
+    )

@@ -11,9 +11,6 @@ from latte.models import registry
 KINDS = {
     "hawk++": ["RecurrentBlock"] * 4,
     "griffin-made++": ["RecurrentBlock"] * 2 + ["SlidingWindowAttention", "RecurrentBlock"],
-    "hawk-mixture++": ["RecurrentBlock"] * 2 + ["LatteMacchiato", "RecurrentBlock"],
-    "latents-swa++": ["LatteAttention"] * 2 + ["SlidingWindowAttention", "LatteAttention"],
-    "mixture-swa++": ["LatteMacchiato"] * 2 + ["SlidingWindowAttention", "LatteMacchiato"],
     "values-f++": ["MixtureOfConvolvedValues"] * 4,
     "gated-f++": ["GatedMixture"] * 4,
 }
