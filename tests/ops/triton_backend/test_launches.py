@@ -208,14 +208,26 @@ def test_other_cards_have_room(case, card):
 def test_what_is_no_number_stays_none(case):
     """A card's minimum drops a NaN, and a source or gate that is one would leave finite outputs."""
     kept: dict[str, bool] = {}
-
-    def compile_only(kernel_name: str, kernel: Any, args: Any, options: dict[str, Any]) -> None:
-        compiled = COMPILE(kernel, *args, warmup=True, **options)
-        kept[kernel_name] = "min.NaN.f32" in compiled.asm["ptx"]
-
-    run(case, compile_only, launch.HOPPER)
+    run(case, keeping(kept), launch.HOPPER)
     bounded = {*LATTE_WALKS, "macchiato_walk", *LRU_CHUNKS, *LRU_WALKS} - {"carry"}
     assert kept.keys() & bounded == {kernel for kernel, has in kept.items() if has}
+
+
+def test_a_step_keeps_what_is_no_number_too():
+    """Else the state that it hands on is finite, and its mean is not."""
+    kept: dict[str, bool] = {}
+    steps(keeping(kept), BF16, 32, 96, 96, plain=False)
+    assert kept == {"step": True}
+
+
+def keeping(kept: dict[str, bool]) -> Any:
+    """What to do instead of a launch: compile it, and see whether its minimum keeps a NaN."""
+
+    def compile_only(name: str, kernel: Any, args: Any, options: dict[str, Any]) -> None:
+        compiled = COMPILE(kernel, *args, warmup=True, **options)
+        kept[name] = kept.get(name, True) and "min.NaN.f32" in compiled.asm["ptx"]
+
+    return compile_only
 
 
 def test_bidirectional_training_fits_consumer_cards():
@@ -224,7 +236,7 @@ def test_bidirectional_training_fits_consumer_cards():
     assert all(r.shared <= launch.shared_memory(card) for r in report(case, card))
 
 
-def steps(dtype: torch.dtype, L: int, K: int, D: int, plain: bool) -> list[Resources]:
+def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool) -> None:
     """One token per sequence, with and without a window."""
     case, B, P, H, G = Case("step", dtype, L=L, D=D, K=K, one=plain), 3, 127, 4, 2
     if plain:
@@ -238,13 +250,11 @@ def steps(dtype: torch.dtype, L: int, K: int, D: int, plain: bool) -> list[Resou
     keys, values = case.randn(B, P, G, K), case.randn(B, P, G, D)
     both = (latents, WindowState(keys, values, torch.ones(B, P, dtype=torch.bool)))
     softcap = None if plain else 20.0
-    launched: list[Resources] = []
-    with launching(compiling(launched)), torch.no_grad():
+    with launching(instead), torch.no_grad():
         latte_attention(*latte, initial_state=latents, **options)
         macchiato_attention(
             *macchiato, window=P + 1, softcap=softcap, initial_state=both, **options
         )
-    return launched
 
 
 @pytest.mark.parametrize(
@@ -259,7 +269,8 @@ def steps(dtype: torch.dtype, L: int, K: int, D: int, plain: bool) -> list[Resou
 )
 def test_a_step_of_decoding(dtype, L, K, D, plain):
     """From its smallest tiles to its largest."""
-    launched = steps(dtype, L, K, D, plain)
+    launched: list[Resources] = []
+    steps(compiling(launched), dtype, L, K, D, plain)
     check(launched, dtype, L, D, True)
     assert [r.kernel for r in launched] == ["step", "step"]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from latte.ops.custom_ops import empty_gradients
 from latte.ops.tensors import full_precision
 from latte.ops.triton_backend.launch import launch, readable, step_tiles
-from latte.ops.triton_backend.tiles import finite, inverse, log1p_of_share, tanh
+from latte.ops.triton_backend.tiles import at_most, finite, inverse, log1p_of_share, tanh
 
 
 @torch.library.custom_op("latte::triton_latte_step", mutates_args=())
@@ -220,7 +220,7 @@ def step(
         old, new = tl.exp(A - finite(top)), tl.exp(k - finite(top))
         mass = old + new
         # The larger of the two is exactly 1, or both are 0.
-        after = tl.where(mass == 0.0, float("-inf"), top + log1p_of_share(tl.minimum(old, new)))
+        after = tl.where(mass == 0.0, float("-inf"), top + log1p_of_share(at_most(old, new)))
         tl.store(log_mass1_ptr + i * L + x, after, mask=x < L)
         at = (i * L + x)[:, None] * D + d[None, :]
         mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
