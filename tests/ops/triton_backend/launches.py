@@ -292,7 +292,7 @@ def rare() -> Iterator[Case]:
         for L in LATENTS:
             yield Case("macchiato", dtype, L=L, cut=True, softcap=20.0, forgets=True)
         yield Case("latte", dtype, L=31, D=63, strided=True)
-        for D in (64, 128):
+        for D in (64, 128, 256):
             yield Case("window", dtype, D=D, softcap=20.0)
         yield Case("window", dtype, "plain")
     yield Case("latte", BF16, "plain", cut=True)

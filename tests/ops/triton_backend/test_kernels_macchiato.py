@@ -58,7 +58,9 @@ def test_lengths_and_windows(T, W):
     compare_window(macchiato, T, W=W, H=1, carried=True)
 
 
-@pytest.mark.parametrize(("L", "K", "D"), [(1, 1, 1), (16, 64, 70), (35, 5, 16), (256, 3, 40)])
+@pytest.mark.parametrize(
+    ("L", "K", "D"), [(1, 1, 1), (16, 64, 70), (35, 5, 16), (3, 130, 5), (256, 3, 40)]
+)
 def test_widths(L, K, D):
     compare_window(macchiato, 20, L=L, K=K, D=D, H=1)
     compare_window(macchiato, 20, L=L, K=K, D=D, H=1, causal=False)

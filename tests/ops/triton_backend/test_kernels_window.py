@@ -44,9 +44,12 @@ def test_continues_from_a_state(T, W, packed):
     compare_window(window, T, W=W, masked=True, packed=packed, carried=True)
 
 
-@pytest.mark.parametrize(("K", "D"), [(1, 1), (64, 5), (130, 70), (5, 512), (256, 16)])
-def test_widths(K, D):
-    compare_window(window, 10, H=1, K=K, D=D, carried=True)
+@pytest.mark.parametrize(
+    ("K", "D", "T"), [(1, 1, 10), (64, 5, 10), (130, 70, 40), (5, 512, 10), (256, 16, 10)]
+)
+def test_widths(K, D, T):
+    """Wide keys have chunks of 32 in fp32: two of them once."""
+    compare_window(window, T, H=1, K=K, D=D, carried=True)
 
 
 def test_groups_of_heads_and_batches():

@@ -51,12 +51,12 @@ CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
 # Bytes of stack per thread that are let pass in the walks, most of them for tokens beyond reach, by
 # dtype and latents up to. Both of Triton's supported versions stay below.
 MOST = {
-    BF16: {32: 320, 128: 416, 256: 832},
+    BF16: {32: 336, 128: 416, 256: 832},
     FP16: {64: 128, 128: 704, 256: 1408},
     FP32: {64: 576, 128: 1280, 256: 2816},
 }
 MOST_UNEVEN = 1408
-FORGETTING = 224  # more in each kernel, for latents that forget
+FORGETTING = 304  # more in each kernel, for latents that forget
 
 
 def most_stack(
@@ -72,6 +72,8 @@ def most_stack(
     uneven = bool(L % 16 and L > 1 or D % 16 and D > 1)
     if kernel in SCANS:
         return 32
+    if kernel in BY_CHUNK and uneven and L > 128:
+        return 1024 if single else 256
     if kernel in BY_CHUNK and beside:
         return 640 if single else 96
     if kernel in BY_CHUNK:
@@ -87,13 +89,15 @@ def most_stack(
         return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
     if kernel in (*WINDOW, EARLIER):
         if dtype != BF16:
-            return 640
+            return 1600 if kernel == WINDOW[0] and D > 128 else 640
         if uneven and beside:
-            return 320
+            return 336
         # Four warps and two blocks at a time: half the instructions, for a little stack.
         least = 88 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
-        return 112 if D > 64 or L > 32 else 64 if uneven else least
-    assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, "step"), kernel
+        return 192 if D > 64 else 112 if L > 32 else 64 if uneven else least
+    if kernel == "step":
+        return 8
+    assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION), kernel
     return 0
 
 
@@ -178,8 +182,12 @@ ELSEWHERE = [
     Case("latte", BF16, L=128, causal=False),
     Case("latte", BF16, L=256, causal=False),
     Case("latte", FP32, L=256, causal=False),
+    Case("latte", FP32, L=256),
     Case("macchiato", BF16, softcap=20.0),
+    Case("macchiato", FP32, L=16, D=256, causal=False),
     Case("window", BF16, D=128),
+    Case("window", BF16, "state", D=256),
+    Case("window", FP32, "state", D=256),
     Case("recurrent", BF16, "plain", D=48),
     Case("convolved", BF16, "plain", D=48),
 ]
@@ -192,7 +200,8 @@ def test_other_cards_have_room(case, card):
     """Shared memory as their makers say; of stack what rare tokens, and two blocks, may cost."""
     for r in report(case, card):
         assert r.shared <= launch.shared_memory(card) <= CARDS[card].shared_block, r
-        assert r.stack <= 480, r
+        single = 2400 if "walk" in r.kernel else 1600 if r.kernel == WINDOW[0] else 672
+        assert r.stack <= (single if case.dtype == FP32 else 480), r
 
 
 @pytest.mark.parametrize(
@@ -296,7 +305,7 @@ def test_few_configurations_whatever_the_length():
         for X in widths
         for dtype in DTYPES
     }
-    assert len(chosen) == 15
+    assert len(chosen) == 27  # twelve of them for widths that are no multiple of 16
 
 
 def main(part: str = "") -> None:

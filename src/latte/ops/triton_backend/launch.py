@@ -140,9 +140,9 @@ class WindowTiles(NamedTuple):
     warps: int  # of the forward kernel
     warps_back: int  # of the backward kernels
     stages_back: int  # loads ahead in the backward kernels, which pay for them in registers
+    stages: int = 3  # of the forward kernel
 
 
-WINDOW_STAGES = 3  # of the forward kernel
 # Padded latents -> tiles for widths up to 64, and beyond. Without latents: as with few. fp16
 # multiplies in tf32: its tiles take twice the room of bf16's.
 _NARROW_WINDOW = {
@@ -152,7 +152,7 @@ _NARROW_WINDOW = {
     128: (64, 8, 8, 2),
     256: (32, 8, 8, 2),
 }
-_SINGLE_WINDOW = dict.fromkeys(_NARROW_WINDOW, (32, 8, 8, 1))
+_SINGLE_WINDOW = dict.fromkeys(_NARROW_WINDOW, (32, 8, 4, 1))
 WINDOW = {
     torch.bfloat16: (
         _NARROW_WINDOW | dict.fromkeys((16, 32), (64, 4, 4, 2)),
@@ -236,12 +236,22 @@ def warpgroups(card: int) -> bool:
     return 90 <= card < 120
 
 
-def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER) -> ByChunk:
-    """The one configuration for these latents: ten in all, for two sizes of element."""
+def little_room(card: int) -> bool:
+    """Whether this is a consumer card, or of their design: 99 KB of shared memory."""
+    return shared_memory(card) < 150_000
+
+
+def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByChunk:
+    """The one configuration for these latents: ten in all, for two sizes of element.
+
+    ``K``: the width of a window's keys.
+    """
     BL = padded(L)
     C, BD, warps, warps_back = BY_CHUNK[dtype][BL]
-    room, largest = shared_memory(card), dtype == torch.float32 and BL == 256
-    stages = 3 if room > 200_000 else 2 if room > 150_000 or not largest else 1
+    if dtype == torch.float32 and K > 128:
+        C = min(C, 32)  # 64 keys and queries are more than fits into registers, and most cards
+    largest = dtype == torch.float32 and BL == 256
+    stages = 3 if shared_memory(card) > 200_000 else 1 if little_room(card) and largest else 2
     return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
 
 
@@ -254,6 +264,8 @@ def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: boo
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
     warps_back = warps_back if BD_back <= 64 else 8
+    if little_room(card) and dtype == torch.float32 and BL == 256:
+        stages = stages_back = 1  # two chunks under way take 115 to 128 KB
     product = WALKED[dtype]
     registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
     return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
@@ -263,8 +275,12 @@ def window_tiles(L: int, K: int, D: int, dtype: torch.dtype, card: int = HOPPER)
     """The tiles of the window's kernels; they do not depend on the window."""
     table = WINDOW if warpgroups(card) else WINDOW_ELSEWHERE
     tiles = WindowTiles(*table[dtype][max(K, D) > 64][padded(L)])
-    # Other widths have an address for every element, for which four warps lack registers.
-    return tiles if K % 16 == D % 16 == 0 else tiles._replace(warps_back=8)
+    if little_room(card) and K > 128:
+        tiles = tiles._replace(stages=2)
+    if K % 16 == D % 16 == 0:
+        return tiles
+    # An address for every element, for which four warps, or wide tiles, lack registers.
+    return tiles._replace(BX=min(tiles.BX, 32 if max(K, D) > 64 else 64), warps_back=8)
 
 
 def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:

@@ -161,6 +161,7 @@ def macchiato_op(
         CAPPED=w.softcap != 0.0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **walker.registers(),
         **decays(log_decay),
     )
     top_M, mass_M, mean_M, top, mass, *more = states

@@ -184,9 +184,9 @@ class Launcher:
 class ChunkLauncher(Launcher):
     """Launches what has one program per chunk."""
 
-    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None, K: int = 1) -> None:
         B, T, _, L = q.shape
-        self.config = by_chunk(L, q.dtype, capability(q.device))
+        self.config = by_chunk(L, q.dtype, capability(q.device), K)
         super().__init__(q, D, Parts.of(B, T, self.config.C, cu_seqlens))
         wide, narrow = rounding(self.config.wide), rounding(self.config.narrow)
         self.products = {"WIDE": wide, "NARROW": narrow}
@@ -244,10 +244,13 @@ class Walker(Launcher):
         BD, stages, warps = fixed
         sizes = (self.T, self.length, self.parts.per_row, self.H, self.L, D)
         tiles = (self.walk.C, self.walk.BL, BD, self.product, stages)
-        options: dict[str, Any] = {"num_warps": warps} | extras
-        if self.walk.registers is not None and torch.version.hip is None:
-            options["maxnreg"] = self.walk.registers
+        options = {"num_warps": warps} | self.registers() | extras
         launch(self.device, kernel[(programs,)], *args, *sizes, *tiles, **options)
+
+    def registers(self) -> dict[str, Any]:
+        """What a launch says of registers, where ptxas is not to choose."""
+        asked = self.walk.registers if torch.version.hip is None else None
+        return {} if asked is None else {"maxnreg": asked}
 
     def tiles(self) -> list[slice]:
         """The tiles of D that the backward pass takes one after the other."""

@@ -44,7 +44,6 @@ from latte.ops.custom_ops import Earlier, Three, empty_gradients
 from latte.ops.tensors import Local, Sequences
 from latte.ops.triton_backend.launch import (
     FARTHEST_TOKENS,
-    WINDOW_STAGES,
     capability,
     contiguous,
     launch,
@@ -152,8 +151,8 @@ class WindowLauncher(ChunkLauncher):
     """Launches the kernels of the window, and of the bidirectional latents beside it."""
 
     def __init__(self, q: Tensor, latents: Tensor | None, w: Window, cu: Tensor | None) -> None:
-        super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu)
         self.K, self.G = w.k.shape[-1], w.k.shape[2]
+        super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu, self.K)
         self.R = self.H // self.G
         self.tiles = window_tiles(self.L, self.K, self.D, q.dtype, capability(q.device))
         self.window = w
@@ -187,7 +186,7 @@ class WindowLauncher(ChunkLauncher):
             **options,
             **flags,
             num_warps=tiles.warps_back if back else tiles.warps,
-            num_stages=tiles.stages_back if back else WINDOW_STAGES,
+            num_stages=tiles.stages_back if back else tiles.stages,
         )
 
     def outputs(
