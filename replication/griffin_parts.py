@@ -11,6 +11,8 @@ A plug-in for recipes, which adds presets at the sizes of all others:
 ``griffin-made++``     Griffin: recurrent, recurrent, window, recurrent
 ``values-f++``         ``latte-conv-swa-f++`` with values from the convolution too
 ``gated-f++``          ``latte-conv-swa-f++`` with Griffin's gate on the heads' outputs
+``griffin-mlp-f++``    ``latte-conv-swa-f++`` with the feed-forward layers of Transformers'
+                       Griffin: GeGLU with biases, all three matrices drawn at 0.05
 =====================  ============================================================================
 
 The recurrent block keeps no state here: these models train and are scored, and do not generate.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,8 +36,9 @@ from latte.layers import (
     SlidingWindowAttention,
 )
 from latte.layers.mixer import MixingLogits
-from latte.layers.parts import CausalConv1d
+from latte.layers.parts import CausalConv1d, Drawn
 from latte.layers.recurrent import RGLRU
+from latte.models import modeling
 from latte.models.registry import register_mixer, register_preset
 
 
@@ -83,6 +87,39 @@ class GatedMixture(LatteMacchiato):
         return gated(out, self._heads(self.gate_proj(piece.x), self.num_heads)), state
 
 
+class BesideGriffinMLP(LatteMacchiato):
+    """The same layer, whose name tells :func:`make_mlp` what to put beside it."""
+
+
+class GriffinLinear(nn.Linear, Drawn):
+    """Begins at 0.05, whether or not its block says that it writes to the residual stream."""
+
+    writes_residual = property(lambda self: False, lambda self, value: None)
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {"weight": 0.05 * torch.randn_like(self.weight)}
+
+
+class GriffinMLP(nn.Module):
+    """``down(gelu(gate(x)) * up(x))`` with biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = GriffinLinear(hidden_size, intermediate_size)
+        self.up_proj = GriffinLinear(hidden_size, intermediate_size)
+        self.down_proj = GriffinLinear(intermediate_size, hidden_size)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return self.down_proj(gated(self.up_proj(x_BTE), self.gate_proj(x_BTE)))
+
+
+def make_mlp(config: Any, plain: Any = modeling.make_mlp) -> nn.Module:
+    """The library's, which has no place for others, but for this one comparison."""
+    if config.mixer == "beside-griffin-mlp":
+        return GriffinMLP(config.hidden_size, config.intermediate_size)
+    return plain(config)
+
+
 class GriffinLayers(Mixer):
     """Recurrent, recurrent, window, recurrent: a model makes its layers in their order, and has
     four of them, or a multiple.
@@ -105,8 +142,11 @@ register_mixer("recurrent-block", RecurrentBlock)
 register_preset("hawk++", mixer="recurrent-block", latent_input="none", position="none")
 register_mixer("griffin-made", GriffinLayers)
 register_preset("griffin-made++", mixer="griffin-made", latent_input="none", position="rope")
-for _name, _mixer in {"values": MixtureOfConvolvedValues, "gated": GatedMixture}.items():
-    register_mixer(_name, _mixer)
-    register_preset(
-        f"{_name}-f++", mixer=_name, latent_input="conv", position="rope", forgetting="gated"
-    )
+modeling.make_mlp = make_mlp
+for _name, _kind, _mixer in [
+    ("values-f++", "values", MixtureOfConvolvedValues),
+    ("gated-f++", "gated", GatedMixture),
+    ("griffin-mlp-f++", "beside-griffin-mlp", BesideGriffinMLP),
+]:
+    register_mixer(_kind, _mixer)
+    register_preset(_name, mixer=_kind, latent_input="conv", position="rope", forgetting="gated")

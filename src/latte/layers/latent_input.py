@@ -133,7 +133,7 @@ class LatentLogits(Drawn):
         source: the other arguments of :class:`LatentInput`.
     """
 
-    undecayed = ("decay_proj.weight",)
+    undecayed: tuple[str, ...] = ("decay_proj.weight",)
 
     def __init__(
         self,
