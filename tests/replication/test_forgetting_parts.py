@@ -1,22 +1,13 @@
 """Variants of latents that forget: what differs from the library's layer, and no look ahead."""
 
-import sys
-from unittest import mock
-
 import pytest
 import torch
 
 from latte.models import registry
 from latte.train.trainer import decayed_names
 
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin():
-    """Registered for as long as this file's tests last."""
-    with mock.patch.dict(registry._mixers), mock.patch.dict(registry._presets):
-        module = registry.load_plugin("replication.forgetting_parts")
-        yield
-    del sys.modules[module.__name__]
+PLUGIN = "replication.forgetting_parts"
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
 def make(name):
@@ -30,11 +21,8 @@ def make(name):
 
 
 @pytest.mark.parametrize("name", ["x-gated-f++", "x-gated-r-f++", "weight-decay-f++", "asking-f++"])
-def test_no_look_ahead(name):
-    model, ids = make(name), torch.randint(64, (1, 40))
-    with torch.no_grad():
-        early, whole = model(ids[:, :30]).logits, model(ids).logits[:, :30]
-    torch.testing.assert_close(early, whole)
+def test_no_look_ahead(name, looks_back):
+    looks_back(make(name))
 
 
 def test_what_each_changes():

@@ -1,12 +1,12 @@
 """The parts of Griffin as mixers: what each layer is, and that none sees what comes after."""
 
-import sys
-from unittest import mock
-
 import pytest
 import torch
 
-from latte.models import modeling, registry
+from latte.models import registry
+
+PLUGIN = "replication.griffin_parts"
+pytestmark = pytest.mark.usefixtures("plugin")
 
 KINDS = {
     "hawk++": ["RecurrentBlock"] * 4,
@@ -17,27 +17,14 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plugin():
-    """Registered for as long as this file's tests last."""
-    presets = mock.patch.dict(registry._mixers), mock.patch.dict(registry._presets)
-    with presets[0], presets[1], mock.patch.object(modeling, "make_mlp", modeling.make_mlp):
-        module = registry.load_plugin("replication.griffin_parts")
-        yield
-    del sys.modules[module.__name__]
-
-
 @pytest.mark.parametrize("name", KINDS)
-def test_layers_are_of_their_kinds_and_look_back(name):
+def test_layers_are_of_their_kinds_and_look_back(name, looks_back):
     for _ in range(2):  # a second model begins with the first kind again
         config = registry.find_model(name).config("tiny", vocab_size=64, sliding_window=4)
         model = registry.language_model(config)
         kinds = [type(layer.mixer) for layer in model.model.layers]
         assert [kind.__name__ for kind in kinds] == KINDS[name]
-    ids = torch.randint(64, (1, 40))
-    with torch.no_grad():
-        early, whole = model(ids[:, :30]).logits, model(ids).logits[:, :30]
-    torch.testing.assert_close(early, whole)
+    looks_back(model)
 
 
 def test_feed_forward_layers_are_griffins_where_asked():
