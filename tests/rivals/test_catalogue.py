@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.mamba import modeling_mamba
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.utils import logging
 
 from latte.errors import LatteError
@@ -126,16 +128,22 @@ def test_autocast_gives_finite_gradients(name: str) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+LOOPS = {
+    "mamba": (modeling_mamba, "mamba_selective_scan"),
+    "griffin": (RecurrentGemmaRglru, "_rnn_scan"),
+}
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("mamba_ssm") is not None, reason="Mamba's own kernels are there"
 )
-def test_mambas_scan_is_the_librarys_loop(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", LOOPS)
+def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
     """Outputs and all gradients, and it is the scan that runs."""
-    from transformers.models.mamba import modeling_mamba
-
-    model = build("mamba").train()
+    model, (owner, function_name) = build(name).train(), LOOPS[name]
     ids = torch.randint(3, 300, (2, 37), generator=torch.Generator().manual_seed(1))
-    scan = modeling_mamba.mamba_selective_scan
+    layers = sum(type(x).__name__ in ("MambaMixer", "RecurrentGemmaRglru") for x in model.modules())
+    scan = getattr(owner, function_name)
     results = []
     for function in (scan, scan.looping):
         calls: list[int] = []
@@ -144,11 +152,11 @@ def test_mambas_scan_is_the_librarys_loop(monkeypatch: Any) -> None:
             _calls.append(1)
             return _run(*arguments, **rest)
 
-        monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", counted)
+        monkeypatch.setattr(owner, function_name, counted)
         model.zero_grad()
         found = logits(model, ids)
         found.square().mean().backward()
-        assert len(calls) == model.config.num_hidden_layers
+        assert len(calls) == layers
         results.append([found.detach(), *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 

@@ -95,10 +95,9 @@ class Comparator(ModelEntry):
             own = getattr(transformers, auto.CONFIG_MAPPING_NAMES[self.model_type])
             if auto.CONFIG_MAPPING[self.model_type] is not own:
                 transformers.AutoConfig.register(self.model_type, own, exist_ok=True)
-        if self.model_type == "mamba":
-            from latte.rivals.mamba_scan import install
+            from latte.rivals import scans
 
-            install()
+            scans.install(self.model_type)
 
     def own_config(self, **values: Any) -> Any:
         """A config of the model's own class."""
@@ -220,6 +219,9 @@ def _mamba2(size: Any) -> Fields:
     inner = 2 * size.hidden_size
     head_dim = 64 if inner % 64 == 0 else inner // size.num_attention_heads
     heads = {"head_dim": head_dim, "num_heads": inner // head_dim, "n_groups": 1}
+    if importlib.util.find_spec("mamba_ssm") is None:
+        # Without the kernels every chunk is padded, and costs its length squared times the state.
+        heads["chunk_size"] = 64
     return _mamba(size) | heads
 
 
