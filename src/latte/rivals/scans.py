@@ -40,7 +40,7 @@ def _library(model_type: str) -> Any:
 def _replace(owner: Any, name: str, make: Any) -> None:
     looping = getattr(owner, name, None)
     if looping is not None and not hasattr(looping, "looping"):
-        scan = functools.wraps(looping)(make(looping))
+        scan: Any = functools.wraps(looping)(make(looping))
         scan.looping = looping
         setattr(owner, name, scan)
 
