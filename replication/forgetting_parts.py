@@ -11,6 +11,8 @@ A plug-in for recipes, which adds presets at the sizes of all others:
 ``weight-decay-f++``   ``latte-conv-swa-f++`` with weight decay on the gates' weights too
 ``asking-f++``         ``latte-conv-swa-f++`` that asks by content too: to a latent's query logit is
                        added the product of the window's query with the latent's mean key
+``prior-f++``          ``latte-conv-swa-f++`` whose latents have a source of their own before the
+                       first token: of learnt mass, and of a learnt value for each head
 =====================  ============================================================================
 
 These models train and are scored, and do not generate: a step of decoding is the library's own.
@@ -21,9 +23,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from latte.layers import LatteMacchiato, Piece, Projected
+from latte.layers import LatteMacchiato, MixerState, Piece, Projected
 from latte.models.registry import register_mixer, register_preset
 from latte.ops import latte_attention
 
@@ -73,11 +76,57 @@ class AskingByContent(LatteMacchiato):
         return mean_BTXK.unflatten(2, k_BTHL.shape[2:])
 
 
+class WithPrior(LatteMacchiato):
+    """p(s|l,t) has one source more, before the first token, which is forgotten as the others are.
+
+    The rest of its distribution is the library's op on ``p(l|t) f``, f the tokens' share of a
+    latent's mass.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, num_latents: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, num_latents, **options)
+        self.prior_logit = nn.Parameter(torch.empty(num_heads, num_latents // num_heads))
+        self.prior_value = nn.Parameter(torch.empty(num_heads, self.head_dim))
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """A token's mass, and a value of nothing."""
+        parameters = {"prior_logit": self.prior_logit, "prior_value": self.prior_value}
+        return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+        latent_q = projected.logits.latent_q
+        assert latent_q is not None
+        share_BTHL = F.pad(self._log_share(projected, piece), (1, 0))  # the window's is whole
+        tokens = (latent_q.float().log_softmax(-1) + share_BTHL).exp().sum(-1, keepdim=True)
+        latent_q = (latent_q.float() + share_BTHL).to(latent_q.dtype)
+        logits = projected.logits._replace(latent_q=latent_q)
+        out, after = super()._attend(projected._replace(logits=logits), piece)
+        return (out * tokens + (1 - tokens) * self.prior_value).to(out.dtype), after
+
+    def _log_share(self, projected: Projected, piece: Piece) -> Tensor:
+        """The log of what of a latent's mass is tokens', (B, T, H, L)."""
+        k_BTHL, log_decay = projected.logits.latent_k, projected.log_decay
+        assert k_BTHL is not None and log_decay is not None
+        k_BTHL = k_BTHL.float()
+        if piece.key_mask is not None:
+            hidden = ~piece.key_mask[..., None, None]
+            k_BTHL = k_BTHL.masked_fill(hidden, -1e4)
+            log_decay = log_decay.masked_fill(hidden, 0.0)
+        lengths = [k_BTHL.shape[1]]
+        if piece.cu_seqlens is not None:
+            lengths = [n for n in piece.cu_seqlens.diff().tolist() if n]
+        pairs = zip(k_BTHL.split(lengths, 1), log_decay.split(lengths, 1), strict=True)
+        mass = torch.cat([(k - g.cumsum(1)).logcumsumexp(1) for k, g in pairs], 1)
+        return F.logsigmoid(mass - self.prior_logit)
+
+
 for _name, _mixer, _input in [
     ("x-gated-f++", GatesFromX, "conv"),
     ("x-gated-r-f++", GatesFromX, "rglru"),
     ("weight-decay-f++", WeightDecayOnGates, "conv"),
     ("asking-f++", AskingByContent, "conv"),
+    ("prior-f++", WithPrior, "conv"),
 ]:
     _kind = _name.removesuffix("-f++")
     register_mixer(_kind, _mixer)

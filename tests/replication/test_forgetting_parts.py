@@ -1,13 +1,23 @@
 """Variants of latents that forget: what differs from the library's layer, and no look ahead."""
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 
+from latte.layers import LatteMacchiato
 from latte.models import registry
 from latte.train.trainer import decayed_names
 
-PLUGIN = "replication.forgetting_parts"
-pytestmark = pytest.mark.usefixtures("plugin")
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    """Registered for as long as these tests last."""
+    with mock.patch.dict(registry._mixers), mock.patch.dict(registry._presets):
+        module = registry.load_plugin("replication.forgetting_parts")
+        yield
+    del sys.modules[module.__name__]
 
 
 def make(name):
@@ -20,9 +30,15 @@ def make(name):
     return model
 
 
-@pytest.mark.parametrize("name", ["x-gated-f++", "x-gated-r-f++", "weight-decay-f++", "asking-f++"])
-def test_no_look_ahead(name, looks_back):
-    looks_back(make(name))
+NAMES = ["x-gated-f++", "x-gated-r-f++", "weight-decay-f++", "asking-f++", "prior-f++"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_look_ahead(name):
+    model, ids = make(name), torch.randint(64, (1, 40))
+    with torch.no_grad():
+        early, whole = model(ids[:, :30]).logits, model(ids).logits[:, :30]
+    torch.testing.assert_close(early, whole)
 
 
 def test_what_each_changes():
@@ -52,3 +68,31 @@ def test_asking_has_the_mean_of_the_keys_that_a_latent_has_seen():
     future = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, :, :, None, None]
     shares = logits.masked_fill(future, -torch.inf).softmax(2)
     torch.testing.assert_close(mean, torch.einsum("btshl,bshk->bthlk", shares, keys))
+
+
+def test_a_prior_is_a_source_before_the_first_token():
+    """By the softmax over the prior and the past, each text of a packed row for itself."""
+    mixer = make("prior-f++").double().model.layers[0].mixer
+    with torch.no_grad():
+        mixer.prior_logit.normal_()
+        mixer.prior_value.normal_()
+    x, cut = torch.randn(1, 12, 128).double(), 5
+    packed = mixer(x, cu_seqlens=torch.tensor([0, cut, cut, 12], dtype=torch.int32))[0]
+    torch.testing.assert_close(packed[:, cut:], mixer(x[:, cut:])[0])
+    piece = mixer._piece(x)
+    projected = mixer._project(piece)
+    latent_q, latent_k, _, _ = projected.logits
+    window_alone = latent_q.clone()
+    window_alone[..., 1:] = -1e4
+    alone = projected._replace(logits=projected.logits._replace(latent_q=window_alone))
+    local = LatteMacchiato._attend(mixer, alone, piece)[0]
+    forgot = projected.log_decay.cumsum(1)
+    logits = (latent_k - forgot)[:, None] + forgot[:, :, None]
+    future = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, :, :, None, None]
+    prior = (mixer.prior_logit + forgot)[:, :, None]
+    shares = torch.cat([prior, logits.masked_fill(future, -torch.inf)], 2).softmax(2)
+    values = torch.einsum("btshl,bshd->bthld", shares[:, :, 1:], projected.v)
+    values = values + shares[:, :, 0, :, :, None] * mixer.prior_value[:, None]
+    states = torch.cat([local[..., None, :], values], -2)
+    expected = torch.einsum("bthl,bthld->bthd", latent_q.softmax(-1), states)
+    torch.testing.assert_close(mixer._attend(projected, piece)[0], expected, atol=1e-6, rtol=1e-5)
