@@ -71,7 +71,7 @@ def test_asking_has_the_mean_of_the_keys_that_a_latent_has_seen():
 
 
 def test_a_prior_is_a_source_before_the_first_token():
-    """By the softmax over the prior and the past, each text of a packed row for itself."""
+    """By the softmax over the prior and the past; texts packed or padded for themselves."""
     mixer = make("prior-f++").double().model.layers[0].mixer
     with torch.no_grad():
         mixer.prior_logit.normal_()
@@ -79,6 +79,8 @@ def test_a_prior_is_a_source_before_the_first_token():
     x, cut = torch.randn(1, 12, 128).double(), 5
     packed = mixer(x, cu_seqlens=torch.tensor([0, cut, cut, 12], dtype=torch.int32))[0]
     torch.testing.assert_close(packed[:, cut:], mixer(x[:, cut:])[0])
+    padded = mixer(x, key_mask=torch.arange(12)[None] >= cut)[0]
+    torch.testing.assert_close(padded[:, cut:], mixer(x[:, cut:])[0], atol=1e-6, rtol=1e-5)
     piece = mixer._piece(x)
     projected = mixer._project(piece)
     latent_q, latent_k, _, _ = projected.logits
