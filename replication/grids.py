@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any, Protocol
 
 from latte.compare.grid import Grid, Outcome, read_json, unfinished
+from latte.compare.intervals import mean_of
 from latte.errors import LatteError, OneLineParser, check_seed, exit_code
 
 RESULT_FILE = "result.json"
@@ -197,10 +197,8 @@ class Sweep(Grid):
 
 
 def accuracies(values: Sequence[float]) -> str:
-    """The mean over seeds, and its range if there are several."""
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+    """The mean over seeds, with its 95% interval if there are several."""
+    return mean_of(values).text(".4f")
 
 
 def progress_bar(quiet: bool, **arguments: Any) -> Any:

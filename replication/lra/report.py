@@ -34,7 +34,7 @@ def write_report(folder: Path, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
-    """A row per model, the mean over its seeds; and what the most frequent class alone gives."""
+    """A row per model, its seeds' mean with an interval; and what the most frequent class gives."""
     if not results:
         return "No run has a result yet.\n"
     lines = [["model", "parameters", "test accuracy", "validation accuracy", "training"]]
@@ -65,12 +65,14 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Validation accuracy against the step, and against the time; a line per run."""
+    """Validation accuracy against step and time; a line per run, a colour per model."""
     figure, axes = canvas(2, (11.0, 4.3))
-    seeds = {result["seed"] for result in results}
-    for index, result in enumerate(results):
+    models = list(dict.fromkeys(result["model"] for result in results))
+    for result in results:
         curve = result["outcome"]["curve"]
-        label = result["model"] + (f", seed {result['seed']}" if len(seeds) > 1 else "")
+        index = models.index(result["model"])
+        first = next(other for other in results if other["model"] == result["model"])
+        label = result["model"] if result is first else None
         accuracy = [point["validation_accuracy"] for point in curve]
         for axis, xs in (
             (axes[0], [point["step"] for point in curve]),

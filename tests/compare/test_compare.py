@@ -14,7 +14,8 @@ from latte.compare import compare as module
 from latte.compare import report
 from latte.compare.compare import EARLIER_FILE, MEASURED_FILE, Comparison, Run
 from latte.compare.grid import FAILED_FILE
-from latte.compare.report import Mean, found_order, losses, mean_of, paired, student_t, verdict
+from latte.compare.intervals import Mean, mean_of, student_t
+from latte.compare.report import found_order, losses, paired, verdict
 from latte.errors import LatteError
 from latte.evaluate.lengths import Row
 from latte.machine import WorkFailed

@@ -1,12 +1,8 @@
 """What a comparison says, as CSV, Markdown and a figure.
 
 By one seed: comparison.csv (a row per preset and context length), .md, .png. By several: seeds.csv
-(a row per run and context length), .md, .png, with means and paired differences that carry 95%
-intervals by Student's t over the seeds,
-
-    mean +- t(n - 1) s / sqrt(n),   s^2 = sum (x - mean)^2 / (n - 1)
-
-with t the two-sided quantile of Student's distribution. A paired difference is the same formula on
+(a row per run and context length), .md, .png, with means and paired differences that carry the
+intervals of `latte.compare.intervals` over the seeds. A paired difference is the same formula on
 the differences: what both sides share (here the seed's data order) cancels. Intervals are not
 widened for the number of comparisons. Claims are looked at where the models were trained: at the
 block's length if it was scored, else at the shortest.
@@ -14,15 +10,13 @@ block's length if it was scored, else at the shortest.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, mean, stdev
+from statistics import mean
 from typing import Any
 
 from latte.compare.grid import Outcome
+from latte.compare.intervals import Mean, mean_of
 from latte.evaluate.lengths import (
     COLUMNS,
     POSITION_COLUMNS,
@@ -37,7 +31,6 @@ from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
 from latte.train.run_folder import write_text
 
-CONFIDENCE = 0.95
 # Perplexities claimed: the left one above the right one (for the last pair: or equal).
 CLAIMS = (
     ("latte", "latte++"),
@@ -186,9 +179,9 @@ def _means(finished: Sequence[Outcome]) -> str:
         line = [f"`{preset}`", f"{group[0].parameters / 1e6:.2f}M", str(len(group))]
         for length in lengths:
             values = [row.perplexity for m in group for row in m.rows if row.length == length]
-            line.append(_value(mean_of(values)))
-        line.append(_value(mean_of([m.tokens_per_second for m in group]), ",.0f"))
-        line.append(_value(mean_of([m.peak_memory_bytes / 1e6 for m in group]), ",.0f"))
+            line.append(mean_of(values).text())
+        line.append(mean_of([m.tokens_per_second for m in group]).text(",.0f"))
+        line.append(mean_of([m.peak_memory_bytes / 1e6 for m in group]).text(",.0f"))
         lines.append(line)
     return table(lines)
 
@@ -204,7 +197,7 @@ def _by_position(finished: Sequence[Outcome]) -> list[str]:
             rows = [position_rows(row) for row in by_seed.values()]
             head = [f"{part['first']:,} to {part['last']:,}" for part in rows[0]]
             of_parts = [[part["perplexity"] for part in parts] for parts in zip(*rows, strict=True)]
-            lines.append([f"`{preset}`", *(_value(mean_of(values)) for values in of_parts)])
+            lines.append([f"`{preset}`", *(mean_of(values).text() for values in of_parts)])
         if head:
             parts += [f"Perplexity by position in windows of {length:,}:\n",
                       table([["model", *head], *lines])]  # fmt: skip
@@ -225,7 +218,7 @@ def _differences(finished: Sequence[Outcome], baseline: str) -> list[str]:
             count = difference.count
             both = set(found[baseline]) & set(found[preset])
             percent = 100 * difference.value / mean(found[baseline][s].perplexity for s in both)
-            line.append(f"{_value(difference, '+.2f')} ({percent:+.1f}%)")
+            line.append(f"{difference.text('+.2f')} ({percent:+.1f}%)")
         if count:
             lines.append([*line, str(count)])
     if len(lines) == 1:
@@ -258,7 +251,7 @@ def _pairs(
         if (difference := paired(found, left, right)) is not None:
             sign = " >=" if left == "transformer++" else " >"
             sign = "," if judge is excludes_zero else sign
-            cells = [_value(difference, "+.2f"), str(difference.count), judge(difference)]
+            cells = [difference.text("+.2f"), str(difference.count), judge(difference)]
             lines.append([f"`{left}`{sign} `{right}`", *cells])
     return table(lines) if len(lines) > 1 else ""
 
@@ -327,11 +320,6 @@ def _judged(finished: Sequence[Outcome], recipe: Recipe) -> int:
     return block if block in lengths else lengths[0]
 
 
-def _value(entry: Mean, form: str = ".2f") -> str:
-    text = format(entry.value, form)
-    return text if entry.half_width is None else f"{text} ± {entry.half_width:{form.lstrip('+')}}"
-
-
 def _csv(outcomes: Sequence[Outcome]) -> str:
     """A row per run and context length, and one for a run without a result."""
     run = ["preset", "seed", "problem", "parameters", "steps", "trained_tokens",
@@ -362,52 +350,3 @@ def _positions_csv(outcomes: Sequence[Outcome]) -> str:
         for part in position_rows(row)
     ]
     return csv_text(["preset", "seed", *POSITION_COLUMNS], rows)
-
-
-# ---- means and intervals
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over `count` measurements and half the width of its interval (None for one)."""
-
-    value: float
-    half_width: float | None
-    count: int
-
-    @property
-    def sign(self) -> int:
-        """+1 or -1 if the interval lies on one side of zero, else 0."""
-        if self.half_width is None or abs(self.value) <= self.half_width:
-            return 0
-        return 1 if self.value > 0 else -1
-
-
-def mean_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
-    """The mean of at least one value, with its interval from two on."""
-    count = len(values)
-    if count < 2:
-        return Mean(values[0], None, count)
-    half = student_t(confidence, count - 1) * stdev(values) / math.sqrt(count)
-    return Mean(fmean(values), half, count)
-
-
-def student_t(confidence: float, freedom: int) -> float:
-    """t with P(|X| <= t) = confidence, X of Student's distribution, by bisection."""
-    unit = 1e-12
-    steps = range(10**18)
-    return unit * bisect_left(steps, confidence, key=lambda n: _within(unit * n, freedom))
-
-
-def _within(t: float, freedom: int) -> float:
-    """P(|X| <= t) for whole degrees of freedom: a finite sum in theta = atan(t / sqrt(freedom))
-    (Abramowitz and Stegun 26.7.3-4).
-    """
-    theta = math.atan(t / math.sqrt(freedom))
-    sine, squared = math.sin(theta), math.cos(theta) ** 2
-    odd = freedom % 2 == 1
-    term, total = (math.cos(theta), 0.0) if odd else (1.0, 0.0)
-    for k in range(1 if odd else 0, freedom - 1, 2):
-        total += term
-        term *= squared * (k + 1) / (k + 2)
-    return (2 / math.pi) * (theta + sine * total) if odd else sine * total

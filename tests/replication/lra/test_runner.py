@@ -268,7 +268,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
 def test_bf16_and_several_seeds(recipe_file: Path, tmp_path: Path) -> None:
     overrides = ["select=[both]", "training.bf16=true", "training.seeds=[0,1]"]
     table = train_all(load(recipe_file, overrides))
-    assert " to " in table and "2 runs" in table
+    assert " ± " in table and "2 runs" in table
     one, two = (outcome_of(tmp_path / "out" / "both" / f"seed{i}") for i in (0, 1))
     assert one["curve"] != two["curve"]
 

@@ -288,7 +288,7 @@ def test_the_table_shows_the_best_learning_rate_over_the_seeds(recipe_file: Path
     }
     assert best(results)["8x2", "window", 16, None][8, 2] == (1e-2, [0.6, 0.7])
     text = markdown(results)
-    assert "0.6500 (0.6000 to 0.7000)" in text
+    assert "0.6500 ± 0.6353" in text
     assert "4 runs, 2m00s of training; 2 of them cut by their minutes" in text
 
 
