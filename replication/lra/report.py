@@ -38,10 +38,7 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     if not results:
         return "No run has a result yet.\n"
     lines = [["model", "parameters", "test accuracy", "validation accuracy", "training"]]
-    by_model: dict[str, list[Mapping[str, Any]]] = {}
-    for result in results:
-        by_model.setdefault(result["model"], []).append(result)
-    for model, found in by_model.items():
+    for model, found in _by_model(results).items():
         outcomes = [result["outcome"] for result in found]
         lines.append(
             [
@@ -67,18 +64,16 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
 def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Validation accuracy against step and time; a line per run, a colour per model."""
     figure, axes = canvas(2, (11.0, 4.3))
-    models = list(dict.fromkeys(result["model"] for result in results))
-    for result in results:
-        curve = result["outcome"]["curve"]
-        index = models.index(result["model"])
-        first = next(other for other in results if other["model"] == result["model"])
-        label = result["model"] if result is first else None
-        accuracy = [point["validation_accuracy"] for point in curve]
-        for axis, xs in (
-            (axes[0], [point["step"] for point in curve]),
-            (axes[1], [point["seconds"] / 60 for point in curve]),
-        ):
-            axis.plot(xs, accuracy, label=label, **line_style(index) | {"markersize": 3})
+    for index, (model, found) in enumerate(_by_model(results).items()):
+        for place, result in enumerate(found):
+            curve = result["outcome"]["curve"]
+            accuracy = [point["validation_accuracy"] for point in curve]
+            label = model if place == 0 else None
+            for axis, xs in (
+                (axes[0], [point["step"] for point in curve]),
+                (axes[1], [point["seconds"] / 60 for point in curve]),
+            ):
+                axis.plot(xs, accuracy, label=label, **line_style(index) | {"markersize": 3})
     rate = results[0]["balance"]["validation"]["majority_rate"]
     for axis, name in zip(axes, ("step", "minutes"), strict=True):
         axis.axhline(rate, color="#777777", linewidth=1, linestyle=(0, (4, 3)))
@@ -88,6 +83,13 @@ def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     axes[0].set_title(results[0]["task"])
     axes[1].legend(frameon=False, fontsize=8)
     save(figure, path)
+
+
+def _by_model(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        found.setdefault(result["model"], []).append(result)
+    return found
 
 
 def _rows(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -97,8 +97,8 @@ def draw_curves(axis: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         )
     records = [record for entries in curves.values() for record in entries]
     end = max((record["tokens"] for record in records), default=0)
-    late = [r["eval_bits_per_byte"] for r in records if r["tokens"] >= end / 4]
-    late = [value for value in late if isfinite(value)]
+    values = [r["eval_bits_per_byte"] for r in records if r["tokens"] >= end / 4]
+    late = list(filter(isfinite, values))
     if late and min(late) < max(late):
         room = 0.05 * (max(late) - min(late))
         axis.set_ylim(min(late) - room, max(late) + room)
