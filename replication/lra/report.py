@@ -81,7 +81,8 @@ def curves_figure(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     note_on_line(axes[0], rate, "most frequent class")
     axes[0].set_ylabel("validation accuracy")
     axes[0].set_title(results[0]["task"])
-    axes[1].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), frameon=False, loc="outside right upper",
+                  fontsize=8)  # fmt: skip
     save(figure, path)
 
 
