@@ -42,6 +42,7 @@ class MacchiatoFields:
             two branches share no token; while nothing has left it, p(l=0) is 1.
         mixing: ``learned`` is the model. The others are controls: ``window`` (p(l=0) = 1),
             ``latents`` (p(l=0) = 0), and ``base``, the base's own attention, of quadratic cost.
+        converted_from: the GGUF file that the base's weights came from, and its quantisation.
     """
 
     num_latents: int = 128
@@ -54,6 +55,7 @@ class MacchiatoFields:
     num_sinks: int = 0
     delay_latents: bool = False
     mixing: Mixing = "learned"
+    converted_from: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("rglru_decay_range", "half_life_range"):

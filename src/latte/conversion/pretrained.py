@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from latte.errors import LatteError, check_seed, one_line
+from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
 
@@ -42,8 +43,8 @@ def convert(
     layer, exactly.
 
     Args:
-        base: a folder written by ``save_pretrained``, or a name on the Hub: Gemma 1, 2 and 3
-            (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
+        base: a folder written by ``save_pretrained``, a GGUF file or a folder with one, or a name
+            on the Hub: Gemma 1, 2 and 3 (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
         output: a folder to be made for the model and the base's tokeniser; None saves nothing.
         window: keys that the window sees, self included.
         num_latents: over all query heads, which divide it.
@@ -55,15 +56,15 @@ def convert(
         num_sinks: first tokens that stay visible to the window.
         delay_latents: feed the latents only with tokens that have left the window.
         seed: of the new weights.
-        dtype: of the base's weights; ``auto`` keeps the checkpoint's. The new ones are fp32 (fp64
-            if the base is).
+        dtype: of the base's weights; ``auto`` keeps the checkpoint's, and is bf16 for a quantised
+            GGUF file. The new ones are fp32 (fp64 if the base is).
 
     Returns:
         The converted model, in evaluation mode.
 
     Raises:
-        LatteError: the base cannot be read or is of an unsupported architecture or quantised, a
-            value does not fit, or ``output`` exists. Nothing has been written then.
+        LatteError: the base cannot be read, is of an unsupported architecture or quantised (but as
+            GGUF), a value does not fit, or ``output`` exists. Nothing has been written then.
     """
     check_seed("seed", seed)
     target = None if output is None else check_output(output)
@@ -122,7 +123,8 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise LatteError(
-            f"base {base} is quantised; expected full-precision weights (fp32, bf16 or fp16)"
+            f"base {base} is quantised; expected full-precision weights (fp32, bf16 or fp16), or a"
+            " GGUF file"
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise LatteError(f"base {base} is bidirectional; expected a causal decoder")
@@ -133,6 +135,9 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     inherited = config.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
         inherited.pop(name, None)
+    file = gguf_at(base)
+    if file is not None:
+        inherited["converted_from"] = open_gguf(file).note
     return CONFIGS[kind](**inherited, **values)
 
 
@@ -140,9 +145,13 @@ def read_config(base: str | Path) -> Any:
     """A pretrained model's configuration, whatever its architecture. Raises LatteError."""
     from transformers import AutoConfig
 
-    folder = Path(base)
+    file, folder = gguf_at(base), Path(base)
+    if file is not None:
+        return gguf_config(open_gguf(file))
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
-        raise LatteError(f"base {folder} does not exist; expected a folder, or a name on the Hub")
+        raise LatteError(
+            f"base {folder} does not exist; expected a folder, a GGUF file, or a name on the Hub"
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
     try:
@@ -160,9 +169,14 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     from latte.conversion.modeling import FAMILIES, NEW_WEIGHTS
 
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
+    file, place, options = gguf_at(base), base, {"dtype": dtype}
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        if file is not None:  # its weights have names and orders of their own: the base undoes both
+            opened = open_gguf(file)
+            plain = gguf_model(opened, gguf_config(opened), dtype)
+            options = {"state_dict": plain.state_dict(), "dtype": plain.dtype}
         torch.manual_seed(seed)
-        return load_whole(language_model, "base", base, config, new=NEW_WEIGHTS, dtype=dtype)
+        return load_whole(language_model, "base", place, config, new=NEW_WEIGHTS, **options)
 
 
 def load_whole(
@@ -172,6 +186,7 @@ def load_whole(
 
     Args:
         what: the place is, for the errors.
+        options: of ``from_pretrained``; a ``state_dict`` is taken in the place of the place's.
         new: in the names of weights that need not be there.
 
     Returns:
@@ -184,7 +199,7 @@ def load_whole(
 
     try:
         model, found = kind.from_pretrained(
-            place,
+            None if "state_dict" in options else place,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to name them below
@@ -212,7 +227,9 @@ def load_tokenizer(base: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    folder = Path(base)
+    file, folder = gguf_at(base), Path(base)
+    if file is not None:
+        return gguf_tokenizer(open_gguf(file))
     if folder.is_dir() and not any((folder / name).exists() for name in files):
         raise LatteError(f"base {folder} has no tokenizer; expected tokenizer.json")
     try:
