@@ -53,11 +53,13 @@ class GgufFile:
     Attributes:
         metadata: by llama.cpp's keys; of arrays of strings the number, but for the tokens.
         tensors: name -> (number of its type in ggml, shape as in PyTorch).
+        offsets: name -> where its bytes begin.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, tuple[int, tuple[int, ...]]]
+    offsets: dict[str, int]
 
     @property
     def architecture(self) -> str:
@@ -183,7 +185,7 @@ def _header(path: Path, x: Any) -> tuple[GgufFile, int]:
         metadata[key], at = _value(x, at + 4, kind, key == "tokenizer.ggml.tokens")
     if not isinstance(metadata.get("general.architecture"), str):
         raise ValueError("it names no architecture")
-    tensors, ends = {}, [0]
+    tensors, offsets, end = {}, {}, 0
     for _ in range(tensor_count):
         name, at = _text(x, at)
         (dimensions,) = struct.unpack_from("<I", x, at)
@@ -191,10 +193,12 @@ def _header(path: Path, x: Any) -> tuple[GgufFile, int]:
         kind, offset = struct.unpack_from("<IQ", x, at + 4 + 8 * dimensions)
         at += 16 + 8 * dimensions
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        tensors[name] = kind, shape
-        ends.append(offset + math.prod(shape) // block * block_bytes)
+        tensors[name], offsets[name] = (kind, shape), offset
+        end = max(end, offset + math.prod(shape) // block * block_bytes)
     alignment = metadata.get("general.alignment", 32)
-    return GgufFile(path, metadata, tensors), -(-at // alignment) * alignment + max(ends)
+    start = -(-at // alignment) * alignment
+    offsets = {name: start + offset for name, offset in offsets.items()}
+    return GgufFile(path, metadata, tensors, offsets), start + end
 
 
 def _text(x: Any, at: int) -> tuple[str, int]:
@@ -291,15 +295,39 @@ def _scale_rotation(file: GgufFile, config: Any) -> None:
             f"{file.path} scales its rotary frequencies by {kind!r}, which is not read from a GGUF"
             " file yet; expected 'none' or 'linear'"
         )
+    rope = config.rope_parameters
     if "rope_freqs.weight" in file.tensors:
-        raise LatteError(
-            f"{file.path} has rotary frequencies of its own (rope_freqs), which are not read from a"
-            " GGUF file yet; expected the model as a folder"
-        )
+        rope |= _llama3_rotation(file, rope["rope_theta"])
     if kind == "linear" and factor not in (None, 1.0):
-        rope = config.rope_parameters
         rope = rope.get("full_attention", rope)  # Gemma 3 scales that of its full layers alone
         rope |= {"rope_type": "linear", "factor": factor}
+
+
+def _llama3_rotation(file: GgufFile, theta: float) -> dict[str, Any]:
+    """The rotary parameters of Llama 3, of which a file has the frequencies' divisors alone."""
+    kind, (half,) = file.tensors["rope_freqs.weight"]
+    with file.path.open("rb") as opened:
+        opened.seek(file.offsets["rope_freqs.weight"])
+        found = struct.unpack(f"<{half}f", opened.read(4 * half)) if kind == 0 else ()
+    low, high, length, factor = 1.0, 4.0, 8192, round(max(found, default=1.0), 3)
+    expected = []
+    for i in range(half):
+        turns = length * theta ** (-i / half) / (2 * math.pi)  # in the context of pretraining
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        expected.append(1 / ((1 - smooth) / factor + smooth))
+    pairs = zip(found, expected, strict=bool(found))
+    if not found or not all(math.isclose(x, y, rel_tol=1e-3) for x, y in pairs):
+        raise LatteError(
+            f"{file.path} has rotary frequencies of its own (rope_freqs) that are not Llama 3's,"
+            " which is not supported"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": length,
+    }
 
 
 @dataclass(frozen=True)
@@ -406,8 +434,8 @@ def gguf_model(file: GgufFile, config: Any, dtype: Any = "auto") -> Any:
     if found["missing_keys"]:
         raise LatteError(f"{file.path} lacks weights: {min(found['missing_keys'])}")
     # The weights are plain ones now; saving and training would refuse a quantised model's.
-    model.hf_quantizer = None
-    model.quantization_method = None
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
     for name in ("quantization_config", "_pre_quantization_dtype"):
         model.config.__dict__.pop(name, None)
     return model.eval()
@@ -426,13 +454,15 @@ def _one_line(file: GgufFile, what: str) -> Iterator[None]:
 
 @contextmanager
 def quick_reader() -> Iterator[None]:
-    """Within it, Transformers' reader leaves out vocabularies, and shows no bar.
+    """Within it, Transformers' reader leaves out vocabularies, and shows no bar and no warnings.
 
     It parses the whole header for a configuration and again for the weights: 15 seconds each for
-    the 262,144 tokens of Gemma 3. Tokenizers are read by another reader.
+    the 262,144 tokens of Gemma 3. Tokenizers are read by another reader. The warnings are of ids
+    beyond a vocabulary that was left out, and of kernels for weights that stay quantised.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as utils
+    from transformers.utils import logging
 
     class Quick(gguf.GGUFReader):  # type: ignore[misc]
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
@@ -448,9 +478,11 @@ def quick_reader() -> Iterator[None]:
                 return end - orig_offs, [blob[orig_offs:end]], [], [kind]
             return super()._get_field_parts(orig_offs, raw_type)
 
-    found, bar = gguf.GGUFReader, utils.tqdm
+    found, bar, level = gguf.GGUFReader, utils.tqdm, logging.get_verbosity()
     gguf.GGUFReader, utils.tqdm = Quick, lambda items, **_: items  # type: ignore
+    logging.set_verbosity_error()
     try:
         yield
     finally:
         gguf.GGUFReader, utils.tqdm = found, bar  # type: ignore
+        logging.set_verbosity(level)

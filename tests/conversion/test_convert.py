@@ -200,6 +200,8 @@ def test_no_such_base(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when imported
     with pytest.raises(LatteError, match="base no/such-model cannot be read"):
         convert("no/such-model", tmp_path / "out")
-    with pytest.raises(LatteError, match="base .*nothing does not exist; expected a folder, a GGUF"):
+    with pytest.raises(
+        LatteError, match="base .*nothing does not exist; expected a folder, a GGUF"
+    ):
         convert(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()

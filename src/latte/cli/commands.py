@@ -254,9 +254,14 @@ def benchmark(options: Namespace) -> int:
 
 
 def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
-    """Where an evaluation writes: a control's results beside the model's own, not over them."""
+    """Where an evaluation writes: a control's results beside the model's own, not over them.
+
+    Of a file's model it writes into the present folder: a file may lie where nothing is written.
+    """
     if options.output:
         return Path(options.output)
+    if checkpoint.is_file():
+        return Path(f"{checkpoint.stem}-evaluation")
     return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
 
 
