@@ -27,9 +27,7 @@ Earlier = tuple[Tensor | None, ...]
 SEQUENCES = "Tensor? key_mask, Tensor? cu_seqlens"
 LATTE = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, Tensor? log_mass, Tensor? mean"
 TAIL = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask"
-SINKS = (
-    "Tensor? sink_q, Tensor? sink_k, Tensor? sink_v, Tensor? sink_mask, Tensor? sinks_seen"
-)
+SINKS = "Tensor? sink_q, Tensor? sink_k, Tensor? sink_v, Tensor? sink_mask, Tensor? sinks_seen"
 WINDOW = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, {TAIL}"
 LOCAL = "int window, float scale, float softcap, bool causal"
 

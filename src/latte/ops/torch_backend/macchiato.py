@@ -37,8 +37,7 @@ INPUTS = LATTE.replace(
 # Latents that see a source late take keys in the place of latent_k, and these.
 LATE = "Tensor? late_v, Tensor? late_mask, Tensor? begun"
 SCHEMA = (
-    f"{INPUTS}, {TAIL}, Tensor? log_decay, {SINKS}, {LATE}, "
-    "int window, float scale, float softcap"
+    f"{INPUTS}, {TAIL}, Tensor? log_decay, {SINKS}, {LATE}, int window, float scale, float softcap"
 )
 TENSORS = SCHEMA.count("Tensor")
 Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]

@@ -2,8 +2,8 @@
 
 A chunk of Q queries reads whole chunks of keys: its own, and as many neighbours as the window
 reaches. Nothing but the inputs is saved; the backward pass computes the weights again. Full
-attention (``window=None``) goes through PyTorch's own kernels. Sinks are S more columns of the logits,
-of keys that all chunks of a row share.
+attention (``window=None``) goes through PyTorch's own kernels. Sinks are S more columns of the
+logits, of keys that all chunks of a row share.
 
 Shape suffixes: B batch, T tokens, n sequences computed together, t tokens of a segment, H query
 heads, G key/value heads, R = H / G, N chunks of Q queries, M keys read by a chunk, P keys of the
