@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from latte.conversion.config import MacchiatoFields
-from latte.conversion.sources import attention_with_sinks, delayed, pending_state, sink_keys
+from latte.conversion.sources import late_latents, sink_keys
 from latte.layers import MixerState, MixingLogits
 from latte.layers.baselines import step_window
-from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
+from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.latte import mix_macchiato, step_macchiato
 from latte.layers.mixer import remembered
-from latte.layers.state import Piece, TokenLog, without_decay
+from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
-from latte.ops import latte_attention, sliding_window_attention
+from latte.ops import Sinks, WindowState, sliding_window_attention
 from latte.ops.step import in_dtype
 
 
@@ -240,24 +240,42 @@ class MacchiatoAttention(nn.Module):
         self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The mixture of both branches, (B, T, H, K), and their states."""
-        if self.mixing == "latents" or self.num_sinks or self.delay_latents:
-            return self._combine_apart(logits, log_decay, local, piece)
+        if self.mixing == "latents":
+            late = self.window if self.delay_latents else None
+            return late_latents(logits, log_decay, local.v, piece, late)
         options: dict[str, Any] = {"window": self.window, "scale": self.scale}
         options |= {"softcap": self.softcap, "log_decay": log_decay}
-        return mix_macchiato(logits, local.v, piece, **options)
+        sinks = self._sinks(local, piece)
+        options |= {"sinks": sinks, "delay": self.delay_latents}
+        out, after = mix_macchiato(logits, local.v, piece, **options)
+        return out, self._with_sinks(after, sinks, piece)
 
     def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""
+        sinks = self._sinks(local, piece)
+        out, after = self._softmax(self.window, local, piece, sinks)
+        return out, self._with_sinks(after, sinks, piece)
+
+    def _sinks(self, local: Projections, piece: Piece) -> Sinks | None:
+        """What the window sees of the sequences' first tokens."""
         if not self.num_sinks:
-            return self._softmax(self.window, local, piece)
-        sinks = sink_keys(local.k, local.v, self.num_sinks, piece)
-        out, window = attention_with_sinks(
-            *local, sinks, piece, window=self.window, scale=self.scale, softcap=self.softcap
-        )
-        return out, MixerState(window=window, sinks=sinks if piece.output_final_state else None)
+            return None
+        assert local.sink_q is not None, "sinks need their own rotation of the queries"
+        kept = sink_keys(local.k, local.v, self.num_sinks, piece)
+        return Sinks(local.sink_q, *kept, piece.state.position)
+
+    def _with_sinks(self, after: MixerState, sinks: Sinks | None, piece: Piece) -> MixerState:
+        """The state, with the sinks as they go on."""
+        if sinks is None or not piece.output_final_state:
+            return after
+        return after._replace(sinks=WindowState(sinks.keys, sinks.values, sinks.mask))
 
     def _softmax(
-        self, window: int | None, local: Projections, piece: Piece
+        self,
+        window: int | None,
+        local: Projections,
+        piece: Piece,
+        sinks: Sinks | None = None,
     ) -> tuple[Tensor, MixerState]:
         """Softmax attention over a window of the base's keys, or over all of them (None)."""
         out, tail = piece.across(sliding_window_attention)(
@@ -266,39 +284,10 @@ class MacchiatoAttention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             initial_state=piece.state.window,
+            sinks=sinks,
             **piece.sequences,
         )
         return out, MixerState(window=tail)
-
-    def _combine_apart(
-        self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
-    ) -> tuple[Tensor, MixerState]:
-        """The two branches one by one, and their mixture: what the fused op does not offer."""
-        latent_q, latent_k = logits.latent_q, logits.latent_k
-        assert latent_q is not None and latent_k is not None
-        keys, values, mask, seen = latent_k, local.v, piece.key_mask, None
-        pending = None
-        if self.delay_latents:
-            keys, values, mask, seen = delayed(latent_k, local.v, self.window, piece)
-            if piece.output_final_state:
-                pending = pending_state(latent_k, local.v, self.window, piece)
-        latent_out, latent = piece.across(latte_attention)(
-            latent_q[..., 1:],
-            keys,
-            values,
-            initial_state=piece.state.latent,
-            log_decay=log_decay,
-            **piece._replace(key_mask=mask).sequences,
-        )
-        latent = without_decay(latent)
-        if self.mixing == "latents":
-            return latent_out, MixerState(latent=latent, pending=pending)
-        local_out, after = self.window_branch(local, piece)
-        p_BTH1 = window_share(latent_q)[..., None]
-        if seen is not None:  # without latent mass all of the distribution is the window's
-            p_BTH1 = torch.where(seen[..., None, None], p_BTH1, 1.0)
-        out = p_BTH1 * local_out + (1 - p_BTH1) * latent_out
-        return out.to(local.v.dtype), after._replace(latent=latent, pending=pending)
 
     def mixing_flops(self, length: int) -> float:
         """FLOPs per token, forward, at a length: of both branches, or of the base's attention."""

@@ -18,11 +18,12 @@ from latte.ops.api import (
     sliding_window_attention,
 )
 from latte.ops.backend import default_backend, set_default_backend, use_backend
-from latte.ops.state import LatteState, LinearState, WindowState
+from latte.ops.state import LatteState, LinearState, Sinks, WindowState
 
 __all__ = [
     "LatteState",
     "LinearState",
+    "Sinks",
     "WindowState",
     "attention_weights",
     "causal_conv1d",
