@@ -40,6 +40,8 @@ class MacchiatoFields:
             (arXiv 2309.17453), at positions no further away than the window's edge.
         delay_latents: feed the latents only with tokens that have left the window, so that the
             two branches share no token; while nothing has left it, p(l=0) is 1.
+        joint_softmax: the window's keys and the latents share one softmax: p(l=0) then follows the
+            mass of the window's own logits, and the learned logit adds to it.
         mixing: ``learned`` is the model. The others are controls: ``window`` (p(l=0) = 1),
             ``latents`` (p(l=0) = 0), and ``base``, the base's own attention, of quadratic cost.
         converted_from: the GGUF file that the base's weights came from, and its quantisation.
@@ -54,6 +56,7 @@ class MacchiatoFields:
     half_life_range: Sequence[float] = HALF_LIFE_RANGE
     num_sinks: int = 0
     delay_latents: bool = False
+    joint_softmax: bool = False
     mixing: Mixing = "learned"
     converted_from: str | None = None
 

@@ -64,10 +64,10 @@ from latte.ops.state import (
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import log_mass as torch_log_mass
 from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend import recurrence as torch_recurrence
 from latte.ops.torch_backend import window as torch_window
-from latte.ops.torch_backend.log_mass import window_log_mass, with_log_mass
 from latte.ops.triton_backend.launch import (
     WIDEST_VALUE,
     unavailable,
@@ -331,8 +331,8 @@ def macchiato_attention(
     local = Local.of(window, scale, softcap, K)
     seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
     if joint:
-        mass = window_log_mass(q, k, local, sequences, tail, seen_sinks)
-        latent_q = with_log_mass(latent_q, mass)
+        mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
+        latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
         from latte.ops.triton_backend.step import macchiato_step_op
 
@@ -364,6 +364,45 @@ def macchiato_attention(
     if not output_final_state:
         return out, None
     return out, (state_of(*latte_state[:2], forgotten), *carried)
+
+
+@full_precision
+def window_log_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    window: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: WindowState | None = None,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    """The logsumexp of a causal window's logits, (B, T, H): what ``joint`` adds to its share.
+
+    Args:
+        q, k, window, scale, softcap, sinks: as for :func:`macchiato_attention`.
+        initial_state: the window's state before the first token; not with ``cu_seqlens``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs). A query that sees no key gets a number near the lowest finite.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    op = "window_log_mass"
+    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
+    check_groups(op, sizes["H"], sizes["G"], "k")
+    check_window(op, window)
+    check_softcap(op, softcap)
+    sequences = Sequences(key_mask, cu_seqlens)
+    check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    if cu_seqlens is not None and initial_state is not None:
+        raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
+    local = Local.of(window, scale, softcap, sizes["K"])
+    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
 
 
 def _without_triton(op: str, serves: Collection[str]) -> tuple[str, list[str]]:
