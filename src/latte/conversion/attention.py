@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
@@ -203,6 +204,10 @@ class MacchiatoAttention(nn.Module):
         if self.mixing in ("base", "window"):
             return MixingLogits(q=local.q, k=local.k)
         logits, log_decay, _ = self.logits(local, Piece(x_BTE))
+        if log_decay is not None and self.delay_latents:
+            # A source is forgotten from the token on that feeds the latents with it.
+            log_decay = F.pad(log_decay[:, self.window :], (0, 0, 0, 0, 0, self.window))
+            log_decay = log_decay[:, : x_BTE.shape[1]]
         logits = remembered(logits, log_decay)
         if self.mixing != "latents":
             return logits
