@@ -231,6 +231,10 @@ class MacchiatoAttention(nn.Module):
             return MixingLogits(q=local.q, k=local.k)
         logits, log_decay, _ = self.logits(local, Piece(x_BTE))
         mixture = self.mixture(logits, local, Piece(x_BTE))
+        if log_decay is not None and self.delay_latents:
+            # A source is forgotten from the token on that feeds the latents with it.
+            log_decay = F.pad(log_decay[:, self.window :], (0, 0, 0, 0, 0, self.window))
+            log_decay = log_decay[:, : x_BTE.shape[1]]
         logits = remembered(logits._replace(latent_q=mixture), log_decay)
         if self.mixing != "latents":
             return logits

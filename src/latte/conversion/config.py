@@ -35,7 +35,8 @@ class MacchiatoFields:
         window_probability: p(l=0), the window's share, of a model that is not yet trained; set
             by a bias on the window's query logit.
         rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
-        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``.
+        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``. Delayed latents
+            forget at the query's token, by what that token says.
         num_sinks: so many first tokens of a sequence stay visible to the window's softmax
             (arXiv 2309.17453), at positions no further away than the window's edge.
         delay_latents: feed the latents only with tokens that have left the window, so that the
@@ -89,11 +90,6 @@ class MacchiatoFields:
         check_probability("window_probability", self.window_probability)
         check_decay_range("rglru_decay_range", self.rglru_decay_range)
         check_half_lives("half_life_range", self.half_life_range)
-        if self.forgetting != "none" and self.delay_latents:
-            raise ValueError(
-                f"forgetting={self.forgetting!r} needs delay_latents=False: a delayed latent would "
-                "forget by tokens that it has not seen"
-            )
         if self.num_sinks < 0:
             raise ValueError(f"num_sinks must be 0 or more, got {self.num_sinks}")
         hidden: int = self.hidden_size  # type: ignore[attr-defined]

@@ -53,6 +53,7 @@ from latte.ops.state import (
     AnyState,
     LatteState,
     LinearState,
+    MacchiatoState,
     SeenSinks,
     Sinks,
     WindowState,
@@ -220,14 +221,14 @@ def macchiato_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: tuple[AnyState, WindowState, *tuple[WindowState, ...]] | None = None,
+    initial_state: MacchiatoState | None = None,
     output_final_state: bool = False,
     log_decay: Tensor | None = None,
     sinks: Sinks | None = None,
     delay: bool = False,
     joint: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, tuple[AnyState, WindowState, *tuple[WindowState, ...]] | None]:
+) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
 
     ``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with p a softmax over L+1 logits: one
@@ -300,10 +301,10 @@ def macchiato_attention(
         raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
     if not causal and (initial_state is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    latents, tail, pending = (*(initial_state or (None, None)), None)[:3]
+    latents, tail, earlier_pending = (*(initial_state or (None, None)), None)[:3]
     latents = check_latte_state(op, latents, (N, H, L, D), q)
     tail = check_window_state(op, tail, window, N, k, v)
-    pending = check_window_state(op, pending, window + 1, N, latent_k, v)
+    earlier_pending = check_window_state(op, earlier_pending, window + 1, N, latent_k, v)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
     start = latents or LatteState.empty(
@@ -313,7 +314,7 @@ def macchiato_attention(
     as_given = latents or start, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
-    every = (*every, *(pending or ()), *(sinks or ()))
+    every = (*every, *(earlier_pending or ()), *(sinks or ()))
 
     def refusal() -> str | None:
         if not step:
@@ -342,12 +343,12 @@ def macchiato_attention(
         out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay)
         state = (state_of(A, mu, forgotten), WindowState(*after))
         return out, state if output_final_state else None
-    carried: list[WindowState] = []
+    window_state = pending = None
     if output_final_state:
-        carried.append(final_window_state(k, v, window, key_mask, cu_seqlens, tail))
-    if output_final_state and delay:
-        late = (latent_k, v, window + 1, key_mask, cu_seqlens, pending)
-        carried.append(final_window_state(*late))
+        window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
+        if delay:
+            late = (latent_k, v, window + 1, key_mask, cu_seqlens)
+            pending = final_window_state(*late, earlier_pending)
     if B * T == 0:
         inputs = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
         out = nothing_out(v.repeat_interleave(H // G, 2), *inputs)
@@ -359,11 +360,12 @@ def macchiato_attention(
         if seen_sinks is not None:
             options["sinks"] = seen_sinks
         if delay:
-            options |= {"delay": True, "pending": pending}
+            options |= {"delay": True, "pending": earlier_pending}
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
-    if not output_final_state:
+    if window_state is None:
         return out, None
-    return out, (state_of(*latte_state[:2], forgotten), *carried)
+    after = state_of(*latte_state[:2], forgotten), window_state
+    return out, after if pending is None else (*after, pending)
 
 
 @full_precision
