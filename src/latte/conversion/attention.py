@@ -206,7 +206,12 @@ class MacchiatoAttention(nn.Module):
         assert latent_q is not None
         if not self.joint_softmax:
             return latent_q
-        mass_BTH = piece.across(window_log_mass)(
+        mass_BTH = self.window_log_mass(local, piece)
+        return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+
+    def window_log_mass(self, local: Projections, piece: Piece) -> Tensor:
+        """The logsumexp of the window's logits, sinks included, (B, T, H)."""
+        return piece.across(window_log_mass)(
             local.q,
             local.k,
             window=self.window,
@@ -217,7 +222,6 @@ class MacchiatoAttention(nn.Module):
             initial_state=piece.state.window,
             sinks=self._sinks(local, piece),
         )
-        return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
 
     def mixing_logits(
         self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], tokens: Tokens
