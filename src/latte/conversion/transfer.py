@@ -63,8 +63,15 @@ class Teacher:
         self._hidden = x_BTE
         return x_BTE.detach()
 
-    def leave(self, x_BTE: Tensor) -> Tensor:
-        """A layer's output, which carries the layer's errors and all errors before them."""
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
+        """A layer's output, which carries the layer's errors and all errors before them.
+
+        A layer that is not converted has no error.
+        """
+        if not converted:
+            assert self._hidden is not None  # a layer that is left has been entered
+            (self._hidden,) = carry(self._hidden, x_BTE.detach())
+            return self._hidden
         if len(self._carried) == len(self.output):  # computed again, by gradient checkpointing
             return x_BTE
         assert self._hidden is not None  # a layer that is left has been entered
@@ -86,7 +93,9 @@ class Teacher:
         out_BTE = layer.o_proj(out_BTHK.flatten(-2))
         output = relative_error(out_BTE, target_BTE, piece.real)
         mass = mass_divergence(latent_q, mass_BTH, piece.real)
-        if layer.layer_idx == len(self.output):  # else computed again, by gradient checkpointing
+        if layer.converted_before == len(
+            self.output
+        ):  # else computed again, by gradient checkpointing
             self.output.append(output)
             self.mass.append(mass)
         return target_BTE
@@ -229,6 +238,6 @@ def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if teacher is None else ((teacher.enter(args[0]), *args[1:]), kwargs)
 
 
-def _leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
+def _leave(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
     teacher = kwargs.get("teacher")
-    return None if teacher is None else teacher.leave(x_BTE)
+    return None if teacher is None else teacher.leave(x_BTE, layer.self_attn.converted)
