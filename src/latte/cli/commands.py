@@ -21,6 +21,7 @@ CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
     ("--decay-range", "rglru_decay_range", float, "initial decays of the RG-LRU (0.9 0.999)"),
     ("--forgetting", "forgetting", str, "the latents' horizon: none, static or gated (none)"),
     ("--half-lives", "half_life_range", float, "initial ones of latents that forget (4 512)"),
+    ("--keep-layers", "keep_layers", list, "of full attention, left to the base: 7,20,23 (none)"),
 )
 
 
@@ -202,8 +203,10 @@ def convert(options: Namespace) -> int:
     new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
     total = sum(p.numel() for p in model.parameters())
     if not options.quiet:
+        config = model.config
+        layers = f"{len(config.converted_layers)} of {config.num_hidden_layers} layers converted"
         print(
-            f"written: {options.output}, {model.config.model_type},"
+            f"written: {options.output}, {config.model_type}, {layers},"
             f" {(total - new) / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones,"
             " which are not trained yet (see latte convert --recipe)"
         )

@@ -243,7 +243,7 @@ def _convert(command: Any) -> None:
     add("--recipe", help="train by it too: attention transfer, then next tokens, then a comparison")
     for option, name, kind, text in commands.CONVERSION_SHAPE:
         two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name.endswith("_range") else {}
-        add(option, dest=name, type=kind, help=text, **two)
+        add(option, dest=name, type=numbers if kind is list else kind, help=text, **two)
     add(
         "--delay-latents",
         action="store_true",

@@ -50,6 +50,9 @@ class Projections(NamedTuple):
 class MacchiatoAttention(nn.Module):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with the base's q, k, v and output.
 
+    In a layer that is not converted (``config.converted_layers``) it is the base's own attention:
+    always ``mixing="base"``, without latents and sinks.
+
     Args:
         base: the attention module of a decoder layer; its sub-modules move here.
         config: the converted model's configuration.
@@ -77,10 +80,15 @@ class MacchiatoAttention(nn.Module):
         self.scale: float = base.scaling
         self.softcap = softcap
         self.window, self.base_window = fields.local_window, fields.base_window(self.layer_idx)
-        self.num_sinks, self.delay_latents = fields.num_sinks, fields.delay_latents
-        self.joint_softmax = fields.joint_softmax
-        self.mixing: str = fields.mixing
+        self.converted = fields.is_converted(self.layer_idx)
+        self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
+        self.num_sinks = fields.num_sinks if self.converted else 0
+        self.delay_latents = fields.delay_latents and self.converted
+        self.joint_softmax = fields.joint_softmax and self.converted
+        self.mixing: str = fields.mixing if self.converted else "base"
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
+        if not self.converted:
+            return
         self.latents: Any = LatentLogits(
             config.hidden_size,
             self.num_heads,
@@ -110,7 +118,7 @@ class MacchiatoAttention(nn.Module):
         """The base's call, with ``tokens`` in the place of its mask, and a LatteCache.
 
         With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is the base's
-        own attention, and the teacher records how far this module's is from it.
+        own attention, and the teacher records how far this module's is from it, if it is converted.
         """
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
@@ -126,7 +134,7 @@ class MacchiatoAttention(nn.Module):
             )
         piece = Piece(hidden_states, tokens.key_mask, tokens.cu_seqlens, state, carry)
         local = self.project(hidden_states, position_embeddings, tokens)
-        if teacher is not None:
+        if teacher is not None and self.converted:
             return teacher(self, local, piece), None
         out_BTHK, after, log = self.mix(local, piece)
         if carry:
@@ -173,7 +181,7 @@ class MacchiatoAttention(nn.Module):
         turned = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
         rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
         sink_q = None
-        if tokens.sink_embeddings is not None:
+        if self.num_sinks and tokens.sink_embeddings is not None:
             table = tokens.sink_embeddings[self.layer_kind]
             sink_q = self._apply_rotary(q, k, *table, unsqueeze_dim=2)[0].to(v.dtype)
         return Projections(rotated_q, rotated_k, v, sink_q)
@@ -337,6 +345,8 @@ class MacchiatoAttention(nn.Module):
         return 4.0 * self.head_dim * (latents + self.num_heads * seen)
 
     def extra_repr(self) -> str:
+        if not self.converted:
+            return f"the base's own, window={self.base_window}"
         return (
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}"

@@ -33,14 +33,16 @@ def convert(
     half_life_range: Sequence[float] = HALF_LIFE_RANGE,
     num_sinks: int = 0,
     delay_latents: bool = False,
+    keep_layers: Sequence[int] = (),
     seed: int = 0,
     dtype: str | torch.dtype = "auto",
 ) -> Any:
-    """Replace a decoder's attention by a window of its own and latents; keep every weight.
+    """Replace a decoder's full attention by a window and latents; keep every weight.
 
     The new weights, ``layers.*.self_attn.latents.*``, are random and have to be trained: see
-    ``latte convert --recipe``. With p(l=0) = 1 the model is the base with a ``window`` on every
-    layer, exactly.
+    ``latte convert --recipe``. With p(l=0) = 1 the model is the base with a ``window`` in the place
+    of full attention, exactly. Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen)
+    stay as they are: their state is constant in size.
 
     Args:
         base: a folder written by ``save_pretrained``, a GGUF file or a folder with one, or a name
@@ -55,6 +57,8 @@ def convert(
         half_life_range: shortest and longest initial half-life of latents that forget, in tokens.
         num_sinks: first tokens that stay visible to the window.
         delay_latents: feed the latents only with tokens that have left the window.
+        keep_layers: layers of full attention, by number from 0, that stay as they are too. The
+            model is then a hybrid: their state, and the time of a step, grow with the text.
         seed: of the new weights.
         dtype: of the base's weights; ``auto`` keeps the checkpoint's, and is bf16 for a quantised
             GGUF file. The new ones are fp32 (fp64 if the base is).
@@ -64,7 +68,8 @@ def convert(
 
     Raises:
         LatteError: the base cannot be read, is of an unsupported architecture or quantised (but as
-            GGUF), a value does not fit, or ``output`` exists. Nothing has been written then.
+            GGUF), has no layer of full attention, a value does not fit, or ``output`` exists.
+            Nothing has been written then.
     """
     check_seed("seed", seed)
     target = None if output is None else check_output(output)
@@ -78,6 +83,7 @@ def convert(
         "half_life_range": half_life_range,
         "num_sinks": num_sinks,
         "delay_latents": delay_latents,
+        "keep_layers": keep_layers,
     }
     config = converted_config(base, values)
     tokenizer = None if target is None else load_tokenizer(base)
@@ -103,9 +109,12 @@ def check_output(output: str | Path) -> Path:
 def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     """The converted model's configuration, checked.
 
+    Args:
+        values: of fields; of ``keep_layers`` in the place of ``converted_layers``.
+
     Raises:
-        LatteError: no such base, an architecture that is not supported, quantised weights, or a
-            value that does not fit.
+        LatteError: no such base, an architecture that is not supported, quantised weights, no
+            layer to convert, or a value that does not fit.
     """
     from latte.conversion.config import CONFIGS, OWN_FIELDS
 
@@ -128,6 +137,8 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise LatteError(f"base {base} is bidirectional; expected a causal decoder")
+    values = dict(values)
+    keep = values.pop("keep_layers", ())
     unknown = sorted(set(values) - set(OWN_FIELDS))
     if unknown:
         expected = ", ".join(sorted(OWN_FIELDS))
@@ -138,7 +149,46 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     file = gguf_at(base)
     if file is not None:
         inherited["converted_from"] = open_gguf(file).note
-    return CONFIGS[kind](**inherited, **values)
+    made = CONFIGS[kind](**inherited, **values)
+    made.converted_layers = _to_convert(base, made, keep)
+    return made
+
+
+def _to_convert(base: str | Path, config: Any, keep: Sequence[int]) -> tuple[int, ...]:
+    """The layers of full attention but for those to keep."""
+    full, count = config.full_layers, config.num_hidden_layers
+    if not full:
+        raise LatteError(
+            f"base {base} has a window of {config.base_window(0)} tokens in every layer: it is"
+            " linear in time already; expected one with layers of full attention"
+        )
+    for layer in keep:
+        if layer in full:
+            continue
+        why = (
+            f"which has a window of its own, of {config.base_window(layer)} tokens"
+            if (0 <= layer < count)
+            else f"and the base has {count} layers"
+        )
+        raise LatteError(
+            f"keep_layers: expected numbers of layers of full attention ({_listed(full)}), got"
+            f" {layer}, {why}"
+        )
+    chosen = tuple(layer for layer in full if layer not in keep)
+    if not chosen:
+        raise LatteError(
+            f"keep_layers: expected some of the layers of full attention ({_listed(full)}) to be"
+            " left out, got all: nothing would be converted"
+        )
+    return chosen
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """`0 to 29`, or `5, 11, 17`."""
+    first, last = layers[0], layers[-1]
+    if len(layers) > 2 and len(layers) == last - first + 1:
+        return f"{first} to {last}"
+    return ", ".join(map(str, layers))
 
 
 def read_config(base: str | Path) -> Any:

@@ -63,8 +63,15 @@ class Teacher:
         self._hidden = x_BTE
         return x_BTE.detach()
 
-    def leave(self, x_BTE: Tensor) -> Tensor:
-        """A layer's output, which carries the layer's errors and all errors before them."""
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
+        """A layer's output, which carries the layer's errors and all errors before them.
+
+        A layer that is not converted has no error.
+        """
+        if not converted:
+            assert self._hidden is not None  # a layer that is left has been entered
+            (self._hidden,) = carry(self._hidden, x_BTE.detach())
+            return self._hidden
         if len(self._carried) == len(self.output):  # computed again, by gradient checkpointing
             return x_BTE
         assert self._hidden is not None  # a layer that is left has been entered
@@ -85,7 +92,8 @@ class Teacher:
         output = relative_error(out_BTE, target_BTE, piece.real)
         mixture = layer.mixture(logits, fixed, piece)
         mass = mass_divergence(mixture, mass_BTH, piece.real)
-        if layer.layer_idx == len(self.output):  # else computed again, by gradient checkpointing
+        # Fewer than what is recorded: computed again, by gradient checkpointing.
+        if layer.converted_before == len(self.output):
             self.output.append(output)
             self.mass.append(mass)
         return target_BTE
@@ -274,6 +282,6 @@ def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if teacher is None else ((teacher.enter(args[0]), *args[1:]), kwargs)
 
 
-def _leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
+def _leave(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
     teacher = kwargs.get("teacher")
-    return None if teacher is None else teacher.leave(x_BTE)
+    return None if teacher is None else teacher.leave(x_BTE, layer.self_attn.converted)

@@ -111,7 +111,7 @@ def mixing(model: Any, value: str) -> Iterator[None]:
     """
     from latte.conversion.attention import MacchiatoAttention
 
-    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention)]
+    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention) and m.converted]
     wanted: list[tuple[Any, str, Any]] = [(x, "mixing", value) for x in (model.config, *layers)]
     if value == "base":  # an adapter's own method would change what is trained
         adapters = [m for m in model.modules() if hasattr(m, "lora_A")]

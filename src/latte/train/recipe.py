@@ -24,7 +24,7 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 # Of `training`: how often a run reports, and how long it may take. It stays the same run.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
 # Of `conversion` and of `training`: keys that a run begun by an earlier version does not have.
-LATER = ("forgetting", "half_life_range")
+LATER = ("forgetting", "half_life_range", "keep_layers")
 LATER_IN_TRAINING = ("context_parallel",)
 # Of `training` too: what cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
@@ -112,6 +112,7 @@ class ConversionSection:
     half_life_range: list[float] = field(default_factory=lambda: [4.0, 512.0])  # initial, in tokens
     num_sinks: int = 0  # first tokens that stay visible to the window
     delay_latents: bool = False  # feed latents only with tokens that have left the window
+    keep_layers: list[int] = field(default_factory=list)  # of full attention, left to the base
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
     objective: Literal["next-token", "transfer"] = "next-token"
     mass_weight: float = 1.0  # of KL(m || p(l=0)) in attention transfer
@@ -133,6 +134,7 @@ class ConversionSection:
             "half_life_range": tuple(self.half_life_range),
             "num_sinks": self.num_sinks,
             "delay_latents": self.delay_latents,
+            "keep_layers": tuple(self.keep_layers),
         }
 
 
