@@ -1,9 +1,9 @@
 """Landmarks: initial latents that already approximate the base's own attention.
 
-Beyond the window a head of the base attends by ``a_ts ~ exp(scale q_t' R(s - t) k_s)``, with q and k
-before their rotation and R the rotary matrix. Put the queries into L clusters with means c_l. Then
+Beyond the window a head of the base attends by ``a_ts ~ exp(scale q_t' R(s - t) k_s)``, with q and
+k before their rotation and R the rotary matrix. Put the queries into L clusters of means c_l. Then
 
-    p(s|l,t) ~ exp(k_s[l]),   k_s[l] = scale c_l' D k_s,   D = mean of R(-d) over offsets d in [W, T)
+    p(s|l,t) ~ exp(k_s[l]),   k_s[l] = scale c_l' D k_s,   D = mean of R(-d), d from W to T - 1
 
 and p(l|t) says to which clusters the query belongs: ``q_t[l] = beta (u_l - mean u)' q_t / E|q|``,
 with u_l the clusters' directions (clustered attention, arXiv 2007.04825, made causal and linear in
@@ -34,11 +34,14 @@ from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention, Projections
 from latte.conversion.transfer import base_output, sampled_masses, watch
+from latte.errors import LatteError
 from latte.layers.state import Piece
 
 SHARPNESS = 4.0  # beta: logits of a query of mean length that points to a cluster
 SAMPLE_EVERY = 4  # of so many consecutive tokens one is a sample
 CLUSTER_STEPS = 15
+CALIBRATION_TOKENS, CALIBRATION_LENGTH = 8192, 1024  # of the text, and of a row
+CALIBRATION_LETTERS = 200_000
 
 
 class Sample(NamedTuple):
@@ -67,7 +70,7 @@ class Survey:
     def enter(self, x_BTE: Tensor) -> Tensor:
         return x_BTE
 
-    def leave(self, x_BTE: Tensor) -> Tensor:
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
         return x_BTE
 
     def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
@@ -78,7 +81,7 @@ class Survey:
         mass, near = sampled_masses(layer, local, piece, places)
         x_BSE = piece.x[:, places]
         q_BSHK, _, _ = layer.heads(x_BSE)
-        found = (x.flatten(0, 1).float() for x in (x_BSE, q_BSHK, mass, near))
+        found = (x.flatten(0, 1).float().cpu() for x in (x_BSE, q_BSHK, mass, near))
         self.samples.setdefault(layer.layer_idx, []).append(Sample(*found))
         return base_output(layer, local, piece)
 
@@ -86,14 +89,16 @@ class Survey:
 def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Tensor, Tensor]:
     """Mean cosines and sines (R / 2,) of the layer's rotary angles over offsets in [W, T)."""
     first = min(layer.window, length - 1)
-    offsets = torch.arange(first, length)[None]
+    device = layer.q_proj.weight.device
+    offsets = torch.arange(first, length, device=device)[None]
     decoder = model.model
-    probe = torch.zeros(1, 1, 1, dtype=torch.float32)
+    probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
     kind = (layer.layer_kind,) if decoder.rotary_by_kind else ()
     cos, sin = (x[0].double().cpu() for x in decoder.rotary_emb(probe, offsets, *kind))
-    weights = (length - offsets[0]).double()[:, None] / (length - offsets[0]).sum()
+    pairs = (length - offsets[0]).double().cpu()  # tokens that are so far apart
+    weights = pairs[:, None] / pairs.sum()
     half = cos.shape[-1] // 2
-    zero = torch.zeros(1, 1, dtype=torch.long)
+    zero = torch.zeros(1, 1, dtype=torch.long, device=device)
     scale = decoder.rotary_emb(probe, zero, *kind)[0][0, 0, :half].double().cpu()  # of long ranges
     return (weights * cos[:, :half]).sum(0) * scale, (weights * sin[:, :half]).sum(0) * scale
 
@@ -128,13 +133,13 @@ def clusters(q_SK: Tensor, count: int, generator: torch.Generator) -> tuple[Tens
 
 def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
     """The map (heads, K, E) from x to queries ("q") or keys ("k"), a norm by its mean scale."""
-    weight = getattr(layer, f"{name}_proj").weight.float()
+    weight = getattr(layer, f"{name}_proj").weight.float().cpu()
     weight = weight.unflatten(0, (-1, layer.head_dim))
     norm = getattr(layer, f"{name}_norm", None)
     if norm is None:
         return weight
     plain_SHK = torch.einsum("se,hke->shk", x_SE, weight)
-    normed_SHK = norm(plain_SHK.to(norm.weight.dtype)).float()
+    normed_SHK = norm(plain_SHK.to(norm.weight)).float().cpu()
     # Least squares, a factor for each coordinate: the norm's weight times its mean scale.
     factor_HK = (normed_SHK * plain_SHK).sum(0) / plain_SHK.square().sum(0).clamp_min(1e-12)
     return weight * factor_HK[..., None]
@@ -183,6 +188,21 @@ def _matching_bias(odds_S: Tensor, share: Tensor) -> Tensor:
         above = torch.sigmoid(odds_S + middle).mean() > share
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)
     return (low + high) / 2
+
+
+def calibration_rows(tokenizer: Any, text: str | None) -> list[Tensor]:
+    """Rows of token ids, (1, T), of a text; by default of the language's own help pages."""
+    if text is None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text[:CALIBRATION_LETTERS], add_special_tokens=False).input_ids
+    ids = torch.tensor(ids[:CALIBRATION_TOKENS])
+    rows = [row[None] for row in ids.split(CALIBRATION_LENGTH)]
+    whole = [row for row in rows if row.shape[1] == CALIBRATION_LENGTH] or rows
+    if not ids.numel():
+        raise LatteError("calibration: expected some text, got none")
+    return whole
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class Recorder:
     def enter(self, x_BTE: Tensor) -> Tensor:
         return x_BTE
 
-    def leave(self, x_BTE: Tensor) -> Tensor:
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
         return x_BTE
 
     def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:

@@ -152,6 +152,10 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     recipe = found["recipe"]
     recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
     del recipe["evaluation"], recipe["data"]["cache_dir"]
+    if recipe["layers"] is None:
+        del recipe["layers"]
+    else:
+        del recipe["layers"]["processes"]
     trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
     recipes.leave_out_later(recipe["conversion"], *trained)
     for section in trained:

@@ -38,7 +38,7 @@ from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
-from latte.train.run import data_section
+from latte.train.run import calibration_rows, data_section
 
 COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
 
@@ -97,7 +97,8 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     text = prepare_text(data_section(recipe), progress=not quiet)
     rows = [row["input_ids"] for row in text.blocks(recipe.data, section.rows, section.seed)]
     judges = _held_out(text, recipe.data.block_length, section.held_out_rows)
-    model = starting_model(recipe.conversion, section.seed, rows=rows).eval()
+    model = starting_model(recipe.conversion, section.seed, calibration_rows(text, recipe.data))
+    model = model.eval()
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length

@@ -106,7 +106,7 @@ def _of_queries(
     packed: tuple[Tensor, int] | None,
 ) -> Tensor:
     """The log-mass of consecutive queries, whose keys begin W tokens before them."""
-    (B, T, H, _), G, window = q_BTHK.shape, k_BSGK.shape[2], local.window
+    T, H, G, window = *q_BTHK.shape[1:3], k_BSGK.shape[2], local.window
     assert window is not None
     wide = computation_dtype(q_BTHK.dtype)
     C = min(window, T)
