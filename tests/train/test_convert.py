@@ -190,7 +190,7 @@ def test_what_is_trained_of_a_half_precision_base_is_fp32(base, tmp_path, traina
     )
     section = ConversionSection(base=str(tmp_path / "half"), window=8, num_latents=8,
                                 trainable=trainable, lora_targets=["q_proj"])  # fmt: skip
-    model = starting_model(section, 0)
+    model = starting_model(section, 0, [torch.arange(40)])
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
     assert trained == {torch.float32}
@@ -256,7 +256,7 @@ def test_plugins_reach_every_stage_and_the_identity(small, tmp_path):
 
 
 def test_no_stage_at_all_is_a_mistake(small):
-    with pytest.raises(LatteError, match="needs a transfer or a training section"):
+    with pytest.raises(LatteError, match="needs a layers, transfer or training section"):
         small("transfer=null", "training=null")
 
 
