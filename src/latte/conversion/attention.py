@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import attention_with_sinks, delayed, pending_state, sink_keys
+from latte.conversion.step import Turns, norm, turns_of
 from latte.layers import MixerState, MixingLogits
 from latte.layers.baselines import step_window
 from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
 from latte.layers.latte import mix_macchiato, step_macchiato
 from latte.layers.mixer import remembered
+from latte.layers.parts import linear_maps
 from latte.layers.state import Piece, TokenLog, without_decay
 from latte.layers.step import StepState
 from latte.ops import latte_attention, sliding_window_attention
@@ -113,9 +115,10 @@ class MacchiatoAttention(nn.Module):
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
         if isinstance(state, StepState):
-            local = self.project(hidden_states, position_embeddings, tokens)
-            out_BHK = self._step(hidden_states[:, 0], local, state)
-            return self.o_proj(out_BHK.flatten(1)).unsqueeze(1), None
+            table = tokens.sink_embeddings and tokens.sink_embeddings[self.layer_kind]
+            turns = turns_of(position_embeddings, table or None, hidden_states.dtype)
+            out_BX = self.step(hidden_states[:, 0], state, turns)
+            return self.o_proj(out_BX).unsqueeze(1), None
         if state.recording and (self.num_sinks or self.delay_latents):
             raise ValueError(
                 "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
@@ -139,19 +142,21 @@ class MacchiatoAttention(nn.Module):
 
     @property
     def steps(self) -> bool:
-        """Whether a token can be decoded in place: by the fused op, or by a window alone."""
-        plain = not self.num_sinks and not self.delay_latents and self.mixing != "latents"
-        return plain or self.mixing == "base"
+        """Whether a token can be decoded in place: with a window."""
+        return self.mixing != "latents"
 
-    def _step(self, x_BE: Tensor, local: Projections, state: StepState) -> Tensor:
-        """Heads' outputs (B, H, K) of one token per row; the state is written in place."""
-        q, k, v = (x[:, 0] for x in local[:3])
+    def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
+        """Heads' outputs (B, H * K) of one token per row; the state is written in place."""
+        native = state.clock.native
+        maps = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj, native=native)
+        q, k, v = (x.view(len(x_BE), -1, self.head_dim) for x in maps)
+        if hasattr(self, "q_norm"):
+            q, k = norm(self.q_norm, q, native), norm(self.k_norm, k, native)
+        local, options = (q, k, v), (state, self.scale, self.softcap, *turns)
         if self.mixing in ("base", "window"):
-            return step_window((q, k, v), state, self.scale, self.softcap)
+            return step_window(local, *options).flatten(1)
         wide = in_dtype(x_BE, self.latents.k_proj.weight.dtype)
-        latent_q, latent_k, log_decay = self.latents.step(wide, state)
-        latents = in_dtype(latent_q, v.dtype), in_dtype(latent_k, v.dtype), log_decay
-        return step_macchiato(latents, (q, k, v), state, self.scale, self.softcap)
+        return step_macchiato(self.latents.step(wide, state), local, *options).flatten(1)
 
     def project(
         self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens

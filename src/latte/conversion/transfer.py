@@ -232,3 +232,6 @@ def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
     teacher = kwargs.get("teacher")
     return None if teacher is None else teacher.leave(x_BTE)
+
+
+HOOKS = (_enter, _leave)  # of a layer, without a teacher of no effect
