@@ -61,9 +61,9 @@ class StepState:
     """One layer's buffers, all contiguous; None for parts that its mixer does not have.
 
     The parts are those of a :class:`MixerState`; ``size`` is the number of slots of the ring, 0 if
-    it grows, and ``clock`` is shared by all layers. ``pending`` (B, H, W, L) holds the latent keys of
-    the ring's tokens where latents are fed late: a token waits in its slot until the next takes it.
-    ``sinks`` are keys and values (B, G, n, ...), of which as many are filled as there were tokens.
+    it grows, and ``clock`` is shared by all layers. Where latents are fed late, ``pending``
+    (B, H, W, L) holds the latent keys of the ring's tokens: a token waits in its slot until the
+    next takes it. ``sinks`` are keys and values (B, G, n, ...), filled as far as tokens were read.
     """
 
     clock: Clock
@@ -105,7 +105,9 @@ class StepState:
             latent_k, values, mask = (x.roll(-1, 1) for x in state.pending)
             made.pending = ring(latent_k)
         if state.sinks is not None:
-            made.sinks = _slots_first(state.sinks.keys), _slots_first(state.sinks.values)
+            sink_k, sink_v, there = state.sinks
+            blank = ~there[..., None, None]
+            made.sinks = tuple(_slots_first(x.masked_fill(blank, 0)) for x in (sink_k, sink_v))
         mask_BW = ring(mask[..., None])[..., 0] if masked else None
         made.ring = Ring(ring(keys), ring(values), mask_BW)
         return made
@@ -138,7 +140,7 @@ class StepState:
         return MixerState(position, latent, linear, window, rglru, conv, **parts)
 
     def _newest(self, keys: Tensor, ring: Ring, count: int) -> WindowState:
-        """The ring's last ``count`` tokens, oldest first, with these keys; all that a growing one has."""
+        """The ring's last ``count`` tokens, oldest first, with these keys; of a growing one all."""
         slots, device = ring.keys.shape[2], self.slot.device
         if self.size:
             order = (self.slot + slots - count + torch.arange(count, device=device)) % slots

@@ -1,8 +1,8 @@
 """What a token of decoding needs besides mixing, each one call of a native CPU kernel.
 
 Few rows are bound by the weights that come from memory, and small models by the calls that they
-make: linear maps of one input, a gated network's product, the RMSNorm, and the RG-LRU from its gates' maps
-to the norm after it. Nothing here has gradients; who may call it :func:`serves` and
+make: linear maps of one input, a gated network's product, the RMSNorm, and the RG-LRU from its
+gates' maps to the norm after it. Nothing here has gradients; who may call it :func:`serves` and
 :func:`serves_step` say. Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
 
 Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.

@@ -184,23 +184,24 @@ static V<typename Computed<S>::type> read_shuffled(const S* from, int64_t stride
     return load_shuffled(padded);
 }
 
-// Of `count` rows of weights with a row of x that was read alike.
-template <int count, class S, class T>
-LATTE_INLINE void dots(const S* weights, int64_t next, int64_t stride, const T* x, int64_t size, T* out) {
-    V<T> sums[count] = {};
+// A row of weights with a row of x that was read alike. Memory gives most to one stream: rows are
+// read one after the other, and what lies a page ahead is asked for.
+template <class S, class T>
+LATTE_INLINE T dot(const S* weights, int64_t stride, const T* x, int64_t size) {
+    constexpr int64_t step = width<T>, line = 64 / sizeof(S), ahead = 4096 / sizeof(S);
+    V<T> sums[2] = {};
+    auto add = [&](int n, int64_t c) __attribute__((always_inline)) {
+        for (int64_t l = 0; l < step; l += line) __builtin_prefetch(weights + c + l + ahead);
+        sums[n] = sums[n] + load_shuffled(weights + c) * load_all(x + c);
+    };
     int64_t c = 0;
-    if (stride == 1)
-        for (; c + width<T> <= size; c += width<T>)
-            for (int n = 0; n < count; ++n) {
-                const S* at = weights + n * next + c;
-                __builtin_prefetch(at + count * next);  // the rows after these
-                sums[n] = sums[n] + load_shuffled(at) * load_all(x + c);
-            }
-    for (; c < size; c += width<T>)
-        for (int n = 0; n < count; ++n)
-            sums[n] = sums[n] + read_shuffled(weights + n * next + c * stride, stride, size - c) *
-                                    load_all(x + c);
-    for (int n = 0; n < count; ++n) out[n] = sum(sums[n]);
+    if (stride == 1) {
+        for (; c + 2 * step <= size; c += 2 * step) add(0, c), add(1, c + step);
+        if (c + step <= size) add(0, c), c += step;
+    }
+    for (; c < size; c += step)
+        sums[1] = sums[1] + read_shuffled(weights + c * stride, stride, size - c) * load_all(x + c);
+    return sum(sums[0] + sums[1]);
 }
 
 template <class T>
@@ -215,8 +216,9 @@ template <int count, class S>
 static void apply_rows(Maps& op, const Rows<S>& x, int64_t m, int64_t o) {
     using T = typename Computed<S>::type;
     auto times = [&](const Tensor& weight, int64_t r, T* y) {
-        const int64_t next = weight.strides[0];
-        dots<count>(weight.at<S>() + o * next, next, weight.strides[1], x[r], x.size, y);
+        const S* rows = weight.at<S>() + o * weight.strides[0];
+        for (int n = 0; n < count; ++n, rows += weight.strides[0])
+            y[n] = dot(rows, weight.strides[1], x[r], x.size);
     };
     T y[count], up[count];
     for (int64_t r = 0; r < x.count; ++r) {
