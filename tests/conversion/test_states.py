@@ -96,7 +96,9 @@ def test_generation_is_the_argmax_of_the_whole(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("option", "family"), [("plain", "gemma2"), ("base", "llama"), ("both", "llama")])
+@pytest.mark.parametrize(
+    ("option", "family"), [("plain", "gemma2"), ("base", "llama"), ("both", "llama")]
+)
 def test_compiled_decoding_is_one_graph(option, family):
     torch._dynamo.reset()
     model = converted(family, **OPTIONS[option])

@@ -108,7 +108,7 @@ def test_rows_are_reordered_repeated_and_selected(backend):
 
 
 def test_what_was_read_off_goes_on_elsewhere(backend, tmp_path):
-    """A state, a copy and a file made in the middle of decoding, and a static cache from the file."""
+    """A state, a copy and a file made in the middle of decoding; a static cache from the file."""
     model, ids = converted("gemma3_text", **OPTIONS["both"]), tokens(20)
     whole = model(ids, use_cache=False).logits[:, 12:]
     cache = LatteCache(model.config)
@@ -157,7 +157,7 @@ def test_generation_with_a_static_cache_and_beams(beams):
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
 
 
-# --- the base's own modules ------------------------------------------------------------------------
+# --- the base's own modules ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", NAMES)

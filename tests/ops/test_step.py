@@ -185,8 +185,11 @@ def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned):
 @cases
 @pytest.mark.parametrize(
     ("window", "softcap", "n", "delayed"),
-    [(4, None, 3, True), (4, 2.0, 2, False), (1, None, 1, True), (5, None, 0, True), (20, None, 3, True)],
-)  # fmt: skip
+    [
+        *((4, None, 3, True), (4, 2.0, 2, False), (1, None, 1, True)),
+        *((5, None, 0, True), (20, None, 3, True)),
+    ],
+)
 def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, delayed):
     inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, 2, L, K, D, scale=scale)]
     mask = key_mask(B, T) if masked else torch.ones(B, T, dtype=torch.bool)

@@ -147,16 +147,19 @@ class MacchiatoAttention(nn.Module):
 
     def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
         """Heads' outputs (B, H * K) of one token per row; the state is written in place."""
-        native = state.clock.native
-        maps = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj, native=native)
-        q, k, v = (x.view(len(x_BE), -1, self.head_dim) for x in maps)
-        if hasattr(self, "q_norm"):
+        # At one token every call is felt: modules by name are slower to find, and so on.
+        parts, native, B = self._modules, state.clock.native, x_BE.shape[0]
+        maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
+        maps = linear_maps(x_BE, *maps, native=native)
+        q, k, v = (x.view(B, -1, self.head_dim) for x in maps)
+        if "q_norm" in parts:
             q, k = norm(self.q_norm, q, native), norm(self.k_norm, k, native)
         local, options = (q, k, v), (state, self.scale, self.softcap, *turns)
         if self.mixing in ("base", "window"):
-            return step_window(local, *options).flatten(1)
-        wide = in_dtype(x_BE, self.latents.k_proj.weight.dtype)
-        return step_macchiato(self.latents.step(wide, state), local, *options).flatten(1)
+            return step_window(local, *options).view(B, -1)
+        latents: Any = parts["latents"]
+        logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
+        return step_macchiato(logits, local, *options).view(B, -1)
 
     def project(
         self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens

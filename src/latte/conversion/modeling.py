@@ -107,8 +107,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             start = cache.position if cache is not None else getattr(self.earlier, "position", None)
             position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
         if cache is not None and cache.step is not None and step.serves(self, HOOKS, kwargs):
-            states = [cache.state(index) for index in range(self.config.num_hidden_layers)]
-            hidden = step.run(self, inputs_embeds[:, 0], position_ids, states)
+            hidden = step.run(self, inputs_embeds[:, 0], position_ids, cache)
             cache.end()
             return BaseModelOutputWithPast(hidden[:, None], cache)
         sinks = self._sink_embeddings(inputs_embeds, position_ids)

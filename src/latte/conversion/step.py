@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -89,18 +90,19 @@ def _is_own(layer: nn.Module, ignored: Collection[Any]) -> bool:
     return hasattr(attention, "step") and is_plain(attention, type(attention))
 
 
-def run(decoder: Any, x_BE: Tensor, position_ids: Tensor, states: list[StepState]) -> Tensor:
+def run(decoder: Any, x_BE: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
     """The decoder's last hidden states (B, E) of one token per row.
 
     Args:
         x_BE: the tokens' embeddings, contiguous.
         position_ids: (B, 1).
-        states: of the layers, written in place.
+        cache: the :class:`latte.models.LatteCache` that has begun the step; its states are written.
     """
-    native = states[0].clock.native
+    native: bool = cache.step.native
     turns = _turns(decoder, x_BE, position_ids)
-    for layer, state in zip(decoder.layers, states, strict=False):
-        x_BE = _layer(layer, x_BE, state, turns, native)
+    # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
+    for index, layer in enumerate(islice(decoder.layers, decoder.config.num_hidden_layers)):
+        x_BE = _layer(layer, x_BE, cache.state(index), turns, native)
     return norm(decoder.norm, x_BE, native)
 
 
@@ -144,7 +146,7 @@ def add_map(linear: nn.Module, x: Tensor, residual: Tensor, native: bool) -> Ten
     """``residual + linear(x)`` of single tokens, in one call where it can be."""
     weights = plain_weights(x, linear) if native else []
     if weights and residual.dtype == x.dtype and residual.is_contiguous():
-        return dense.linear_add(x, *weights, residual)
+        return dense.linear_add(x, weights[0], residual)
     return residual + linear(x)
 
 

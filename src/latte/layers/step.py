@@ -107,7 +107,8 @@ class StepState:
         if state.sinks is not None:
             sink_k, sink_v, there = state.sinks
             blank = ~there[..., None, None]
-            made.sinks = tuple(_slots_first(x.masked_fill(blank, 0)) for x in (sink_k, sink_v))
+            sink_k, sink_v = (_slots_first(x.masked_fill(blank, 0)) for x in (sink_k, sink_v))
+            made.sinks = sink_k, sink_v
         mask_BW = ring(mask[..., None])[..., 0] if masked else None
         made.ring = Ring(ring(keys), ring(values), mask_BW)
         return made
@@ -167,7 +168,9 @@ class StepState:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""
-        return StepState(self.clock, *map_tensors(fn, self.parts), size=self.size)
+        made = StepState(self.clock, *map_tensors(fn, self.parts))
+        made.size = self.size
+        return made
 
 
 def _slots_first(x: Tensor) -> Tensor:
