@@ -140,7 +140,10 @@ def test_steps_fill_a_ring_of_each_layers_own(option):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "family"),
-    [("plain", "gemma2"), ("base", "llama"), ("kept", "llama"), ("hybrid", "gemma2")],
+    [
+        *(("plain", "gemma2"), ("base", "llama"), ("both", "llama")),
+        *(("kept", "llama"), ("hybrid", "gemma2")),
+    ],
 )
 def test_compiled_decoding_is_one_graph(option, family):
     torch._dynamo.reset()
@@ -154,10 +157,9 @@ def test_compiled_decoding_is_one_graph(option, family):
         assert torch.equal(model.generate(tokens(9), **options), expected)
 
 
-@pytest.mark.parametrize("option", ["sinks", "latents"])
-def test_layers_without_a_step_have_no_static_cache(option):
+def test_layers_without_a_step_have_no_static_cache():
     with pytest.raises(ValueError, match="needs layers with a step of decoding"):
-        converted("llama", **OPTIONS[option]).generate(tokens(4), cache_implementation="static")
+        converted("llama", **OPTIONS["latents"]).generate(tokens(4), cache_implementation="static")
 
 
 @pytest.mark.parametrize(("option", "family"), CASES)

@@ -11,6 +11,7 @@ from helpers import F64, key_mask, latte_inputs, macchiato_inputs, randn, relati
 from latte.ops import LatteState, cpp_backend, reference, use_backend
 from latte.ops.step import (
     Ring,
+    Sinks,
     conv_step,
     latte_step,
     linear_step,
@@ -132,6 +133,94 @@ def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap):
     assert torch.equal(ring.mask[:, slots], real[:, held])
     keys = inputs[3].masked_fill(~real[..., None, None], 0.0)
     assert torch.equal(ring.keys[:, :, slots], keys[:, held].transpose(1, 2))
+
+
+def turn_by(angle, dtype):
+    """A rotary table of one angle for all pairs, and the rotation itself."""
+    cos, sin = (x.expand(1, 1, 1, K // 2).to(dtype) for x in (angle.cos(), angle.sin()))
+
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return torch.cat(
+            [
+                first * angle.cos() - second * angle.sin(),
+                second * angle.cos() + first * angle.sin(),
+            ],
+            -1,
+        )
+
+    return (cos, torch.cat([-sin, sin], 2)), turned
+
+
+def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned):
+    """The equations over the whole sequence: y (B, T, H, D), and the window's branch alone."""
+    latent_q, latent_k, q, k, v = inputs
+    k, v = (x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
+    token, place = torch.arange(T), mask.long().cumsum(1) - 1
+    gap = token[:, None] - token
+    moved = place[:, :, None] - place[:, None]
+    real = mask[:, None]  # sources
+    near = (gap >= 0) & (gap < window) & real
+    far = (moved >= window) & (place[:, None] < n) & real & (gap >= 0)
+    read = (gap >= (window if delayed else 0)) & real
+    logits = torch.einsum("bthk,bshk->bhts", q, k)
+    logits = torch.where(far[:, None], torch.einsum("bthk,bshk->bhts", turned(q), k), logits)
+    logits = logits * K**-0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+
+    def softmax(x, seen):
+        return x.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    local = torch.einsum("bhts,bshd->bthd", softmax(logits, (near | far)[:, None]), v)
+    p = latent_q.softmax(-1)
+    if delayed:
+        alone = torch.eye(L + 1, dtype=p.dtype)[0]
+        p = torch.where(read.any(-1)[:, :, None, None], p, alone)
+    keys = latent_k.permute(0, 2, 3, 1)[:, :, :, None].expand(B, H, L, T, T)
+    mean = torch.einsum("bhlts,bshd->bthld", softmax(keys, read[:, None, None]), v)
+    return p[..., :1] * local + (p[..., 1:, None] * mean).sum(3), local
+
+
+@cases
+@pytest.mark.parametrize(
+    ("window", "softcap", "n", "delayed"),
+    [
+        *((4, None, 3, True), (4, 2.0, 2, False), (1, None, 1, True)),
+        *((5, None, 0, True), (20, None, 3, True)),
+    ],
+)
+def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, delayed):
+    inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, 2, L, K, D, scale=scale)]
+    mask = key_mask(B, T) if masked else torch.ones(B, T, dtype=torch.bool)
+    table, turned = turn_by(torch.tensor(0.7, dtype=F64), computation_dtype(dtype))
+    state, ring, alone = empty(dtype), ring_of(window, 2, dtype), ring_of(window, 2, dtype)
+    pending = torch.zeros(B, H, window, L, dtype=dtype) if delayed else None
+    position = torch.zeros(B, dtype=torch.long)
+    held = [[torch.zeros(B, 2, n, width, dtype=dtype) for width in (K, D)] for _ in "ab"]
+    options = {"scale": K**-0.5, "softcap": softcap}
+
+    def both(t, *x, real):
+        slot, sinks = torch.tensor([t % window]), [Sinks(*xs, position, table) for xs in held]
+        sinks = sinks if n else [None, None]
+        y = macchiato_step(*x, *state, ring, slot, real, **options, sinks=sinks[0], pending=pending)
+        near = window_step(*x[2:], alone, slot, real, **options, sinks=sinks[1])
+        position.add_(1 if real is None else real)
+        return torch.cat([y, near], -1)
+
+    def run(to):
+        wide = [x.to(to) for x in inputs]
+        return torch.cat(with_sinks_and_delay(wide, mask, window, softcap, n, delayed, turned), -1)
+
+    out = stepped(both, *inputs, mask=mask if masked else None)
+    exact, rounded = run(F64), run(dtype)
+    out, exact, rounded = (x[mask] for x in (out, exact, rounded))  # what padding gives is nobody's
+    close(out, (), (exact,), dtype, (rounded,))
+    if n:  # the first real tokens, in their order
+        for b in range(B):
+            first = mask[b].nonzero()[:n, 0]
+            for row, source in zip(held[0], (inputs[3], inputs[4]), strict=True):
+                assert torch.equal(row[b, :, : len(first)], source[b, first].transpose(0, 1))
 
 
 def test_all_tokens_so_far_are_the_first_slots():

@@ -18,11 +18,13 @@ from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
+from latte.conversion.step import Turns, norm, turns_of
 from latte.layers import MixerState, MixingLogits
 from latte.layers.baselines import step_window
 from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.latte import mix_macchiato, step_macchiato
 from latte.layers.mixer import remembered
+from latte.layers.parts import linear_maps
 from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
 from latte.ops import Sinks, WindowState, sliding_window_attention, window_log_mass
@@ -123,9 +125,10 @@ class MacchiatoAttention(nn.Module):
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
         if isinstance(state, StepState):
-            local = self.project(hidden_states, position_embeddings, tokens)
-            out_BHK = self._step(hidden_states[:, 0], local, state)
-            return self.o_proj(out_BHK.flatten(1)).unsqueeze(1), None
+            table = tokens.sink_embeddings and tokens.sink_embeddings[self.layer_kind]
+            turns = turns_of(position_embeddings, table or None, hidden_states.dtype)
+            out_BX = self.step(hidden_states[:, 0], state, turns)
+            return self.o_proj(out_BX).unsqueeze(1), None
         if state.recording and (self.num_sinks or self.delay_latents):
             raise ValueError(
                 "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
@@ -149,20 +152,24 @@ class MacchiatoAttention(nn.Module):
 
     @property
     def steps(self) -> bool:
-        """Whether a token can be decoded in place: by the fused op, or by a window alone."""
-        plain = not (self.num_sinks or self.delay_latents or self.joint_softmax)
-        plain = plain and self.mixing != "latents"
-        return plain or self.mixing == "base"
+        """Whether a token can be decoded in place: with a window."""
+        return self.mixing != "latents" and not self.joint_softmax
 
-    def _step(self, x_BE: Tensor, local: Projections, state: StepState) -> Tensor:
-        """Heads' outputs (B, H, K) of one token per row; the state is written in place."""
-        q, k, v = (x[:, 0] for x in local[:3])
+    def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
+        """Heads' outputs (B, H * K) of one token per row; the state is written in place."""
+        # At one token every call is felt: modules by name are slower to find, and so on.
+        parts, native, B = self._modules, state.clock.native, x_BE.shape[0]
+        maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
+        maps = linear_maps(x_BE, *maps, native=native)
+        q, k, v = (x.view(B, -1, self.head_dim) for x in maps)
+        if "q_norm" in parts:
+            q, k = norm(self.q_norm, q, native), norm(self.k_norm, k, native)
+        local, options = (q, k, v), (state, self.scale, self.softcap, *turns)
         if self.mixing in ("base", "window"):
-            return step_window((q, k, v), state, self.scale, self.softcap)
-        wide = in_dtype(x_BE, self.latents.k_proj.weight.dtype)
-        latent_q, latent_k, log_decay = self.latents.step(wide, state)
-        latents = in_dtype(latent_q, v.dtype), in_dtype(latent_k, v.dtype), log_decay
-        return step_macchiato(latents, (q, k, v), state, self.scale, self.softcap)
+            return step_window(local, *options).view(B, -1)
+        latents: Any = parts["latents"]
+        logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
+        return step_macchiato(logits, local, *options).view(B, -1)
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""

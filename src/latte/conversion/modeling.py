@@ -11,12 +11,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from latte.conversion import BASES
+from latte.conversion import BASES, step
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.config import CONFIGS
-from latte.conversion.transfer import hook_layer
+from latte.conversion.transfer import HOOKS, hook_layer
 from latte.layers import MixerState, RMSNorm
 from latte.layers.parts import token_positions
 from latte.models.cache import (
@@ -105,6 +106,10 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if position_ids is None:
             start = cache.position if cache is not None else getattr(self.earlier, "position", None)
             position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
+        if cache is not None and cache.step is not None and step.serves(self, HOOKS, kwargs):
+            hidden = step.run(self, inputs_embeds[:, 0], position_ids, cache)
+            cache.end()
+            return BaseModelOutputWithPast(hidden[:, None], cache)
         sinks = self._sink_embeddings(inputs_embeds, position_ids)
         # A mask that the base takes as finished, so that it builds none of T x T.
         mask: Any = inputs_embeds.new_zeros(1, 1, 1, 1)
@@ -155,7 +160,7 @@ class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
         self.model = self.backbone_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = step.Head(config.hidden_size, config.vocab_size, bias=False)
         self.loss_function = next_token_loss
         self.post_init()  # type: ignore[attr-defined]
 

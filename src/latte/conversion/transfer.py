@@ -285,3 +285,6 @@ def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _leave(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
     teacher = kwargs.get("teacher")
     return None if teacher is None else teacher.leave(x_BTE, layer.self_attn.converted)
+
+
+HOOKS = (_enter, _leave)  # of a layer, without a teacher of no effect

@@ -108,12 +108,14 @@ def step_window(
     scale: float,
     softcap: float | None,
     rotary: Rotary | None = None,
+    sink_rotary: Rotary | None = None,
 ) -> Tensor:
     """Heads' outputs (B, H, D) of one token per row, of its local q, k and v."""
     assert state.ring is not None
     clock = state.clock
     length = None if state.size or clock.length is None else clock.length + 1
     options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "length": length}
+    options["sinks"] = state.sinks_of(sink_rotary)
     return window_step(*local, state.ring, state.slot, clock.real, **options)
 
 

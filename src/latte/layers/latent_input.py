@@ -221,8 +221,8 @@ class LatentLogits(Drawn):
 
     def step(self, x_BE: Tensor, state: StepState) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row, and ``log_decay``."""
-        z = self.input.step(x_BE, state)
-        heads = (len(x_BE), self.num_heads, -1)
+        z, B = self.input.step(x_BE, state), x_BE.shape[0]
+        heads = (B, self.num_heads, -1)
         maps = [
             self.q_proj,
             self.k_proj,
@@ -232,7 +232,7 @@ class LatentLogits(Drawn):
         q_BHL, k_BHL = q_BX.view(heads), k_BX.view(heads)
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)
-        log_decay = self._log_decay(gate[0] if gate else None, (len(x_BE),))
+        log_decay = self._log_decay(gate[0] if gate else None, (B,))
         return q_BHL, k_BHL, log_decay
 
 

@@ -4,7 +4,8 @@ A :class:`StepState` is made of a :class:`MixerState` by copying, once after a p
 back when somebody asks for the state; between, the window is a ring, and nothing is allocated.
 Whoever owns the buffers (the cache) hands them to nobody but the layer's step.
 
-Shape suffixes: B batch, T tokens, G key/value heads, K key width, W slots of a ring.
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K key width, L latents per
+head, W slots of a ring.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from latte.layers.state import MixerState, map_tensors, without_decay
 from latte.ops.state import LatteState, LinearState, WindowState
-from latte.ops.step import Ring, number
+from latte.ops.step import Ring, Rotary, Sinks, number
 
 
 @dataclass
@@ -60,7 +61,9 @@ class StepState:
     """One layer's buffers, all contiguous; None for parts that its mixer does not have.
 
     The parts are those of a :class:`MixerState`; ``size`` is the number of slots of the ring, 0 if
-    it grows, and ``clock`` is shared by all layers.
+    it grows, and ``clock`` is shared by all layers. Where latents are fed late, ``pending``
+    (B, H, W, L) holds the latent keys of the ring's tokens: a token waits in its slot until the
+    next takes it. ``sinks`` are keys and values (B, G, n, ...), filled as far as tokens were read.
     """
 
     clock: Clock
@@ -69,6 +72,8 @@ class StepState:
     ring: Ring | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    pending: Tensor | None = None
+    sinks: tuple[Tensor, Tensor] | None = None
     size: int = 0
 
     @classmethod
@@ -91,10 +96,19 @@ class StepState:
         def ring(x_BTX: Tensor) -> Tensor:
             x_BXT = x_BTX.movedim(1, -2)
             ring_BXW = x_BXT.new_zeros(*x_BXT.shape[:-2], slots, x_BXT.shape[-1])
-            ring_BXW[..., :held, :] = x_BXT
+            ring_BXW[..., : x_BXT.shape[-2], :] = x_BXT
             return ring_BXW
 
         keys, values, mask = state.window
+        if state.pending is not None:
+            # The oldest of W tokens is in the slot that comes next.
+            latent_k, values, mask = (x.roll(-1, 1) for x in state.pending)
+            made.pending = ring(latent_k)
+        if state.sinks is not None:
+            sink_k, sink_v, there = state.sinks
+            blank = ~there[..., None, None]
+            sink_k, sink_v = (_slots_first(x.masked_fill(blank, 0)) for x in (sink_k, sink_v))
+            made.sinks = sink_k, sink_v
         mask_BW = ring(mask[..., None])[..., 0] if masked else None
         made.ring = Ring(ring(keys), ring(values), mask_BW)
         return made
@@ -112,18 +126,28 @@ class StepState:
         if rglru is not None:
             # The row has begun, so that it is not the empty state, which is all zeros.
             rglru += torch.finfo(rglru.dtype).tiny
-        window = None if self.ring is None else self._window(self.ring)
+        window = pending = sinks = None
         position = self.clock.position.clone()
-        return MixerState(position, latent, linear, window, rglru, conv)
+        if self.ring is not None:
+            # The next slot holds the token that leaves the window.
+            window = self._newest(self.ring.keys, self.ring, self.size - 1)
+            if self.pending is not None:
+                pending = self._newest(self.pending, self.ring, self.size)
+        if self.sinks is not None:
+            keys, values = (_slots_first(x) for x in self.sinks)
+            mask = torch.arange(keys.shape[1], device=position.device) < position[:, None]
+            sinks = WindowState(keys, values, mask)
+        parts: Any = {"pending": pending, "sinks": sinks}
+        return MixerState(position, latent, linear, window, rglru, conv, **parts)
 
-    def _window(self, ring: Ring) -> WindowState:
-        """The ring's tokens, oldest first."""
+    def _newest(self, keys: Tensor, ring: Ring, count: int) -> WindowState:
+        """The ring's last ``count`` tokens, oldest first, with these keys; of a growing one all."""
         slots, device = ring.keys.shape[2], self.slot.device
-        if self.size:  # the next slot holds the token that leaves the window
-            order = (self.slot + 1 + torch.arange(slots - 1, device=device)) % slots
+        if self.size:
+            order = (self.slot + slots - count + torch.arange(count, device=device)) % slots
         else:
             order = torch.arange(int(self.slot), device=device)
-        keys, values = (x[:, :, order].transpose(1, 2).contiguous() for x in ring[:2])
+        keys, values = (x[:, :, order].transpose(1, 2).contiguous() for x in (keys, ring.values))
         if ring.mask is None:
             mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=device)
         else:
@@ -133,12 +157,25 @@ class StepState:
     @property
     def parts(self) -> tuple[Any, ...]:
         """All buffers, in nested tuples."""
-        return self.latent, self.linear, self.ring, self.rglru, self.conv
+        return (
+            *(self.latent, self.linear, self.ring, self.rglru, self.conv),
+            *(self.pending, self.sinks),
+        )
+
+    def sinks_of(self, rotary: Rotary | None) -> Sinks | None:
+        """The sinks as a step takes them; ``rotary`` turns the queries towards them."""
+        return None if self.sinks is None else Sinks(*self.sinks, self.clock.position, rotary)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""
-        latent, linear, ring, rglru, conv = map_tensors(fn, self.parts)
-        return StepState(self.clock, latent, linear, ring, rglru, conv, self.size)
+        made = StepState(self.clock, *map_tensors(fn, self.parts))
+        made.size = self.size
+        return made
+
+
+def _slots_first(x: Tensor) -> Tensor:
+    """(B, n, G, ...) -> (B, G, n, ...), and back: a copy."""
+    return _copy(x.transpose(1, 2))
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -374,7 +374,9 @@ class LatteCache(Cache):
         room = self.max_cache_len
         if room is None:
             clock.length, room = seen, seen + max(64, seen // 4)
-            windows = [state.window for state in states if state.window is not None]
+            windows = [
+                x for state in states for x in (state.window, state.pending) if x is not None
+            ]
             masked = masked or not all(bool(window.mask.all()) for window in windows)
         else:
             masked = True  # slots that hold nothing yet

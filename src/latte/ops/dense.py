@@ -1,8 +1,8 @@
 """What a token of decoding needs besides mixing, each one call of a native CPU kernel.
 
 Few rows are bound by the weights that come from memory, and small models by the calls that they
-make: linear maps of one input, SwiGLU's product, the RMSNorm, and the RG-LRU from its gates' maps
-to the norm after it. Nothing here has gradients; who may call it :func:`serves` and
+make: linear maps of one input, a gated network's product, the RMSNorm, and the RG-LRU from its
+gates' maps to the norm after it. Nothing here has gradients; who may call it :func:`serves` and
 :func:`serves_step` say. Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
 
 Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.
@@ -66,9 +66,19 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.latte.cpu_swiglu(x, gate, up)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``w x / sqrt(mean(x^2) + eps)``."""
-    return torch.ops.latte.cpu_rms_norm(x, weight, eps)
+def geglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(x gate^T) * (x up^T)``, by tanh, (..., M), of two weights (M, E)."""
+    return torch.ops.latte.cpu_geglu(x, gate, up)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """``residual + x W^T``, of a weight (M, E) and a contiguous residual (..., M)."""
+    return torch.ops.latte.cpu_linear_add(x, weight, residual)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """``(offset + w) x / sqrt(mean(x^2) + eps)``."""
+    return torch.ops.latte.cpu_rms_norm(x, weight, eps, offset)
 
 
 def rg_lru(

@@ -14,7 +14,7 @@ bool is False for rows whose token is padding, None if there are none: padding l
 and the RG-LRU as they are, and is a masked slot of the window and a zero of the convolution.
 
 Shape suffixes: B batch, H query heads, G key/value heads, L latents per head, K key width, D value
-width, F feature width, E channels, W slots of the window.
+width, F feature width, E channels, W slots of the window, n sinks, R = H / G.
 """
 
 from __future__ import annotations
@@ -46,6 +46,24 @@ class Ring(NamedTuple):
     keys: Tensor
     values: Tensor
     mask: Tensor | None
+
+
+class Sinks(NamedTuple):
+    """The first n real tokens of each row, which stay visible: those that have left the window,
+    W positions ago or more, are further slots of its softmax.
+
+    Attributes:
+        keys: (B, G, n, K), contiguous.
+        values: (B, G, n, D), contiguous.
+        position: (B,) int64, real tokens before the present one, which becomes a sink if they are
+            less than n.
+        rotary: turns the queries towards the sinks; None: as towards the window.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    rotary: Rotary | None = None
 
 
 def latte_step(
@@ -97,12 +115,14 @@ def macchiato_step(
     softcap: float | None = None,
     rotary: Rotary | None = None,
     log_decay: Tensor | None = None,
+    sinks: Sinks | None = None,
+    pending: Tensor | None = None,
 ) -> Tensor:
     """Latte-Macchiato: ``y = p(0) SWA + sum_{l>=1} p(l) mu'[l]``.
 
     Args:
         latent_q: (B, H, L+1), column 0 is the window's logit.
-        latent_k: (B, H, L).
+        latent_k: (B, H, L); the dtype of both may be another than the values'.
         q, k: local, (B, H, K) and (B, G, K).
         v: values of both branches, (B, G, D).
         log_mass, mean: as for :func:`latte_step`, written.
@@ -110,25 +130,31 @@ def macchiato_step(
         scale, softcap: of the local logits.
         rotary: turns ``q`` and ``k`` first, :func:`latte.layers.parts.of_single_tokens`.
         log_decay: as for :func:`latte_step`.
+        sinks: tokens that stay visible to the window's softmax; written.
+        pending: latent keys of the ring's tokens, (B, H, W, L), of the values' dtype, written:
+            latents are fed with the token that leaves the window, and p(0) = 1 while they have
+            seen none. None: they are fed with this token.
 
     Returns:
         y, (B, H, D).
     """
-    if _native(mean, latent_q, latent_k, q, k, v, *ring[:2]):
+    if _native(mean, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
             *(latent_q, latent_k, q, k, v, log_mass, mean, log_decay, *ring, slot),
-            *(*(rotary or (None, None)), real, scale, softcap or 0.0),
+            *(*(rotary or (None, None)), real, scale, softcap or 0.0, pending, *_flat(sinks)),
         )
-    (B, H, L, D), G, W = mean.shape, ring.keys.shape[1], ring.keys.shape[2]
-    _see(latent_k, v, log_mass, mean, log_decay, real)
+    B, H, L, D = mean.shape
+    source = (latent_k, v, real)
+    if pending is not None:
+        source = _leaving(latent_k, ring, pending, slot, real)
+    _see(*source[:2], log_mass, mean, log_decay, source[2])
     p_BH1, p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1).split([1, L], -1)
-    out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
-    q, k = _rotated(q, k, rotary)
-    weights = _window_weights(q, k, v, ring, slot, real, scale, softcap, mean.dtype)
-    weights = (weights.view(B, H, W) * p_BH1).view(B * G, H // G, W)
-    values = in_dtype(ring.values.view(B * G, W, D), mean.dtype)
-    out = out.view(B * G, H // G, D).baddbmm_(weights, values)
-    return in_dtype(out.view(B, H, D), v.dtype)
+    if pending is not None:
+        p_BH1 = p_BH1.masked_fill(torch.isneginf(log_mass).all(-1, keepdim=True), 1.0)
+    out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D)).view(B, H, D)
+    local = q, k, v, ring, slot, real, scale, softcap, rotary, mean.dtype, None, sinks
+    out = out.addcmul_(_attend(*local), p_BH1)
+    return in_dtype(out, v.dtype)
 
 
 def window_step(
@@ -143,6 +169,7 @@ def window_step(
     softcap: float | None = None,
     rotary: Rotary | None = None,
     length: int | None = None,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     """Softmax attention over the slots of a window, or over all tokens so far.
 
@@ -150,6 +177,7 @@ def window_step(
         q, k, v: (B, H, K), (B, G, K), (B, G, D).
         ring: of which ``slot`` (1,) int64 is written.
         length: slots that are used, from the first on; all if None.
+        sinks: as for :func:`macchiato_step`.
 
     Returns:
         y, (B, H, D).
@@ -158,17 +186,11 @@ def window_step(
         slots = ring.keys.shape[2] if length is None else length
         return torch.ops.latte.cpu_window_step(
             *(q, k, v, *ring, slot, *(rotary or (None, None))),
-            *(real, scale, softcap or 0.0, slots),
+            *(real, scale, softcap or 0.0, slots, *_flat(sinks)),
         )
-    B, H, D = *q.shape[:2], v.shape[-1]
-    q, k = _rotated(q, k, rotary)
-    weights = _window_weights(
-        q, k, v, ring, slot, real, scale, softcap, computation_dtype(q.dtype), length
-    )
-    values = ring.values if length is None else ring.values.narrow(2, 0, length)
-    values = in_dtype(values.view(weights.shape[0], -1, D), weights.dtype)
-    out = torch.bmm(weights, values)
-    return in_dtype(out.view(B, H, D), v.dtype)
+    dtype = computation_dtype(q.dtype)
+    local = q, k, v, ring, slot, real, scale, softcap, rotary, dtype, length, sinks
+    return in_dtype(_attend(*local), v.dtype)
 
 
 def linear_step(
@@ -318,18 +340,39 @@ def _see(
         grouped.lerp_(v.view(B, G, 1, 1, D), gain.view(B, G, H // G, L, 1))
 
 
-def _rotated(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-    """Queries (B, H, K) and keys (B, G, K), the pairs (i, i + K/2) of both turned."""
+def _leaving(
+    latent_k: Tensor, ring: Ring, pending: Tensor, slot: Tensor, real: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Latent key (B, H, L), value (B, G, D) and mask (B,) of the token whose slot is taken.
+
+    The present token's latent key takes its place.
+    """
+    k, v = (x.index_select(2, slot).squeeze(2) for x in (pending, ring.values))
+    mask = None if ring.mask is None else ring.mask.index_select(1, slot).squeeze(1)
+    if real is not None:
+        latent_k = latent_k.masked_fill(~real[:, None, None], 0.0)
+    pending.index_copy_(2, slot, in_dtype(latent_k, pending.dtype).unsqueeze(2))
+    return k, v, mask
+
+
+def _flat(sinks: Sinks | None) -> tuple[Tensor | None, ...]:
+    """The sinks as a kernel's arguments."""
+    if sinks is None:
+        return (None,) * 5
+    return *sinks[:3], *(sinks.rotary or (None, None))
+
+
+def _rotated(x: Tensor, rotary: Rotary | None) -> Tensor:
+    """Queries or keys (B, H, K), their pairs (i, i + K/2) turned."""
     if rotary is None:
-        return q, k
-    x, (cos, sin) = torch.cat([q, k], 1), rotary
+        return x
+    cos, sin = rotary
     pairs = x.view(*x.shape[:2], 2, -1)
     turned = torch.addcmul(pairs * cos, pairs.flip(2), sin)
-    q, k = in_dtype(turned.view(x.shape), q.dtype).split([q.shape[1], k.shape[1]], 1)
-    return q, k
+    return in_dtype(turned.view(x.shape), x.dtype)
 
 
-def _window_weights(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -338,34 +381,65 @@ def _window_weights(
     real: Tensor | None,
     scale: float,
     softcap: float | None,
+    rotary: Rotary | None,
     dtype: torch.dtype,
-    length: int | None = None,
+    length: int | None,
+    sinks: Sinks | None,
 ) -> Tensor:
-    """Puts the token into its slot: the weights (B * G, H / G, W) of all slots, zeros if none."""
-    (B, H, K), G = q.shape, k.shape[1]
+    """Puts the token into its slot: softmax attention over all slots, (B, H, D) in ``dtype``."""
+    (B, H, K), G, D = q.shape, k.shape[1], v.shape[-1]
+    q_far = None if sinks is None else _rotated(q, sinks.rotary or rotary)
+    if rotary is not None:
+        q, k = _rotated(torch.cat([q, k], 1), rotary).split([H, G], 1)
     if real is not None:
         k, v = (x.masked_fill(~real[:, None, None], 0.0) for x in (k, v))
     ring.keys.index_copy_(2, slot, in_dtype(k, ring.keys.dtype).unsqueeze(2))
     ring.values.index_copy_(2, slot, in_dtype(v, ring.values.dtype).unsqueeze(2))
-    keys, mask = ring.keys, ring.mask
+    keys, values, mask = ring
     if mask is not None:
         seen = mask.new_ones(B, 1) if real is None else real[:, None]
         mask.index_copy_(1, slot, seen)
     if length is not None:
-        keys = keys.narrow(2, 0, length)
+        keys, values = (x.narrow(2, 0, length) for x in (keys, values))
         mask = None if mask is None else mask.narrow(1, 0, length)
-    q = in_dtype(q, dtype)
-    q = q * number(scale, q)
-    keys = in_dtype(keys.view(B * G, -1, K), dtype)
-    logits = torch.bmm(q.view(B * G, H // G, K), keys.transpose(1, 2))
+
+    def logits_of(q: Tensor, keys: Tensor) -> Tensor:
+        q = in_dtype(q, dtype)
+        q = (q * number(scale, q)).view(B * G, H // G, K)
+        return torch.bmm(q, in_dtype(keys.view(B * G, -1, K), dtype).transpose(1, 2))
+
+    def weighted(weights: Tensor, values: Tensor) -> Tensor:
+        return torch.bmm(weights, in_dtype(values.view(B * G, -1, D), dtype))
+
+    logits, W = logits_of(q, keys), keys.shape[2]
+    if sinks is not None:
+        assert q_far is not None
+        gone = _take_sinks(sinks, k, v, real, ring.keys.shape[2])
+        logits = torch.cat([logits, logits_of(q_far, sinks.keys)], -1)
+        mask = torch.cat([mask if mask is not None else gone.new_ones(B, W), gone], 1)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if mask is None:
-        return logits.softmax(-1)
-    hidden = ~mask[:, None]
-    shape = logits.shape
-    logits = logits.view(B, H, -1).masked_fill(hidden, -torch.inf)
-    weights = logits.softmax(-1)
+        return weighted(logits.softmax(-1), values).view(B, H, D)
+    shape, hidden = logits.shape, ~mask[:, None]
+    weights = logits.view(B, H, -1).masked_fill(hidden, -torch.inf).softmax(-1)
     if real is not None:  # where nothing is seen, the softmax is NaN
         weights = weights.masked_fill(hidden, 0.0)
-    return weights.view(shape)
+    weights = weights.view(shape)
+    if sinks is None:
+        return weighted(weights, values).view(B, H, D)
+    out = weighted(weights[..., :W], values) + weighted(weights[..., W:], sinks.values)
+    return out.view(B, H, D)
+
+
+def _take_sinks(sinks: Sinks, k: Tensor, v: Tensor, real: Tensor | None, window: int) -> Tensor:
+    """Puts the token among the sinks if it is one: which have left the window, (B, n) bool."""
+    place_B1 = sinks.position[:, None]
+    slots_n = torch.arange(sinks.keys.shape[2], device=place_B1.device)
+    here_Bn = place_B1 == slots_n
+    if real is not None:
+        here_Bn = here_Bn & real[:, None]
+    for held, new in ((sinks.keys, k), (sinks.values, v)):
+        new = in_dtype(new, held.dtype).unsqueeze(2)
+        held.copy_(torch.where(here_Bn[:, None, :, None], new, held))
+    return place_B1 - slots_n >= window

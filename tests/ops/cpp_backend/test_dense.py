@@ -39,6 +39,11 @@ def test_linear_maps_and_swiglu(dtype, M, E, rows):
     up = randn(M, E, seed=9).to(dtype)
     exact = F.silu(wide[0]) * (x.to(F64) @ up.to(F64).mT)
     close(dense.swiglu(x, weights[0], up), exact, dtype, E)
+    exact = F.gelu(wide[0], approximate="tanh") * (x.to(F64) @ up.to(F64).mT)
+    close(dense.geglu(x, weights[0], up), exact, dtype, E)
+    residual = randn(*rows, M, seed=8).to(dtype)
+    exact = residual.to(F64) + wide[0]
+    close(dense.linear_add(x, weights[0], residual), exact, dtype, E)
 
 
 @DTYPES
@@ -64,6 +69,8 @@ def test_rms_norm(dtype, E):
     x, weight = randn(2, 1, E).to(dtype), randn(E, seed=1).to(dtype)
     exact = F.rms_norm(x.to(F64), (E,), weight.to(F64), 1e-6)
     close(dense.rms_norm(x, weight, 1e-6), exact, dtype, E)
+    exact = F.rms_norm(x.to(F64), (E,), 1 + weight.to(F64), 1e-6)
+    close(dense.rms_norm(x, weight, 1e-6, 1.0), exact, dtype, E)
     assert (dense.rms_norm(torch.zeros_like(x), weight, 1e-6) == 0).all()
 
 

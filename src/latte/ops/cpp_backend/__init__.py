@@ -316,15 +316,17 @@ if ABSENT is None:
     ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot"
     ring = f"{ring}, Tensor? cos, Tensor? sin, Tensor? real"
     local = "Tensor q, Tensor k, Tensor v"
+    far = "Tensor(g!)? sink_keys, Tensor(h!)? sink_values, Tensor? position"
+    far = f"{far}, Tensor? sink_cos, Tensor? sink_sin"
     for step, given, results in (
         ("latte", f"{local}, {latents}, Tensor? real", "Tensor"),
         (
             "macchiato",
             f"Tensor latent_q, Tensor latent_k, {local}, {latents}, {ring}, "
-            "float scale, float softcap",
+            f"float scale, float softcap, Tensor(f!)? pending, {far}",
             "Tensor",
         ),
-        ("window", f"{local}, {ring}, float scale, float softcap, int length", "Tensor"),
+        ("window", f"{local}, {ring}, float scale, float softcap, int length, {far}", "Tensor"),
         (
             "rg_lru",
             "Tensor x, Tensor recurrence_weight, Tensor recurrence_bias, Tensor input_weight, "
@@ -367,8 +369,10 @@ if ABSENT is None:
     schemas.define("cpu_linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)")
     three = "Tensor a, Tensor b, Tensor c"
     schemas.define(f"cpu_linear3(Tensor x, {three}) -> (Tensor, Tensor, Tensor)")
+    schemas.define("cpu_linear_add(Tensor x, Tensor weight, Tensor residual) -> Tensor")
     schemas.define("cpu_swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor")
-    schemas.define("cpu_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+    schemas.define("cpu_geglu(Tensor x, Tensor gate, Tensor up) -> Tensor")
+    schemas.define("cpu_rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
 
     def linear_fake(x, *weights):
         outs = tuple(x.new_empty(*x.shape[:-1], len(weight)) for weight in weights)
@@ -376,5 +380,6 @@ if ABSENT is None:
 
     for maps in (ops.cpu_linear, ops.cpu_linear2, ops.cpu_linear3):
         torch.library.register_fake(maps.default, linear_fake)
-    torch.library.register_fake(ops.cpu_swiglu.default, lambda x, gate, up: linear_fake(x, gate))
+    for one_output in (ops.cpu_linear_add, ops.cpu_swiglu, ops.cpu_geglu):
+        torch.library.register_fake(one_output.default, lambda x, a, b: linear_fake(x, a))
     torch.library.register_fake(ops.cpu_rms_norm.default, lambda x, *_: x.new_empty(x.shape))

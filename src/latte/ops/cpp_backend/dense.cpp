@@ -1,6 +1,6 @@
 // What a token of decoding needs besides mixing: linear maps, norms, SwiGLU and the RG-LRU.
 //
-//     y = W x,   silu(G x) * (U x),   w x / sqrt(mean(x^2) + eps)
+//     y = W x,   r + W x,   silu(G x) * (U x),   gelu(G x) * (U x),   (o + w) x / sqrt(mean(x^2) + eps)
 //     r, i = sigmoid of block-diagonal affine maps of x,  log a = -8 r softplus(theta)
 //     h' = a h + sqrt(1 - a^2) i x,   z = RMSNorm(h')
 //
@@ -25,15 +25,18 @@ inline int64_t rows_of(const Tensor& x) {
     return rows;
 }
 
+enum class Gate { none, silu, gelu };  // gelu: its approximation by tanh
+
 struct Maps {
     Tensor x, weights[3], outs[3];  // (..., E), (M, E) and (..., M) each
+    Tensor residual;                // (..., M) contiguous, which one map is added to
     int64_t count = 0;
-    bool gated = false;  // one output: silu of the first map times the second
+    Gate gate = Gate::none;  // if any, one output: that of the first map times the second
 };
 
 struct Norm {
     Tensor x, weight, out;  // (..., E), (E,), (..., E)
-    double eps = 0.0;
+    double eps = 0.0, offset = 0.0;  // added to the weight
 };
 
 struct Recurrence {
@@ -77,20 +80,31 @@ static void linear(StableIValue* arguments, uint64_t, uint64_t) {
     if constexpr (count == 3) results.give(op.outs[0], op.outs[1], op.outs[2]);
 }
 
-// (x, gate, up) -> silu(gate x) * (up x)
-static void swiglu(StableIValue* arguments, uint64_t, uint64_t) {
+// (x, weight, residual) -> residual + x W^T
+static void linear_add(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Maps op;
+    op.x = stack.tensor(), op.weights[0] = stack.tensor(), op.residual = stack.tensor();
+    op.count = 1, op.outs[0] = output(op.x, op.weights[0].sizes[0]);
+    LATTE_CHOOSE(run_maps)(op);
+    stack.give(op.outs[0]);
+}
+
+// (x, gate, up) -> silu(gate x) * (up x), or with gelu
+template <Gate gate>
+static void gated(StableIValue* arguments, uint64_t, uint64_t) {
     Maps op = maps(arguments, 2);
-    op.gated = true, op.outs[0] = output(op.x, op.weights[0].sizes[0]);
+    op.gate = gate, op.outs[0] = output(op.x, op.weights[0].sizes[0]);
     LATTE_CHOOSE(run_maps)(op);
     Stack(arguments).give(op.outs[0]);
 }
 
-// (x, weight, eps) -> y
+// (x, weight, eps, offset) -> y
 static void rms_norm(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Norm op;
     op.x = stack.tensor(), op.weight = stack.tensor(), op.eps = stack.number();
-    op.out = output(op.x, width_of(op.x));
+    op.offset = stack.number(), op.out = output(op.x, width_of(op.x));
     LATTE_CHOOSE(run_norm)(op);
     stack.give(op.out);
 }
@@ -112,7 +126,9 @@ static void rg_lru(StableIValue* arguments, uint64_t, uint64_t) {
 static Register registered_linear("cpu_linear", linear<1>);
 static Register registered_linear2("cpu_linear2", linear<2>);
 static Register registered_linear3("cpu_linear3", linear<3>);
-static Register registered_swiglu("cpu_swiglu", swiglu);
+static Register registered_linear_add("cpu_linear_add", linear_add);
+static Register registered_swiglu("cpu_swiglu", gated<Gate::silu>);
+static Register registered_geglu("cpu_geglu", gated<Gate::gelu>);
 static Register registered_norm("cpu_rms_norm", rms_norm);
 static Register registered_rg_lru("cpu_rg_lru_step", rg_lru);
 
@@ -168,42 +184,54 @@ static V<typename Computed<S>::type> read_shuffled(const S* from, int64_t stride
     return load_shuffled(padded);
 }
 
-// Of `count` rows of weights with a row of x that was read alike.
-template <int count, class S, class T>
-LATTE_INLINE void dots(const S* weights, int64_t next, int64_t stride, const T* x, int64_t size, T* out) {
-    V<T> sums[count] = {};
+// A row of weights with a row of x that was read alike. Memory gives most to one stream: rows are
+// read one after the other, and what lies a page ahead is asked for.
+template <class S, class T>
+LATTE_INLINE T dot(const S* weights, int64_t stride, const T* x, int64_t size) {
+    constexpr int64_t step = width<T>, line = 64 / sizeof(S), ahead = 4096 / sizeof(S);
+    V<T> sums[2] = {};
+    auto add = [&](int n, int64_t c) __attribute__((always_inline)) {
+        for (int64_t l = 0; l < step; l += line) __builtin_prefetch(weights + c + l + ahead);
+        sums[n] = sums[n] + load_shuffled(weights + c) * load_all(x + c);
+    };
     int64_t c = 0;
-    if (stride == 1)
-        for (; c + width<T> <= size; c += width<T>)
-            for (int n = 0; n < count; ++n) {
-                const S* at = weights + n * next + c;
-                __builtin_prefetch(at + count * next);  // the rows after these
-                sums[n] = sums[n] + load_shuffled(at) * load_all(x + c);
-            }
-    for (; c < size; c += width<T>)
-        for (int n = 0; n < count; ++n)
-            sums[n] = sums[n] + read_shuffled(weights + n * next + c * stride, stride, size - c) *
-                                    load_all(x + c);
-    for (int n = 0; n < count; ++n) out[n] = sum(sums[n]);
+    if (stride == 1) {
+        for (; c + 2 * step <= size; c += 2 * step) add(0, c), add(1, c + step);
+        if (c + step <= size) add(0, c), c += step;
+    }
+    for (; c < size; c += step)
+        sums[1] = sums[1] + read_shuffled(weights + c * stride, stride, size - c) * load_all(x + c);
+    return sum(sums[0] + sums[1]);
 }
 
 template <class T>
-static T silu(T x) { return x / (T(1) + std::exp(-x)); }
+static T bent(Gate gate, T x) {
+    if (gate == Gate::silu) return x / (T(1) + std::exp(-x));
+    const T inner = T(0.7978845608028654) * (x + T(0.044715) * x * x * x);  // sqrt(2 / pi)
+    return T(0.5) * x * (T(1) + std::tanh(inner));
+}
 
 // Outputs o ... o + count of map m.
 template <int count, class S>
 static void apply_rows(Maps& op, const Rows<S>& x, int64_t m, int64_t o) {
     using T = typename Computed<S>::type;
     auto times = [&](const Tensor& weight, int64_t r, T* y) {
-        const int64_t next = weight.strides[0];
-        dots<count>(weight.at<S>() + o * next, next, weight.strides[1], x[r], x.size, y);
+        const S* rows = weight.at<S>() + o * weight.strides[0];
+        for (int n = 0; n < count; ++n, rows += weight.strides[0])
+            y[n] = dot(rows, weight.strides[1], x[r], x.size);
     };
     T y[count], up[count];
     for (int64_t r = 0; r < x.count; ++r) {
         times(op.weights[m], r, y);
-        if (op.gated) times(op.weights[1], r, up);
-        S* out = op.outs[m].at<S>() + r * op.weights[m].sizes[0] + o;
-        for (int n = 0; n < count; ++n) narrow(op.gated ? silu(y[n]) * up[n] : y[n], out[n]);
+        const int64_t at = r * op.weights[m].sizes[0] + o;
+        S* out = op.outs[m].at<S>() + at;
+        if (op.gate != Gate::none) {
+            times(op.weights[1], r, up);
+            for (int n = 0; n < count; ++n) y[n] = bent(op.gate, y[n]) * up[n];
+        } else if (op.residual) {
+            for (int n = 0; n < count; ++n) y[n] += widen(op.residual.at<S>()[at + n]);
+        }
+        for (int n = 0; n < count; ++n) narrow(y[n], out[n]);
     }
 }
 
@@ -211,7 +239,7 @@ template <class S>
 static void apply_maps(Maps& op) {
     const Rows<S> x(op.x, read_shuffled<S>);
     int64_t tasks = 0;
-    for (int64_t m = 0; m < (op.gated ? 1 : op.count); ++m) tasks += op.weights[m].sizes[0];
+    for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m) tasks += op.weights[m].sizes[0];
     parallel(tasks, 1 + WEIGHTS / (1 + x.size), [&](int64_t begin, int64_t end) {
         int64_t first = 0;
         for (int64_t m = 0; begin < end; first += op.weights[m++].sizes[0]) {
@@ -222,16 +250,17 @@ static void apply_maps(Maps& op) {
     });
 }
 
-// w x / sqrt(mean(x^2) + eps) of a padded row.
+// (offset + w) x / sqrt(mean(x^2) + eps) of a padded row.
 template <class S, class T>
-static void normalise(const T* x, const Tensor& weight, double eps, int64_t size, S* out) {
+static void normalise(
+    const T* x, const Tensor& weight, double eps, double offset, int64_t size, S* out) {
     V<T> squares{};
     for (int64_t c = 0; c < size; c += width<T>) squares = squares + load_all(x + c) * load_all(x + c);
     const T scale = T(1) / std::sqrt(sum(squares) / T(size) + T(eps));
     const int64_t stride = weight.strides[0];
     for (int64_t c = 0; c < size; c += width<T>) {
         V<T> w = load(weight.at<S>() + c * stride, stride, size - c);
-        store(out + c, load_all(x + c) * scale * w, size - c);
+        store(out + c, load_all(x + c) * scale * (w + T(offset)), size - c);
     }
 }
 
@@ -239,7 +268,7 @@ template <class S>
 static void apply_norm(Norm& op) {
     const Rows<S> x(op.x, load<S>);
     for (int64_t r = 0; r < x.count; ++r)
-        normalise(x[r], op.weight, op.eps, x.size, op.out.at<S>() + r * x.size);
+        normalise(x[r], op.weight, op.eps, op.offset, x.size, op.out.at<S>() + r * x.size);
 }
 
 // One block of channels of a row: its gates, and the state after the token.
@@ -284,7 +313,7 @@ static void recur(Recurrence& op) {
             gate<S, T>(op, task % x.count, task / x.count, x[task % x.count], h[task % x.count]);
     });
     for (int64_t r = 0; r < x.count; ++r)
-        normalise(h[r], op.norm, op.eps, x.size, op.out.at<S>() + r * x.size);
+        normalise(h[r], op.norm, op.eps, 0.0, x.size, op.out.at<S>() + r * x.size);
 }
 
 #define LATTE_RUN(name, function, Op)                          \

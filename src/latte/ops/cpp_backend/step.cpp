@@ -8,7 +8,14 @@
 // a token. A task is one head of one row. A token that is not real leaves the latents as they are
 // and is a masked slot.
 //
-// Shapes: B batch, H query heads, G key/value heads, L latents, K key width, D value width, W slots.
+// Delayed latents are fed with the token that leaves the window, whose slot is taken: its latent key
+// stood in a ring of its own, beside the key and the value. While they have seen nothing, p(0) = 1.
+//
+// Sinks are the first n real tokens of a row. One that has left the window, W positions ago or more,
+// is a further slot, to which the query turns by a table of its own.
+//
+// Shapes: B batch, H query heads, G key/value heads, L latents, K key width, D value width, W slots,
+// n sinks.
 #ifndef LATTE_STEP
 #define LATTE_STEP
 
@@ -21,12 +28,17 @@ struct Step {
     Tensor log_mass, mean, log_decay;      // (B,H,L), (B,H,L,D), (B,H,L) or (H,L)
     Tensor keys, values, mask, slot, real; // (B,G,W,K), (B,G,W,D), (B,W), (1,) int64, (B,)
     Tensor cos, sin;                       // (B or 1, 1, 1 or 2, K/2): the last of each row
+    Tensor pending;                        // (B,H,W,L): delayed latents' keys of the ring's tokens
+    Tensor sink_keys, sink_values;         // (B,G,n,K), (B,G,n,D)
+    Tensor position, sink_cos, sink_sin;   // (B,) int64: real tokens before; as cos and sin
     double scale = 1.0, softcap = 0.0;     // 0: none
     int64_t length = 0;                    // slots that are used
     Tensor out;                            // (B,H,D)
 
     bool latents() const { return bool(mean); }
     bool window() const { return bool(keys); }
+    int64_t sinks() const { return sink_keys ? sink_keys.sizes[2] : 0; }
+    int64_t place(int64_t b) const { return position.at<int64_t>()[b * position.strides[0]]; }
     int64_t heads() const { return latents() ? mean.sizes[1] : q.sizes[1]; }
     int64_t group(int64_t head) const { return head / (heads() / v.sizes[1]); }
     bool is_real(int64_t b) const { return !real || real.at<bool>()[b * real.strides[0]]; }
@@ -60,6 +72,13 @@ static void ring(Stack& stack, Step& step) {
     step.length = step.keys.sizes[2];
 }
 
+static void far(Stack& stack, Step& step) {
+    step.sink_keys = stack.maybe_tensor(), step.sink_values = stack.maybe_tensor();
+    step.position = stack.maybe_tensor();
+    step.sink_cos = stack.maybe_tensor(), step.sink_sin = stack.maybe_tensor();
+    if (step.sink_keys) expect_contiguous(step.sink_keys), expect_contiguous(step.sink_values);
+}
+
 static void finish(Stack& stack, Step& step) {
     step.out = Tensor::empty({step.v.sizes[0], step.heads(), step.v.sizes[2]}, step.v.dtype);
     LATTE_CHOOSE(run)(step);
@@ -77,7 +96,8 @@ static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
 }
 
 // (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
-// sin?, real?, scale, softcap) -> y
+// sin?, real?, scale, softcap, pending?!, sink_keys?!, sink_values?!, position?, sink_cos?,
+// sink_sin?) -> y
 static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -87,10 +107,14 @@ static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     ring(stack, step);
     step.real = stack.maybe_tensor();
     step.scale = stack.number(), step.softcap = stack.number();
+    step.pending = stack.maybe_tensor();
+    if (step.pending) expect_contiguous(step.pending);
+    far(stack, step);
     finish(stack, step);
 }
 
-// (q, k, v, keys!, values!, mask?!, slot, cos?, sin?, real?, scale, softcap, length) -> y
+// (q, k, v, keys!, values!, mask?!, slot, cos?, sin?, real?, scale, softcap, length, sink_keys?!,
+// sink_values?!, position?, sink_cos?, sink_sin?) -> y
 static void window_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -99,6 +123,7 @@ static void window_step(StableIValue* arguments, uint64_t, uint64_t) {
     step.real = stack.maybe_tensor();
     step.scale = stack.number(), step.softcap = stack.number();
     step.length = stack.integer();
+    far(stack, step);
     finish(stack, step);
 }
 
@@ -114,19 +139,29 @@ static Register registered_window("cpu_window_step", window_step);
 template <class S, class T>
 static void row(const Tensor& x, int64_t b, int64_t head, T* to) {
     const S* from = x.at<S>() + b * x.strides[0] + head * x.strides[1];
-    for (int64_t j = 0; j < x.sizes[2]; ++j) to[j] = widen(from[j * x.strides[2]]);
+    for (int64_t j = 0; j < x.sizes[2]; ++j) to[j] = T(widen(from[j * x.strides[2]]));
+}
+// The same of a tensor of any dtype: latent logits may be more exact than the values.
+template <class T>
+static void logits_of(const Tensor& x, int64_t b, int64_t head, T* to) {
+    switch (x.type()) {
+        case Type::F32: return row<float>(x, b, head, to);
+        case Type::F64: return row<double>(x, b, head, to);
+        case Type::BF16: return row<bf16>(x, b, head, to);
+        case Type::F16: return row<fp16>(x, b, head, to);
+    }
 }
 
 // Turns the pairs (i, i + K/2) of a query or key by the angles of row b.
 template <class T>
-static void rotate(const Step& step, int64_t b, T* x) {
-    if (!step.cos) return;
+static void rotate(const Tensor& cosines, const Tensor& sines, int64_t b, T* x) {
+    if (!cosines) return;
     auto last = [b](const Tensor& table) {
         const int64_t row = table.sizes[0] > 1 ? b : 0;
         return table.at<T>() + row * table.strides[0] + (table.sizes[2] - 1) * table.strides[2];
     };
-    const T *cos = last(step.cos), *sin = last(step.sin);
-    const int64_t half = step.cos.sizes[3], c = step.cos.strides[3], s = step.sin.strides[3];
+    const T *cos = last(cosines), *sin = last(sines);
+    const int64_t half = cosines.sizes[3], c = cosines.strides[3], s = sines.strides[3];
     for (int64_t j = 0; j < half; ++j) {
         const T first = x[j], second = x[j + half];
         x[j] = first * cos[j * c] - second * sin[j * s];
@@ -147,15 +182,15 @@ static void softmax(T* x, int64_t count) {
     for (int64_t j = 0; j < count; ++j) x[j] *= share;
 }
 
-// Latents of one head after the token; adds weight * sum_l p[l] mu'[l] to y.
+// Latents of one head after a source, if it is real; adds sum_l p[l] mu'[l] to y.
 template <class T>
-static void see(const Step& step, int64_t b, int64_t head, const T* k, const T* v, const T* p, T* y) {
+static void see(
+    const Step& step, int64_t b, int64_t head, bool real, const T* k, const T* v, const T* p, T* y) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], at = b * step.heads() + head;
     T *log_mass = step.log_mass.at<T>() + at * L, *mean = step.mean.at<T>() + at * L * D;
     const Tensor& decay = step.log_decay;
     const int64_t rows = decay.dims == 3, *strides = decay.strides + rows;
     const int64_t first = rows * b * decay.strides[0] + head * strides[0];
-    const bool real = step.is_real(b);
     for (int64_t l = 0; l < L; ++l, mean += D) {
         T gain = 0, kept = 1;
         if (real) {
@@ -178,77 +213,143 @@ static void see(const Step& step, int64_t b, int64_t head, const T* k, const T* 
     }
 }
 
-// Adds weight * softmax attention over the ring's slots to y; `logits` has room for them.
-template <class S, class T>
-static void attend(
-    const Step& step, int64_t b, int64_t head, const T* q, T weight, T* logits, T* y) {
-    const int64_t W = step.keys.sizes[2], K = step.keys.sizes[3], D = step.values.sizes[3];
-    const int64_t at = (b * step.keys.sizes[1] + step.group(head)) * W;
-    const S *keys = step.keys.at<S>() + at * K, *values = step.values.at<S>() + at * D;
-    const bool* seen = step.mask ? step.mask.at<bool>() + b * W : nullptr;
-    for (int64_t w = 0; w < step.length; ++w, keys += K) {
-        if (seen && !seen[w]) {
-            logits[w] = -std::numeric_limits<T>::infinity();
-            continue;
-        }
-        V<T> sums{};
-        for (int64_t c = 0; c < K; c += width<T>)
-            sums = sums + load(q + c, 1, K - c) * load(keys + c, 1, K - c);
-        const T logit = sum(sums) * T(step.scale);
-        logits[w] = step.softcap ? T(step.softcap) * std::tanh(logit / T(step.softcap)) : logit;
-    }
-    softmax(logits, step.length);
-    for (int64_t w = 0; w < step.length; ++w, values += D) {
-        if (logits[w] == T(0)) continue;
-        const T share = logits[w] * weight;
-        for (int64_t c = 0; c < D; c += width<T>)
-            store(y + c, load(y + c, 1, D - c) + load(values + c, 1, D - c) * share, D - c);
-    }
+// Whether the latents of one head have seen any source.
+template <class T>
+static bool has_seen(const Step& step, int64_t b, int64_t head) {
+    const int64_t L = step.mean.sizes[2];
+    const T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
+    return std::any_of(
+        log_mass, log_mass + L, [](T x) { return x != -std::numeric_limits<T>::infinity(); });
 }
 
-// Puts the token into its slot; padding is zeros there, and masked.
+template <class S, class T>
+LATTE_INLINE T logit_of(const Step& step, const T* q, const S* key) {
+    const int64_t K = step.keys.sizes[3];
+    V<T> sums{};
+    for (int64_t c = 0; c < K; c += width<T>)
+        sums = sums + load(q + c, 1, K - c) * load(key + c, 1, K - c);
+    const T logit = sum(sums) * T(step.scale);
+    return step.softcap ? T(step.softcap) * std::tanh(logit / T(step.softcap)) : logit;
+}
+
+template <class S, class T>
+LATTE_INLINE void add_value(const Step& step, T share, const S* value, T* y) {
+    if (share == T(0)) return;
+    const int64_t D = step.values.sizes[3];
+    for (int64_t c = 0; c < D; c += width<T>)
+        store(y + c, load(y + c, 1, D - c) + load(value + c, 1, D - c) * share, D - c);
+}
+
+// Adds weight * softmax attention over the ring's slots and the sinks that have left it to y;
+// `logits` has room for them, `far_q` is the query as it looks at sinks.
+template <class S, class T>
+static void attend(
+    const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T weight, T* logits, T* y) {
+    const int64_t W = step.keys.sizes[2], K = step.keys.sizes[3], D = step.values.sizes[3];
+    const int64_t at = b * step.keys.sizes[1] + step.group(head), n = step.sinks();
+    const S *keys = step.keys.at<S>() + at * W * K, *values = step.values.at<S>() + at * W * D;
+    const S* sink_keys = n ? step.sink_keys.at<S>() + at * n * K : nullptr;
+    const S* sink_values = n ? step.sink_values.at<S>() + at * n * D : nullptr;
+    // Those that have left it come first.
+    const int64_t gone = n ? std::clamp<int64_t>(step.place(b) - W + 1, 0, n) : 0;
+    const bool* seen = step.mask ? step.mask.at<bool>() + b * W : nullptr;
+    for (int64_t w = 0; w < step.length; ++w)
+        logits[w] = seen && !seen[w] ? -std::numeric_limits<T>::infinity()
+                                     : logit_of(step, q, keys + w * K);
+    for (int64_t j = 0; j < gone; ++j)
+        logits[step.length + j] = logit_of(step, far_q, sink_keys + j * K);
+    softmax(logits, step.length + gone);
+    for (int64_t w = 0; w < step.length; ++w) add_value(step, logits[w] * weight, values + w * D, y);
+    for (int64_t j = 0; j < gone; ++j)
+        add_value(step, logits[step.length + j] * weight, sink_values + j * D, y);
+}
+
+// What delayed latents are fed with: the token that leaves the window, (B,H,L) and (B,G,D).
+template <class T>
+struct Leaving {
+    std::vector<T> k, v;
+    std::vector<char> real;
+};
+
+template <class S, class T>
+static Leaving<T> leaving(const Step& step) {
+    Leaving<T> out;
+    if (!step.pending) return out;
+    const int64_t B = step.keys.sizes[0], W = step.keys.sizes[2], slot = *step.slot.at<int64_t>();
+    auto held = [&](const Tensor& ring) {
+        const int64_t n = ring.sizes[3], rows = B * ring.sizes[1];
+        std::vector<T> x(size_t(rows * n));
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t j = 0; j < n; ++j) x[r * n + j] = T(widen(ring.at<S>()[(r * W + slot) * n + j]));
+        return x;
+    };
+    out.k = held(step.pending), out.v = held(step.values);
+    for (int64_t b = 0; b < B; ++b)
+        out.real.push_back(!step.mask || step.mask.at<bool>()[b * W + slot]);
+    return out;
+}
+
+// Puts the token into its slot, and among the sinks if it is one; padding is zeros, and masked.
 template <class S>
 static void take_in(Step& step) {
     const int64_t B = step.keys.sizes[0], G = step.keys.sizes[1], W = step.keys.sizes[2];
     const int64_t K = step.keys.sizes[3], D = step.values.sizes[3], slot = *step.slot.at<int64_t>();
-    if (slot < 0 || slot >= W) throw std::runtime_error("latte: a window's slot is out of range");
-    std::vector<typename Computed<S>::type> x(size_t(K > D ? K : D));
+    const int64_t H = step.heads(), L = step.pending ? step.pending.sizes[3] : 0;
+    std::vector<typename Computed<S>::type> x(size_t(std::max({K, D, L})));
+    auto put = [&](bool real, int64_t n, S* to) {
+        for (int64_t j = 0; j < n; ++j) real ? narrow(x[j], to[j]) : void(to[j] = S{});
+    };
     for (int64_t b = 0; b < B; ++b) {
+        const bool real = step.is_real(b);
+        const int64_t n = step.sinks(), place = n && real ? step.place(b) : n;
         for (int64_t g = 0; g < G; ++g) {
-            auto put = [&](Tensor& ring, int64_t n) {
-                S* to = ring.at<S>() + ((b * G + g) * W + slot) * n;
-                for (int64_t j = 0; j < n; ++j) step.is_real(b) ? narrow(x[j], to[j]) : void(to[j] = S{});
-            };
-            row<S>(step.k, b, g, x.data()), rotate(step, b, x.data()), put(step.keys, K);
-            row<S>(step.v, b, g, x.data()), put(step.values, D);
+            const int64_t at = (b * G + g) * W + slot, sink = (b * G + g) * n + place;
+            row<S>(step.k, b, g, x.data()), rotate(step.cos, step.sin, b, x.data());
+            put(real, K, step.keys.at<S>() + at * K);
+            if (place < n) put(true, K, step.sink_keys.at<S>() + sink * K);
+            row<S>(step.v, b, g, x.data()), put(real, D, step.values.at<S>() + at * D);
+            if (place < n) put(true, D, step.sink_values.at<S>() + sink * D);
         }
-        if (step.mask) step.mask.at<bool>()[b * W + slot] = step.is_real(b);
+        for (int64_t head = 0; step.pending && head < H; ++head) {
+            logits_of(step.latent_k, b, head, x.data());
+            put(real, L, step.pending.at<S>() + ((b * H + head) * W + slot) * L);
+        }
+        if (step.mask) step.mask.at<bool>()[b * W + slot] = real;
     }
 }
 
-template <class S>
-static void heads(Step& step, int64_t begin, int64_t end) {
-    using T = typename Computed<S>::type;
+template <class S, class T>
+static void heads(Step& step, const Leaving<T>& left, int64_t begin, int64_t end) {
     const int64_t H = step.heads(), D = step.v.sizes[2], first = step.window() ? 1 : 0;
-    const int64_t L = step.latents() ? step.mean.sizes[2] : 0;
+    const int64_t L = step.latents() ? step.mean.sizes[2] : 0, G = step.v.sizes[1];
     std::vector<T> p(size_t(L + 1)), k(size_t(L + 1)), v(static_cast<size_t>(D));
     std::vector<T> y(static_cast<size_t>(D)), q(size_t(step.window() ? step.keys.sizes[3] : 0));
-    std::vector<T> logits(static_cast<size_t>(step.length));
+    std::vector<T> logits(static_cast<size_t>(step.length + step.sinks()));
+    std::vector<T> far_q;
     for (int64_t task = begin; task < end; ++task) {
         const int64_t b = task / H, head = task % H;
         std::fill(y.begin(), y.end(), T(0));
         T weight = 1;
         if (step.latents()) {
-            row<S>(step.latent_q, b, head, p.data());
+            logits_of(step.latent_q, b, head, p.data());
             softmax(p.data(), L + first);
-            row<S>(step.latent_k, b, head, k.data());
-            row<S>(step.v, b, step.group(head), v.data());
-            see(step, b, head, k.data(), v.data(), p.data() + first, y.data());
-            weight = p[0];
+            if (step.pending) {
+                const T *key = left.k.data() + task * L;
+                const T *value = left.v.data() + (b * G + step.group(head)) * D;
+                see(step, b, head, bool(left.real[b]), key, value, p.data() + first, y.data());
+                weight = has_seen<T>(step, b, head) ? p[0] : T(1);
+            } else {
+                logits_of(step.latent_k, b, head, k.data());
+                row<S>(step.v, b, step.group(head), v.data());
+                see(step, b, head, step.is_real(b), k.data(), v.data(), p.data() + first, y.data());
+                weight = p[0];
+            }
         }
         if (step.window()) {
-            row<S>(step.q, b, head, q.data()), rotate(step, b, q.data());
-            attend<S>(step, b, head, q.data(), weight, logits.data(), y.data());
+            row<S>(step.q, b, head, q.data());
+            if (step.sinks()) far_q = q, rotate(step.sink_cos, step.sink_sin, b, far_q.data());
+            rotate(step.cos, step.sin, b, q.data());
+            attend<S>(step, b, head, q.data(), far_q.data(), weight, logits.data(), y.data());
         }
         S* out = step.out.at<S>() + task * D;
         for (int64_t c = 0; c < D; c += width<T>) store(out + c, load(y.data() + c, 1, D - c), D - c);
@@ -257,11 +358,18 @@ static void heads(Step& step, int64_t begin, int64_t end) {
 
 template <class S>
 static void run_as(Step& step) {
-    if (step.window()) take_in<S>(step);
+    using T = typename Computed<S>::type;
+    Leaving<T> left;
+    if (step.window()) {
+        const int64_t slot = *step.slot.at<int64_t>();
+        if (slot < 0 || slot >= step.keys.sizes[2])
+            throw std::runtime_error("latte: a window's slot is out of range");
+        left = leaving<S, T>(step), take_in<S>(step);
+    }
     const int64_t D = step.v.sizes[2], L = step.latents() ? step.mean.sizes[2] : 0;
-    const int64_t work = L * (D + 64) + step.length * 2 * D + D;
+    const int64_t work = L * (D + 64) + (step.length + step.sinks()) * 2 * D + D;
     parallel(step.v.sizes[0] * step.heads(), 1 + 40000 / work, [&](int64_t begin, int64_t end) {
-        heads<S>(step, begin, end);
+        heads<S>(step, left, begin, end);
     });
 }
 
