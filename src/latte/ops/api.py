@@ -65,6 +65,7 @@ from latte.ops.state import (
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import log_mass as torch_log_mass
 from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend import recurrence as torch_recurrence
 from latte.ops.torch_backend import window as torch_window
@@ -225,6 +226,7 @@ def macchiato_attention(
     log_decay: Tensor | None = None,
     sinks: Sinks | None = None,
     delay: bool = False,
+    joint: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
@@ -248,6 +250,10 @@ def macchiato_attention(
         sinks: first tokens that stay visible to the window's softmax; causal only.
         delay: the latents are fed only with sources that have left the window, s <= t - W, so that
             the two branches share no source; while nothing has left it p(0|t) is 1. Causal only.
+        joint: the window's keys and the latents share one softmax. The window's logit
+            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
+            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
+            logits, sinks included. Causal only (beyond the paper).
 
     Returns:
         Output (B, T, H, D), and the state, a tuple ``(LatteState, WindowState)``, or None. With
@@ -276,6 +282,13 @@ def macchiato_attention(
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
+    if joint and not causal:
+        raise ValueError(f"{op}: joint needs causal=True, got False")
+    if joint and cu_seqlens is not None and initial_state is not None:
+        raise ValueError(
+            f"{op}: joint takes cu_seqlens or initial_state, got both: carry packed sequences on "
+            "one by one"
+        )
     parts = 2 + bool(delay)
     if initial_state is not None and (
         not isinstance(initial_state, tuple) or len(initial_state) != parts
@@ -317,6 +330,10 @@ def macchiato_attention(
     if chosen != "reference":
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
+    seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    if joint:
+        mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
+        latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
         from latte.ops.triton_backend.step import macchiato_step_op
 
@@ -340,8 +357,8 @@ def macchiato_attention(
         inputs = (latent_q, latent_k, q, k, v)
         earlier = None if latents is None else latents[:2]
         options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
-        if sinks is not None:
-            options["sinks"] = SeenSinks.of(sinks, window, sequences)
+        if seen_sinks is not None:
+            options["sinks"] = seen_sinks
         if delay:
             options |= {"delay": True, "pending": earlier_pending}
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
@@ -349,6 +366,45 @@ def macchiato_attention(
         return out, None
     after = state_of(*latte_state[:2], forgotten), window_state
     return out, after if pending is None else (*after, pending)
+
+
+@full_precision
+def window_log_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    window: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: WindowState | None = None,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    """The logsumexp of a causal window's logits, (B, T, H): what ``joint`` adds to its share.
+
+    Args:
+        q, k, window, scale, softcap, sinks: as for :func:`macchiato_attention`.
+        initial_state: the window's state before the first token; not with ``cu_seqlens``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs). A query that sees no key gets a number near the lowest finite.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    op = "window_log_mass"
+    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
+    check_groups(op, sizes["H"], sizes["G"], "k")
+    check_window(op, window)
+    check_softcap(op, softcap)
+    sequences = Sequences(key_mask, cu_seqlens)
+    check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    if cu_seqlens is not None and initial_state is not None:
+        raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
+    local = Local.of(window, scale, softcap, sizes["K"])
+    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
 
 
 def _without_triton(op: str, serves: Collection[str]) -> tuple[str, list[str]]:
