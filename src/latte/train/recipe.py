@@ -134,7 +134,7 @@ class ConversionSection:
             "half_life_range": tuple(self.half_life_range),
             "num_sinks": self.num_sinks,
             "delay_latents": self.delay_latents,
-            "keep_layers": tuple(self.keep_layers),
+            "keep_layers": tuple(sorted(set(self.keep_layers))),
         }
 
 
