@@ -14,6 +14,7 @@ OPTIONS = {
     "conv": {"latent_input": "conv"},
     "sinks": {"num_sinks": 2},
     "delayed": {"delay_latents": True},
+    "delayed, forgetting": {"delay_latents": True, "forgetting": "gated"},
     "both": {"num_sinks": 3, "delay_latents": True, "latent_input": "none"},
     "window": {"mixing": "window"},
     "latents": {"mixing": "latents"},

@@ -244,12 +244,9 @@ def _convert(command: Any) -> None:
     for option, name, kind, text in commands.CONVERSION_SHAPE:
         two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name.endswith("_range") else {}
         add(option, dest=name, type=numbers if kind is list else kind, help=text, **two)
-    add(
-        "--delay-latents",
-        action="store_true",
-        default=None,
-        help="feed the latents only with tokens that have left the window",
-    )
+    for name, text in commands.CONVERSION_SWITCHES.items():
+        switch = argparse.BooleanOptionalAction
+        add(f"--{name.replace('_', '-')}", action=switch, default=None, help=f"{text} (yes)")
     add("--quiet", action="store_true", help="no progress bar and no lines")
 
 

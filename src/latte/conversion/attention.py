@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
@@ -24,7 +25,7 @@ from latte.layers.latte import mix_macchiato, step_macchiato
 from latte.layers.mixer import remembered
 from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
-from latte.ops import Sinks, WindowState, sliding_window_attention
+from latte.ops import Sinks, WindowState, sliding_window_attention, window_log_mass
 from latte.ops.step import in_dtype
 
 
@@ -83,6 +84,7 @@ class MacchiatoAttention(nn.Module):
         self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
         self.num_sinks = fields.num_sinks if self.converted else 0
         self.delay_latents = fields.delay_latents and self.converted
+        self.joint_softmax = fields.joint_softmax and self.converted
         self.mixing: str = fields.mixing if self.converted else "base"
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
@@ -148,7 +150,8 @@ class MacchiatoAttention(nn.Module):
     @property
     def steps(self) -> bool:
         """Whether a token can be decoded in place: by the fused op, or by a window alone."""
-        plain = not self.num_sinks and not self.delay_latents and self.mixing != "latents"
+        plain = not (self.num_sinks or self.delay_latents or self.joint_softmax)
+        plain = plain and self.mixing != "latents"
         return plain or self.mixing == "base"
 
     def _step(self, x_BE: Tensor, local: Projections, state: StepState) -> Tensor:
@@ -161,14 +164,19 @@ class MacchiatoAttention(nn.Module):
         latents = in_dtype(latent_q, v.dtype), in_dtype(latent_k, v.dtype), log_decay
         return step_macchiato(latents, (q, k, v), state, self.scale, self.softcap)
 
-    def project(
-        self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens
-    ) -> Projections:
-        """The base's queries, keys and values: normalised if it does so, then rotated."""
+    def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""
         heads = (*x_BTE.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x_BTE).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def project(
+        self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens
+    ) -> Projections:
+        """The base's queries, keys and values: normalised if it does so, then rotated."""
+        q, k, v = self.heads(x_BTE)
         # Autocast lowers the projections but not the rotation: all go on in the values' dtype.
         turned = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
         rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
@@ -182,7 +190,7 @@ class MacchiatoAttention(nn.Module):
         """Heads' outputs (B, T, H, K), the parts of the state that change, and the tokens' log."""
         log = TokenLog(v=local.v, local_k=local.k)
         if self.mixing == "base":
-            return *self._softmax(self.base_window, local, piece), log
+            return *self.full_attention(local, piece), log
         if self.mixing == "window":
             return *self.window_branch(local, piece), log
         logits, log_decay, inputs = self.logits(local, piece)
@@ -200,6 +208,29 @@ class MacchiatoAttention(nn.Module):
         latent_q, latent_k = latent_q.to(local.v.dtype), latent_k.to(local.v.dtype)
         return MixingLogits(latent_q, latent_k, local.q, local.k), log_decay, inputs
 
+    def mixture(self, logits: MixingLogits, local: Projections, piece: Piece) -> Tensor:
+        """The logits (B, T, H, L+1) of p(l|t), fp32 where the window's mass is part of them."""
+        latent_q = logits.latent_q
+        assert latent_q is not None
+        if not self.joint_softmax:
+            return latent_q
+        mass_BTH = self.window_log_mass(local, piece)
+        return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+
+    def window_log_mass(self, local: Projections, piece: Piece) -> Tensor:
+        """The logsumexp of the window's logits, sinks included, (B, T, H)."""
+        return piece.across(window_log_mass)(
+            local.q,
+            local.k,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            key_mask=piece.key_mask,
+            cu_seqlens=piece.cu_seqlens,
+            initial_state=piece.state.window,
+            sinks=self._sinks(local, piece),
+        )
+
     def mixing_logits(
         self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], tokens: Tokens
     ) -> MixingLogits:
@@ -211,7 +242,12 @@ class MacchiatoAttention(nn.Module):
         if self.mixing in ("base", "window"):
             return MixingLogits(q=local.q, k=local.k)
         logits, log_decay, _ = self.logits(local, Piece(x_BTE))
-        logits = remembered(logits, log_decay)
+        mixture = self.mixture(logits, local, Piece(x_BTE))
+        if log_decay is not None and self.delay_latents:
+            # A source is forgotten from the token on that feeds the latents with it.
+            log_decay = F.pad(log_decay[:, self.window :], (0, 0, 0, 0, 0, self.window))
+            log_decay = log_decay[:, : x_BTE.shape[1]]
+        logits = remembered(logits._replace(latent_q=mixture), log_decay)
         if self.mixing != "latents":
             return logits
         assert logits.latent_q is not None
@@ -239,7 +275,7 @@ class MacchiatoAttention(nn.Module):
         )
         piece = Piece(x_BTE[:, :first])
         if self.mixing == "base":
-            weights, _ = self._softmax(self.base_window, local, piece)
+            weights, _ = self.full_attention(local, piece)
         else:
             weights, _ = self.window_branch(local, piece)
         return weights.transpose(1, 2)
@@ -254,9 +290,13 @@ class MacchiatoAttention(nn.Module):
         options: dict[str, Any] = {"window": self.window, "scale": self.scale}
         options |= {"softcap": self.softcap, "log_decay": log_decay}
         sinks = self._sinks(local, piece)
-        options |= {"sinks": sinks, "delay": self.delay_latents}
+        options |= {"sinks": sinks, "delay": self.delay_latents, "joint": self.joint_softmax}
         out, after = mix_macchiato(logits, local.v, piece, **options)
         return out, self._with_sinks(after, sinks, piece)
+
+    def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
+        """The base's own attention: full, or in the layer's own window."""
+        return self._softmax(self.base_window, local, piece)
 
     def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""

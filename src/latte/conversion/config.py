@@ -40,11 +40,14 @@ class MacchiatoFields:
         window_probability: p(l=0), the window's share, of a model that is not yet trained; set
             by a bias on the window's query logit.
         rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
-        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``.
+        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``. Delayed latents
+            forget at the query's token, by what that token says.
         num_sinks: so many first tokens of a sequence stay visible to the window's softmax
             (arXiv 2309.17453), at positions no further away than the window's edge.
         delay_latents: feed the latents only with tokens that have left the window, so that the
             two branches share no token; while nothing has left it, p(l=0) is 1.
+        joint_softmax: the window's keys and the latents share one softmax: p(l=0) then follows the
+            mass of the window's own logits, and the learned logit adds to it.
         mixing: ``learned`` is the model. The others are controls: ``window`` (p(l=0) = 1),
             ``latents`` (p(l=0) = 0), and ``base``, the base's own attention, of quadratic cost.
         converted_from: the GGUF file that the base's weights came from, and its quantisation.
@@ -59,6 +62,7 @@ class MacchiatoFields:
     half_life_range: Sequence[float] = HALF_LIFE_RANGE
     num_sinks: int = 0
     delay_latents: bool = False
+    joint_softmax: bool = False
     mixing: Mixing = "learned"
     converted_layers: Sequence[int] | None = None
     converted_from: str | None = None
@@ -92,11 +96,6 @@ class MacchiatoFields:
         check_probability("window_probability", self.window_probability)
         check_decay_range("rglru_decay_range", self.rglru_decay_range)
         check_half_lives("half_life_range", self.half_life_range)
-        if self.forgetting != "none" and self.delay_latents:
-            raise ValueError(
-                f"forgetting={self.forgetting!r} needs delay_latents=False: a delayed latent would "
-                "forget by tokens that it has not seen"
-            )
         if self.num_sinks < 0:
             raise ValueError(f"num_sinks must be 0 or more, got {self.num_sinks}")
         layers = range(self.num_hidden_layers)  # type: ignore[attr-defined]

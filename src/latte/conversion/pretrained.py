@@ -17,6 +17,8 @@ from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
+INITIAL = ("auto", "landmarks", "random")
+LATENTS_PER_HEAD = 16  # where nobody says how many
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
@@ -25,23 +27,26 @@ def convert(
     output: str | Path | None = None,
     *,
     window: int = 128,
-    num_latents: int = 128,
-    latent_input: str = "rglru",
+    num_latents: int | None = None,
+    latent_input: str = "none",
     window_probability: float = 0.95,
     rglru_decay_range: Sequence[float] = DECAY_RANGE,
     forgetting: str = "none",
     half_life_range: Sequence[float] = HALF_LIFE_RANGE,
-    num_sinks: int = 0,
-    delay_latents: bool = False,
+    num_sinks: int = 4,
+    delay_latents: bool = True,
+    joint_softmax: bool = True,
     keep_layers: Sequence[int] = (),
+    initial: str = "auto",
+    calibration: str | Sequence[torch.Tensor] | None = None,
     seed: int = 0,
     dtype: str | torch.dtype = "auto",
 ) -> Any:
     """Replace a decoder's full attention by a window and latents; keep every weight.
 
-    The new weights, ``layers.*.self_attn.latents.*``, are random and have to be trained: see
-    ``latte convert --recipe``. With p(l=0) = 1 the model is the base with a ``window`` in the place
-    of full attention, exactly. Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen)
+    The new weights, ``layers.*.self_attn.latents.*``, begin as landmarks, which approximate the
+    base's own attention, or at random. Train them for good results: ``latte convert --recipe``.
+    With p(l=0) = 1 the model is the base with a ``window`` in the place of full attention, exactly. Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen)
     stay as they are: their state is constant in size.
 
     Args:
@@ -49,7 +54,7 @@ def convert(
             on the Hub: Gemma 1, 2 and 3 (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
         output: a folder to be made for the model and the base's tokeniser; None saves nothing.
         window: keys that the window sees, self included.
-        num_latents: over all query heads, which divide it.
+        num_latents: number of latents over all query heads, which divide it; None is 16 a head.
         latent_input: what the latent logits are computed from: ``none``, ``conv`` or ``rglru``.
         window_probability: what p(l=0) starts at.
         rglru_decay_range: lowest and highest initial decay of the RG-LRU.
@@ -57,8 +62,13 @@ def convert(
         half_life_range: shortest and longest initial half-life of latents that forget, in tokens.
         num_sinks: first tokens that stay visible to the window.
         delay_latents: feed the latents only with tokens that have left the window.
+        joint_softmax: the window's keys and the latents share one softmax (beyond the paper).
         keep_layers: layers of full attention, by number from 0, that stay as they are too. The
             model is then a hybrid: their state, and the time of a step, grow with the text.
+        initial: what the latents begin as: ``landmarks`` (:mod:`latte.conversion.landmarks`),
+            ``random``, or ``auto``, which is landmarks where ``latent_input`` is ``none``.
+        calibration: what landmarks are computed from: a text, or rows of token ids (B, T); None is
+            English text that every Python carries. Some 8,000 tokens are used.
         seed: of the new weights.
         dtype: of the base's weights; ``auto`` keeps the checkpoint's, and is bf16 for a quantised
             GGUF file. The new ones are fp32 (fp64 if the base is).
@@ -83,14 +93,34 @@ def convert(
         "half_life_range": half_life_range,
         "num_sinks": num_sinks,
         "delay_latents": delay_latents,
+        "joint_softmax": joint_softmax,
         "keep_layers": keep_layers,
     }
     config = converted_config(base, values)
-    tokenizer = None if target is None else load_tokenizer(base)
+    landmarks = begins_with_landmarks(initial, config)
+    text = landmarks and (calibration is None or isinstance(calibration, str))
+    tokenizer = None if target is None and not text else load_tokenizer(base)
     model = load_base(base, config, seed=seed, dtype=dtype)
+    if landmarks:
+        from latte.conversion.landmarks import calibration_rows, set_landmarks
+
+        rows = calibration_rows(tokenizer, calibration) if text else calibration
+        set_landmarks(model, rows, seed=seed)
     if target is not None:
         save(model, tokenizer, target)
     return model
+
+
+def begins_with_landmarks(initial: str, config: Any) -> bool:
+    """Whether ``initial`` asks for landmarks. Raises LatteError where they cannot be had."""
+    if initial not in INITIAL:
+        raise LatteError(f"initial: expected one of {', '.join(INITIAL)}, got {initial!r}")
+    if initial == "landmarks" and config.latent_input != "none":
+        raise LatteError(
+            f"initial=landmarks needs latent_input=none, got {config.latent_input}: landmarks are"
+            " linear in the layer's input"
+        )
+    return initial == "landmarks" or (initial == "auto" and config.latent_input == "none")
 
 
 def check_output(output: str | Path) -> Path:
@@ -149,6 +179,8 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     file = gguf_at(base)
     if file is not None:
         inherited["converted_from"] = open_gguf(file).note
+    if values.get("num_latents", 0) is None:
+        values["num_latents"] = LATENTS_PER_HEAD * config.num_attention_heads
     made = CONFIGS[kind](**inherited, **values)
     made.converted_layers = _to_convert(base, made, keep)
     return made

@@ -53,6 +53,7 @@ from latte.ops.state import (
     AnyState,
     LatteState,
     LinearState,
+    MacchiatoState,
     SeenSinks,
     Sinks,
     WindowState,
@@ -64,6 +65,7 @@ from latte.ops.state import (
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import log_mass as torch_log_mass
 from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend import recurrence as torch_recurrence
 from latte.ops.torch_backend import window as torch_window
@@ -219,13 +221,14 @@ def macchiato_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: tuple[AnyState, WindowState, *tuple[WindowState, ...]] | None = None,
+    initial_state: MacchiatoState | None = None,
     output_final_state: bool = False,
     log_decay: Tensor | None = None,
     sinks: Sinks | None = None,
     delay: bool = False,
+    joint: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, tuple[AnyState, WindowState, *tuple[WindowState, ...]] | None]:
+) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
 
     ``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with p a softmax over L+1 logits: one
@@ -247,6 +250,10 @@ def macchiato_attention(
         sinks: first tokens that stay visible to the window's softmax; causal only.
         delay: the latents are fed only with sources that have left the window, s <= t - W, so that
             the two branches share no source; while nothing has left it p(0|t) is 1. Causal only.
+        joint: the window's keys and the latents share one softmax. The window's logit
+            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
+            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
+            logits, sinks included. Causal only (beyond the paper).
 
     Returns:
         Output (B, T, H, D), and the state, a tuple ``(LatteState, WindowState)``, or None. With
@@ -275,6 +282,13 @@ def macchiato_attention(
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
+    if joint and not causal:
+        raise ValueError(f"{op}: joint needs causal=True, got False")
+    if joint and cu_seqlens is not None and initial_state is not None:
+        raise ValueError(
+            f"{op}: joint takes cu_seqlens or initial_state, got both: carry packed sequences on "
+            "one by one"
+        )
     parts = 2 + bool(delay)
     if initial_state is not None and (
         not isinstance(initial_state, tuple) or len(initial_state) != parts
@@ -287,10 +301,10 @@ def macchiato_attention(
         raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
     if not causal and (initial_state is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    latents, tail, pending = (*(initial_state or (None, None)), None)[:3]
+    latents, tail, earlier_pending = (*(initial_state or (None, None)), None)[:3]
     latents = check_latte_state(op, latents, (N, H, L, D), q)
     tail = check_window_state(op, tail, window, N, k, v)
-    pending = check_window_state(op, pending, window + 1, N, latent_k, v)
+    earlier_pending = check_window_state(op, earlier_pending, window + 1, N, latent_k, v)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
     start = latents or LatteState.empty(
@@ -300,7 +314,7 @@ def macchiato_attention(
     as_given = latents or start, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
-    every = (*every, *(pending or ()), *(sinks or ()))
+    every = (*every, *(earlier_pending or ()), *(sinks or ()))
 
     def refusal() -> str | None:
         if not step:
@@ -316,6 +330,10 @@ def macchiato_attention(
     if chosen != "reference":
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
+    seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    if joint:
+        mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
+        latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
         from latte.ops.triton_backend.step import macchiato_step_op
 
@@ -325,12 +343,12 @@ def macchiato_attention(
         out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay)
         state = (state_of(A, mu, forgotten), WindowState(*after))
         return out, state if output_final_state else None
-    carried: list[WindowState] = []
+    window_state = pending = None
     if output_final_state:
-        carried.append(final_window_state(k, v, window, key_mask, cu_seqlens, tail))
-    if output_final_state and delay:
-        late = (latent_k, v, window + 1, key_mask, cu_seqlens, pending)
-        carried.append(final_window_state(*late))
+        window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
+        if delay:
+            late = (latent_k, v, window + 1, key_mask, cu_seqlens)
+            pending = final_window_state(*late, earlier_pending)
     if B * T == 0:
         inputs = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
         out = nothing_out(v.repeat_interleave(H // G, 2), *inputs)
@@ -339,14 +357,54 @@ def macchiato_attention(
         inputs = (latent_q, latent_k, q, k, v)
         earlier = None if latents is None else latents[:2]
         options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
-        if sinks is not None:
-            options["sinks"] = SeenSinks.of(sinks, window, sequences)
+        if seen_sinks is not None:
+            options["sinks"] = seen_sinks
         if delay:
-            options |= {"delay": True, "pending": pending}
+            options |= {"delay": True, "pending": earlier_pending}
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
-    if not output_final_state:
+    if window_state is None:
         return out, None
-    return out, (state_of(*latte_state[:2], forgotten), *carried)
+    after = state_of(*latte_state[:2], forgotten), window_state
+    return out, after if pending is None else (*after, pending)
+
+
+@full_precision
+def window_log_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    window: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: WindowState | None = None,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    """The logsumexp of a causal window's logits, (B, T, H): what ``joint`` adds to its share.
+
+    Args:
+        q, k, window, scale, softcap, sinks: as for :func:`macchiato_attention`.
+        initial_state: the window's state before the first token; not with ``cu_seqlens``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs). A query that sees no key gets a number near the lowest finite.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    op = "window_log_mass"
+    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
+    check_groups(op, sizes["H"], sizes["G"], "k")
+    check_window(op, window)
+    check_softcap(op, softcap)
+    sequences = Sequences(key_mask, cu_seqlens)
+    check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    if cu_seqlens is not None and initial_state is not None:
+        raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
+    local = Local.of(window, scale, softcap, sizes["K"])
+    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
 
 
 def _without_triton(op: str, serves: Collection[str]) -> tuple[str, list[str]]:

@@ -175,6 +175,10 @@ class SeenSinks(NamedTuple):
         return cls(sinks.q, keys, values, sinks.mask, seen)
 
 
+# What Macchiato carries on: its latents, its window, and what is pending of latents that are late.
+MacchiatoState = tuple[AnyState, WindowState] | tuple[AnyState, WindowState, WindowState]
+
+
 class LinearState(NamedTuple):
     """Undirected linear attention: ``sum_s phi(k_s) v_s`` and ``sum_s phi(k_s)`` (eq. 4-5).
 

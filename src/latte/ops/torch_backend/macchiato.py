@@ -11,7 +11,7 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     op = causal_op if sequences.causal else bidirectional_op
-    late: tuple[Tensor | None, ...] = (None, None, None)
+    late: Sequence[Tensor | None] = (None, None, None)
     if delay:
         assert local.window is not None
         log_mass = None if earlier is None else earlier[0]
