@@ -126,7 +126,8 @@ def test_it_is_exported():
 )
 def test_layers_with_a_window_of_their_own_stay(family, converted, save_base, tmp_path):
     folder = save_base(family)
-    model = convert(folder, tmp_path / "out", window=5, num_latents=8)
+    random = {"window": 5, "num_latents": 8, "initial": "random"}
+    model = convert(folder, tmp_path / "out", **random)
     assert list(model.config.converted_layers) == converted and model.config.keep_layers == ()
     for at, layer in enumerate(model.model.layers):
         assert hasattr(layer.self_attn, "latents") == (at in converted)
@@ -134,7 +135,7 @@ def test_layers_with_a_window_of_their_own_stay(family, converted, save_base, tm
         name for name in load_file(tmp_path / "out" / "model.safetensors") if ".latents." in name
     ]
     assert {int(name.split(".")[2]) for name in new} == set(converted)
-    hybrid = convert(folder, tmp_path / "hybrid", num_latents=8, keep_layers=[converted[0]])
+    hybrid = convert(folder, tmp_path / "hybrid", keep_layers=[converted[0]], **random)
     assert list(hybrid.config.converted_layers) == converted[1:]
     config = AutoConfig.from_pretrained(tmp_path / "hybrid")
     assert config.converted_layers == tuple(converted[1:])
