@@ -209,8 +209,8 @@ def _to_convert(base: str | Path, config: Any, keep: Sequence[int]) -> tuple[int
     chosen = tuple(layer for layer in full if layer not in keep)
     if not chosen:
         raise LatteError(
-            f"keep_layers: expected some of the layers of full attention ({_listed(full)}) to be"
-            " left out, got all: nothing would be converted"
+            "keep_layers: expected a layer of full attention that is not kept, got all of them"
+            f" ({_listed(full)}): nothing would be converted"
         )
     return chosen
 
