@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, isfinite, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from latte.compare.intervals import Mean, mean_of
 from latte.evaluate.plots import canvas, line_style, save
 from latte.evaluate.tables import table, write_csv
+from replication.bases.paired import difference, won_back
 from replication.bases.results import Row, by_model
-from replication.bases.statistics import Losses, difference, over_seeds, won_back
 
 Cell = tuple[int, int]  # positions from (excluded) and to (included); of contexts (0, context)
-Found = dict[str, dict[Cell, dict[str, float]]]  # model -> cell -> text -> nats a token
+Cells = dict[Cell, dict[str, float]]  # cell -> text -> nats a token
+Found = dict[str, Cells]  # by model
 
 SUMMARY = (
     *("corpus", "kind", "model", "from", "to", "texts", "loss", "loss_half_width", "perplexity"),
+    *("seeds", "seeds_half_width"),
     *("minus_base", "minus_base_half_width", "won_back", "won_back_half_width"),
 )
-NAMES = {"position": "by position", "whole": "from the start", "context": "by context"}
+NAMES = {
+    "position": "by position in the text",
+    "whole": "from the start of the text to",
+    "context": "the same tokens, with so many before them",
+}
 
 
-def losses(rows: Sequence[Row], kind: str) -> Found:
-    """The losses of one corpus and kind; over several seeds of a model their mean.
+def by_seed(rows: Sequence[Row], kind: str) -> dict[str, dict[str, Cells]]:
+    """Model -> seed -> cell -> text -> nats a token, of one corpus and kind.
 
     `whole` are the parts by position put together, from the start of the text on.
     """
     stored = "position" if kind == "whole" else kind
-    found: Found = {}
-    for model, own in by_model(row for row in rows if row["kind"] == stored).items():
-        seeds: dict[Cell, dict[str, dict[str, float]]] = {}
-        for row in own:
-            cell = (0, int(row["context"])) if kind == "context" else span(row)
-            texts = seeds.setdefault(cell, {}).setdefault(row["seed"], {})
-            texts[row["text"]] = float(row["loss"])
-        cells = {cell: over_seeds(by_seed) for cell, by_seed in sorted(seeds.items())}
-        found[model] = cumulated(cells) if kind == "whole" else cells
+    found: dict[str, dict[str, Cells]] = {}
+    for row in rows:
+        if row["kind"] != stored:
+            continue
+        first, last, context = (row[name] for name in ("first", "last", "context"))
+        cell = (0, int(context)) if kind == "context" else (int(first), int(last))
+        cells = found.setdefault(row["model"], {}).setdefault(row["seed"], {})
+        cells.setdefault(cell, {})[row["text"]] = float(row["loss"])
+    if kind != "whole":
+        return found
+    return {m: {s: cumulated(cells) for s, cells in own.items()} for m, own in found.items()}
+
+
+def over_seeds(seeds: Mapping[str, Cells]) -> Cells:
+    """Of every text that all seeds have the mean over them."""
+    first, *others = seeds.values()
+    found: Cells = {}
+    for cell, texts in sorted(first.items()):
+        shared = [text for text in texts if all(text in other.get(cell, {}) for other in others)]
+        if shared:
+            each = [own[cell] for own in seeds.values()]
+            found[cell] = {text: fmean(losses[text] for losses in each) for text in shared}
     return found
 
 
-def span(row: Row) -> Cell:
-    return int(row["first"]), int(row["last"])
+def between_seeds(seeds: Mapping[str, Cells], cell: Cell) -> Mean | None:
+    """The mean over texts of each of several conversions: their mean, with its interval."""
+    if len(seeds) < 2 or not all(cell in own for own in seeds.values()):
+        return None
+    return mean_of([fmean(own[cell].values()) for own in seeds.values()])
 
 
-def cumulated(cells: Mapping[Cell, Losses]) -> dict[Cell, dict[str, float]]:
+def cumulated(cells: Cells) -> Cells:
     """From the start of a text to each edge."""
-    found: dict[Cell, dict[str, float]] = {}
+    found: Cells = {}
     sums: dict[str, float] = {}
     for (first, last), texts in sorted(cells.items()):
         before = sums if first else dict.fromkeys(texts, 0.0)
@@ -82,14 +105,16 @@ def report(
     for corpus in dict.fromkeys(row["corpus"] for row in rows):
         here = [row for row in rows if row["corpus"] == corpus]
         for kind in ("position", "whole", "context"):
-            found = losses(here, kind)
-            found = {model: found[model] for model in models if model in found}
+            seeds = by_seed(here, kind)
+            found = {model: over_seeds(seeds[model]) for model in models if model in seeds}
             if not found:
                 continue
             if kind == "position":
                 curves[corpus] = found
-            summary += summarised(corpus, kind, found, base, control)
-            parts += [f"### {corpus}, {NAMES[kind]}\n", *tables(kind, found, base, control)]
+            for row in summarised(found, seeds, base, control):
+                summary.append({"corpus": corpus, "kind": kind, **row})
+            parts.append(f"### {corpus}, {NAMES[kind]}\n")
+            parts += tables(kind, found, seeds, base, control)
     text = "\n".join(parts)
     (folder / "positions.md").write_text(text, encoding="utf-8")
     write_csv(folder / "positions-summary.csv", SUMMARY, summary)
@@ -98,19 +123,20 @@ def report(
     return text
 
 
-def summarised(corpus: str, kind: str, found: Found, base: str, control: str | None) -> list[Row]:
-    rows = []
+def summarised(
+    found: Found, seeds: Mapping[str, Mapping[str, Cells]], base: str, control: str | None
+) -> Iterator[Row]:
+    """The rows of positions-summary.csv of one corpus and kind."""
     for model, cells in found.items():
         for cell, texts in cells.items():
-            mean = mean_of(list(texts.values()))
-            row: Row = {"corpus": corpus, "kind": kind, "model": model}
-            row |= {"from": cell[0] + 1, "to": cell[1], "texts": mean.count}
+            mean, spread = mean_of(list(texts.values())), between_seeds(seeds[model], cell)
+            row: Row = {"model": model, "from": cell[0] + 1, "to": cell[1], "texts": mean.count}
             row |= {"loss": mean.value, "loss_half_width": mean.half_width}
-            row |= {"perplexity": exp(mean.value)}
+            row |= {"perplexity": exp(mean.value), "seeds": len(seeds[model])}
+            row |= {"seeds_half_width": None if spread is None else spread.half_width}
             for name, other in compared(found, model, cell, base, control):
                 row |= {name: other.value, f"{name}_half_width": other.half_width}
-            rows.append(row)
-    return rows
+            yield row
 
 
 def compared(
@@ -127,7 +153,13 @@ def compared(
     return [(name, mean) for name, mean in means if mean is not None]
 
 
-def tables(kind: str, found: Found, base: str, control: str | None) -> list[str]:
+def tables(
+    kind: str,
+    found: Found,
+    seeds: Mapping[str, Mapping[str, Cells]],
+    base: str,
+    control: str | None,
+) -> list[str]:
     """Perplexity, nats with intervals, and both comparisons, where there are any."""
     cells = sorted({cell for own in found.values() for cell in own})
     most = max(len(own[cell]) for own in found.values() for cell in own)
@@ -145,6 +177,15 @@ def tables(kind: str, found: Found, base: str, control: str | None) -> list[str]
 
         return say
 
+    def farther(model: str, cell: Cell) -> str:
+        own, nearest = found[model], cells[0]
+        means = difference(own[cell], own[nearest]) if cell != nearest and nearest in own else None
+        return "-" if means is None else means.text("+.4f")
+
+    def spread(model: str, cell: Cell) -> str:
+        means = between_seeds(seeds[model], cell)
+        return "-" if means is None else means.text(".4f")
+
     mean = {m: {c: mean_of(list(own[c].values())) for c in own} for m, own in found.items()}
     parts = [
         ("Perplexity:", lines(lambda m, c: f"{exp(mean[m][c].value):.4g}")),
@@ -160,7 +201,13 @@ def tables(kind: str, found: Found, base: str, control: str | None) -> list[str]
             f"Of the distance from {control!r} to {base!r}, won back (%):",
             lines(comparing("won_back", ".0f", 100)),
         ),
+        ("Nats a token, with 95% intervals over conversions (seeds):", lines(spread)),
     ]
+    if kind == "context":
+        title = (
+            f"Nats a token more than with {cells[0][1]:,} tokens before them, on the same texts:"
+        )
+        parts.insert(2, (title, lines(farther)))
     return [f"{title}\n\n{text}" for title, text in parts if text]
 
 
@@ -196,8 +243,6 @@ def figure(path: Path, curves: Mapping[str, Found]) -> None:
         axis.set_xticks(sorted(ends), [f"{end:,}" for end in sorted(ends)])
         axis.yaxis.set_major_formatter(plain)
         axis.yaxis.set_minor_formatter(plain)
-        axis.tick_params(axis="y", which="minor", labelsize=8)
-        axis.minorticks_on()
         axis.xaxis.minorticks_off()
         axis.set_xlabel("position in the text (tokens)")
         axis.set_ylabel("perplexity")

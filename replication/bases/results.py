@@ -82,8 +82,8 @@ class Results:
         new = [{name: text_of({**row, **more}.get(name)) for name in self.columns} for row in rows]
         writable_folder(self.path.parent)
         with self.path.open("a", encoding="utf-8", newline="") as file:
-            lines = csv_text(self.columns, new)
-            file.write(lines if file.tell() == 0 else lines.split("\n", 1)[1])
+            lines = csv_text(self.columns, new, end="\r\n")  # whose letters in a text are quoted
+            file.write(lines if file.tell() == 0 else lines.split("\r\n", 1)[1])
         self.rows += new
 
     def latest(self) -> list[Row]:

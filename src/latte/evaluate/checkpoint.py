@@ -110,13 +110,16 @@ def load_checkpoint(
 
 def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
     """Set fields of a config. Raises LatteError for one that is not there, or a wrong value."""
+    from huggingface_hub.errors import StrictDataclassError
+
     for name, value in overrides.items():
         if not hasattr(config, name):
             raise LatteError(f"{name}: the config of {folder} has no such field")
         try:
             setattr(config, name, value)
-        except (ValueError, TypeError) as error:
-            raise LatteError(f"{name}: {one_line(error)}") from None
+            config.validate()
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
 
 
 def training_recipe(path: str | Path) -> Recipe | None:

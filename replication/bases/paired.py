@@ -7,7 +7,6 @@ those texts alone that both have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import fmean
 
 from latte.compare.intervals import Mean, mean_of
 
@@ -44,10 +43,3 @@ def won_back(losses: Losses, control: Losses, base: Losses) -> Mean | None:
     ]
     spread = mean_of([count * share - (count - 1) * other for other in without])
     return Mean(share, spread.half_width, count)
-
-
-def over_seeds(found: Mapping[str, Losses]) -> dict[str, float]:
-    """Seed -> losses to the mean over seeds of each text that all seeds have."""
-    first, *others = found.values()
-    texts = [text for text in first if all(text in other for other in others)]
-    return {text: fmean(losses[text] for losses in found.values()) for text in texts}
