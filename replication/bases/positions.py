@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from latte.errors import LatteError
+from latte.evaluate.sides import keeps_all_tokens
 from latte.train.scoring import score_batch
-from replication.bases.reading import is_base, segment_of
+from replication.bases.reading import segment_of
 from replication.bases.results import Row
 
 KEY = ("corpus", "text", "kind", "first", "last", "context")
@@ -133,7 +134,7 @@ def score_part(model: Any, ids: np.ndarray, start: int, part: Part, segment: int
 
 def reach(model: Any, plan: Plan) -> int | None:
     """The most tokens that a model reads; None: as many as there are."""
-    return plan.base_max if is_base(model) else None
+    return plan.base_max if keeps_all_tokens(model) else None
 
 
 def score_text(

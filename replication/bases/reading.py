@@ -92,15 +92,6 @@ def start_token(tokenizer: Any, named: str | None = None) -> int:
     return int(index)
 
 
-def is_base(model: Any) -> bool:
-    """Whether every token stays in the state: a model of quadratic cost, whose reach ends."""
-    config = model.config
-    grows = getattr(config, "state_grows", None)
-    if grows is None or getattr(config, "mixing", None) == "base":
-        return True
-    return all(grows(layer) for layer in range(config.num_hidden_layers))
-
-
 def segment_of(model: Any, segment: int) -> int:
     """Tokens to read at a time: `segment`, or fewer where a large vocabulary's logits are many."""
     return max(1, min(segment, LOGIT_BYTES // (4 * model.config.vocab_size)))

@@ -172,8 +172,9 @@ def summed(rows: Sequence[dict[str, Any]]) -> str:
 def retrieval(options: argparse.Namespace) -> None:
     """Ask all questions, then report."""
     at_least_one(options, "segment", "cases", "batch_tokens", "base_max")
+    from latte.evaluate.sides import keeps_all_tokens
     from replication.bases import retrieval as measure
-    from replication.bases.reading import is_base, segment_of, start_token
+    from replication.bases.reading import segment_of, start_token
 
     for name in options.probes:
         if name not in measure.PROBES:
@@ -189,7 +190,7 @@ def retrieval(options: argparse.Namespace) -> None:
         fixed = work.begin(side, digest=corpus.digest, start=start, **settings)
         most = 4 * max(options.lengths)
         material = measure.material_of(corpus, tokenizer, start, most)
-        reach = options.base_max if is_base(model) else None
+        reach = options.base_max if keeps_all_tokens(model) else None
         for length in sorted(set(options.lengths)):
             if reach is not None and length > reach:
                 continue

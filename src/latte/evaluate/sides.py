@@ -39,6 +39,10 @@ class Side:
             self.folder, device, mixing=fields.pop("mixing", None), overrides=fields, dtype=dtype
         )
 
+    def fields(self) -> str:
+        """The overrides as the command line has them."""
+        return ",".join(f"{name}={value}" for name, value in self.overrides)
+
     def identity(self) -> dict[str, str]:
         """What makes two measurements measurements of the same weights, as columns of a table."""
         digest = hashlib.sha256()
@@ -49,7 +53,7 @@ class Side:
         return {
             "model": self.name,
             "seed": self.seed,
-            "overrides": ",".join(f"{name}={value}" for name, value in self.overrides),
+            "overrides": self.fields(),
             "weights": digest.hexdigest()[:12],
         }
 
@@ -91,3 +95,15 @@ def sides(texts: Sequence[str]) -> list[Side]:
             )
         find_checkpoint(each.folder)
     return found
+
+
+def keeps_all_tokens(model: Any) -> bool:
+    """Whether a model is one of quadratic cost, whose state keeps every token: a base.
+
+    A conversion that has left some layers to its base is none.
+    """
+    config = model.config
+    grows = getattr(config, "state_grows", None)
+    if grows is None or getattr(config, "mixing", None) == "base":
+        return True
+    return all(grows(layer) for layer in range(config.num_hidden_layers))
