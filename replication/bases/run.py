@@ -97,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
     add("--continuations", type=int, default=8, help="texts to continue (%(default)s)")
     add("--prompt-tokens", type=int, default=512, help="tokens given of each (%(default)s)")
     add("--max-tokens", type=int, default=256, help="new tokens (%(default)s)")
+
+    command(memory, "Bytes of a converted model's state, and the window that has as many.")
     return found
 
 
@@ -300,6 +302,22 @@ def answers(options: argparse.Namespace) -> None:
     work.each_side(score)
     print(measure.report(work.folder, work.latest(), order=work.order))
     work.written("answers.md")
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Count the bytes of states, then report."""
+    from replication.bases import memory as measure
+
+    work = Work(options, "memory.csv", measure)
+
+    def count(model: Any, tokenizer: Any, side: Any) -> None:
+        fixed = work.begin(side)
+        if not work.results.of(side):
+            work.results.add(measure.state_bytes(model), fixed, model.device)
+
+    work.each_side(count)
+    print(measure.report(work.folder, work.latest(), order=work.order))
+    work.written("memory.md")
 
 
 class Work:
