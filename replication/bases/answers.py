@@ -182,9 +182,10 @@ def report(folder: Path, rows: Sequence[Row], *, order: Sequence[str]) -> str:
         for item in sorted({int(row["item"]) for row in here}):
             texts = by_model((row for row in here if int(row["item"]) == item), order)
             asks = next(iter(texts.values()))[0]["asks"]
-            parts.append(f"### {item + 1}. {asks if kind == 'prompt' else ''}".rstrip(" .") + "\n")
+            title = asks if kind == "prompt" else "Text"
+            parts.append(f"### {item + 1}. {title}\n")
             if kind == "continuation":
-                parts.append(f"Goes on from: ...{quoted(asks[-300:])}\n")
+                parts.append(f"Goes on from:\n\n{quoted('...' + asks[-300:])}\n")
             for model, own in texts.items():
                 for one in own:
                     name = model + (f" (seed {one['seed']})" if one["seed"] else "")

@@ -30,7 +30,7 @@ def state_bytes(model: Any) -> list[Row]:
     """Bytes of each part of the state, all layers together, once the window is full.
 
     Besides the state's own parts: `all`, `key` (of one key and value more in the window of every
-    converted layer), `window` (keys that the window has) and `layers that grow` (their bytes a
+    converted layer), `local_window` (keys that it has) and `layers that grow` (their bytes a
     token).
 
     Raises:
@@ -57,7 +57,7 @@ def state_bytes(model: Any) -> list[Row]:
         shown = [x[:, :1] for x in (held.window.keys, held.window.values)]
         key += sum(x.numel() * x.element_size() for x in shown)
     found = {name: size for name, size in parts.items() if size}
-    found |= {"all": sum(parts.values()), "key": key, "window": config.local_window}
+    found |= {"all": sum(parts.values()), "key": key, "local_window": config.local_window}
     if grows:
         found["layers that grow"] = grows
     return [{"part": name, "bytes": size} for name, size in found.items()]
@@ -71,20 +71,20 @@ def size_of(value: Any) -> int:
 def report(folder: Path, rows: Sequence[Row], *, order: Sequence[str]) -> str:
     """Write memory.md; returns the Markdown."""
     names = [name for name in dict.fromkeys(row["part"] for row in rows)]
-    parts = [name for name in names if name not in ("key", "window")]
+    parts = [name for name in names if name not in ("key", "local_window")]
     heads = [f"{name} (bytes)" for name in parts]
     lines = [["model", "window", *heads, "equal window, latents", "equal window, all"]]
     for model, own in by_model(rows, order).items():
         sizes = {row["part"]: int(row["bytes"]) for row in own}
         cells = [f"{sizes[name]:,}" if name in sizes else "-" for name in parts]
-        window, key = sizes["window"], sizes["key"]
+        window, key = sizes["local_window"], sizes["key"]
         held = [sizes.get("latent", 0), sum(sizes.get(name, 0) for name in LATENTS)]
-        equal = [f"{window + size // key:,}" if key else "-" for size in held]
+        equal = [f"{window - (-size // key):,}" if key else "-" for size in held]
         lines.append([model, f"{window:,}", *cells, *equal])
     text = (
         "Bytes of the state, all layers together. An equal window is that of a control,"
-        " `mixing=window`, with as many bytes: for the latents' own state, and for all that is held"
-        " for them.\n\n" + table(lines)
+        " `mixing=window`, with as many bytes or just more: for the latents' own state, and for"
+        " all that is held for them.\n\n" + table(lines)
     )
     (folder / "memory.md").write_text(text, encoding="utf-8")
     return text

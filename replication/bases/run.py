@@ -87,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tasks", type=names, help="tasks of lm-evaluation-harness and YAML files of its format")
     add("--limit", type=int, help="the first so many items of each task")
     add("--num-fewshot", type=int, help="examples before each question; what each task says")
+    add("--start", help="the token that prompts begin with, or none; the tokenizer's own, if it"
+        " is not its end token too")  # fmt: skip
     add("--batch-size", type=int, default=8, help="prompts side by side (%(default)s)")
     add("--max-length", type=int, default=2048,
         help="tokens of a prompt that a model sees, the last ones (%(default)s)")  # fmt: skip
@@ -241,12 +243,15 @@ def tasks(options: argparse.Namespace) -> None:
         if not loaded:  # once for all models
             loaded.extend(measure.one_by_one(load_tasks(options.tasks)))
         shape = {name: getattr(options, name) for name in ("limit", "num_fewshot", "max_length")}
-        fixed = work.begin(side, **{name: value or "" for name, value in shape.items()})
+        fixed = work.begin(
+            side, start=options.start or "", **{name: value or "" for name, value in shape.items()}
+        )
+        start = "" if options.start == "none" else options.start
         for name, task in loaded:
             if work.results.of(side, task=name):
                 continue
             rows = measure.score_task(
-                model, tokenizer, task, batch_size=options.batch_size, **shape
+                model, tokenizer, task, batch_size=options.batch_size, start=start, **shape
             )
             work.results.add(rows, fixed, model.device)
             found = {row["metric"]: row["value"] for row in rows}

@@ -18,7 +18,7 @@ from latte.evaluate.tasks import evaluate_tasks
 from replication.bases.results import Row, by_model
 
 KEY = ("task", "metric", "filter")
-SETTINGS = ("limit", "num_fewshot", "max_length", "dtype")
+SETTINGS = ("limit", "num_fewshot", "max_length", "start", "dtype")
 VALUES = ("value", "stderr", "samples", "shots", "version", "seconds")
 
 # Column: the harness's task (or how its tasks begin), the metric.

@@ -19,7 +19,7 @@ def test_a_window_with_as_many_bytes(folders, measure, capsys):
     ours = f"converted={folders['converted']}"
     folder = measure("memory", models=[ours])
     sizes = {row["part"]: int(row["bytes"]) for row in read_rows(folder / "memory.csv")}
-    assert sizes["all"] == bytes_of(ours) and sizes["window"] == 8
+    assert sizes["all"] == bytes_of(ours) and sizes["local_window"] == 8
     line = [x for x in (folder / "memory.md").read_text().splitlines() if "converted" in x][0]
     least, most = (int(cell) for cell in line.strip("| ").split(" | ")[-2:])
     # The control's state is as large, but for less than a key (and its masks, a byte a key).
