@@ -75,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
     reads(add, several=False)
     add("--probes", type=names, default=["retrieval", "passkey"], help="one or both of them")
     add("--lengths", type=integers, default=DOUBLING[:6], help="context lengths in tokens")
-    add("--depths", type=depths, default=[0.0, 0.25, 0.5, 0.75, 1.0], help="0 (start) to 1 (end)")
-    add("--cases", type=int, default=16, help="questions per length and depth (%(default)s)")
+    add("--depths", type=depths, default=[0.1, 0.5, 0.9], help="0 (start) to 1 (end)")
+    add("--cases", type=int, default=8, help="questions per length and depth (%(default)s)")
     add("--seed", type=int, default=0, help="which questions")
     add("--chat", choices=("auto", "yes", "no"), default="auto",
         help="ask for passkeys by the chat template; auto: where there is one")  # fmt: skip
