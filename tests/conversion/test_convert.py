@@ -88,7 +88,9 @@ def test_the_seed_decides_the_new_weights(save_base):
     folder = save_base("llama")
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    models = [convert(folder, window=5, num_latents=8, seed=seed, initial="random") for seed in (1, 1, 2)]
+    models = [
+        convert(folder, window=5, num_latents=8, seed=seed, initial="random") for seed in (1, 1, 2)
+    ]
     assert torch.equal(torch.random.get_rng_state(), before)
     keys = [m.model.layers[0].self_attn.latents.k_proj.weight for m in models]
     assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
