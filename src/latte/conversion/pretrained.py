@@ -99,16 +99,17 @@ def convert(
     }
     config = converted_config(base, values)
     landmarks = begins_with_landmarks(initial, config)
-    rows = () if calibration is None or isinstance(calibration, str) else calibration
+    text = calibration is None or isinstance(calibration, str)
     tokenizer = None
-    if target is not None or (landmarks and not rows):
+    if target is not None or (landmarks and text):
         tokenizer = load_tokenizer(base)
     model = load_base(base, config, seed=seed, dtype=dtype)
     if landmarks:
         from latte.conversion.landmarks import calibration_rows, set_landmarks
 
-        if calibration is None or isinstance(calibration, str):
-            rows = calibration_rows(tokenizer, calibration)
+        rows: Any = calibration_rows(tokenizer, calibration) if text else calibration
+        if not sum(row.numel() for row in rows):
+            raise LatteError("calibration: expected some tokens, got none")
         set_landmarks(model, rows, seed=seed)
     if target is not None:
         save(model, tokenizer, target)

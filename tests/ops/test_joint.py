@@ -1,0 +1,148 @@
+"""One softmax over the window's keys and the latents: the equation by loops, gradients, laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import randn
+
+from latte.ops import Sinks, cpp_backend, macchiato_attention, window_log_mass
+
+NATIVE = pytest.mark.skipif(cpp_backend.ABSENT is not None, reason="no native kernels")
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["reference", "torch", pytest.param("cpu", marks=NATIVE)]
+)
+B, T, H, G, L, K, D, W, SINKS = 2, 23, 4, 2, 5, 8, 6, 7, 3
+
+
+def inputs(seed=0):
+    shapes = ((B, T, H, L + 1), (B, T, H, L), (B, T, H, K), (B, T, G, K), (B, T, G, D))
+    return [randn(*shape, seed=seed + i).double() for i, shape in enumerate(shapes)]
+
+
+def sinks_of(k, v, seed=9):
+    far_q = randn(B, T, H, K, seed=seed).double()
+    mask = torch.ones(B, SINKS, dtype=torch.bool)
+    return Sinks(far_q, k[:, :SINKS], v[:, :SINKS], mask, None)
+
+
+def by_loops(latent_q, latent_k, q, k, v, sinks=None, softcap=None):
+    """y_t: softmax over [window's logits + q_0, sinks' logits + q_0, q_1 ... q_L], as it is said."""
+
+    def logit(query, keys):
+        x = keys @ query / K**0.5
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    rows = []
+    for b in range(B):
+        for t in range(T):
+            for h in range(H):
+                g, first = h // (H // G), max(0, t - W + 1)
+                logits = [logit(q[b, t, h], k[b, first : t + 1, g]) + latent_q[b, t, h, 0]]
+                values = [v[b, first : t + 1, g]]
+                gone = min(first, SINKS)
+                if sinks is not None and gone:
+                    far = logit(sinks.q[b, t, h], sinks.keys[b, :gone, g])
+                    logits.append(far + latent_q[b, t, h, 0])
+                    values.append(sinks.values[b, :gone, g])
+                if first:
+                    logits.append(latent_q[b, t, h, 1:])
+                    values.append(latent_k[b, :first, h].softmax(0).T @ v[b, :first, g])
+                rows.append(torch.cat(logits).softmax(0) @ torch.cat(values))
+    return torch.stack(rows).view(B, T, H, D)
+
+
+@BACKENDS
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_values_and_gradients_are_those_of_the_equation(backend, softcap, with_sinks):
+    own = [x.requires_grad_() for x in inputs()]
+    sinks = sinks_of(*own[3:]) if with_sinks else None
+    options = {"window": W, "delay": True, "joint": True, "backend": backend, "softcap": softcap}
+    out, _ = macchiato_attention(*own, sinks=sinks, **options)
+    expected = by_loops(*own, sinks, softcap)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    weight = randn(*out.shape, seed=5).double()
+    found = torch.autograd.grad((out * weight).sum(), own)
+    wanted = torch.autograd.grad((expected * weight).sum(), own)
+    for dx, dy in zip(found, wanted, strict=True):
+        torch.testing.assert_close(dx, dy, rtol=1e-9, atol=1e-9)
+
+
+@BACKENDS
+def test_weights_sum_to_one(backend):
+    *rest, v = inputs(1)
+    options = {"window": W, "joint": True, "backend": backend}
+    out, _ = macchiato_attention(*(50 * x for x in rest), torch.ones_like(v), **options)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-9, atol=1e-9)
+
+
+@BACKENDS
+@pytest.mark.parametrize("cut", [1, 6, 7, 8, 20])
+def test_two_pieces_are_the_whole(backend, cut):
+    own = inputs(2)
+    options = {"window": W, "delay": True, "joint": True, "backend": backend}
+    whole, _ = macchiato_attention(*own, **options)
+    first, state = macchiato_attention(
+        *(x[:, :cut] for x in own), output_final_state=True, **options
+    )
+    second, _ = macchiato_attention(*(x[:, cut:] for x in own), initial_state=state, **options)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-10, atol=1e-10)
+
+
+@BACKENDS
+def test_packed_sequences_and_padding_are_the_sequences_alone(backend):
+    own = [x[:1] for x in inputs(3)]
+    options = {"window": W, "delay": True, "joint": True, "backend": backend}
+    alone = [macchiato_attention(*(x[:, s] for x in own), **options)[0]
+             for s in (slice(0, 9), slice(9, T))]  # fmt: skip
+    bounds = torch.tensor([0, 9, T], dtype=torch.int32)
+    packed, _ = macchiato_attention(*own, cu_seqlens=bounds, **options)
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
+    mask = torch.arange(T)[None] >= 9
+    padded, _ = macchiato_attention(*own, key_mask=mask, **options)
+    torch.testing.assert_close(padded[:, 9:], alone[1], rtol=1e-10, atol=1e-10)
+
+
+def test_the_past_does_not_see_the_future():
+    own = inputs(4)
+    options = {"window": W, "delay": True, "joint": True}
+    before, _ = macchiato_attention(*own, **options)
+    for x in own:
+        x[:, 15:] = 100.0
+    after, _ = macchiato_attention(*own, **options)
+    assert torch.equal(before[:, :15], after[:, :15])
+
+
+def test_half_precision_keeps_the_mixture():
+    """The window's mass is large; the distribution over states must not lose its digits."""
+    latent_q, latent_k, q, k, v = inputs(5)
+    q = q * 6  # a log-mass of some tens
+    options = {"window": W, "joint": True}
+    half = [x.bfloat16() for x in (latent_q, latent_k, q, k, v)]
+    exact, _ = macchiato_attention(*(x.double() for x in half), **options)
+    fp32, _ = macchiato_attention(*(x.float() for x in half), **options)
+    out, _ = macchiato_attention(*half, **options)
+    rounding = (exact.bfloat16().double() - exact).abs().max()
+    assert (fp32.double() - exact).abs().max() < 1e-4
+    assert (out.double() - exact).abs().max() < 4 * rounding
+
+
+def test_the_log_mass_reads_long_rows_in_pieces():
+    q, k = randn(1, 300, H, K, seed=1).double(), randn(1, 300, G, K, seed=2).double()
+    with torch.no_grad():
+        in_pieces = window_log_mass(q, k, window=3)  # blocks of 3: several pieces
+    whole = window_log_mass(q.requires_grad_(), k, window=3)
+    torch.testing.assert_close(in_pieces, whole.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_does_not_go_together_is_said():
+    own = inputs()
+    with pytest.raises(ValueError, match="joint needs causal=True, got False"):
+        macchiato_attention(*own, joint=True, causal=False)
+    one = [x[:1] for x in own]
+    bounds = torch.tensor([0, T], dtype=torch.int32)
+    options = {"window": W, "joint": True}
+    _, state = macchiato_attention(*one, output_final_state=True, **options)
+    with pytest.raises(ValueError, match="joint takes cu_seqlens or initial_state, got both"):
+        macchiato_attention(*one, cu_seqlens=bounds, initial_state=state, **options)
