@@ -1,7 +1,8 @@
 """The rooms import one way, and no files import in a circle.
 
-ops <- layers <- models <- {conversion, parallel, rivals}; {conversion, data, parallel} <- train <-
-evaluate <- {compare, inspect, serve} <- cli <- {replication, examples}.
+ops <- layers <- models <- {conversion, parallel, rivals}; gguf <- {conversion, data};
+{conversion, data, parallel} <- train <- evaluate <- {compare, inspect, serve} <- cli <-
+{replication, examples}.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODEL = {"ops", "layers", "models"}
-TRAIN = MODEL | {"conversion", "data", "machine", "parallel"}
+TRAIN = MODEL | {"conversion", "data", "gguf", "machine", "parallel"}
 MAY_IMPORT = {
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers"},
     "rivals": MODEL,
     "parallel": MODEL,
-    "conversion": MODEL,
-    "data": set(),
+    "gguf": set(),
+    "conversion": MODEL | {"gguf"},
+    "data": {"gguf"},
     "machine": set(),
     "train": TRAIN,
     "evaluate": TRAIN | {"train"},
@@ -36,7 +38,8 @@ RESERVED = {
     "transformers": set(MAY_IMPORT) - {"ops", "layers", "machine", "cli"},
     "datasets": {"data"},
     "accelerate": {"train"},
-    "tokenizers": {"conversion", "data"},
+    "tokenizers": {"conversion", "data", "gguf"},
+    "gguf": {"gguf"},
     "matplotlib": {"evaluate", "compare", "inspect"},
     "lm_eval": {"evaluate"},
     "peft": {"train"},

@@ -66,6 +66,13 @@ def base(family: str):
     return model
 
 
+def full_layers(family: str) -> tuple[int, ...]:
+    """The layers of a base that have full attention."""
+    config = CONFIGS[family](**{k: v for k, v in base(family).config.to_dict().items()
+                                if k != "model_type"}, num_latents=8)  # fmt: skip
+    return config.full_layers
+
+
 def converted(family: str, **fields):
     """A fresh converted model with the base's weights, fp64."""
     values = {"local_window": WINDOW, "num_latents": 8, "latent_input": "rglru"}
@@ -91,12 +98,17 @@ def band(tokens: int, window: int | None) -> torch.Tensor:
     return torch.zeros(1, 1, tokens, tokens, dtype=torch.float64).masked_fill(~seen, -torch.inf)
 
 
-def base_logits(family: str, ids: torch.Tensor, window: int | None | str) -> torch.Tensor:
-    """The base's logits with one window on every layer; "own": with the windows it has."""
+def base_logits(
+    family: str, ids: torch.Tensor, window: int | None | str, *, of_full: int | None = None
+) -> torch.Tensor:
+    """The base's logits with one window on every layer; "own": with the windows it has.
+
+    of_full: a window in the place of full attention alone, with "own".
+    """
     model, tokens = base(family), ids.shape[1]
     kinds = getattr(model.config, "layer_types", None)
     own = getattr(model.config, "sliding_window", None)
-    full, sliding = band(tokens, None), band(tokens, own)
+    full, sliding = band(tokens, of_full), band(tokens, own)
     if window != "own":
         full = sliding = band(tokens, window)  # type: ignore[arg-type]
     with torch.no_grad():

@@ -47,8 +47,10 @@ def test_the_new_weights_of_a_half_precision_base_are_fp32(save_base, half):
 
 @pytest.mark.parametrize("family", NAMES)
 def test_a_converted_folder_loads_with_the_auto_classes(family, save_base, tmp_path):
-    out = tmp_path / "out"
-    model = convert(save_base(family), out, window=5, num_latents=8, dtype=torch.float64)
+    out, folder = tmp_path / "out", save_base(family)
+    if family == "mistral":  # as from version 0.2 on; with a window there is nothing to convert
+        _edit(folder, sliding_window=None)
+    model = convert(folder, out, window=5, num_latents=8, dtype=torch.float64)
     assert model.config.model_type == f"macchiato_{family}"
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     assert type(loaded) is type(model)
@@ -116,6 +118,70 @@ def test_the_command_takes_a_range_of_decays(save_base, tmp_path, capsys):
 
 def test_it_is_exported():
     assert latte.convert is convert
+
+
+@pytest.mark.parametrize(
+    ("family", "converted"),
+    [("llama", [0, 1, 2, 3]), ("gemma2", [1, 3]), ("gemma3_text", [1, 3]), ("qwen2", [0, 1])],
+)
+def test_layers_with_a_window_of_their_own_stay(family, converted, save_base, tmp_path):
+    folder = save_base(family)
+    model = convert(folder, tmp_path / "out", window=5, num_latents=8)
+    assert list(model.config.converted_layers) == converted and model.config.keep_layers == ()
+    for at, layer in enumerate(model.model.layers):
+        assert hasattr(layer.self_attn, "latents") == (at in converted)
+    new = [
+        name for name in load_file(tmp_path / "out" / "model.safetensors") if ".latents." in name
+    ]
+    assert {int(name.split(".")[2]) for name in new} == set(converted)
+    hybrid = convert(folder, tmp_path / "hybrid", num_latents=8, keep_layers=[converted[0]])
+    assert list(hybrid.config.converted_layers) == converted[1:]
+    config = AutoConfig.from_pretrained(tmp_path / "hybrid")
+    assert config.converted_layers == tuple(converted[1:])
+    assert config.keep_layers == (converted[0],)
+
+
+def test_a_file_from_before_has_all_layers_converted(save_base, tmp_path):
+    """Gemma's with a window too: the same weights, the same logits."""
+    from bases import converted
+
+    model = converted("gemma2")
+    model.save_pretrained(tmp_path / "old")
+    file = tmp_path / "old" / "config.json"
+    values = json.loads(file.read_text())
+    assert values.pop("converted_layers", None) is None
+    del values["converted_from"]
+    file.write_text(json.dumps(values))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "old", dtype=torch.float64)
+    assert loaded.config.keep_layers == () and loaded.config.converted_layers is None
+    assert all(hasattr(layer.self_attn, "latents") for layer in loaded.model.layers)
+    found, wanted = loaded(tokens()).logits, model(tokens()).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # rotations in fp32
+
+
+@pytest.mark.parametrize(
+    ("family", "keep", "message"),
+    [
+        ("mistral", [], "has a window of 9 tokens in every layer: it is linear in time already; e"),
+        ("llama", [4], r"of full attention \(0 to 3\), got 4, and the base has 4 layers"),
+        ("llama", [-1], r"keep_layers: expected .* \(0 to 3\), got -1, and the base has 4 layers"),
+        ("gemma2", [0], r"\(1, 3\), got 0, which has a window of its own, of 9 tokens"),
+        ("gemma2", [3, 1], "keep_layers: expected some of .* got all: nothing would be converted"),
+    ],
+)
+def test_layers_that_cannot_be_kept(family, keep, message, save_base, tmp_path):
+    folder = save_base(family)
+    with pytest.raises(LatteError, match=message) as caught:
+        convert(folder, tmp_path / "out", num_latents=8, keep_layers=keep)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_the_command_keeps_layers(save_base, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["convert", str(save_base("llama")), str(out), "--latents", "8"]
+    assert main([*command, "--keep-layers", "0,2"]) == 0
+    assert "macchiato_llama, 2 of 4 layers converted, " in capsys.readouterr().out
+    assert AutoConfig.from_pretrained(out).keep_layers == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +266,8 @@ def test_no_such_base(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when imported
     with pytest.raises(LatteError, match="base no/such-model cannot be read"):
         convert("no/such-model", tmp_path / "out")
-    with pytest.raises(LatteError, match="base .*nothing does not exist; expected a folder, or a"):
+    with pytest.raises(
+        LatteError, match="base .*nothing does not exist; expected a folder, a GGUF"
+    ):
         convert(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()

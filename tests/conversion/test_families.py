@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bases import NAMES, WINDOW, base, base_logits, converted, tokens
+from bases import NAMES, WINDOW, base, base_logits, converted, full_layers, tokens
 
 from latte.conversion.modeling import FAMILIES
 
@@ -31,6 +31,39 @@ def test_the_base_control_is_the_base(family):
     ids = tokens()
     model = converted(family, mixing="base")
     torch.testing.assert_close(model(ids).logits, base_logits(family, ids, "own"), **EXACT)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
+def test_layers_with_a_window_of_their_own_keep_it(family):
+    ids, full = tokens(30), full_layers(family)
+    model = converted(family, mixing="window", converted_layers=full)
+    wanted = base_logits(family, ids, "own", of_full=WINDOW)
+    torch.testing.assert_close(model(ids).logits, wanted, **EXACT)
+    model = converted(family, mixing="base", converted_layers=full)
+    torch.testing.assert_close(model(ids).logits, base_logits(family, ids, "own"), **EXACT)
+    assert [name for name in dict(model.named_parameters()) if ".latents." in name]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
+def test_kept_layers_have_full_attention(family):
+    """With a window that holds everything in the others, the model is the base."""
+    ids, full = tokens(30), full_layers(family)
+    options = {"mixing": "window", "converted_layers": full[1:], "num_sinks": 2}
+    model = converted(family, local_window=64, **options)
+    torch.testing.assert_close(model(ids).logits, base_logits(family, ids, "own"), **EXACT)
+    # And a token beyond all windows changes what follows, by the kept layer alone.
+    other = ids.clone()
+    other[:, 0] = (other[:, 0] + 1) % 50
+    for layers, reaches in ((full[1:], True), (full, False)):
+        model = converted(family, mixing="window", converted_layers=layers)
+        changed = (model(other).logits - model(ids).logits)[:, 28:].abs().max()
+        assert bool(changed > 1e-6) == reaches
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0), (0, 4), (0, 0)])
+def test_layers_that_there_are_not(layers):
+    with pytest.raises(ValueError, match="converted_layers must be rising numbers of some of 4"):
+        converted("llama", converted_layers=layers)
 
 
 @pytest.mark.parametrize("family", NAMES)

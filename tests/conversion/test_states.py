@@ -13,15 +13,23 @@ OPTIONS = {
     "conv": {"latent_input": "conv"},
     "sinks": {"num_sinks": 2},
     "delayed": {"delay_latents": True},
+    "delayed, forgetting": {"delay_latents": True, "forgetting": "gated"},
     "both": {"num_sinks": 3, "delay_latents": True, "latent_input": "none"},
     "window": {"mixing": "window"},
     "latents": {"mixing": "latents"},
     "window with sinks": {"mixing": "window", "num_sinks": 2},
     "base": {"mixing": "base"},
+    "kept": {"converted_layers": (1, 3)},
+    "kept, both": {"num_sinks": 3, "delay_latents": True, "converted_layers": (1, 3)},
 }
 CASES = [(name, "llama") for name in OPTIONS] + [
     (name, family) for family in NAMES if family != "llama" for name in ("plain", "both")
 ]
+# Layers 1 and 3 of these have full attention, and the others a window of their own, of 9 tokens.
+OPTIONS["hybrid"] = {"converted_layers": (3,)}
+CASES += [(name, family) for family in ("gemma2", "gemma3_text") for name in ("kept", "kept, both")]
+CASES += [("hybrid", "gemma2")]
+GROW = {("base", "llama"), ("kept", "llama"), ("kept, both", "llama"), ("hybrid", "gemma2")}
 
 
 def in_pieces(model, ids, cuts, cache=None):
@@ -83,9 +91,13 @@ def test_the_future_cannot_change_the_past(option):
     assert torch.equal(model(ids).logits[:, :15], model(other).logits[:, :15])
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_generation_is_the_argmax_of_the_whole(family):
-    model = converted(family)
+@pytest.mark.parametrize(
+    ("option", "family"),
+    [("plain", family) for family in NAMES]
+    + [("kept", "llama"), ("kept", "gemma3_text"), ("hybrid", "gemma2")],
+)
+def test_generation_is_the_argmax_of_the_whole(option, family):
+    model = converted(family, **OPTIONS[option])
     ids = tokens(9)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out = model.generate(ids, **options)
@@ -95,9 +107,43 @@ def test_generation_is_the_argmax_of_the_whole(family):
         assert torch.equal(out[:, step], wanted)
 
 
+@pytest.mark.parametrize(
+    ("option", "family"), [("kept", "llama"), ("kept", "gemma3_text"), ("hybrid", "gemma2")]
+)
+def test_beams_and_padding_go_through_steps_as_through_the_whole(option, family):
+    model = converted(family, **OPTIONS[option])
+    ids = torch.cat([torch.ones(2, 4, dtype=torch.long), tokens(11)], 1)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+               "num_beams": 3, "attention_mask": mask}  # fmt: skip
+    expected = model.generate(ids, use_cache=False, **options)
+    for kind in ("dynamic", "static", "offloaded"):
+        assert torch.equal(model.generate(ids, cache_implementation=kind, **options), expected)
+
+
+@pytest.mark.parametrize("option", ["kept", "hybrid"])
+def test_steps_fill_a_ring_of_each_layers_own(option):
+    """Far beyond all windows; growing rings are made anew when they are full."""
+    model, ids = converted("gemma2", **OPTIONS[option]), tokens(90, 1)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        for room in (None, 90):
+            cache = LatteCache(model.config, max_cache_len=room)
+            stepped = in_pieces(model, ids, range(7, 90), cache)
+            torch.testing.assert_close(stepped, whole, **EXACT)
+            sizes = [layer.buffers.ring.keys.shape[2] for layer in cache.layers]
+            assert sizes[0] == sizes[2] == 9 and sizes[3] == 5
+            assert sizes[1] == 5 if option == "kept" else sizes[1] >= 90
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "family"), [("plain", "gemma2"), ("base", "llama"), ("both", "llama")]
+    ("option", "family"),
+    [
+        *(("plain", "gemma2"), ("base", "llama"), ("both", "llama")),
+        *(("kept", "llama"), ("hybrid", "gemma2")),
+    ],
 )
 def test_compiled_decoding_is_one_graph(option, family):
     torch._dynamo.reset()
@@ -116,18 +162,15 @@ def test_layers_without_a_step_have_no_static_cache():
         converted("llama", **OPTIONS["latents"]).generate(tokens(4), cache_implementation="static")
 
 
-def test_the_cache_is_constant_in_size_but_for_the_base():
+@pytest.mark.parametrize(("option", "family"), CASES)
+def test_the_cache_is_constant_in_size_but_for_full_attention(option, family):
     ids = tokens(40)
-    sizes = {}
-    for option in OPTIONS:
-        model = converted("llama", **OPTIONS[option])
-        cache = LatteCache(model.config)
-        model(ids[:, :20], past_key_values=cache)
-        before = cache.nbytes
-        model(ids[:, 20:], past_key_values=cache)
-        sizes[option] = cache.nbytes - before
-    assert sizes.pop("base") > 0
-    assert set(sizes.values()) == {0}
+    model = converted(family, **OPTIONS[option])
+    cache = LatteCache(model.config)
+    model(ids[:, :20], past_key_values=cache)
+    before = cache.nbytes
+    model(ids[:, 20:], past_key_values=cache)
+    assert (cache.nbytes > before) == ((option, family) in GROW)
 
 
 @pytest.mark.parametrize(("option", "family"), CASES)
@@ -144,8 +187,12 @@ def test_a_state_as_a_file_goes_on_bit_for_bit(option, family, tmp_path):
         )
 
 
-def test_tokens_are_taken_back():
-    model = converted("gemma3_text")
+@pytest.mark.parametrize(
+    ("option", "family"),
+    [("plain", "gemma3_text"), ("kept", "llama"), ("kept", "gemma3_text"), ("hybrid", "gemma2")],
+)
+def test_tokens_are_taken_back(option, family):
+    model = converted(family, **OPTIONS[option])
     ids = tokens(20)
     cache = LatteCache(model.config)
     model(ids[:, :9], past_key_values=cache)

@@ -65,6 +65,22 @@ def test_the_mass_splits_full_attention_into_window_and_rest(family, monkeypatch
     assert torch.all(mass[:, :WINDOW] > 1 - 1e-12) and mass.min() < 0.9
 
 
+@pytest.mark.parametrize(("family", "layers"), [("llama", (0, 2)), ("gemma3_text", (1, 3))])
+def test_layers_that_are_not_converted_teach_and_learn_nothing(family, layers):
+    ids = tokens(20)
+    model, everywhere = converted(family, converted_layers=layers), converted(family)
+    for at in layers:
+        state = everywhere.model.layers[at].state_dict()
+        model.model.layers[at].load_state_dict(state)
+    teacher, all_teacher = (run_teacher(m, input_ids=ids) for m in (model, everywhere))
+    logits = model(ids, teacher=Teacher(), use_cache=False).logits
+    torch.testing.assert_close(logits, base_logits(family, ids, "own"), **EXACT)
+    for found, whole in ((teacher.output, all_teacher.output), (teacher.mass, all_teacher.mass)):
+        assert len(found) == 2
+        expected = torch.stack(whole)[list(layers)]
+        torch.testing.assert_close(torch.stack(found), expected, **EXACT)
+
+
 def test_a_perfect_mixture_has_no_error():
     """Everything in the window: p(l=0) = 1 is right, and the errors say so."""
     model = converted("llama", local_window=64)
@@ -199,12 +215,14 @@ def test_nothing_of_the_base_is_kept_for_the_backward_pass():
     assert not [shape for shape in shapes if width in shape[-1:]]
 
 
-def test_the_last_layer_is_first_and_one_ends_before_the_next():
-    model, seen = latents_alone(), []
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (0, 3), (1, 2)])
+def test_the_last_layer_is_first_and_one_ends_before_the_next(layers):
+    model, seen = latents_alone(converted_layers=layers), []
 
     def watch(layer, _, out):  # as FSDP2 does
         index = layer.self_attn.layer_idx
-        out.register_hook(lambda _: seen.append(("begin", index)))
+        if out.requires_grad:
+            out.register_hook(lambda _: seen.append(("begin", index)))
 
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(watch)
@@ -216,13 +234,17 @@ def test_the_last_layer_is_first_and_one_ends_before_the_next():
     run_teacher(model, input_ids=tokens(20)).loss().backward()
     order = [index for _, index in seen]
     assert order == sorted(order, reverse=True)
-    assert [index for what, index in seen if what == "begin"] == [3, 2, 1, 0]
-    for index in range(LAYERS):  # a layer's output is reached before the layer's gradients
+    begun = [index for what, index in seen if what == "begin"]
+    assert begun == list(range(LAYERS - 1, layers[0] - 1, -1))
+    for index in layers:  # a layer's output is reached before the layer's gradients
         first, *rest = [what for what, i in seen if i == index]
         assert first == "begin" and rest and set(rest) == {"gradient"}
 
 
-@pytest.mark.parametrize("option", [{}, {"latent_input": "rglru", "delay_latents": True}])
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"latent_input": "rglru", "delay_latents": True}, {"converted_layers": (1, 3)}],
+)
 def test_checkpointing_and_accumulation_change_no_gradient(option):
     plain, lean = latents_alone(**option), latents_alone(**option)
     lean.gradient_checkpointing_enable()
@@ -233,7 +255,8 @@ def test_checkpointing_and_accumulation_change_no_gradient(option):
         assert torch.equal(teacher.loss(), loss)
         loss.backward()
         teacher.loss().backward()
-        assert len(teacher.output) == len(teacher.mass) == LAYERS  # computed again, counted once
+        layers = len(option.get("converted_layers", range(LAYERS)))
+        assert len(teacher.output) == len(teacher.mass) == layers  # computed again, counted once
     expected, found = gradients(plain), gradients(lean)
     assert set(found) == set(expected) == {n for n, _ in plain.named_parameters() if ".lat" in n}
     for name, gradient in expected.items():
@@ -247,17 +270,19 @@ def one_process():
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("layers", [range(LAYERS), (0, 3)])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_fully_sharded_blocks_are_gathered_in_turn(checkpointing, one_process):
+def test_fully_sharded_blocks_are_gathered_in_turn(checkpointing, layers, one_process):
     """FSDP2's own hooks, on one process: a block's weights are there when its losses need them."""
     from latte.train.trainer import shard
 
-    plain, sharded = latents_alone(), latents_alone()
+    option = {"converted_layers": tuple(layers)}
+    plain, sharded = latents_alone(**option), latents_alone(**option)
     if checkpointing:
         sharded.gradient_checkpointing_enable()
     shard(sharded, torch.device("cpu"))
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    layers = sharded.model.layers
+    blocks = sharded.model.layers
     gathered = []
     for seed in (0, 1):  # twice: gradients add up
         ids = tokens(20, seed=seed)
@@ -266,15 +291,15 @@ def test_fully_sharded_blocks_are_gathered_in_turn(checkpointing, one_process):
         for output in teacher.output:
             output.register_hook(
                 lambda _: gathered.append(
-                    [not isinstance(each.self_attn.o_proj.weight, DTensor) for each in layers]
+                    [not isinstance(each.self_attn.o_proj.weight, DTensor) for each in blocks]
                 )
             )
         teacher.loss().backward()
-    assert len(gathered) == 2 * LAYERS
-    for turn, blocks in enumerate(gathered):
-        own = LAYERS - 1 - turn % LAYERS
-        assert blocks[own]
-        others = [index for index, here in enumerate(blocks) if here and index != own]
+    assert len(gathered) == 2 * len(layers)
+    for turn, there in enumerate(gathered):
+        own = layers[len(layers) - 1 - turn % len(layers)]
+        assert there[own]
+        others = [index for index, here in enumerate(there) if here and index != own]
         assert others in ([], [own - 1])  # at most the next one, which FSDP2 gathers ahead
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
     expected, found = gradients(plain), gradients(sharded)

@@ -73,11 +73,12 @@ def look():
         {},
         {"latent_input": "none", "delay_latents": True},
         {"num_sinks": 2, "delay_latents": True},
+        {"delay_latents": True, "forgetting": "gated", "half_life_range": [2.0, 9.0]},
         {"mixing": "window"},
         {"mixing": "latents"},
         {"mixing": "base"},
     ],
-    ids=["plain", "delayed", "sinks", "window", "latents", "base"],
+    ids=["plain", "delayed", "sinks", "forgetting", "window", "latents", "base"],
 )
 def test_weights_are_those_of_the_layer(look, family, fields):
     _, inspection, own = look(family, **fields)

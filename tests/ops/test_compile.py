@@ -81,7 +81,7 @@ def test_custom_ops_keep_their_contracts(packed, masked):
     g = (-k.detach().abs()).requires_grad_()
     checks |= torch.library.opcheck(forgetting_op, (q, k, v, mask, cu, None, None, g))
     local = [x.requires_grad_() for x in macchiato_inputs(B, 20)[2:]]
-    args = (*local, mask, cu, None, None, None, 8, 0.4, 0.0, True)
+    args = (*local, mask, cu, *[None] * 8, 8, 0.4, 0.0, True)
     checks |= torch.library.opcheck(window_op, args)
     assert set(checks.values()) == {"SUCCESS"}
 

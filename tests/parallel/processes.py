@@ -160,10 +160,12 @@ def prepare() -> None:
     for family, fields in (
         ("llama", {}),
         ("gemma2", {"latent_input": "conv", "forgetting": "gated"}),
+        ("gemma2, one layer with its own window", {"converted_layers": (1,), "sliding_window": 9}),
         ("qwen2", {"mixing": "latents"}),
         ("gemma3_text", {"mixing": "window", "layer_types": ["sliding_attention"] * 2}),
     ):
-        expect(f"converted {family}", make_converted(family, **fields), make_batch(), 2)
+        model = make_converted(family.partition(",")[0], **fields)
+        expect(f"converted {family}", model, make_batch(), 2)
     for preset in ("latte-conv-swa-f++", "latte-r-swa++", "linear++"):
         single = make(preset, torch.float32)
         expect(f"{preset}, fp32", single, make_batch(tokens=70), 2)

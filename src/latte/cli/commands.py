@@ -12,16 +12,24 @@ from latte.errors import LatteError
 # Option, keyword of `latte.conversion.convert`, type, help.
 CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
     ("--window", "window", int, "keys that the window sees, self included (128)"),
-    ("--latents", "num_latents", int, "latents over all query heads, which divide it (128)"),
-    ("--latent-input", "latent_input", str, "none, conv or rglru (rglru)"),
+    ("--latents", "num_latents", int, "number over all query heads, which divide it (16 a head)"),
+    ("--latent-input", "latent_input", str, "none, conv or rglru (none)"),
     ("--window-probability", "window_probability", float, "what p(l=0) starts at (0.95)"),
-    ("--sinks", "num_sinks", int, "first tokens that stay visible to the window (0)"),
+    ("--sinks", "num_sinks", int, "first tokens that stay visible to the window (4)"),
+    ("--initial", "initial", str, "what latents begin as: auto, landmarks or random (auto)"),
     ("--seed", "seed", int, "of the new weights (0)"),
     ("--dtype", "dtype", str, "of the base's weights, such as bfloat16 (the checkpoint's)"),
     ("--decay-range", "rglru_decay_range", float, "initial decays of the RG-LRU (0.9 0.999)"),
     ("--forgetting", "forgetting", str, "the latents' horizon: none, static or gated (none)"),
     ("--half-lives", "half_life_range", float, "initial ones of latents that forget (4 512)"),
+    ("--keep-layers", "keep_layers", list, "of full attention, left to the base: 7,20,23 (none)"),
 )
+
+
+CONVERSION_SWITCHES = {
+    "delay_latents": "feed the latents only with tokens that have left the window",
+    "joint_softmax": "the window's keys and the latents share one softmax",
+}
 
 
 def train(options: Namespace) -> int:
@@ -173,7 +181,7 @@ def compare(options: Namespace) -> int:
 
 def convert(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
-    shape = picked(options, *(name for _, name, _, _ in CONVERSION_SHAPE), "delay_latents")
+    shape = picked(options, *(name for _, name, _, _ in CONVERSION_SHAPE), *CONVERSION_SWITCHES)
     given = {name: value for name, value in shape.items() if value is not None}
     if options.recipe is not None:
         if given:
@@ -202,10 +210,12 @@ def convert(options: Namespace) -> int:
     new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
     total = sum(p.numel() for p in model.parameters())
     if not options.quiet:
+        config = model.config
+        layers = f"{len(config.converted_layers)} of {config.num_hidden_layers} layers converted"
         print(
-            f"written: {options.output}, {model.config.model_type},"
+            f"written: {options.output}, {config.model_type}, {layers},"
             f" {(total - new) / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones,"
-            " which are not trained yet (see latte convert --recipe)"
+            " which have not been trained yet (see latte convert --recipe)"
         )
     return 0
 
@@ -254,9 +264,14 @@ def benchmark(options: Namespace) -> int:
 
 
 def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
-    """Where an evaluation writes: a control's results beside the model's own, not over them."""
+    """Where an evaluation writes: a control's results beside the model's own, not over them.
+
+    Of a file's model it writes into the present folder: a file may lie where nothing is written.
+    """
     if options.output:
         return Path(options.output)
+    if checkpoint.is_file():
+        return Path(f"{checkpoint.stem}-evaluation")
     return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
 
 

@@ -10,7 +10,7 @@ from latte import __version__
 from latte.cli import commands
 from latte.errors import OneLineParser
 
-RUN = "a folder written by latte train or save_pretrained"
+RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"
 OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
@@ -158,7 +158,10 @@ def _evaluate(command: Any) -> None:
     add("--batch-tokens", type=int, default=16384, help="tokens side by side")
     add("--bf16", action="store_true", help="autocast to bfloat16")
     add("--device", help=DEVICE)
-    add("--output", help="folder of the tables and figures; CHECKPOINT/evaluation[-MIXING]")
+    add(
+        "--output",
+        help="folder of tables and figures; CHECKPOINT/evaluation[-MIXING], FILE-evaluation",
+    )
 
 
 def _generate(command: Any) -> None:
@@ -234,19 +237,16 @@ def _convert(command: Any) -> None:
         "Keeps all of the base's weights and adds the latents'. With a recipe it also trains them"
         " and compares base, controls and result; run again, it goes on where it stopped.",
     ).add_argument
-    add("base", help="a pretrained decoder: a folder, or a name on the Hub")
+    add("base", help="a pretrained decoder: a folder, a GGUF file, or a name on the Hub")
     add("output", help="a new folder")
     add("overrides", help="dotted overrides of the recipe", **OVERRIDES)
     add("--recipe", help="train by it too: attention transfer, then next tokens, then a comparison")
     for option, name, kind, text in commands.CONVERSION_SHAPE:
         two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name.endswith("_range") else {}
-        add(option, dest=name, type=kind, help=text, **two)
-    add(
-        "--delay-latents",
-        action="store_true",
-        default=None,
-        help="feed the latents only with tokens that have left the window",
-    )
+        add(option, dest=name, type=numbers if kind is list else kind, help=text, **two)
+    for name, text in commands.CONVERSION_SWITCHES.items():
+        switch = argparse.BooleanOptionalAction
+        add(f"--{name.replace('_', '-')}", action=switch, default=None, help=f"{text} (yes)")
     add("--quiet", action="store_true", help="no progress bar and no lines")
 
 

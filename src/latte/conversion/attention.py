@@ -14,19 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
-from latte.conversion.sources import attention_with_sinks, delayed, pending_state, sink_keys
+from latte.conversion.sources import late_latents, sink_keys
 from latte.conversion.step import Turns, norm, turns_of
 from latte.layers import MixerState, MixingLogits
 from latte.layers.baselines import step_window
-from latte.layers.latent_input import LatentInputs, LatentLogits, window_share
+from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.latte import mix_macchiato, step_macchiato
 from latte.layers.mixer import remembered
 from latte.layers.parts import linear_maps
-from latte.layers.state import Piece, TokenLog, without_decay
+from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
-from latte.ops import latte_attention, sliding_window_attention
+from latte.ops import Sinks, WindowState, sliding_window_attention, window_log_mass
 from latte.ops.step import in_dtype
 
 
@@ -50,6 +51,9 @@ class Projections(NamedTuple):
 
 class MacchiatoAttention(nn.Module):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with the base's q, k, v and output.
+
+    In a layer that is not converted (``config.converted_layers``) it is the base's own attention:
+    always ``mixing="base"``, without latents and sinks.
 
     Args:
         base: the attention module of a decoder layer; its sub-modules move here.
@@ -78,9 +82,15 @@ class MacchiatoAttention(nn.Module):
         self.scale: float = base.scaling
         self.softcap = softcap
         self.window, self.base_window = fields.local_window, fields.base_window(self.layer_idx)
-        self.num_sinks, self.delay_latents = fields.num_sinks, fields.delay_latents
-        self.mixing: str = fields.mixing
+        self.converted = fields.is_converted(self.layer_idx)
+        self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
+        self.num_sinks = fields.num_sinks if self.converted else 0
+        self.delay_latents = fields.delay_latents and self.converted
+        self.joint_softmax = fields.joint_softmax and self.converted
+        self.mixing: str = fields.mixing if self.converted else "base"
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
+        if not self.converted:
+            return
         self.latents: Any = LatentLogits(
             config.hidden_size,
             self.num_heads,
@@ -110,7 +120,7 @@ class MacchiatoAttention(nn.Module):
         """The base's call, with ``tokens`` in the place of its mask, and a LatteCache.
 
         With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is the base's
-        own attention, and the teacher records how far this module's is from it.
+        own attention, and the teacher records how far this module's is from it, if it is converted.
         """
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
@@ -127,7 +137,7 @@ class MacchiatoAttention(nn.Module):
             )
         piece = Piece(hidden_states, tokens.key_mask, tokens.cu_seqlens, state, carry)
         local = self.project(hidden_states, position_embeddings, tokens)
-        if teacher is not None:
+        if teacher is not None and self.converted:
             return teacher(self, local, piece), None
         out_BTHK, after, log = self.mix(local, piece)
         if carry:
@@ -159,21 +169,27 @@ class MacchiatoAttention(nn.Module):
             return step_window(local, *options).view(B, -1)
         latents: Any = parts["latents"]
         logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
-        return step_macchiato(logits, local, *options).view(B, -1)
+        out = step_macchiato(logits, local, *options, joint=self.joint_softmax)
+        return out.view(B, -1)
+
+    def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""
+        heads = (*x_BTE.shape[:2], -1, self.head_dim)
+        q, k, v = (proj(x_BTE).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def project(
         self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens
     ) -> Projections:
         """The base's queries, keys and values: normalised if it does so, then rotated."""
-        heads = (*x_BTE.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x_BTE).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.heads(x_BTE)
         # Autocast lowers the projections but not the rotation: all go on in the values' dtype.
         turned = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
         rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
         sink_q = None
-        if tokens.sink_embeddings is not None:
+        if self.num_sinks and tokens.sink_embeddings is not None:
             table = tokens.sink_embeddings[self.layer_kind]
             sink_q = self._apply_rotary(q, k, *table, unsqueeze_dim=2)[0].to(v.dtype)
         return Projections(rotated_q, rotated_k, v, sink_q)
@@ -182,7 +198,7 @@ class MacchiatoAttention(nn.Module):
         """Heads' outputs (B, T, H, K), the parts of the state that change, and the tokens' log."""
         log = TokenLog(v=local.v, local_k=local.k)
         if self.mixing == "base":
-            return *self._softmax(self.base_window, local, piece), log
+            return *self.full_attention(local, piece), log
         if self.mixing == "window":
             return *self.window_branch(local, piece), log
         logits, log_decay, inputs = self.logits(local, piece)
@@ -200,6 +216,29 @@ class MacchiatoAttention(nn.Module):
         latent_q, latent_k = latent_q.to(local.v.dtype), latent_k.to(local.v.dtype)
         return MixingLogits(latent_q, latent_k, local.q, local.k), log_decay, inputs
 
+    def mixture(self, logits: MixingLogits, local: Projections, piece: Piece) -> Tensor:
+        """The logits (B, T, H, L+1) of p(l|t), fp32 where the window's mass is part of them."""
+        latent_q = logits.latent_q
+        assert latent_q is not None
+        if not self.joint_softmax:
+            return latent_q
+        mass_BTH = self.window_log_mass(local, piece)
+        return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+
+    def window_log_mass(self, local: Projections, piece: Piece) -> Tensor:
+        """The logsumexp of the window's logits, sinks included, (B, T, H)."""
+        return piece.across(window_log_mass)(
+            local.q,
+            local.k,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            key_mask=piece.key_mask,
+            cu_seqlens=piece.cu_seqlens,
+            initial_state=piece.state.window,
+            sinks=self._sinks(local, piece),
+        )
+
     def mixing_logits(
         self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], tokens: Tokens
     ) -> MixingLogits:
@@ -211,7 +250,12 @@ class MacchiatoAttention(nn.Module):
         if self.mixing in ("base", "window"):
             return MixingLogits(q=local.q, k=local.k)
         logits, log_decay, _ = self.logits(local, Piece(x_BTE))
-        logits = remembered(logits, log_decay)
+        mixture = self.mixture(logits, local, Piece(x_BTE))
+        if log_decay is not None and self.delay_latents:
+            # A source is forgotten from the token on that feeds the latents with it.
+            log_decay = F.pad(log_decay[:, self.window :], (0, 0, 0, 0, 0, self.window))
+            log_decay = log_decay[:, : x_BTE.shape[1]]
+        logits = remembered(logits._replace(latent_q=mixture), log_decay)
         if self.mixing != "latents":
             return logits
         assert logits.latent_q is not None
@@ -239,7 +283,7 @@ class MacchiatoAttention(nn.Module):
         )
         piece = Piece(x_BTE[:, :first])
         if self.mixing == "base":
-            weights, _ = self._softmax(self.base_window, local, piece)
+            weights, _ = self.full_attention(local, piece)
         else:
             weights, _ = self.window_branch(local, piece)
         return weights.transpose(1, 2)
@@ -248,24 +292,46 @@ class MacchiatoAttention(nn.Module):
         self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The mixture of both branches, (B, T, H, K), and their states."""
-        if self.mixing == "latents" or self.num_sinks or self.delay_latents:
-            return self._combine_apart(logits, log_decay, local, piece)
+        if self.mixing == "latents":
+            late = self.window if self.delay_latents else None
+            return late_latents(logits, log_decay, local.v, piece, late)
         options: dict[str, Any] = {"window": self.window, "scale": self.scale}
         options |= {"softcap": self.softcap, "log_decay": log_decay}
-        return mix_macchiato(logits, local.v, piece, **options)
+        sinks = self._sinks(local, piece)
+        options |= {"sinks": sinks, "delay": self.delay_latents, "joint": self.joint_softmax}
+        out, after = mix_macchiato(logits, local.v, piece, **options)
+        return out, self._with_sinks(after, sinks, piece)
+
+    def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
+        """The base's own attention: full, or in the layer's own window."""
+        return self._softmax(self.base_window, local, piece)
 
     def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The window's branch, with its sinks if it has any."""
+        sinks = self._sinks(local, piece)
+        out, after = self._softmax(self.window, local, piece, sinks)
+        return out, self._with_sinks(after, sinks, piece)
+
+    def _sinks(self, local: Projections, piece: Piece) -> Sinks | None:
+        """What the window sees of the sequences' first tokens."""
         if not self.num_sinks:
-            return self._softmax(self.window, local, piece)
-        sinks = sink_keys(local.k, local.v, self.num_sinks, piece)
-        out, window = attention_with_sinks(
-            *local, sinks, piece, window=self.window, scale=self.scale, softcap=self.softcap
-        )
-        return out, MixerState(window=window, sinks=sinks if piece.output_final_state else None)
+            return None
+        assert local.sink_q is not None, "sinks need their own rotation of the queries"
+        kept = sink_keys(local.k, local.v, self.num_sinks, piece)
+        return Sinks(local.sink_q, *kept, piece.state.position)
+
+    def _with_sinks(self, after: MixerState, sinks: Sinks | None, piece: Piece) -> MixerState:
+        """The state, with the sinks as they go on."""
+        if sinks is None or not piece.output_final_state:
+            return after
+        return after._replace(sinks=WindowState(sinks.keys, sinks.values, sinks.mask))
 
     def _softmax(
-        self, window: int | None, local: Projections, piece: Piece
+        self,
+        window: int | None,
+        local: Projections,
+        piece: Piece,
+        sinks: Sinks | None = None,
     ) -> tuple[Tensor, MixerState]:
         """Softmax attention over a window of the base's keys, or over all of them (None)."""
         out, tail = piece.across(sliding_window_attention)(
@@ -274,39 +340,10 @@ class MacchiatoAttention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             initial_state=piece.state.window,
+            sinks=sinks,
             **piece.sequences,
         )
         return out, MixerState(window=tail)
-
-    def _combine_apart(
-        self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
-    ) -> tuple[Tensor, MixerState]:
-        """The two branches one by one, and their mixture: what the fused op does not offer."""
-        latent_q, latent_k = logits.latent_q, logits.latent_k
-        assert latent_q is not None and latent_k is not None
-        keys, values, mask, seen = latent_k, local.v, piece.key_mask, None
-        pending = None
-        if self.delay_latents:
-            keys, values, mask, seen = delayed(latent_k, local.v, self.window, piece)
-            if piece.output_final_state:
-                pending = pending_state(latent_k, local.v, self.window, piece)
-        latent_out, latent = piece.across(latte_attention)(
-            latent_q[..., 1:],
-            keys,
-            values,
-            initial_state=piece.state.latent,
-            log_decay=log_decay,
-            **piece._replace(key_mask=mask).sequences,
-        )
-        latent = without_decay(latent)
-        if self.mixing == "latents":
-            return latent_out, MixerState(latent=latent, pending=pending)
-        local_out, after = self.window_branch(local, piece)
-        p_BTH1 = window_share(latent_q)[..., None]
-        if seen is not None:  # without latent mass all of the distribution is the window's
-            p_BTH1 = torch.where(seen[..., None, None], p_BTH1, 1.0)
-        out = p_BTH1 * local_out + (1 - p_BTH1) * latent_out
-        return out.to(local.v.dtype), after._replace(latent=latent, pending=pending)
 
     def mixing_flops(self, length: int) -> float:
         """FLOPs per token, forward, at a length: of both branches, or of the base's attention."""
@@ -316,6 +353,8 @@ class MacchiatoAttention(nn.Module):
         return 4.0 * self.head_dim * (latents + self.num_heads * seen)
 
     def extra_repr(self) -> str:
+        if not self.converted:
+            return f"the base's own, window={self.base_window}"
         return (
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}"

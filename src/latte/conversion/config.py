@@ -28,20 +28,29 @@ class MacchiatoFields:
 
     Args:
         num_latents: latent states over all query heads; each head has ``num_latents / heads``.
-        local_window: keys that the window sees, self included, in every layer. The base's own
-            ``sliding_window`` stays what it was: its teacher's attention needs it.
+        local_window: keys that the window sees, self included, in the layers that are converted.
+            The base's own ``sliding_window`` stays what it was: layers that are not converted see
+            so far, and the teacher of those that are.
+        converted_layers: the layers with a window and latents, by number from 0. The others have
+            the base's own attention: those with a window of their own, and those of full attention
+            that were to be kept (:attr:`keep_layers`), whose state grows with the text. None, as
+            in files from before there was a choice: all layers.
         latent_input: where the latent logits come from: ``none`` (the layer's input x), ``conv``
             or ``rglru`` (eq. 18-19).
         window_probability: p(l=0), the window's share, of a model that is not yet trained; set
             by a bias on the window's query logit.
         rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
-        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``.
+        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``. Delayed latents
+            forget at the query's token, by what that token says.
         num_sinks: so many first tokens of a sequence stay visible to the window's softmax
             (arXiv 2309.17453), at positions no further away than the window's edge.
         delay_latents: feed the latents only with tokens that have left the window, so that the
             two branches share no token; while nothing has left it, p(l=0) is 1.
+        joint_softmax: the window's keys and the latents share one softmax: p(l=0) then follows the
+            mass of the window's own logits, and the learned logit adds to it.
         mixing: ``learned`` is the model. The others are controls: ``window`` (p(l=0) = 1),
             ``latents`` (p(l=0) = 0), and ``base``, the base's own attention, of quadratic cost.
+        converted_from: the GGUF file that the base's weights came from, and its quantisation.
     """
 
     num_latents: int = 128
@@ -53,10 +62,13 @@ class MacchiatoFields:
     half_life_range: Sequence[float] = HALF_LIFE_RANGE
     num_sinks: int = 0
     delay_latents: bool = False
+    joint_softmax: bool = False
     mixing: Mixing = "learned"
+    converted_layers: Sequence[int] | None = None
+    converted_from: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in ("rglru_decay_range", "half_life_range"):
+        for name in ("rglru_decay_range", "half_life_range", "converted_layers"):
             if isinstance(getattr(self, name), list):  # as JSON has it
                 setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -84,13 +96,15 @@ class MacchiatoFields:
         check_probability("window_probability", self.window_probability)
         check_decay_range("rglru_decay_range", self.rglru_decay_range)
         check_half_lives("half_life_range", self.half_life_range)
-        if self.forgetting != "none" and self.delay_latents:
-            raise ValueError(
-                f"forgetting={self.forgetting!r} needs delay_latents=False: a delayed latent would "
-                "forget by tokens that it has not seen"
-            )
         if self.num_sinks < 0:
             raise ValueError(f"num_sinks must be 0 or more, got {self.num_sinks}")
+        layers = range(self.num_hidden_layers)  # type: ignore[attr-defined]
+        chosen = self.converted_layers
+        if chosen is not None and (not chosen or sorted(set(chosen) & set(layers)) != [*chosen]):
+            raise ValueError(
+                f"converted_layers must be rising numbers of some of {len(layers)} layers, got "
+                f"{chosen!r}"
+            )
         hidden: int = self.hidden_size  # type: ignore[attr-defined]
         if self.latent_input == "rglru" and hidden % heads:
             raise ValueError(
@@ -105,9 +119,25 @@ class MacchiatoFields:
             return None
         return getattr(self, "sliding_window", None)
 
+    def is_converted(self, layer_idx: int) -> bool:
+        """Whether a layer has a window and latents in the place of the base's own attention."""
+        return self.converted_layers is None or layer_idx in self.converted_layers
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers in which the base has full attention: those that can be converted."""
+        layers = range(self.num_hidden_layers)  # type: ignore[attr-defined]
+        return tuple(layer for layer in layers if self.base_window(layer) is None)
+
+    @property
+    def keep_layers(self) -> tuple[int, ...]:
+        """The layers of full attention that are left to the base."""
+        return tuple(layer for layer in self.full_layers if not self.is_converted(layer))
+
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token: the base's full attention alone does."""
-        return self.mixing == "base" and self.base_window(layer_idx) is None
+        own = self.mixing == "base" or not self.is_converted(layer_idx)
+        return own and self.base_window(layer_idx) is None
 
 
 OWN_FIELDS = tuple(MacchiatoFields.__dataclass_fields__)

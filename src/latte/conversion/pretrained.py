@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from latte.errors import LatteError, check_seed, one_line
+from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
 
 MULTIMODAL = ("gemma3",)
+INITIAL = ("auto", "landmarks", "random")
+LATENTS_PER_HEAD = 16  # where nobody says how many
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
@@ -24,29 +27,34 @@ def convert(
     output: str | Path | None = None,
     *,
     window: int = 128,
-    num_latents: int = 128,
-    latent_input: str = "rglru",
+    num_latents: int | None = None,
+    latent_input: str = "none",
     window_probability: float = 0.95,
     rglru_decay_range: Sequence[float] = DECAY_RANGE,
     forgetting: str = "none",
     half_life_range: Sequence[float] = HALF_LIFE_RANGE,
-    num_sinks: int = 0,
-    delay_latents: bool = False,
+    num_sinks: int = 4,
+    delay_latents: bool = True,
+    joint_softmax: bool = True,
+    keep_layers: Sequence[int] = (),
+    initial: str = "auto",
+    calibration: str | Sequence[torch.Tensor] | None = None,
     seed: int = 0,
     dtype: str | torch.dtype = "auto",
 ) -> Any:
-    """Replace a decoder's attention by a window of its own and latents; keep every weight.
+    """Replace a decoder's full attention by a window and latents; keep every weight.
 
-    The new weights, ``layers.*.self_attn.latents.*``, are random and have to be trained: see
-    ``latte convert --recipe``. With p(l=0) = 1 the model is the base with a ``window`` on every
-    layer, exactly.
+    The new weights, ``layers.*.self_attn.latents.*``, begin as landmarks, which approximate the
+    base's own attention, or at random. Train them for good results: ``latte convert --recipe``.
+    With p(l=0) = 1 the model is the base with a ``window`` in the place of full attention, exactly. Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen)
+    stay as they are: their state is constant in size.
 
     Args:
-        base: a folder written by ``save_pretrained``, or a name on the Hub: Gemma 1, 2 and 3
-            (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
+        base: a folder written by ``save_pretrained``, a GGUF file or a folder with one, or a name
+            on the Hub: Gemma 1, 2 and 3 (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
         output: a folder to be made for the model and the base's tokeniser; None saves nothing.
         window: keys that the window sees, self included.
-        num_latents: over all query heads, which divide it.
+        num_latents: number of latents over all query heads, which divide it; None is 16 a head.
         latent_input: what the latent logits are computed from: ``none``, ``conv`` or ``rglru``.
         window_probability: what p(l=0) starts at.
         rglru_decay_range: lowest and highest initial decay of the RG-LRU.
@@ -54,16 +62,24 @@ def convert(
         half_life_range: shortest and longest initial half-life of latents that forget, in tokens.
         num_sinks: first tokens that stay visible to the window.
         delay_latents: feed the latents only with tokens that have left the window.
+        joint_softmax: the window's keys and the latents share one softmax (beyond the paper).
+        keep_layers: layers of full attention, by number from 0, that stay as they are too. The
+            model is then a hybrid: their state, and the time of a step, grow with the text.
+        initial: what the latents begin as: ``landmarks`` (:mod:`latte.conversion.landmarks`),
+            ``random``, or ``auto``, which is landmarks where ``latent_input`` is ``none``.
+        calibration: what landmarks are computed from: a text, or rows of token ids (B, T); None is
+            English text that every Python carries. Some 8,000 tokens are used.
         seed: of the new weights.
-        dtype: of the base's weights; ``auto`` keeps the checkpoint's. The new ones are fp32 (fp64
-            if the base is).
+        dtype: of the base's weights; ``auto`` keeps the checkpoint's, and is bf16 for a quantised
+            GGUF file. The new ones are fp32 (fp64 if the base is).
 
     Returns:
         The converted model, in evaluation mode.
 
     Raises:
-        LatteError: the base cannot be read or is of an unsupported architecture or quantised, a
-            value does not fit, or ``output`` exists. Nothing has been written then.
+        LatteError: the base cannot be read, is of an unsupported architecture or quantised (but as
+            GGUF), has no layer of full attention, a value does not fit, or ``output`` exists.
+            Nothing has been written then.
     """
     check_seed("seed", seed)
     target = None if output is None else check_output(output)
@@ -77,13 +93,34 @@ def convert(
         "half_life_range": half_life_range,
         "num_sinks": num_sinks,
         "delay_latents": delay_latents,
+        "joint_softmax": joint_softmax,
+        "keep_layers": keep_layers,
     }
     config = converted_config(base, values)
-    tokenizer = None if target is None else load_tokenizer(base)
+    landmarks = begins_with_landmarks(initial, config)
+    text = landmarks and (calibration is None or isinstance(calibration, str))
+    tokenizer = None if target is None and not text else load_tokenizer(base)
     model = load_base(base, config, seed=seed, dtype=dtype)
+    if landmarks:
+        from latte.conversion.landmarks import calibration_rows, set_landmarks
+
+        rows = calibration_rows(tokenizer, calibration) if text else calibration
+        set_landmarks(model, rows, seed=seed)
     if target is not None:
         save(model, tokenizer, target)
     return model
+
+
+def begins_with_landmarks(initial: str, config: Any) -> bool:
+    """Whether ``initial`` asks for landmarks. Raises LatteError where they cannot be had."""
+    if initial not in INITIAL:
+        raise LatteError(f"initial: expected one of {', '.join(INITIAL)}, got {initial!r}")
+    if initial == "landmarks" and config.latent_input != "none":
+        raise LatteError(
+            f"initial=landmarks needs latent_input=none, got {config.latent_input}: landmarks are"
+            " linear in the layer's input"
+        )
+    return initial == "landmarks" or (initial == "auto" and config.latent_input == "none")
 
 
 def check_output(output: str | Path) -> Path:
@@ -102,9 +139,12 @@ def check_output(output: str | Path) -> Path:
 def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     """The converted model's configuration, checked.
 
+    Args:
+        values: of fields; of ``keep_layers`` in the place of ``converted_layers``.
+
     Raises:
-        LatteError: no such base, an architecture that is not supported, quantised weights, or a
-            value that does not fit.
+        LatteError: no such base, an architecture that is not supported, quantised weights, no
+            layer to convert, or a value that does not fit.
     """
     from latte.conversion.config import CONFIGS, OWN_FIELDS
 
@@ -122,10 +162,13 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise LatteError(
-            f"base {base} is quantised; expected full-precision weights (fp32, bf16 or fp16)"
+            f"base {base} is quantised; expected full-precision weights (fp32, bf16 or fp16), or a"
+            " GGUF file"
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise LatteError(f"base {base} is bidirectional; expected a causal decoder")
+    values = dict(values)
+    keep = values.pop("keep_layers", ())
     unknown = sorted(set(values) - set(OWN_FIELDS))
     if unknown:
         expected = ", ".join(sorted(OWN_FIELDS))
@@ -133,16 +176,64 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     inherited = config.to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
         inherited.pop(name, None)
-    return CONFIGS[kind](**inherited, **values)
+    file = gguf_at(base)
+    if file is not None:
+        inherited["converted_from"] = open_gguf(file).note
+    if values.get("num_latents", 0) is None:
+        values["num_latents"] = LATENTS_PER_HEAD * config.num_attention_heads
+    made = CONFIGS[kind](**inherited, **values)
+    made.converted_layers = _to_convert(base, made, keep)
+    return made
+
+
+def _to_convert(base: str | Path, config: Any, keep: Sequence[int]) -> tuple[int, ...]:
+    """The layers of full attention but for those to keep."""
+    full, count = config.full_layers, config.num_hidden_layers
+    if not full:
+        raise LatteError(
+            f"base {base} has a window of {config.base_window(0)} tokens in every layer: it is"
+            " linear in time already; expected one with layers of full attention"
+        )
+    for layer in keep:
+        if layer in full:
+            continue
+        why = (
+            f"which has a window of its own, of {config.base_window(layer)} tokens"
+            if (0 <= layer < count)
+            else f"and the base has {count} layers"
+        )
+        raise LatteError(
+            f"keep_layers: expected numbers of layers of full attention ({_listed(full)}), got"
+            f" {layer}, {why}"
+        )
+    chosen = tuple(layer for layer in full if layer not in keep)
+    if not chosen:
+        raise LatteError(
+            f"keep_layers: expected some of the layers of full attention ({_listed(full)}) to be"
+            " left out, got all: nothing would be converted"
+        )
+    return chosen
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """`0 to 29`, or `5, 11, 17`."""
+    first, last = layers[0], layers[-1]
+    if len(layers) > 2 and len(layers) == last - first + 1:
+        return f"{first} to {last}"
+    return ", ".join(map(str, layers))
 
 
 def read_config(base: str | Path) -> Any:
     """A pretrained model's configuration, whatever its architecture. Raises LatteError."""
     from transformers import AutoConfig
 
-    folder = Path(base)
+    file, folder = gguf_at(base), Path(base)
+    if file is not None:
+        return gguf_config(open_gguf(file))
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
-        raise LatteError(f"base {folder} does not exist; expected a folder, or a name on the Hub")
+        raise LatteError(
+            f"base {folder} does not exist; expected a folder, a GGUF file, or a name on the Hub"
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
     try:
@@ -160,9 +251,14 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     from latte.conversion.modeling import FAMILIES, NEW_WEIGHTS
 
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
+    file, place, options = gguf_at(base), base, {"dtype": dtype}
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        if file is not None:  # its weights have names and orders of their own: the base undoes both
+            opened = open_gguf(file)
+            plain = gguf_model(opened, gguf_config(opened), dtype)
+            options = {"state_dict": plain.state_dict(), "dtype": plain.dtype}
         torch.manual_seed(seed)
-        return load_whole(language_model, "base", base, config, new=NEW_WEIGHTS, dtype=dtype)
+        return load_whole(language_model, "base", place, config, new=NEW_WEIGHTS, **options)
 
 
 def load_whole(
@@ -172,6 +268,7 @@ def load_whole(
 
     Args:
         what: the place is, for the errors.
+        options: of ``from_pretrained``; a ``state_dict`` is taken in the place of the place's.
         new: in the names of weights that need not be there.
 
     Returns:
@@ -184,7 +281,7 @@ def load_whole(
 
     try:
         model, found = kind.from_pretrained(
-            place,
+            None if "state_dict" in options else place,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to name them below
@@ -212,7 +309,9 @@ def load_tokenizer(base: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    folder = Path(base)
+    file, folder = gguf_at(base), Path(base)
+    if file is not None:
+        return gguf_tokenizer(open_gguf(file))
     if folder.is_dir() and not any((folder / name).exists() for name in files):
         raise LatteError(f"base {folder} has no tokenizer; expected tokenizer.json")
     try:

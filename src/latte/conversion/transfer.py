@@ -63,8 +63,15 @@ class Teacher:
         self._hidden = x_BTE
         return x_BTE.detach()
 
-    def leave(self, x_BTE: Tensor) -> Tensor:
-        """A layer's output, which carries the layer's errors and all errors before them."""
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
+        """A layer's output, which carries the layer's errors and all errors before them.
+
+        A layer that is not converted has no error.
+        """
+        if not converted:
+            assert self._hidden is not None  # a layer that is left has been entered
+            (self._hidden,) = carry(self._hidden, x_BTE.detach())
+            return self._hidden
         if len(self._carried) == len(self.output):  # computed again, by gradient checkpointing
             return x_BTE
         assert self._hidden is not None  # a layer that is left has been entered
@@ -80,13 +87,13 @@ class Teacher:
             target_BTE = layer.o_proj(target_BTHK.to(local.v.dtype).flatten(-2))
         fixed, piece = map_tensors(Tensor.detach, local), map_tensors(Tensor.detach, piece)
         logits, log_decay, _ = layer.logits(fixed, piece)
-        latent_q = logits.latent_q
-        assert latent_q is not None
         out_BTHK, _ = layer.combine(logits, log_decay, fixed, piece)
         out_BTE = layer.o_proj(out_BTHK.flatten(-2))
         output = relative_error(out_BTE, target_BTE, piece.real)
-        mass = mass_divergence(latent_q, mass_BTH, piece.real)
-        if layer.layer_idx == len(self.output):  # else computed again, by gradient checkpointing
+        mixture = layer.mixture(logits, fixed, piece)
+        mass = mass_divergence(mixture, mass_BTH, piece.real)
+        # Fewer than what is recorded: computed again, by gradient checkpointing.
+        if layer.converted_before == len(self.output):
             self.output.append(output)
             self.mass.append(mass)
         return target_BTE
@@ -181,6 +188,52 @@ def _attention(
     return torch.cat(outs, 1), torch.cat(masses, 1)
 
 
+def base_output(layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+    """The base's own attention of a layer, output projection included, (B, T, E)."""
+    out_BTHK, _ = layer.full_attention(local, piece)
+    return layer.o_proj(out_BTHK.flatten(-2))
+
+
+def sampled_masses(
+    layer: MacchiatoAttention, local: Projections, piece: Piece, places_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of some queries of rows without padding: how much of the base's attention is near.
+
+    Args:
+        places_S: the queries' places in the row, (S,) int64.
+
+    Returns:
+        m_t, the base's mass inside the window (and on the sinks), and the logsumexp of the logits
+        there; both (B, S, H), at least fp32.
+    """
+    q, k = _wide(local.q)[:, places_S], _wide(local.k)
+    logits = torch.einsum("bsgrk,btgk->bsgrt", q.unflatten(2, (k.shape[2], -1)), k) * layer.scale
+    if layer.softcap is not None:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    token_T = torch.arange(k.shape[1], device=k.device)
+    gap_ST = places_S[:, None] - token_T
+    seen_ST = gap_ST >= 0
+    if layer.base_window is not None:
+        seen_ST = seen_ST & (gap_ST < layer.base_window)
+    near_ST = seen_ST & ((gap_ST < layer.window) | (token_T < layer.num_sinks))
+    near, full = (
+        logits.masked_fill(~mask[None, :, None, None], -torch.inf).logsumexp(-1).flatten(2)
+        for mask in (near_ST, seen_ST)
+    )
+    return torch.exp(near - full), near
+
+
+def watch(model: Any, teacher: Any, **inputs: Any) -> Tensor:
+    """Run the base inside a converted model, with a teacher that watches its layers.
+
+    Returns:
+        The base's last hidden states, (B, T, E).
+    """
+    with torch.no_grad():
+        outputs = model.model(**inputs, teacher=teacher, use_cache=False)
+    return outputs.last_hidden_state
+
+
 def run_teacher(model: Any, **inputs: Any) -> Teacher:
     """One forward pass of a converted model with its base as the teacher."""
     teacher = Teacher()
@@ -229,9 +282,9 @@ def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if teacher is None else ((teacher.enter(args[0]), *args[1:]), kwargs)
 
 
-def _leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
+def _leave(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
     teacher = kwargs.get("teacher")
-    return None if teacher is None else teacher.leave(x_BTE)
+    return None if teacher is None else teacher.leave(x_BTE, layer.self_attn.converted)
 
 
 HOOKS = (_enter, _leave)  # of a layer, without a teacher of no effect

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latte.errors import LatteError, one_line
+from latte.gguf import gguf_at, gguf_tokenizer, open_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -118,7 +119,7 @@ def train_bpe(
 
 
 def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """``"byte"``, a folder with a tokeniser, or a name on the Hugging Face Hub ("gpt2").
+    """``"byte"``, a folder with a tokeniser, a GGUF file, or a name on the Hub ("gpt2").
 
     Raises:
         LatteError: it cannot be had, or has no end-of-text token (documents need one).
@@ -129,8 +130,13 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     path = Path(name).expanduser()
-    if name.startswith((".", "/", "~")) and not path.is_dir():
+    if name.startswith((".", "/", "~")) and not path.exists():
         raise LatteError(f"tokenizer {name}: no such folder")
+    file = gguf_at(path)
+    if file is not None:
+        tokenizer = gguf_tokenizer(open_gguf(file))
+        document_ends(tokenizer)
+        return tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     # The hub, the network and every tokeniser class have errors of their own; each says "no".

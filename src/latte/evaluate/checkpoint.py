@@ -10,6 +10,7 @@ import torch
 
 from latte.conversion.pretrained import LORA, load_whole
 from latte.errors import LatteError, one_line
+from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.models.registry import make_known
 from latte.train.recipe import Recipe, recipe_from_dict
 from latte.train.run_folder import (
@@ -23,15 +24,18 @@ from latte.train.run_folder import (
 def find_checkpoint(path: str | Path) -> Path:
     """The folder with the weights: `path` itself, or the newest checkpoint of an unfinished run.
 
+    A pretrained decoder is a checkpoint too: its folder, or its GGUF file, also in a folder.
+
     Raises:
         LatteError: no checkpoint, a finished run whose own files are not there, or a run whose
             newest checkpoint is damaged. No other weights are taken in their place.
     """
     folder = Path(path)
     if not folder.exists():
-        raise LatteError(f"checkpoint {folder} does not exist; expected a folder")
-    if not folder.is_dir():
-        raise LatteError(f"checkpoint {folder} is a file; expected a folder")
+        raise LatteError(f"checkpoint {folder} does not exist; expected a folder or a GGUF file")
+    file = gguf_at(folder)
+    if file is not None:
+        return file
     if (folder / "config.json").exists():
         return folder
     reason = f"{folder / 'config.json'} is missing"
@@ -50,6 +54,8 @@ def load_checkpoint(
 ) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer) of a folder written by training or save_pretrained.
 
+    Of a GGUF file the weights are dequantised.
+
     Args:
         mixing: of a converted model: `learned`, or one of the controls `window` (p(l=0) = 1),
             `latents` (p(l=0) = 0) and `base` (the base's own attention). None: as its config says.
@@ -66,7 +72,8 @@ def load_checkpoint(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_checkpoint(path)
-    config = load_config(folder)
+    opened = open_gguf(folder) if folder.is_file() else None
+    config = load_config(folder) if opened is None else gguf_config(opened)
     if mixing is not None:
         from latte.conversion.config import MIXINGS
 
@@ -78,13 +85,16 @@ def load_checkpoint(
                 f" latents, got {config.model_type!r} in {folder}"
             )
         config.mixing = mixing
-    if any(LORA in name for name in check_weights(folder)):
-        raise LatteError(
-            f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
-            " expected a finished one: run its training again to go on"
-        )
-    options = {"config": config, "local_files_only": True}
-    model = load_whole(AutoModelForCausalLM, "checkpoint", folder, **options)
+    if opened is not None:
+        model = gguf_model(opened, config)
+    else:
+        if any(LORA in name for name in check_weights(folder)):
+            raise LatteError(
+                f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
+                " expected a finished one: run its training again to go on"
+            )
+        options = {"config": config, "local_files_only": True}
+        model = load_whole(AutoModelForCausalLM, "checkpoint", folder, **options)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where == "meta":
         raise LatteError("device 'meta' cannot be used: it holds no values")
@@ -92,7 +102,7 @@ def load_checkpoint(
         model.to(where)
     except (RuntimeError, AssertionError) as error:
         raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
-    return model, _load_tokenizer(folder)
+    return model, _load_tokenizer(folder) if opened is None else gguf_tokenizer(opened)
 
 
 def training_recipe(path: str | Path) -> Recipe | None:

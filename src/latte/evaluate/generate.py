@@ -17,6 +17,7 @@ import torch
 from latte.data.tokenizers import document_ends
 from latte.errors import LatteError, check_seed
 from latte.models.registry import carries_state
+from latte.progress import progress
 
 READ_AT_ONCE = 4096  # tokens of a document
 
@@ -133,12 +134,9 @@ def generate(
 
 @torch.no_grad()
 def read(model: Any, ids: list[int], cache: Any) -> None:
-    """Put tokens through the model into a cache, in pieces, with a bar where that lasts."""
-    from tqdm import tqdm
-
+    """Put tokens through the model into a cache, in pieces; says how far where that lasts."""
     device = next(model.parameters()).device
-    hidden = len(ids) <= READ_AT_ONCE
-    with tqdm(total=len(ids), unit="token", unit_scale=True, disable=hidden) as bar:
+    with progress(len(ids), "token", shown=len(ids) > READ_AT_ONCE) as bar:
         for first in range(0, len(ids), READ_AT_ONCE):
             piece = torch.tensor([ids[first : first + READ_AT_ONCE]], device=device)
             model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)

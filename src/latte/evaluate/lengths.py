@@ -24,6 +24,7 @@ from latte.evaluate import tables
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.plots import conversion_figure
 from latte.machine import peak_memory_bytes
+from latte.progress import progress as show_progress
 from latte.train.convert import ConversionRecipe
 from latte.train.converted import mixing
 from latte.train.run import data_section
@@ -72,20 +73,18 @@ def evaluate_lengths(
 ) -> list[Row]:
     """Score `text` at each context length (tokens), with `options` of `latte.train.scoring.score`.
 
-    See the module docstring for the protocol.
+    See the module docstring for the protocol. With `progress` it says how far it is.
     """
-    from tqdm import tqdm
-
     for length in lengths:
         if length < 1:
             raise LatteError(f"lengths: expected whole numbers of at least 1, got {length}")
     check_positions(options.get("positions") or ())
     device = next(model.parameters()).device
     rows = []
-    total, hidden = len(lengths) * text.num_targets, None if progress else True
-    with tqdm(total=total, unit="token", unit_scale=True, disable=hidden) as bar:
+    total = len(lengths) * text.num_targets
+    with show_progress(total, "token", shown=progress) as bar:
         for length in lengths:
-            bar.set_description(f"{label} at {length}".strip())
+            bar.describe(f"{label} at {length}".strip())
             start = time.perf_counter()
             found = score(model, text, length, on_batch=bar.update, **options)
             seconds = time.perf_counter() - start

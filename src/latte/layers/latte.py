@@ -193,7 +193,7 @@ class LatteMacchiato(Mixer):
 def mix_macchiato(
     logits: MixingLogits, v_BTGD: Tensor, piece: Piece, **options: Any
 ) -> tuple[Tensor, MixerState]:
-    """Heads' outputs (B, T, H, D) of the mixture, and both branches' parts of the state.
+    """Heads' outputs (B, T, H, D) of the mixture, and the parts of the state that it carries on.
 
     The options are those of :func:`latte.ops.macchiato_attention`.
     """
@@ -201,12 +201,12 @@ def mix_macchiato(
     assert latent_q is not None and latent_k is not None and q is not None and k is not None
     initial, state = None, piece.state
     if state.latent is not None and state.window is not None:
-        initial = (state.latent, state.window)
+        initial = (state.latent, state.window, state.pending)[: 2 + bool(options.get("delay"))]
     options |= {"initial_state": initial, **piece.sequences}
     inputs = latent_q, latent_k, q, k, v_BTGD
     out, carried = piece.across(macchiato_attention)(*inputs, **options)
-    latent, window = (None, None) if carried is None else carried
-    return out, MixerState(latent=without_decay(latent), window=window)
+    latent, window, pending = (*(carried or (None, None)), None)[:3]
+    return out, MixerState(latent=without_decay(latent), window=window, pending=pending)
 
 
 def step_macchiato(
@@ -217,6 +217,7 @@ def step_macchiato(
     softcap: float | None,
     rotary: Rotary | None = None,
     sink_rotary: Rotary | None = None,
+    joint: bool = False,
 ) -> Tensor:
     """Heads' outputs (B, H, D) of one token per row: of latent q, k, decay, and local q, k, v."""
     assert state.latent is not None and state.ring is not None
@@ -224,5 +225,5 @@ def step_macchiato(
     inputs = latent_q, latent_k, *local, *state.latent
     ring, slot, real = state.ring, state.slot, state.clock.real
     options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "log_decay": log_decay}
-    options |= {"sinks": state.sinks_of(sink_rotary), "pending": state.pending}
+    options |= {"sinks": state.sinks_of(sink_rotary), "pending": state.pending, "joint": joint}
     return macchiato_step(*inputs, ring, slot, real, **options)

@@ -21,6 +21,7 @@ from latte.layers.checks import check_input, check_positive
 from latte.ops import causal_conv1d, dense
 from latte.ops.step import number
 from latte.ops.tensors import computation_dtype, full_precision
+from latte.ops.tensors import token_positions as token_positions
 
 LayerNorm = nn.LayerNorm
 
@@ -246,37 +247,6 @@ class Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-def token_positions(
-    x_BTE: Tensor,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    start: Tensor | None = None,
-) -> Tensor:
-    """Position of each token in its own sequence, (B or 1, T) int64.
-
-    Masked tokens do not count, so that a padded sequence has the positions of the bare one; a
-    packed sequence starts at 0; ``start`` (B,) continues an earlier piece.
-    """
-    T, device = x_BTE.shape[1], x_BTE.device
-    if cu_seqlens is not None:
-        token = torch.arange(T, device=device)
-        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
-        first = cu_seqlens.long()[sequence.clamp_min(0)]
-        if key_mask is None:
-            positions = (token - first)[None]
-        else:
-            counted = F.pad(key_mask[0].long().cumsum(0), (1, 0))
-            positions = (counted[1:] - 1 - counted[first]).clamp_min(0)[None]
-        return positions if start is None else positions + start[sequence][None]
-    if key_mask is None:
-        positions = torch.arange(T, device=device)[None]
-    else:
-        positions = key_mask.long().cumsum(1) - 1
-    if start is not None:
-        positions = positions + start[:, None]
-    return positions.clamp_min(0)
 
 
 def _angles(positions_BT: Tensor, width: int, theta: float) -> Tensor:

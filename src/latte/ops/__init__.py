@@ -16,13 +16,15 @@ from latte.ops.api import (
     macchiato_attention,
     rg_lru,
     sliding_window_attention,
+    window_log_mass,
 )
 from latte.ops.backend import default_backend, set_default_backend, use_backend
-from latte.ops.state import LatteState, LinearState, WindowState
+from latte.ops.state import LatteState, LinearState, Sinks, WindowState
 
 __all__ = [
     "LatteState",
     "LinearState",
+    "Sinks",
     "WindowState",
     "attention_weights",
     "causal_conv1d",
@@ -34,4 +36,5 @@ __all__ = [
     "set_default_backend",
     "sliding_window_attention",
     "use_backend",
+    "window_log_mass",
 ]

@@ -1,7 +1,8 @@
 """The public ops: check, choose a backend, dispatch. The work is done in the backends.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents per head, K key
-width, D value width, F feature width, E channels, N states (B, or the packed sequences), W window.
+width, D value width, F feature width, E channels, N states (B, or the packed sequences), W window,
+n sinks.
 
 Keywords that every op shares:
 
@@ -40,6 +41,7 @@ from latte.ops.checks import (
     check_parameters,
     check_sequences,
     check_shape,
+    check_sinks,
     check_softcap,
     check_state,
     check_tangents,
@@ -51,6 +53,9 @@ from latte.ops.state import (
     AnyState,
     LatteState,
     LinearState,
+    MacchiatoState,
+    SeenSinks,
+    Sinks,
     WindowState,
     begun,
     final_window_state,
@@ -60,6 +65,7 @@ from latte.ops.state import (
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import log_mass as torch_log_mass
 from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend import recurrence as torch_recurrence
 from latte.ops.torch_backend import window as torch_window
@@ -215,11 +221,14 @@ def macchiato_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: tuple[AnyState, WindowState] | None = None,
+    initial_state: MacchiatoState | None = None,
     output_final_state: bool = False,
     log_decay: Tensor | None = None,
+    sinks: Sinks | None = None,
+    delay: bool = False,
+    joint: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, tuple[AnyState, WindowState] | None]:
+) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
 
     ``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with p a softmax over L+1 logits: one
@@ -235,9 +244,21 @@ def macchiato_attention(
         scale: of the local logits; 1 / sqrt(K) if None.
         softcap: local logits become ``softcap * tanh(logit / softcap)``.
         log_decay: what the latents forget, as for :func:`latte_attention`; the window does not.
+            With ``delay`` it is what they forget at the query's token, so that a source's weight
+            falls from the token on at which the latents are fed with it. For decays (H, L) that is
+            the same as without delay, since what W tokens forget is a factor of all sources.
+        sinks: first tokens that stay visible to the window's softmax; causal only.
+        delay: the latents are fed only with sources that have left the window, s <= t - W, so that
+            the two branches share no source; while nothing has left it p(0|t) is 1. Causal only.
+        joint: the window's keys and the latents share one softmax. The window's logit
+            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
+            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
+            logits, sinks included. Causal only (beyond the paper).
 
     Returns:
-        Output (B, T, H, D), and the state, a tuple ``(LatteState, WindowState)``, or None.
+        Output (B, T, H, D), and the state, a tuple ``(LatteState, WindowState)``, or None. With
+        ``delay`` its third part is a ``WindowState`` of the sources that the latents have yet to
+        see: their latent keys (N, W, H, L), values (N, W, G, D) and mask (N, W).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
@@ -258,18 +279,32 @@ def macchiato_attention(
     check_softcap(op, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
     N = check_sequences(op, B, T, q.device, sequences)
-    if initial_state is not None and (
-        not isinstance(initial_state, tuple) or len(initial_state) != 2
-    ):
+    sinks = check_sinks(op, sinks, sizes, N, q, causal)
+    if delay and not causal:
+        raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
+    if joint and not causal:
+        raise ValueError(f"{op}: joint needs causal=True, got False")
+    if joint and cu_seqlens is not None and initial_state is not None:
         raise ValueError(
-            f"{op}: initial_state must be the tuple (LatteState, WindowState) that came out, "
-            f"got {type(initial_state).__name__}"
+            f"{op}: joint takes cu_seqlens or initial_state, got both: carry packed sequences on "
+            "one by one"
         )
+    parts = 2 + bool(delay)
+    if initial_state is not None and (
+        not isinstance(initial_state, tuple) or len(initial_state) != parts
+    ):
+        kind, came = "(LatteState, WindowState)", type(initial_state).__name__
+        if isinstance(initial_state, tuple):
+            came = f"{len(initial_state)} parts"
+        if delay:
+            kind = "(LatteState, WindowState, WindowState), as delay=True makes it,"
+        raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
     if not causal and (initial_state is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    latents, tail = (None, None) if initial_state is None else initial_state
+    latents, tail, earlier_pending = (*(initial_state or (None, None)), None)[:3]
     latents = check_latte_state(op, latents, (N, H, L, D), q)
     tail = check_window_state(op, tail, window, N, k, v)
+    earlier_pending = check_window_state(op, earlier_pending, window + 1, N, latent_k, v)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
     start = latents or LatteState.empty(
@@ -279,6 +314,7 @@ def macchiato_attention(
     as_given = latents or start, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
+    every = (*every, *(earlier_pending or ()), *(sinks or ()))
 
     def refusal() -> str | None:
         if not step:
@@ -288,10 +324,16 @@ def macchiato_attention(
         return unavailable(q, L, D)
 
     serves = _natively(MACCHIATO, causal)
+    if sinks is not None or delay:
+        op, serves = _without_triton(op, serves)
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
+    seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    if joint:
+        mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
+        latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
         from latte.ops.triton_backend.step import macchiato_step_op
 
@@ -301,20 +343,73 @@ def macchiato_attention(
         out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay)
         state = (state_of(A, mu, forgotten), WindowState(*after))
         return out, state if output_final_state else None
-    window_state = None
+    window_state = pending = None
     if output_final_state:
         window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
+        if delay:
+            late = (latent_k, v, window + 1, key_mask, cu_seqlens)
+            pending = final_window_state(*late, earlier_pending)
     if B * T == 0:
-        out = nothing_out(v.repeat_interleave(H // G, 2), latent_q, latent_k, q, k)
+        inputs = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
+        out = nothing_out(v.repeat_interleave(H // G, 2), *inputs)
         latte_state = start
     else:
         inputs = (latent_q, latent_k, q, k, v)
         earlier = None if latents is None else latents[:2]
-        forgetting = {} if log_decay is None else {"log_decay": log_decay}
-        out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **forgetting)
+        options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
+        if seen_sinks is not None:
+            options["sinks"] = seen_sinks
+        if delay:
+            options |= {"delay": True, "pending": earlier_pending}
+        out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
     if window_state is None:
         return out, None
-    return out, (state_of(*latte_state[:2], forgotten), window_state)
+    after = state_of(*latte_state[:2], forgotten), window_state
+    return out, after if pending is None else (*after, pending)
+
+
+@full_precision
+def window_log_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    window: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: WindowState | None = None,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    """The logsumexp of a causal window's logits, (B, T, H): what ``joint`` adds to its share.
+
+    Args:
+        q, k, window, scale, softcap, sinks: as for :func:`macchiato_attention`.
+        initial_state: the window's state before the first token; not with ``cu_seqlens``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs). A query that sees no key gets a number near the lowest finite.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    op = "window_log_mass"
+    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
+    check_groups(op, sizes["H"], sizes["G"], "k")
+    check_window(op, window)
+    check_softcap(op, softcap)
+    sequences = Sequences(key_mask, cu_seqlens)
+    check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    if cu_seqlens is not None and initial_state is not None:
+        raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
+    local = Local.of(window, scale, softcap, sizes["K"])
+    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
+    return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
+
+
+def _without_triton(op: str, serves: Collection[str]) -> tuple[str, list[str]]:
+    """Who serves sinks and delayed latents, for which there are no Triton kernels."""
+    return f"{op} with sinks or delay", [name for name in serves if name != "triton"]
 
 
 @full_precision
@@ -331,6 +426,7 @@ def sliding_window_attention(
     cu_seqlens: Tensor | None = None,
     initial_state: WindowState | None = None,
     output_final_state: bool = False,
+    sinks: Sinks | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, WindowState | None]:
     """Softmax attention over a sliding window, in linear time and memory (paper, eq. 17).
@@ -346,6 +442,7 @@ def sliding_window_attention(
         scale: of the logits; 1 / sqrt(K) if None.
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         initial_state: ``WindowState`` with the last W-1 keys and values (causal only).
+        sinks: first tokens that stay visible beside the window (causal, and with a window).
 
     Returns:
         Output (B, T, H, D) and the final ``WindowState`` (None unless asked for).
@@ -367,8 +464,13 @@ def sliding_window_attention(
     if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
     initial_state = check_window_state(op, initial_state, window, N, k, v)
-    every = (q, k, v, *(initial_state or ()))
+    sinks = check_sinks(op, sinks, sizes, N, q, causal)
+    if sinks is not None and window is None:
+        raise ValueError(f"{op}: sinks need a window, got window=None, which sees every token")
+    every = (q, k, v, *(initial_state or ()), *(sinks or ()))
     serves = _natively(WINDOW, causal and window is not None)
+    if sinks is not None:
+        op, serves = _without_triton(op, serves)
     serves = FULL if window is None and backend is None else serves
     at = (q.device, lambda: window_unavailable(q, window, K, D))
     chosen = choose(op, backend, serves, *at, inputs=every)
@@ -378,9 +480,13 @@ def sliding_window_attention(
     if output_final_state:
         state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
     if B * T == 0:
-        return nothing_out(v.repeat_interleave(H // G, 2), q, k), state
+        inputs = (q, k, *(() if sinks is None else sinks[:3]))
+        return nothing_out(v.repeat_interleave(H // G, 2), *inputs), state
     local = Local.of(window, scale, softcap, K)
-    return WINDOW[chosen](q, k, v, local, sequences, initial_state), state
+    options = {}
+    if sinks is not None and window is not None:
+        options["sinks"] = SeenSinks.of(sinks, window, sequences)
+    return WINDOW[chosen](q, k, v, local, sequences, initial_state, **options), state
 
 
 def _elu(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.state import AnyState, ForgettingState, LatteState, WindowState
+from latte.ops.state import AnyState, ForgettingState, LatteState, Sinks, WindowState
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -236,11 +236,44 @@ def check_window_state(
             f"{op}: initial_state must be a tuple (keys, values, mask), got {type(state).__name__}"
         )
     P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
-    G, K, D = *k_BTGK.shape[2:], v_BTGD.shape[-1]
-    shapes = ((N, P, G, K), (N, P, G, D), (N, P))
+    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *v_BTGD.shape[2:]), (N, P))
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
     return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
+
+
+def check_sinks(
+    op: str, sinks: Sinks | None, sizes: dict[str, int], N: int, q: Tensor, causal: bool
+) -> Sinks | None:
+    """Sinks fit the inputs; as wide as these."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, tuple) or len(sinks) != len(Sinks._fields):
+        raise ValueError(
+            f"{op}: sinks must be a tuple ({', '.join(Sinks._fields)}), got {type(sinks).__name__}"
+        )
+    if not causal:
+        raise ValueError(f"{op}: sinks need causal=True: a bidirectional window has no past")
+    sinks = Sinks(*sinks)
+    check_floats(op, {"q": q, "sinks.q": sinks.q})
+    sizes = sizes | {"N": N}
+    letters = {"q": "BTHK", "keys": "NnGK", "values": "NnGD", "mask": "Nn", "position": "N"}
+    for (name, shape), x in zip(letters.items(), sinks, strict=True):
+        if x is None and name == "position":
+            continue
+        check_shape(op, f"sinks.{name}", x, shape, sizes)  # type: ignore[arg-type]
+        if x.device != q.device:  # type: ignore[union-attr]
+            raise ValueError(f"{op}: sinks.{name} must be on {q.device}, got {x.device}")  # type: ignore[union-attr]
+    for name, x in (("keys", sinks.keys), ("values", sinks.values)):
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{op}: sinks.{name} must be floating point, got {x.dtype}")
+    if sinks.mask.dtype != torch.bool:
+        raise ValueError(f"{op}: sinks.mask must be bool (True = a token), got {sinks.mask.dtype}")
+    if sinks.position is not None and sinks.position.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: sinks.position must be int64, got {sinks.position.dtype}")
+    if not sinks.mask.shape[1]:
+        return None
+    return sinks._replace(keys=sinks.keys.to(q.dtype), values=sinks.values.to(q.dtype))
 
 
 def check_parameters(

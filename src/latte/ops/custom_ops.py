@@ -11,13 +11,13 @@ width, N states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from latte.ops.state import LatteState, WindowState
+from latte.ops.state import LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, full_precision
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -27,6 +27,7 @@ Earlier = tuple[Tensor | None, ...]
 SEQUENCES = "Tensor? key_mask, Tensor? cu_seqlens"
 LATTE = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, Tensor? log_mass, Tensor? mean"
 TAIL = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask"
+SINKS = "Tensor? sink_q, Tensor? sink_k, Tensor? sink_v, Tensor? sink_mask, Tensor? sinks_seen"
 WINDOW = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, {TAIL}"
 LOCAL = "int window, float scale, float softcap, bool causal"
 
@@ -187,30 +188,42 @@ def latte_op(
 
 
 def window_op(
-    name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, ...]]
+    name: str,
+    forward: Callable[..., Tensor],
+    backward: Callable[..., tuple[Tensor, ...]],
+    sinks: bool = False,
 ) -> Any:
     """The op of ``sliding_window_attention``, whose inputs are all that is saved.
 
     Args:
         forward: of (q, k, v), the :class:`Local`, the :class:`Sequences` and the tail's keys,
-            values and mask, or None.
-        backward: of the output's gradient and those. To the gradients of q, k, v, and of the
-            tail's keys and values, empty where there are none.
+            values and mask, or None; then the sinks, if it takes them.
+        backward: of the output's gradient and those. To the gradients of q, k, v, of the tail's
+            keys and values, and of the sinks' queries, keys and values, empty where there are none.
+        sinks: the op takes sinks.
     """
 
-    def told(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, *numbers):
-        *local, causal = numbers
+    def told(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, *rest):
+        *seen, window, scale, softcap, causal = rest
         sequences = Sequences(key_mask, cu_seqlens, causal)
-        return (q, k, v), Local(*local), sequences, (tail_k, tail_v, tail_mask)
+        call = (q, k, v), Local(window, scale, softcap), sequences, (tail_k, tail_v, tail_mask)
+        return (*call, maybe_sinks(seen)) if sinks else call
 
-    op = custom_op(name, lambda *inputs: forward(*told(*inputs)), f"{WINDOW}, {LOCAL}", 1)
+    inputs = f"{WINDOW}, {SINKS}, {LOCAL}" if sinks else f"{WINDOW}, {LOCAL}"
+    wanted = (0, 1, 2, 5, 6, 8, 9, 10)[: 8 if sinks else 5]
+    op = custom_op(name, lambda *inputs: forward(*told(*inputs)), inputs, 1)
     op.register_fake(lambda q, k, v, *_: v.new_empty((*q.shape[:3], v.shape[-1])))
     backward_op = custom_op(
         *(f"{name}_backward", lambda dout, *inputs: backward(dout, *told(*inputs))),
-        *(f"Tensor dout, {WINDOW}, {LOCAL}", 5),
+        *(f"Tensor dout, {inputs}", len(wanted)),
     )
-    connect_gradients(op, backward_op, (0, 1, 2, 5, 6), outputs=1, saved_from=1)
+    connect_gradients(op, backward_op, wanted, outputs=1, saved_from=1)
     return op
+
+
+def maybe_sinks(tensors: Sequence[Tensor | None]) -> SeenSinks | None:
+    """The sinks that an op was given, by all of their tensors or as many times None."""
+    return None if tensors[0] is None else SeenSinks(*tensors)  # type: ignore[arg-type]
 
 
 def run_latte(
@@ -233,7 +246,8 @@ def run_window(
     local: Local,
     sequences: Sequences,
     tail: WindowState | None,
+    *sinks: Tensor | None,
 ) -> Tensor:
-    """Output, by an op of :func:`window_op`."""
+    """Output, by an op of :func:`window_op`; with ``sinks`` if that takes them."""
     earlier = tail or (None, None, None)
-    return op(q, k, v, *sequences[:2], *earlier, *local, sequences.causal)
+    return op(q, k, v, *sequences[:2], *earlier, *sinks, *local, sequences.causal)

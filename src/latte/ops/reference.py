@@ -5,7 +5,7 @@ inputs are computed in fp32 and rounded at the end. Autograd gives the gradients
 
 Shape suffixes: B batch, T queries, S sources, H query heads, G key/value heads, L latents per
 head, K key width (of a convolution: taps), D value width, F feature width, E channels, N states
-(B, or the packed sequences), P tail slots.
+(B, or the packed sequences), P tail slots, n sinks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops.state import (
+    LateSources,
     LatteState,
     LinearState,
+    SeenSinks,
     WindowState,
     last_tokens,
     merge_states,
@@ -187,6 +189,16 @@ def window_logits(q_BTHK: Tensor, k_BSGK: Tensor, local: Local) -> Tensor:
     return local.softcap * torch.tanh(logits / local.softcap) if local.softcap else logits
 
 
+def _kept_logits(
+    q_BTHK: Tensor, keys_NPGK: Tensor, local: Local, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Local logits of the keys that each sequence keeps, (B, H, T, P)."""
+    if cu_seqlens is None:
+        return window_logits(q_BTHK, keys_NPGK, local)
+    keys_TPGK = keys_NPGK[sequence_ids(cu_seqlens, q_BTHK.shape[1])]
+    return window_logits(q_BTHK.transpose(0, 1), keys_TPGK, local).permute(2, 1, 0, 3)
+
+
 def sliding_window_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
@@ -194,8 +206,12 @@ def sliding_window_attention(
     local: Local,
     sequences: Sequences,
     tail: WindowState | None,
+    sinks: SeenSinks | None = None,
 ) -> Tensor:
-    """Softmax attention over the last ``window`` keys, self included; over all keys if None."""
+    """Softmax attention over the last ``window`` keys, self included; over all keys if None.
+
+    And over the sinks that have left the window.
+    """
     dtype, (key_mask, cu_seqlens, _) = v_BTGD.dtype, sequences
     q_BTHK, k_BTGK, v_BTGD = wide(q_BTHK, k_BTGK, v_BTGD)
     B, T, H, _ = q_BTHK.shape
@@ -203,37 +219,42 @@ def sliding_window_attention(
     seen = visible_sources(T, sequences, q_BTHK.device, local.window).expand(B, T, T)
     logits = window_logits(q_BTHK, k_BTGK, local)
     repeats = H // v_BTGD.shape[2]
-    v_BTHD = v_BTGD.repeat_interleave(repeats, 2)
-    if tail is None:
-        weights = masked_softmax(logits, seen[:, None])
-        return torch.einsum("bhts,bshd->bthd", weights, v_BTHD).to(dtype)
-    # The earlier keys sit before the sequence's own: tail slot j of P lies at distance
-    # (position in the sequence) + P - j from a query.
-    P = tail.keys.shape[1]
-    position = torch.arange(T, device=q_BTHK.device)
-    if cu_seqlens is not None:
-        position = position - sequence_starts(cu_seqlens, T)
-    gap = position[:, None] + P - torch.arange(P, device=q_BTHK.device)[None]
-    near = gap >= 0 if local.window is None else gap < local.window
-    keys, values, earlier_mask = tail  # kept as they came; callers widen the others
-    keys, values = keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype)
-    earlier = (*(without_masked(earlier_mask, x) for x in (keys, values)), earlier_mask)
-    tail_k, tail_v, tail_mask = (
-        (x if cu_seqlens is None else x[sequence_ids(cu_seqlens, T)]) for x in earlier
-    )
-    if cu_seqlens is None:
-        tail_logits = window_logits(q_BTHK, tail_k, local)
-        tail_seen = near[None] & tail_mask[:, None]
-    else:
-        tail_logits = window_logits(q_BTHK.transpose(0, 1), tail_k, local)
-        tail_logits = tail_logits.permute(2, 1, 0, 3)
-        tail_seen = (near & tail_mask)[None]
+    # What each sequence keeps of its past: logits, whether they are seen, values (N, P, G, D).
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    if tail is not None:
+        # The earlier keys sit before the sequence's own: tail slot j of P lies at distance
+        # (position in the sequence) + P - j from a query.
+        P = tail.keys.shape[1]
+        position = torch.arange(T, device=q_BTHK.device)
+        if cu_seqlens is not None:
+            position = position - sequence_starts(cu_seqlens, T)
+        gap = position[:, None] + P - torch.arange(P, device=q_BTHK.device)[None]
+        near = gap >= 0 if local.window is None else gap < local.window
+        keys, values, mask = tail  # kept as they came; callers widen the others
+        keys, values = keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype)
+        keys, values = (without_masked(mask, x) for x in (keys, values))
+        tail_seen = near[None] & _per_token(mask, sequences, B, T)
+        kept.append((_kept_logits(q_BTHK, keys, local, cu_seqlens), tail_seen, values))
+    if sinks is not None:
+        sink_q, keys, values = wide(sinks.q, sinks.keys, sinks.values)
+        number = torch.arange(keys.shape[1], device=q_BTHK.device)
+        sink_seen = (number < sinks.seen[..., None]) & _per_token(sinks.mask, sequences, B, T)
+        kept.append((_kept_logits(sink_q, keys, local, cu_seqlens), sink_seen, values))
     weights = masked_softmax(
-        torch.cat([tail_logits, logits], -1), torch.cat([tail_seen, seen], -1)[:, None]
+        torch.cat([*(x for x, _, _ in kept), logits], -1),
+        torch.cat([*(x for _, x, _ in kept), seen], -1)[:, None],
     )
-    pattern = "bhts,bshd->bthd" if cu_seqlens is None else "bhts,tshd->bthd"
-    old = torch.einsum(pattern, weights[..., :P], tail_v.repeat_interleave(repeats, 2))
-    return (old + torch.einsum("bhts,bshd->bthd", weights[..., P:], v_BTHD)).to(dtype)
+    sizes = [x.shape[-1] for x, _, _ in kept]
+    *kept_weights, own_weights = weights.split([*sizes, T], -1)
+    out = torch.einsum("bhts,bshd->bthd", own_weights, v_BTGD.repeat_interleave(repeats, 2))
+    for part, (_, _, values) in zip(kept_weights, kept, strict=True):
+        values = values.repeat_interleave(repeats, 2)
+        if cu_seqlens is None:
+            out = out + torch.einsum("bhts,bshd->bthd", part, values)
+        else:
+            values = values[sequence_ids(cu_seqlens, T)]
+            out = out + torch.einsum("bhts,tshd->bthd", part, values)
+    return out.to(dtype)
 
 
 def macchiato_attention(
@@ -247,20 +268,35 @@ def macchiato_attention(
     earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
     log_decay: Tensor | None = None,
+    sinks: SeenSinks | None = None,
+    delay: bool = False,
+    pending: WindowState | None = None,
 ) -> tuple[Tensor, LatteState]:
     """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
 
     With p(0|t) = sigmoid(q_0 - logsumexp_{l>=1} q_l), and the others the rest of it: softmax over
     the L+1 logits factors. Both gates come from the same difference, so neither suffers
-    cancellation.
+    cancellation. With ``delay`` the latents see a source when it leaves the window, and p(0|t) is 1
+    while they have seen none.
     """
-    near = sliding_window_attention(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail)
-    v_BTHD = v_BTGD.repeat_interleave(q_BTHK.shape[2] // v_BTGD.shape[2], 2)
-    latents = (latent_q_BTHL[..., 1:], latent_k_BTHL, v_BTHD)
+    near = sliding_window_attention(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail, sinks)
+    keys, values, begun = latent_k_BTHL, v_BTGD, None
+    if delay:
+        assert local.window is not None
+        log_mass = None if earlier is None else earlier[0]
+        late = LateSources.of(keys, values, local.window, sequences, pending, log_mass)
+        keys, values, begun = late.keys, late.values, late.begun[..., None, None]
+        sequences = sequences._replace(key_mask=late.mask)
+    v_BTHD = values.repeat_interleave(q_BTHK.shape[2] // values.shape[2], 2)
+    latents = (latent_q_BTHL[..., 1:], keys, v_BTHD)
     far, state = latte_attention(*latents, sequences, earlier, log_decay)
     logits, near, far = wide(latent_q_BTHL, near, far)
     odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
-    return (torch.sigmoid(odds) * near + torch.sigmoid(-odds) * far).to(v_BTGD.dtype), state
+    near_share, far_share = torch.sigmoid(odds), torch.sigmoid(-odds)
+    if begun is not None:
+        near_share = torch.where(begun, near_share, 1.0)
+        far_share = torch.where(begun, far_share, 0.0)
+    return (near_share * near + far_share * far).to(v_BTGD.dtype), state
 
 
 def linear_attention(

@@ -2,7 +2,7 @@
 
 Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), H query heads, G
 key/value heads, L latents per head, D value width, K key width, F feature width, W window, P tail
-slots (W-1).
+slots (W-1), n sinks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.tensors import Sequences, sequence_ids, without_masked
+from latte.ops.tensors import (
+    Sequences,
+    sequence_ids,
+    sequence_starts,
+    token_positions,
+    without_masked,
+)
 
 
 class LatteState(NamedTuple):
@@ -129,6 +135,50 @@ class WindowState(NamedTuple):
         return cls(keys, values, k_BTGK.new_zeros(B, slots, dtype=torch.bool))
 
 
+class Sinks(NamedTuple):
+    """A sequence's first real tokens, which its queries see wherever they are (arXiv 2309.17453).
+
+    Sink j shares the window's softmax from the query on that has W real tokens since it, itself
+    counted; before that it is in the window, as any other key.
+
+    Attributes:
+        q: (B, T, H, K), the queries as they look at the sinks, after an encoding of their own.
+        keys: (N, n, G, K).
+        values: (N, n, G, D).
+        mask: (N, n) bool, False where a sequence has no such token.
+        position: (N,) int64, the real tokens of each sequence before the first of these; None: 0.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    position: Tensor | None = None
+
+
+class SeenSinks(NamedTuple):
+    """Sinks as backends take them: the first ``seen`` (B, T) int64 of them, of each query."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, sinks: Sinks, window: int, sequences: Sequences) -> SeenSinks:
+        """Those that have left the window of each query."""
+        (B, T), n = sinks.q.shape[:2], sinks.mask.shape[1]
+        place = token_positions(sinks.q, *sequences[:2], sinks.position)
+        seen = (place - (window - 1)).clamp(0, n).expand(B, T)
+        keys, values = (without_masked(sinks.mask, x) for x in (sinks.keys, sinks.values))
+        return cls(sinks.q, keys, values, sinks.mask, seen)
+
+
+# What Macchiato carries on: its latents, its window, and what is pending of latents that are late.
+MacchiatoState = tuple[AnyState, WindowState] | tuple[AnyState, WindowState, WindowState]
+
+
 class LinearState(NamedTuple):
     """Undirected linear attention: ``sum_s phi(k_s) v_s`` and ``sum_s phi(k_s)`` (eq. 4-5).
 
@@ -225,6 +275,73 @@ def last_tokens(
         old_NPX = earlier_NPX[rows_N1, (token_NP - start_N1 + P).clamp(0, max(P - 1, 0))]
     own_NP = token_NP >= start_N1
     return torch.where(own_NP.view(*own_NP.shape, *[1] * (x_BTX.ndim - 2)), new_NPX, old_NPX)
+
+
+def delayed(
+    x_BTX: Tensor, window: int, cu_seqlens: Tensor | None, pending_NWX: Tensor | None
+) -> Tensor:
+    """What leaves the window at every token: the one W tokens before it, (B, T, ...).
+
+    Before a sequence's first token these are its pending ones, or 0.
+    """
+    B, T = x_BTX.shape[:2]
+    if cu_seqlens is None:
+        if pending_NWX is None:
+            pending_NWX = x_BTX.new_zeros(B, min(window, T), *x_BTX.shape[2:])
+        return torch.cat([pending_NWX[:, :T], x_BTX[:, : max(T - window, 0)]], 1)
+    token_T = torch.arange(T, device=x_BTX.device) - window
+    place_T = token_T - sequence_starts(cu_seqlens, T)
+    new_TX = x_BTX[0, token_T.clamp_min(0)]
+    if pending_NWX is None:
+        old_TX = torch.zeros_like(new_TX)
+    else:
+        old_TX = pending_NWX[sequence_ids(cu_seqlens, T), (place_T + window).clamp_max(window - 1)]
+    own_T = place_T >= 0
+    return torch.where(own_T.view(T, *[1] * (x_BTX.ndim - 2)), new_TX, old_TX)[None]
+
+
+class LateSources(NamedTuple):
+    """What latents that see a token when it leaves the window are fed at each query.
+
+    Attributes:
+        keys: (B, T, H, L).
+        values: (B, T, G, D).
+        mask: (B, T) bool, whether there is such a token.
+        begun: (B, T) bool, whether there has been one, or the earlier state holds any.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    begun: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        k_BTHL: Tensor,
+        v_BTGD: Tensor,
+        window: int,
+        sequences: Sequences,
+        pending: WindowState | None,
+        log_mass_NHL: Tensor | None,
+    ) -> LateSources:
+        """Of keys and values, those that are pending, and the latents' earlier state."""
+        (B, T), (key_mask, cu_seqlens, _) = k_BTHL.shape[:2], sequences
+        real = k_BTHL.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+        earlier = (None, None, None) if pending is None else pending
+        keys, values, mask = (
+            delayed(x, window, cu_seqlens, old)
+            for x, old in zip((k_BTHL, v_BTGD, real), earlier, strict=True)
+        )
+        counted = mask.long().cumsum(1)
+        some_N = None if log_mass_NHL is None else ~torch.isneginf(log_mass_NHL).all(2).all(1)
+        if cu_seqlens is None:
+            begun = counted > 0
+            some = None if some_N is None else some_N[:, None]
+        else:
+            begun = counted > F.pad(counted, (1, 0))[:, sequence_starts(cu_seqlens, T)]
+            some = None if some_N is None else some_N[sequence_ids(cu_seqlens, T)][None]
+        return cls(keys, values, mask, begun if some is None else begun | some)
 
 
 def begun(state_NE: Tensor, sequences: Sequences) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,3 +103,34 @@ def sequence_ids(cu_seqlens: Tensor, T: int) -> Tensor:
 def sequence_starts(cu_seqlens: Tensor, T: int) -> Tensor:
     """(T,) int64: where the sequence of each token begins."""
     return cu_seqlens[:-1].long()[sequence_ids(cu_seqlens, T)]
+
+
+def token_positions(
+    x_BTE: Tensor,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:
+    """Position of each token in its own sequence, (B or 1, T) int64.
+
+    Masked tokens do not count, so that a padded sequence has the positions of the bare one; a
+    packed sequence starts at 0; ``start`` (B,) continues an earlier piece.
+    """
+    T, device = x_BTE.shape[1], x_BTE.device
+    if cu_seqlens is not None:
+        token = torch.arange(T, device=device)
+        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
+        first = cu_seqlens.long()[sequence.clamp_min(0)]
+        if key_mask is None:
+            positions = (token - first)[None]
+        else:
+            counted = F.pad(key_mask[0].long().cumsum(0), (1, 0))
+            positions = (counted[1:] - 1 - counted[first]).clamp_min(0)[None]
+        return positions if start is None else positions + start[sequence][None]
+    if key_mask is None:
+        positions = torch.arange(T, device=device)[None]
+    else:
+        positions = key_mask.long().cumsum(1) - 1
+    if start is not None:
+        positions = positions + start[:, None]
+    return positions.clamp_min(0)

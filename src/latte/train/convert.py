@@ -1,9 +1,10 @@
-"""`latte convert BASE OUT --recipe RECIPE`: convert and train in two stages.
+"""`latte convert BASE OUT --recipe RECIPE`: convert and train in stages.
 
     OUT/
       conversion.json     the recipe: the folder's identity
-      transfer/           stage 1, a run folder: each layer learns its base's attention
-      next-token/         stage 2, a run folder: next-token training
+      layers/             attention transfer, layer by layer (:mod:`latte.train.layers`)
+      transfer/           attention transfer of all layers at once, a run folder
+      next-token/         next-token training, a run folder
       config.json, model.safetensors, tokenizer.json ...   the result
 
 Run again, it goes on where it stopped. `latte.evaluate.lengths` compares base and result.
@@ -22,12 +23,13 @@ from typing import Any
 from latte.conversion.pretrained import check_output, converted_config, load_tokenizer
 from latte.errors import LatteError
 from latte.train import recipe as recipes
+from latte.train.layers import LayersSection, transfer_layers
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
 from latte.train.run_folder import Claim, take
 from latte.train.typed import apply_override, build
 
 IDENTITY_FILE = "conversion.json"
-STAGES = ("transfer", "next-token")
+STAGES = ("layers", "transfer", "next-token")
 
 
 @dataclass
@@ -48,26 +50,29 @@ class ConversionRecipe:
 
     conversion: ConversionSection = field(default_factory=ConversionSection)
     data: DataSection = field(default_factory=DataSection)
+    layers: LayersSection | None = None
     transfer: TrainingSection | None = None
     training: TrainingSection | None = None
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     plugins: list[str] = field(default_factory=list)  # files or modules, imported first
 
     def stages(self, base: str, output: Path) -> dict[str, Recipe]:
-        """The training runs, in order: the second goes on from the first."""
+        """The training runs, in order: each goes on from the one before."""
         found: dict[str, Recipe] = {}
         start = base
-        for name, section in zip(STAGES, (self.transfer, self.training), strict=True):
+        sections = (self.layers, self.transfer, self.training)
+        for name, section in zip(STAGES, sections, strict=True):
             if section is None:
                 continue
             conversion = dataclasses.replace(copy.deepcopy(self.conversion), base=start)
-            if name == "transfer":
+            if name != "next-token":
                 conversion.objective, conversion.trainable = "transfer", "latents"
             folder = str(output / name)
+            training = TrainingSection(max_steps=1) if name == "layers" else copy.deepcopy(section)
             found[name] = Recipe(
                 conversion=conversion,
                 data=copy.deepcopy(self.data),
-                training=copy.deepcopy(section),
+                training=training,
                 output_dir=folder,
                 plugins=self.plugins,
             )
@@ -90,8 +95,14 @@ def load_conversion_recipe(
     found = build(ConversionRecipe, tree)
     if found.conversion.base is not None:
         raise LatteError("conversion.base: expected none in a conversion's recipe; BASE is given")
-    if found.transfer is None and found.training is None:
-        raise LatteError("a conversion's recipe needs a transfer or a training section, got none")
+    if found.layers is None and found.transfer is None and found.training is None:
+        raise LatteError(
+            "a conversion's recipe needs a layers, transfer or training section, got none"
+        )
+    if found.layers is not None:
+        numbers = ("rows", "held_out_rows", "steps", "batch_size", "eval_steps", "patience")
+        numbers = (*numbers, "processes", "learning_rate")
+        recipes.expect(found, "a number above 0", *(f"layers.{name}" for name in numbers))
     recipes.expect(found, "numbers of at least 1", "evaluation.lengths")
     recipes.expect(found, "a number above 0", "evaluation.max_tokens")
     found.plugins = [recipes.located(plugin) for plugin in found.plugins]
@@ -116,6 +127,11 @@ def convert_and_train(
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
     owner = first_alone(lambda: _claim(folder, values))
     for name, each in stages.items():
+        if name == "layers":
+            section = recipe.layers
+            assert section is not None
+            first_alone(lambda: transfer_layers(each, section, quiet=quiet))  # noqa: B023
+            continue
         try:
             result = train(each, label=name, quiet=quiet)
         except ValueError:
@@ -136,6 +152,10 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     recipe = found["recipe"]
     recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
     del recipe["evaluation"], recipe["data"]["cache_dir"]
+    if recipe["layers"] is None:
+        del recipe["layers"]
+    else:
+        del recipe["layers"]["processes"]
     trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
     recipes.leave_out_later(recipe["conversion"], *trained)
     for section in trained:

@@ -6,15 +6,22 @@ teacher, mixing as its base does: no second copy of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from latte.conversion.landmarks import set_landmarks
 from latte.conversion.modeling import NEW_WEIGHTS
-from latte.conversion.pretrained import LORA, converted_config, load_base, read_config
+from latte.conversion.pretrained import (
+    LORA,
+    begins_with_landmarks,
+    converted_config,
+    load_base,
+    read_config,
+)
 from latte.conversion.transfer import run_teacher
 from latte.errors import LatteError
 from latte.train.recipe import ConversionSection
@@ -29,6 +36,8 @@ def starting_config(section: ConversionSection) -> Any:
     wanted, config = section.fields(), read_config(section.base)
     if not config.model_type.startswith("macchiato_"):
         return converted_config(section.base, wanted)
+    if wanted["num_latents"] is None:
+        wanted["num_latents"] = config.num_latents
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise LatteError(
@@ -38,14 +47,20 @@ def starting_config(section: ConversionSection) -> Any:
     return config
 
 
-def starting_model(section: ConversionSection, seed: int) -> Any:
+def starting_model(section: ConversionSection, seed: int, rows: Sequence[torch.Tensor]) -> Any:
     """The converted model in training mode, with gradients for what `trainable` names alone.
 
     What is trained is fp32 at least, whatever the base's precision.
+
+    Args:
+        rows: token ids (T,) of the training text, of which landmarks are computed.
     """
     config = starting_config(section)
     assert section.base is not None
     model = load_base(section.base, config, seed=seed, dtype=section.dtype)
+    new = not read_config(section.base).model_type.startswith("macchiato_")
+    if new and begins_with_landmarks(section.initial, config):
+        set_landmarks(model, [row[None] for row in rows], seed=seed)
     if section.trainable != "all":  # no gradient and no optimiser state for the base's weights
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(NEW_WEIGHTS in name)
@@ -111,7 +126,7 @@ def mixing(model: Any, value: str) -> Iterator[None]:
     """
     from latte.conversion.attention import MacchiatoAttention
 
-    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention)]
+    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention) and m.converted]
     wanted: list[tuple[Any, str, Any]] = [(x, "mixing", value) for x in (model.config, *layers)]
     if value == "base":  # an adapter's own method would change what is trained
         adapters = [m for m in model.modules() if hasattr(m, "lora_A")]

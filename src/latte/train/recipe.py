@@ -24,7 +24,7 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 # Of `training`: how often a run reports, and how long it may take. It stays the same run.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
 # Of `conversion` and of `training`: keys that a run begun by an earlier version does not have.
-LATER = ("forgetting", "half_life_range")
+LATER = ("forgetting", "half_life_range", "keep_layers")
 LATER_IN_TRAINING = ("context_parallel",)
 # Of `training` too: what cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
@@ -104,14 +104,17 @@ class ConversionSection:
 
     base: str | None = None  # a folder, or a name on the Hub
     window: int = 128  # keys that the window sees, self included
-    num_latents: int = 128  # over all query heads
-    latent_input: Literal["none", "conv", "rglru"] = "rglru"
+    num_latents: int | None = None  # over all query heads; None: 16 a head
+    latent_input: Literal["none", "conv", "rglru"] = "none"
     window_probability: float = 0.95  # what p(l=0) starts at
     rglru_decay_range: list[float] = field(default_factory=lambda: [0.9, 0.999])  # initial decays
     forgetting: Literal["none", "static", "gated"] = "none"  # the latents' horizon
     half_life_range: list[float] = field(default_factory=lambda: [4.0, 512.0])  # initial, in tokens
-    num_sinks: int = 0  # first tokens that stay visible to the window
-    delay_latents: bool = False  # feed latents only with tokens that have left the window
+    num_sinks: int = 4  # first tokens that stay visible to the window
+    delay_latents: bool = True  # feed latents only with tokens that have left the window
+    joint_softmax: bool = True  # the window's keys and the latents share one softmax
+    initial: Literal["auto", "landmarks", "random"] = "auto"  # auto: landmarks where latents read x
+    keep_layers: list[int] = field(default_factory=list)  # of full attention, left to the base
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
     objective: Literal["next-token", "transfer"] = "next-token"
     mass_weight: float = 1.0  # of KL(m || p(l=0)) in attention transfer
@@ -133,6 +136,8 @@ class ConversionSection:
             "half_life_range": tuple(self.half_life_range),
             "num_sinks": self.num_sinks,
             "delay_latents": self.delay_latents,
+            "joint_softmax": self.joint_softmax,
+            "keep_layers": tuple(self.keep_layers),
         }
 
 

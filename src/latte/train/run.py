@@ -218,7 +218,8 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     if recipe.conversion.base is not None:
         from latte.train.converted import starting_model
 
-        model = starting_model(recipe.conversion, recipe.training.seed)
+        rows = calibration_rows(text, recipe.data)
+        model = starting_model(recipe.conversion, recipe.training.seed, rows)
         text.train.check_vocabulary(model.config.vocab_size)
         return model
     bos, eos = document_ends(text.tokenizer)
@@ -233,6 +234,12 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     text.train.check_vocabulary(config.vocab_size)
     set_seed(recipe.training.seed)
     return language_model(config)
+
+
+def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
+    """Blocks of training text, (T,) each, of some 8,000 tokens: what landmarks are made of."""
+    count = max(1, 8192 // section.block_length)
+    return [row["input_ids"] for row in text.blocks(section, count, seed=0)]
 
 
 def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:

@@ -21,8 +21,14 @@ from torch.autograd import forward_ad
 
 from latte.ops import reference
 from latte.ops.cpp_backend.build import library_name
-from latte.ops.custom_ops import connect_gradients, empty_gradients, final_buffers
-from latte.ops.state import LatteState, WindowState
+from latte.ops.custom_ops import (
+    SINKS,
+    connect_gradients,
+    empty_gradients,
+    final_buffers,
+    maybe_sinks,
+)
+from latte.ops.state import LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences
 from latte.ops.torch_backend import recurrence
 
@@ -161,11 +167,15 @@ def macchiato_attention(
     earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
     log_decay: Tensor | None = None,
+    sinks: SeenSinks | None = None,
+    delay: bool = False,
+    pending: WindowState | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
     around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), log_decay)
-    out, A, mu = macchiato_op(*inputs, *around, *_contiguous(tail, 3), *local)[:3]
+    kept = (*_contiguous(tail, 3), *_contiguous(sinks, 5), *_contiguous(pending, 3))
+    out, A, mu = macchiato_op(*inputs, *around, *kept, *local, delay)[:3]
     return out, LatteState(A, mu)
 
 
@@ -176,9 +186,10 @@ def sliding_window_attention(
     local: Local,
     sequences: Sequences,
     tail: WindowState | None,
+    sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
-    around = (*_plain(None, sequences)[1:], *_contiguous(tail, 3))
+    around = (*_plain(None, sequences)[1:], *_contiguous(tail, 3), *_contiguous(sinks, 5))
     return window_op(q_BTHK, k_BTGK, v_BTGD, *around, *local)
 
 
@@ -232,12 +243,15 @@ def _macchiato_fake(latent_q, latent_k, q, k, v, *around):
 
 
 def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, log_decay, *rest):
-    *tail, window, scale, softcap = rest
+    kept, (window, scale, softcap, delay) = rest[:-4], rest[-4:]
     out, last = reference.macchiato_attention(
         *(latent_q, latent_k, q, k, v, Local(window, scale, softcap), Sequences(mask, bounds)),
         None if log_mass is None else (log_mass, mean),
-        None if tail[0] is None else WindowState(*tail),
+        _maybe_window(kept[:3]),
         log_decay,
+        maybe_sinks(kept[3:8]),
+        delay,
+        _maybe_window(kept[8:]),
     )
     return out, *last
 
@@ -247,10 +261,13 @@ def _window_fake(q, k, v, *_):
 
 
 def _window_again(q, k, v, mask, bounds, *rest):
-    *tail, window, scale, softcap = rest
-    earlier = None if tail[0] is None else WindowState(*tail)
-    local, sequences = Local(window, scale, softcap), Sequences(mask, bounds)
-    return (reference.sliding_window_attention(q, k, v, local, sequences, earlier),)
+    kept, local, sequences = rest[:-3], Local(*rest[-3:]), Sequences(mask, bounds)
+    earlier, sinks = _maybe_window(kept[:3]), maybe_sinks(kept[3:])
+    return (reference.sliding_window_attention(q, k, v, local, sequences, earlier, sinks),)
+
+
+def _maybe_window(tensors):
+    return None if tensors[0] is None else WindowState(*tensors)
 
 
 if ABSENT is None:
@@ -271,8 +288,9 @@ if ABSENT is None:
     )
     sequences = "Tensor? mask, Tensor? bounds"
     state = "Tensor? log_mass, Tensor? mean, Tensor? log_decay"
-    tail = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask, int window, float scale"
-    tail = f"{tail}, float softcap"
+    tail = f"Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask, {SINKS}"
+    pending = "Tensor? pending_k, Tensor? pending_v, Tensor? pending_mask"
+    numbers = "int window, float scale, float softcap"
     latte_op = _op(
         "cpu_latte",
         f"Tensor q, Tensor k, Tensor v, {sequences}, {state}",
@@ -282,14 +300,15 @@ if ABSENT is None:
     macchiato_op = _op(
         "cpu_macchiato",
         "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, "
-        f"{sequences}, {state}, {tail}",
-        *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10, 11), _macchiato_again, _macchiato_fake),
+        f"{sequences}, {state}, {tail}, {pending}, {numbers}, bool delay",
+        *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 13, 14, 15, 18, 19)),
+        *(_macchiato_again, _macchiato_fake),
         differentiable=3,
     )
     window_op = _op(
         "cpu_window",
-        f"Tensor q, Tensor k, Tensor v, {sequences}, {tail}",
-        *(1, (0, 1, 2, 5, 6), _window_again, _window_fake),
+        f"Tensor q, Tensor k, Tensor v, {sequences}, {tail}, {numbers}",
+        *(1, (0, 1, 2, 5, 6, 8, 9, 10), _window_again, _window_fake),
         differentiable=1,
     )
     # Steps of decoding (latte.ops.step), which write into the states that they are given.
@@ -304,7 +323,7 @@ if ABSENT is None:
         (
             "macchiato",
             f"Tensor latent_q, Tensor latent_k, {local}, {latents}, {ring}, "
-            f"float scale, float softcap, Tensor(f!)? pending, {far}",
+            f"float scale, float softcap, Tensor(f!)? pending, {far}, bool joint",
             "Tensor",
         ),
         ("window", f"{local}, {ring}, float scale, float softcap, int length, {far}", "Tensor"),

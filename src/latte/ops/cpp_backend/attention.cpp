@@ -27,6 +27,11 @@
 //
 //     dA[l] = <R[l], U[l]> - m sum_t p_t d_t / alpha_t,  dg_t[l] = dA[l] + sum_{s<t} dk_s[l]
 //
+// Sinks, keys of a sequence that its queries see wherever they are, are S more columns of the
+// window's logits, behind those of the chunks. Latents that are late (delay = W) take in, at token t,
+// the source t - W: the same runs, over keys and values of other tokens, with scores of their own
+// since they share no column with the window.
+//
 // FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
 // 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
 // and 1.4 us. W + 2 L exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L)
@@ -34,7 +39,8 @@
 // and stores of rows that lie apart.
 //
 // Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
-// W window, P = W - 1 keys of the earlier state, N sequences (B, or the packed ones), M segments.
+// W window, P = W - 1 keys of the earlier state, S sinks, N sequences (B, or the packed ones), M
+// segments.
 #ifndef LATTE_ATTENTION
 #define LATTE_ATTENTION
 
@@ -55,12 +61,16 @@ struct Attention {
     Tensor mask, bounds, log_mass, mean; // (B,T), (N+1,) int64, (N,H,L), (N,H,L,D)
     Tensor log_decay;                    // (B,T,H,L), of the sums' dtype
     Tensor tail_k, tail_v, tail_mask;    // (N,P,G,K), (N,P,G,D), (N,P)
-    int64_t window;
+    Tensor sink_q, sink_k, sink_v;       // (B,T,H,K), (N,S,G,K), (N,S,G,D)
+    Tensor sink_mask, sinks_seen;        // (N,S), (B,T) int64: the first of them, of each query
+    Tensor pending_k, pending_v, pending_mask;       // (N,W,H,L), (N,W,G,D), (N,W)
+    int64_t window, delay;               // delay: 0, or the window
     double scale, softcap;               // 0: none
     Tensor out, last_mass, last_mean;    // (B,T,H,D), and as log_mass and mean
     Tensor kept_top, kept_mass, kept_sum;            // (M,H,L), (M,H,L), (M,H,L,D)
     Tensor dout, dlast_mass, dlast_mean;
     Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dlog_decay, dtail_k, dtail_v;
+    Tensor dsink_q, dsink_k, dsink_v, dpending_k, dpending_v;
 
     bool near() const { return bool(q); }
     bool far() const { return bool(latent_k); }
@@ -72,6 +82,7 @@ struct Attention {
     int64_t latents() const { return far() ? latent_k.sizes[3] : 0; }
     int64_t key_width() const { return near() ? q.sizes[3] : 0; }
     int64_t tail() const { return tail_k ? tail_k.sizes[1] : 0; }
+    int64_t sinks() const { return sink_k ? sink_k.sizes[1] : 0; }
     int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : batch(); }
     int64_t segments() const {
         if (bounds) return tokens() / SEGMENT + sequences();
@@ -116,15 +127,22 @@ static Attention inputs(Stack& stack, Parts parts) {
     if (!parts.near) return op;
     op.tail_k = stack.maybe_tensor(), op.tail_v = stack.maybe_tensor();
     op.tail_mask = stack.maybe_tensor();
+    op.sink_q = stack.maybe_tensor(), op.sink_k = stack.maybe_tensor();
+    op.sink_v = stack.maybe_tensor(), op.sink_mask = stack.maybe_tensor();
+    op.sinks_seen = stack.maybe_tensor();
+    if (!parts.far) return op;
+    op.pending_k = stack.maybe_tensor(), op.pending_v = stack.maybe_tensor();
+    op.pending_mask = stack.maybe_tensor();
     return op;
 }
 
 static void numbers(Stack& stack, Attention& op) {
     op.window = op.near() ? stack.integer() : 0;
     op.scale = op.near() ? stack.number() : 0.0, op.softcap = op.near() ? stack.number() : 0.0;
+    op.delay = op.near() && op.far() && stack.flag() ? op.window : 0;
 }
 
-// (inputs, window, scale, softcap) -> y and, if there are latents, log_mass, mean, kept x 3
+// (inputs, window, scale, softcap, delay) -> y and, if there are latents, log_mass, mean, kept x 3
 template <bool far, bool near>
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
@@ -151,8 +169,8 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
 }
 
 // (dy and the state's gradients, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k,
-// q, k, v, log_mass, mean, log_decay and the tail's keys and values, as far as the op has them,
-// empty for None
+// q, k, v, log_mass, mean, log_decay, the tail's keys and values, the sinks' queries, keys and values
+// and the pending sources' keys and values, as far as the op has them, empty for None
 template <bool far, bool near>
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
@@ -183,10 +201,22 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
         op.dq = Tensor::empty({B, T, H, K}, dtype), op.dk = Tensor::empty({B, T, H, K}, each);
         op.dtail_k = tailed ? Tensor::empty({N, op.tail(), H, K}, each) : Tensor::empty({0}, dtype);
         op.dtail_v = tailed ? Tensor::empty({N, op.tail(), H, D}, each) : Tensor::empty({0}, dtype);
+        const int64_t S = op.sinks();
+        const bool sinks = bool(op.sink_k), pending = bool(op.pending_k);
+        op.dsink_q = sinks ? Tensor::empty({B, T, H, K}, dtype) : Tensor::empty({0}, dtype);
+        op.dsink_k = sinks ? Tensor::empty({N, S, H, K}, each) : Tensor::empty({0}, dtype);
+        op.dsink_v = sinks ? Tensor::empty({N, S, H, D}, each) : Tensor::empty({0}, dtype);
+        const int64_t P = op.window;
+        op.dpending_k = pending ? Tensor::empty({N, P, H, L}, dtype) : Tensor::empty({0}, dtype);
+        op.dpending_v = pending ? Tensor::empty({N, P, H, D}, each) : Tensor::empty({0}, dtype);
+        // Of those that stay pending no latent has heard.
+        for (Tensor* x : {&op.dpending_k, &op.dpending_v})
+            std::memset(x->data, 0, size_t(pending ? x->bytes() : 0));
     }
     LATTE_CHOOSE(run_backward)(op);
     if (H != G) {
-        for (Tensor* x : {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v}) {
+        for (Tensor* x : {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v, &op.dsink_k, &op.dsink_v,
+                          &op.dpending_v}) {
             if (x->dims < 4) continue;
             Tensor together = Tensor::empty({x->sizes[0], x->sizes[1], G, x->sizes[3]}, dtype);
             LATTE_CHOOSE(add_heads)(*x, together);
@@ -195,11 +225,13 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     }
     if (far && near)
         stack.give(op.dlatent_q, op.dlatent_k, op.dq, op.dk, op.dv, op.dlog_mass, op.dmean,
-                   op.dlog_decay, op.dtail_k, op.dtail_v);
+                   op.dlog_decay, op.dtail_k, op.dtail_v, op.dsink_q, op.dsink_k, op.dsink_v,
+                   op.dpending_k, op.dpending_v);
     else if (far)
         stack.give(op.dlatent_q, op.dlatent_k, op.dv, op.dlog_mass, op.dmean, op.dlog_decay);
     else
-        stack.give(op.dq, op.dk, op.dv, op.dtail_k, op.dtail_v);
+        stack.give(op.dq, op.dk, op.dv, op.dtail_k, op.dtail_v, op.dsink_q, op.dsink_k,
+                   op.dsink_v);
 }
 
 static Register registered_macchiato("cpu_macchiato", forward<true, true>);
@@ -315,24 +347,43 @@ template <class T> LATTE_INLINE T largest(V<T> x) {
     return top;
 }
 
-// Logits x[first ... stop) become weights that sum to `factor`: all 0 if every one is -inf.
+// Columns first ... stop of a row.
+struct Span { int64_t first, stop; };
+
+// Calls work(c, span) for every vector of the two spans; the second begins at a whole vector.
+template <class T, class Work>
+LATTE_INLINE void vectors(Span one, Span two, const Work& work) {
+    for (int64_t c = one.first / width<T> * width<T>; c < one.stop; c += width<T>) work(c, one);
+    for (int64_t c = two.first; c < two.stop; c += width<T>) work(c, two);
+}
+
+// The logits of two spans become weights that sum to `factor`: all 0 if every one is -inf.
 template <class T>
-static void soften(T* x, int64_t first, int64_t stop, T factor) {
+static void soften(T* x, Span one, Span two, T factor) {
     constexpr T lowest = -std::numeric_limits<T>::infinity();
-    const int64_t begin = first / width<T> * width<T>;
     V<T> tops = all(lowest), sums{};
-    for (int64_t c = begin; c < stop; c += width<T>)
-        tops = larger(tops, within(load_all(x + c), all(lowest), c, first, stop));
+    vectors<T>(one, two, [&](int64_t c, Span s) {
+        tops = larger(tops, within(load_all(x + c), all(lowest), c, s.first, s.stop));
+    });
     T top = largest(tops);
     if (top == lowest) top = 0;
-    for (int64_t c = begin; c < stop; c += width<T>) {
-        V<T> e = within(decay(load_all(x + c) - top).kept, V<T>{}, c, first, stop);
+    vectors<T>(one, two, [&](int64_t c, Span s) {
+        V<T> e = within(decay(load_all(x + c) - top).kept, V<T>{}, c, s.first, s.stop);
         sums = sums + e;
         store_all(x + c, e);
-    }
+    });
     const T total = sum(sums), share = total == T(0) ? T(0) : factor / total;
-    for (int64_t c = begin; c < stop; c += width<T>)
-        store_all(x + c, within(load_all(x + c) * share, V<T>{}, c, first, stop));
+    vectors<T>(one, two, [&](int64_t c, Span s) {
+        store_all(x + c, within(load_all(x + c) * share, V<T>{}, c, s.first, s.stop));
+    });
+}
+
+// Whether one of these numbers, in whole vectors, is not finite.
+template <class T>
+static bool not_finite(const T* x, int64_t count) {
+    V<T> nothing{};
+    for (int64_t c = 0; c < count; c += width<T>) nothing = nothing + load_all(x + c) * T(0);
+    return sum(nothing) != T(0);
 }
 
 // Where a token's row of one head begins, in elements.
@@ -398,6 +449,13 @@ struct Keys {
     bool strange;  // a value is not finite: no query may multiply it by 0
 };
 
+// The sinks of a sequence, in rows of whole vectors.
+template <class T>
+struct SinkKeys {
+    T *k, *k_panels, *v, *v_panels, *dk, *dv;
+    bool strange;
+};
+
 // The latents before a token, relative to `top`.
 template <class T>
 struct Latents { T *top, *mass, *sum; };
@@ -432,13 +490,19 @@ struct Head {
     const int64_t K, D, L, Kp, Dp, Lp, Lq;  // widths, of whole vectors
     const int64_t size;  // bytes of an element of the inputs
     int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
+    const int64_t S, Sp;
+    int64_t ld;  // of a row's columns: those of the chunks, then of the sinks
     const bool near, far, back, forgets;
+    const int64_t delay;           // tokens by which latents are late
+    const bool late, shared;       // latents; that share the columns of a chunk's own keys
+    int64_t heard = 0;             // the first token of which late latents have seen anything
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     Memory own_memory;
     std::vector<Keys<T>> ring;
     T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
         *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
-        *own, *reverse, *scalar;
+        *own, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels, *late_pairs, *late_dv;
+    SinkKeys<T> sinks;
     Latents<T> state;
     std::vector<T> top;              // what R is relative to
     std::vector<T> saved;            // states before the runs of a segment
@@ -448,12 +512,14 @@ struct Head {
 
     Head(const Attention& op, bool back, Memory& shared)
         : op(op), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
-          Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), near(op.near()),
-          far(op.far()), back(back), forgets(op.forgets()), column(near ? W - 1 : W), task(op, 0) {
+          Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), S(op.sinks()),
+          Sp(whole<T>(S)), near(op.near()), far(op.far()), back(back), forgets(op.forgets()),
+          delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W),
+          task(op, 0) {
         const int64_t longest = op.tokens() + op.tail();
         reach = least(op.window, longest) - 1;  // -1: nothing is near
-        slots = (reach + TOKENS - 1) / TOKENS + 1;
-        columns = slots * TOKENS, base = columns - TOKENS;
+        slots = (reach + late + TOKENS - 1) / TOKENS + 1;  // late: and the token that leaves
+        columns = slots * TOKENS, base = columns - TOKENS, ld = columns + Sp;
         for (Memory* memory : {&own_memory, &shared}) {
             for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
                 memory->used = 0;
@@ -475,21 +541,30 @@ struct Head {
             s.v_panels = room(TOKENS * D);
             s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
         }
+        sinks.k = room(Sp * Kp), sinks.k_panels = room(Sp * K), sinks.v = room(Sp * Dp);
+        if (back) {
+            sinks.v_panels = room(Sp * D);
+            sinks.dk = room(Sp * Kp), sinks.dv = room(Sp * Dp);
+        }
         state = {room(Lp), room(Lp), room(Lp * Dp)};
         if (back) reverse = room(Lp * Dp), scalar = room(Lp);
     }
 
     template <class Room>
     void divide(const Room& room) {
-        queries = room(TOKENS * Kp), logits = room(TOKENS * columns);
-        weights = back ? room(TOKENS * columns) : logits, p = room(TOKENS * Lq + W);
+        queries = room(TOKENS * Kp), logits = room(TOKENS * ld);
+        sink_queries = room(S ? TOKENS * Kp : 0);
+        scores = room(late ? TOKENS * TOKENS : 0), late_v = room(late ? TOKENS * Dp : 0);
+        weights = back ? room(TOKENS * ld) : logits, p = room(TOKENS * Lq + W);
         keys = room(TOKENS * Lp), e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp);
         alpha = room(TOKENS * Lp), ratio = room(TOKENS * Lp), out = room(TOKENS * Dp);
         tops = room(Lp), own = room(Lp);
         decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
         if (!back) return;
-        dy = room(TOKENS * Dp), pairs = room(TOKENS * columns);
-        slope = room(op.softcap ? TOKENS * columns : 0), before = room(TOKENS * TOKENS);
+        dy = room(TOKENS * Dp), pairs = room(TOKENS * ld);
+        late_panels = room(late ? TOKENS * D : 0), late_pairs = room(late ? TOKENS * TOKENS : 0);
+        late_dv = room(late ? TOKENS * Dp : 0);
+        slope = room(op.softcap ? TOKENS * ld : 0), before = room(TOKENS * TOKENS);
         delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
         dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
     }
@@ -498,6 +573,11 @@ struct Head {
     int64_t rows_of(int64_t chunk) const { return least(TOKENS, task.count - chunk * TOKENS); }
     bool real(int64_t token) const {
         return !op.mask || op.mask.at<bool>()[task.row * op.tokens() + task.begin + token];
+    }
+    // Whether there is a source for latents: a real token, or a pending one before the first.
+    bool source(int64_t token) const {
+        if (token >= 0) return real(token);
+        return op.pending_k && op.pending_mask.at<bool>()[(task.n + 1) * delay + token];
     }
 
     // Asks for the memory of a token that is read, or written, soon: rows of one head are too far
@@ -511,14 +591,16 @@ struct Head {
         const int64_t here = chunk * TOKENS + i, next = here + ahead_chunks * TOKENS;
         const int64_t keys = back ? next - base : next, h = ahead_head;
         const int64_t g = h / (op.heads() / op.groups());
-        if (far) ask(op.latent_q, next, h, size), ask(op.latent_k, next, h, size);
+        if (far) ask(op.latent_q, next, h, size), ask(op.latent_k, next - delay, h, size);
         if (forgets) ask(op.log_decay, next, h, sizeof(T));
         if (near) ask(op.q, next, h, size), ask(op.k, keys, g, size);
         ask(op.v, keys, g, size);
+        if (S) ask(op.sink_q, next, h, size);
         if (back) ask(op.dout, next, h, size);
         if (!back) return ask(op.out, here, task.h, size);
         ask(op.dv, here, task.h, size);
-        if (far) ask(op.dlatent_q, here, task.h, size), ask(op.dlatent_k, here, task.h, size);
+        if (far) ask(op.dlatent_q, here, task.h, size), ask(op.dlatent_k, here - delay, task.h, size);
+        if (S) ask(op.dsink_q, here, task.h, size);
         if (forgets) ask(op.dlog_decay, here, task.h, sizeof(T));
         if (near) ask(op.dq, here, task.h, size), ask(op.dk, here, task.h, size);
     }
@@ -528,6 +610,15 @@ struct Head {
         return base + most(i - reach, low - chunk * TOKENS);
     }
     int64_t last_key(int64_t i) const { return base + i; }
+    Span near_span(int64_t chunk, int64_t i) const {
+        return {first_key(chunk, i), last_key(i) + 1};
+    }
+    // The columns of the sinks that query i of a chunk sees.
+    Span sink_span(int64_t chunk, int64_t i) const {
+        if (!S) return {columns, columns};
+        const int64_t token = task.begin + chunk * TOKENS + i;
+        return {columns, columns + op.sinks_seen.at<int64_t>()[task.row * op.tokens() + token]};
+    }
 
     // Keys and values of a chunk; of chunks before the first one those of the earlier state.
     void load_keys(int64_t chunk) {
@@ -555,14 +646,42 @@ struct Head {
             std::memset(s.v + i * Dp, 0, size_t(Dp) * sizeof(T));
         }
         turn(s.k, Kp, from, stop, K, s.k_panels);
-        V<T> nothing{};
-        for (int64_t c = from * Dp; c < stop * Dp; c += W)
-            nothing = nothing + load_all(s.v + c) * T(0);
-        s.strange = sum(nothing) != T(0);
+        s.strange = not_finite(s.v + from * Dp, (stop - from) * Dp);
         if (!back) return;
         turn(s.v, Dp, from, stop, D, s.v_panels);
         std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
         std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+    }
+
+    // The sinks of a sequence; masked ones are zeros already.
+    void load_sinks() {
+        take(op.sink_k, task.n, 0, task.g, S, sinks.k, Kp);
+        take(op.sink_v, task.n, 0, task.g, S, sinks.v, Dp);
+        turn(sinks.k, Kp, 0, S, K, sinks.k_panels);
+        sinks.strange = not_finite(sinks.v, S * Dp);
+        if (!back) return;
+        turn(sinks.v, Dp, 0, S, D, sinks.v_panels);
+        std::memset(sinks.dk, 0, size_t(Sp * Kp) * sizeof(T));
+        std::memset(sinks.dv, 0, size_t(Sp * Dp) * sizeof(T));
+    }
+
+    // to[i][columns + s] = <x_i, sink s>, of keys or values.
+    void against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n, const T* panels, T* to) {
+        for (int64_t c = 0; c < Sp; c += W)
+            product(to + columns + c, ld, false, rows, W, x, ldx, int64_t(1), panels + c * n, W, n);
+    }
+
+    // Adds the sinks' part to the outputs: a query multiplies those that it sees.
+    void with_sinks(int64_t chunk, int64_t rows, const T* x, T* to) {
+        const int64_t together = sinks.strange ? 1 : ROWS;
+        for (int64_t i = 0; i < rows; i += together) {
+            const int64_t count = least(together, rows - i);
+            const Span seen = sink_span(chunk, i + count - 1);
+            if (seen.stop == columns) continue;
+            for (int64_t d = 0; d < Dp; d += W)
+                tile(count, to + i * Dp + d, Dp, true, x + i * ld + columns, ld, 1, sinks.v + d, Dp,
+                     seen.stop - columns);
+        }
     }
 
     // to[i][s] = <x_i, key s> for the keys that a query reads; all of its own chunk if `own`.
@@ -577,7 +696,7 @@ struct Head {
                     int64_t first = first_key(chunk, i);
                     if (own) first = least(first, base);
                     if (c + W <= first || c > last_key(i + count - 1)) continue;
-                    tile(count, to + i * columns + c, columns, false, x + i * ldx, ldx, 1, panel,
+                    tile(count, to + i * ld + c, ld, false, x + i * ldx, ldx, 1, panel,
                          W, n);
                 }
             }
@@ -587,11 +706,11 @@ struct Head {
     // to (rows begin ... end) = sum over keys of x[i][s] times their rows; x is 0 outside the band.
     void with_keys(int64_t chunk, int64_t begin, int64_t end, const T* x, bool values, bool own,
                    T* to) {
-        const int64_t ld = values ? Dp : Kp;
+        const int64_t n = values ? Dp : Kp;
         int64_t together = ROWS;
         for (int64_t j = first_key(chunk, begin) / TOKENS; j < slots; ++j)
             if (slot(chunk - slots + 1 + j).strange) together = 1;
-        for (int64_t d = 0; d < ld; d += W) {
+        for (int64_t d = 0; d < n; d += W) {
             for (int64_t i = begin; i < end; i += together) {
                 const int64_t count = least(together, end - i), last = last_key(i + count - 1);
                 int64_t first = first_key(chunk, i);
@@ -601,8 +720,8 @@ struct Head {
                     const int64_t from = most(first, j * TOKENS);
                     const int64_t stop = least(last + 1, (j + 1) * TOKENS);
                     const Keys<T>& s = slot(chunk - slots + 1 + j);
-                    tile(count, to + i * ld + d, ld, add, x + i * columns + from, columns, 1,
-                         (values ? s.v : s.k) + (from - j * TOKENS) * ld + d, ld, stop - from);
+                    tile(count, to + i * n + d, n, add, x + i * ld + from, ld, 1,
+                         (values ? s.v : s.k) + (from - j * TOKENS) * n + d, n, stop - from);
                     add = true;
                 }
             }
@@ -611,21 +730,21 @@ struct Head {
 
     // Adds sum over queries of x[i][s] y_i to the gradients of the keys, or of the values.
     void to_keys(int64_t chunk, int64_t rows, const T* x, const T* y, bool values, bool own) {
-        const int64_t ld = values ? Dp : Kp;
+        const int64_t n = values ? Dp : Kp;
         for (int64_t j = 0; j < slots; ++j) {
             Keys<T>& s = slot(chunk - slots + 1 + j);
             T* to = values ? s.dv : s.dk;
             const int64_t from = most(0, base + low - chunk * TOKENS - j * TOKENS);
             const int64_t stop = j == slots - 1 ? rows : TOKENS;
-            for (int64_t d = 0; d < ld; d += W) {
+            for (int64_t d = 0; d < n; d += W) {
                 for (int64_t i = from; i < stop; i += ROWS) {
                     const int64_t count = least(ROWS, stop - i), c = j * TOKENS + i - base;
                     const int64_t first = most(0, c);
                     int64_t last = least(rows - 1, c + count - 1 + reach);
                     if (own && j == slots - 1) last = rows - 1;
                     if (last < first) continue;
-                    tile(count, to + i * ld + d, ld, true, x + first * columns + j * TOKENS + i, 1,
-                         columns, y + first * ld + d, ld, last - first + 1);
+                    tile(count, to + i * n + d, n, true, x + first * ld + j * TOKENS + i, 1, ld,
+                         y + first * n + d, n, last - first + 1);
                 }
             }
         }
@@ -634,6 +753,8 @@ struct Head {
     // Zeros around what a query sees, as far as a tile reads, and in all of its own chunk if `own`;
     // there are zeros already in the vectors in which that begins and ends.
     void clear_around(int64_t chunk, int64_t i, bool own, T* x) {
+        for (int64_t c = columns + whole<T>(sink_span(chunk, i).stop - columns); c < ld; c += W)
+            store_all(x + c, V<T>{});
         const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
         int64_t from = most(0, first - ROWS);
         if (own) from = least(from, base);
@@ -649,46 +770,70 @@ struct Head {
         if (far) take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
         for (int64_t i = 0; i < rows; ++i) {
             ask_around(chunk, i);
-            if (far) soften(p + i * Lq, column, W + L, T(1));
-            else p[i * Lq + W - 1] = 1;
+            if (far) soften(p + i * Lq, {column, W + L}, {0, 0}, T(1));
+            if (late && chunk * TOKENS + i < heard)
+                std::memset(p + i * Lq + W, 0, size_t(Lp) * sizeof(T));
+            if (!far || (late && chunk * TOKENS + i < heard)) p[i * Lq + W - 1] = 1;
         }
-        if (!near && !back) std::memset(weights, 0, size_t(rows * columns) * sizeof(T));
+        if (!near && !back) std::memset(weights, 0, size_t(rows * ld) * sizeof(T));
         if (!near) return;
         take(op.q, task.row, token, task.h, rows, queries, Kp, T(op.scale));
         against(chunk, rows, queries, Kp, K, false, false, logits);
+        if (S) {
+            take(op.sink_q, task.row, token, task.h, rows, sink_queries, Kp, T(op.scale));
+            against_sinks(rows, sink_queries, Kp, K, sinks.k_panels, logits);
+        }
         for (int64_t i = 0; i < rows; ++i) {
-            T* x = logits + i * columns;
-            const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
-            if (op.softcap) cap(x, slope + (back ? i * columns : 0), first / W * W, stop);
+            T* x = logits + i * ld;
+            const Span own = near_span(chunk, i), more = sink_span(chunk, i);
+            const int64_t first = own.first, stop = own.stop;
+            if (op.softcap) cap(x, slope + (back ? i * ld : 0), own, more);
+            for (int64_t c = more.first; c < more.stop; ++c)
+                if (!op.sink_mask.at<bool>()[task.n * S + c - columns]) x[c] = lowest;
             for (int64_t j = first / TOKENS; j < slots; ++j) {
                 const Keys<T>& s = slot(chunk - slots + 1 + j);
                 if (!s.masked) continue;
                 for (int64_t c = most(first, j * TOKENS); c < least(stop, (j + 1) * TOKENS); ++c)
                     x[c] = s.hidden[c - j * TOKENS] < T(0) ? lowest : x[c];
             }
-            soften(x, first, stop, back ? T(1) : p[i * Lq + W - 1]);
-            if (!back) clear_around(chunk, i, far, x);
+            soften(x, own, more, back ? T(1) : p[i * Lq + W - 1]);
+            if (!back) clear_around(chunk, i, shared, x);
         }
     }
 
     // softcap tanh(x / softcap), and its slope.
-    void cap(T* x, T* slopes, int64_t first, int64_t stop) {
-        for (int64_t c = first; c < stop; c += W) {
+    void cap(T* x, T* slopes, Span own, Span more) {
+        vectors<T>(own, more, [&](int64_t c, Span) {
             V<T> y = load_all(x + c) * T(1.0 / op.softcap);
             Mask<T> negative = y < T(0);
             Decay<T> twice = decay(select(negative, y, -y) * T(2));
             V<T> tanh = twice.lost / (twice.kept + T(1));
             if (back) store_all(slopes + c, T(1) - tanh * tanh);
             store_all(x + c, select(negative, -tanh, tanh) * T(op.softcap));
-        }
+        });
+    }
+
+    // The rows of a chunk whose latents are fed with what is pending: tokens before the first.
+    int64_t pending_rows(int64_t chunk, int64_t rows) const {
+        return least(rows, most(0, delay - chunk * TOKENS));
+    }
+
+    // What the latents are fed with at a chunk's tokens, of x or, before its first, of what is
+    // pending: rows of T, zeros up to n; anything where there is no source.
+    void take_sources(const Tensor& x, const Tensor& pending, int64_t head, int64_t chunk,
+                      int64_t rows, T* to, int64_t n) {
+        const int64_t first = chunk * TOKENS - delay, old = pending_rows(chunk, rows);
+        if (old && pending) take(pending, task.n, delay + first, head, old, to, n);
+        if (old == rows) return;
+        take(x, task.row, task.begin + first + old, head, rows - old, to + old * n, n);
     }
 
     // The latents' logits of a chunk, -inf where they count for nothing, and what they forget.
     void load_logits(int64_t chunk, int64_t rows) {
         const int64_t token = task.begin + chunk * TOKENS;
-        take(op.latent_k, task.row, token, task.h, rows, keys, Lp);
+        take_sources(op.latent_k, op.pending_k, task.h, chunk, rows, keys, Lp);
         for (int64_t i = 0; i < rows; ++i) {
-            const bool seen = real(chunk * TOKENS + i);
+            const bool seen = source(chunk * TOKENS - delay + i);
             for (int64_t l = seen ? L : 0; l < Lp; ++l) keys[i * Lp + l] = lowest;
         }
         if (forgets) take(op.log_decay, task.row, token, task.h, rows, decays, Lp);
@@ -804,6 +949,8 @@ struct Head {
     void begin_task(int64_t number) {
         task = HeadTask(op, number);
         low = op.tail_k ? -op.tail() : 0;
+        if (late) find_heard();
+        if (S) load_sinks();
         for (int64_t l = 0; l < Lp; ++l) state.top[l] = lowest, state.mass[l] = 0;
         std::memset(state.sum, 0, size_t(Lp * Dp) * sizeof(T));
         if (!op.log_mass) return;  // also if there are no latents
@@ -814,6 +961,15 @@ struct Head {
             state.mass[l] = 1;
             std::memcpy(state.sum + l * Dp, op.mean.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
         }
+    }
+
+    // Whether the sequence's state holds anything, else the first token that feeds its latents.
+    void find_heard() {
+        heard = 0;
+        const int64_t count = op.heads() * L;
+        for (int64_t i = 0; op.log_mass && i < count; ++i)
+            if (op.log_mass.at<T>()[task.n * count + i] != lowest) return;
+        while (heard < task.count && !source(heard - delay)) ++heard;
     }
 
     int64_t kept_at(int64_t segment) const {
@@ -841,18 +997,41 @@ struct Head {
         load_keys(c);
         probabilities(c, rows);
         if (far) load_logits(c, rows);
-        else with_keys(c, 0, rows, weights, true, false, out);
+        if (!shared) with_keys(c, 0, rows, weights, true, false, out);
+        bool strange = false;
+        if (late) {
+            load_values(c, rows, late_v);
+            strange = not_finite(late_v, rows * Dp);
+            std::memset(scores, 0, size_t(rows * TOKENS) * sizeof(T));
+        }
         for (int64_t begin = 0; far && begin < rows;) {
             const LatentRun<T> run = next_run(begin, rows);
             scale_keys(run);
-            add_scores(run, weights + base, columns);
-            with_keys(c, begin, run.end, weights, true, true, out);
+            if (shared) {
+                add_scores(run, weights + base, ld);
+                with_keys(c, begin, run.end, weights, true, true, out);
+            } else {
+                add_scores(run, scores, TOKENS);
+                with_late(run, strange);
+            }
             product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp,
                     int64_t(1), state.sum, Dp, L);
-            take_in(run, slot(c).v);
+            take_in(run, late ? late_v : slot(c).v);
             begin = run.end;
         }
+        if (S) with_sinks(c, rows, weights, out);
         put(op.out, task.row, task.begin + c * TOKENS, task.h, rows, out, Dp);
+    }
+
+    // Adds to the outputs what late latents have been fed in a run, up to a query's own.
+    void with_late(const LatentRun<T>& run, bool strange) {
+        const int64_t begin = run.begin, together = strange ? 1 : ROWS;
+        for (int64_t d = 0; d < Dp; d += W)
+            for (int64_t i = begin; i < run.end; i += together) {
+                const int64_t count = least(together, run.end - i);
+                tile(count, out + i * Dp + d, Dp, true, scores + i * TOKENS + begin, TOKENS, 1,
+                     late_v + begin * Dp + d, Dp, i + count - begin);
+            }
     }
 
     void end_forward() {
@@ -868,12 +1047,12 @@ struct Head {
 
     // The window's part of a query's weights.
     void share_out(int64_t chunk, int64_t i) {
-        const T *from = logits + i * columns, share = p[i * Lq + W - 1];
-        T* to = weights + i * columns;
-        const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
-        for (int64_t c = first / W * W; c < stop; c += W)
-            store_all(to + c, within(load_all(from + c) * share, V<T>{}, c, first, stop));
-        clear_around(chunk, i, far, to);
+        const T *from = logits + i * ld, share = p[i * Lq + W - 1];
+        T* to = weights + i * ld;
+        vectors<T>(near_span(chunk, i), sink_span(chunk, i), [&](int64_t c, Span s) {
+            store_all(to + c, within(load_all(from + c) * share, V<T>{}, c, s.first, s.stop));
+        });
+        clear_around(chunk, i, shared, to);
     }
 
     // The runs of a segment and the states before them: from the state kept, once more forward.
@@ -890,7 +1069,7 @@ struct Head {
         for (int64_t c = first; c < stop; ++c) {
             const int64_t rows = rows_of(c);
             load_logits(c, rows);
-            load_values(c, rows);
+            load_values(c, rows, out);
             for (int64_t begin = 0; begin < rows;) {
                 LatentRun<T> run = next_run(begin, rows);
                 saved.insert(saved.end(), state.top, state.top + Lp);
@@ -911,11 +1090,12 @@ struct Head {
         }
     }
 
-    // Values of a chunk in `out`, zeros where they are masked.
-    void load_values(int64_t chunk, int64_t rows) {
-        take(op.v, task.row, task.begin + chunk * TOKENS, task.g, rows, out, Dp);
+    // Values that the latents are fed with at a chunk's tokens, zeros where there is no source.
+    void load_values(int64_t chunk, int64_t rows, T* to) {
+        take_sources(op.v, op.pending_v, task.g, chunk, rows, to, Dp);
         for (int64_t i = 0; i < rows; ++i)
-            if (!real(chunk * TOKENS + i)) std::memset(out + i * Dp, 0, size_t(Dp) * sizeof(T));
+            if (!source(chunk * TOKENS - delay + i))
+                std::memset(to + i * Dp, 0, size_t(Dp) * sizeof(T));
     }
 
     // From the gradient of the state after the last token: R and its scalar, relative to its top.
@@ -952,6 +1132,11 @@ struct Head {
         begin_task(number);
         if (chunks() && far) walk_segment((task.count - 1) / SEGMENT);
         if (far) begin_reverse();
+        if (late)  // the last tokens have reached no latent
+            for (int64_t i = most(0, task.count - delay); i < task.count; ++i)
+                std::memset(op.dlatent_k.data +
+                                place(op.dlatent_k, task.row, task.begin + i, task.h) * size,
+                            0, size_t(L * size));
         top.assign(state.top, state.top + Lp);
         for (int64_t c = chunks() - slots + 1; c < chunks() && chunks(); ++c)
             if ((c + 1) * TOKENS > low) load_keys(c);
@@ -969,6 +1154,10 @@ struct Head {
     }
 
     void end_backward() {
+        if (S) {
+            put(op.dsink_k, task.n, 0, task.h, S, sinks.dk, Kp);
+            put(op.dsink_v, task.n, 0, task.h, S, sinks.dv, Dp);
+        }
         if (op.tail_k) end_tail();
         if (op.log_mass) end_state();
     }
@@ -1009,10 +1198,12 @@ struct Head {
         const int64_t rows = rows_of(c), token = task.begin + c * TOKENS;
         probabilities(c, rows);
         take(op.dout, task.row, token, task.h, rows, dy, Dp);
-        against(c, rows, dy, Dp, D, true, far, pairs);
+        against(c, rows, dy, Dp, D, true, shared, pairs);
+        if (S) against_sinks(rows, dy, Dp, D, sinks.v_panels, pairs);
         for (int64_t i = 0; i < rows; ++i) through_window(c, i);
+        if (!shared) to_keys(c, rows, weights, dy, true, false);
         if (far) backward_latents(c, rows);
-        else to_keys(c, rows, weights, dy, true, false);
+        if (S) backward_sinks(c, rows);
         if (!near) return;
         to_keys(c, rows, logits, queries, false, false);
         with_keys(c, 0, rows, logits, false, false, queries);
@@ -1020,11 +1211,58 @@ struct Head {
         put(op.dq, task.row, token, task.h, rows, queries, Kp);
     }
 
-    // The latents' part, and with it that of all weights in the values' gradients.
+    // The sinks' part: of their values by the weights, of keys and queries by the logits' gradients.
+    void backward_sinks(int64_t c, int64_t rows) {
+        const T *shares = weights + columns, *dlogits = logits + columns;
+        product(sinks.dv, Dp, true, S, Dp, shares, int64_t(1), ld, dy, Dp, rows);
+        product(sinks.dk, Kp, true, S, Kp, dlogits, int64_t(1), ld, sink_queries, Kp, rows);
+        product(sink_queries, Kp, false, rows, Kp, dlogits, ld, int64_t(1), sinks.k, Kp, S);
+        for (int64_t i = 0; i < rows * Kp; ++i) sink_queries[i] *= T(op.scale);
+        put(op.dsink_q, task.row, task.begin + c * TOKENS, task.h, rows, sink_queries, Kp);
+    }
+
+    // Values of late sources, and <dy_t, v_s> of those that a query's latents have been fed.
+    void load_late(int64_t c, int64_t rows) {
+        load_values(c, rows, late_v);
+        turn(late_v, Dp, 0, rows, D, late_panels);
+        for (int64_t s = 0; s < rows; s += W)
+            for (int64_t i = s / ROWS * ROWS; i < rows; i += ROWS)
+                tile(least(ROWS, rows - i), late_pairs + i * TOKENS + s, TOKENS, false, dy + i * Dp,
+                     Dp, 1, late_panels + s * D, W, D);
+        std::memset(scores, 0, size_t(rows * TOKENS) * sizeof(T));
+    }
+
+    // Gradients of late values by the scores alone: of each, from the queries after it.
+    void to_late(int64_t rows) {
+        for (int64_t d = 0; d < Dp; d += W)
+            for (int64_t i = 0; i < rows; i += ROWS)
+                tile(least(ROWS, rows - i), late_dv + i * Dp + d, Dp, false,
+                     scores + i * TOKENS + i, 1, TOKENS, dy + i * Dp + d, Dp, rows - i);
+    }
+
+    // Gradients of late sources: to the chunks of keys that they are in, or to what is pending.
+    void put_late(int64_t c, int64_t rows) {
+        const int64_t first = c * TOKENS - delay, old = pending_rows(c, rows);
+        if (old && op.pending_k) {
+            put(op.dpending_k, task.n, delay + first, task.h, old, dkeys, Lp);
+            put(op.dpending_v, task.n, delay + first, task.h, old, late_dv, Dp);
+        }
+        for (int64_t i = old; i < rows; ++i) {
+            const int64_t token = first + i;
+            T* to = slot(token / TOKENS).dv + token % TOKENS * Dp;
+            for (int64_t d = 0; d < Dp; d += W)
+                store_all(to + d, load_all(to + d) + load_all(late_dv + i * Dp + d));
+        }
+        if (old < rows)
+            put(op.dlatent_k, task.row, task.begin + first + old, task.h, rows - old,
+                dkeys + old * Lp, Lp);
+    }
+
+    // The latents' part, and with it that of all weights in the gradients of the values they share.
     void backward_latents(int64_t c, int64_t rows) {
         const int64_t token = task.begin + c * TOKENS;
-        Keys<T>& s = slot(c);
         load_logits(c, rows);
+        if (late) load_late(c, rows);
         size_t first = runs.size();
         while (first && runs[first - 1].begin >= c * TOKENS) --first;
         for (size_t r = first; r < runs.size(); ++r) {
@@ -1032,14 +1270,17 @@ struct Head {
             for (int64_t i = runs[r].begin; forgets && i < runs[r].end; ++i)
                 for (int64_t l = 0; l < Lp; l += W) forget_at(runs[r].begin, i, l);
             scale_keys(runs[r]);
-            add_scores(runs[r], weights + base, columns);
+            if (late) add_scores(runs[r], scores, TOKENS);
+            else add_scores(runs[r], weights + base, ld);
         }
-        to_keys(c, rows, weights, dy, true, true);
+        if (late) to_late(rows);
+        else to_keys(c, rows, weights, dy, true, true);
         for (; runs.size() > first; runs.pop_back()) {
             const LatentRun<T>& run = runs.back();
             refer_back(top.data(), run);
             top.assign(run.before.top, run.before.top + Lp);
-            backward_run(run, s);
+            if (late) backward_run(run, late_v, late_dv, late_pairs, TOKENS);
+            else backward_run(run, slot(c).v, slot(c).dv, pairs + base, ld);
         }
         for (int64_t i = 0; i < rows; ++i) {  // through the softmax over the latents and the window
             T *x = pulled + i * Lq, *y = p + i * Lq, total = 0;
@@ -1047,7 +1288,8 @@ struct Head {
             for (int64_t l = column; l < W + L; ++l) x[l] -= y[l] * total;
         }
         put(op.dlatent_q, task.row, token, task.h, rows, pulled + column, Lq);
-        put(op.dlatent_k, task.row, token, task.h, rows, dkeys, Lp);
+        if (late) put_late(c, rows);
+        else put(op.dlatent_k, task.row, token, task.h, rows, dkeys, Lp);
         if (forgets) put(op.dlog_decay, task.row, token, task.h, rows, decays, Lp);
     }
 
@@ -1055,25 +1297,27 @@ struct Head {
     // the scores in logits, and p_t[0] times its gradient.
     void through_window(int64_t chunk, int64_t i) {
         share_out(chunk, i);
-        T *x = logits + i * columns, *y = pairs + i * columns;
-        const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
+        T *x = logits + i * ld, *y = pairs + i * ld;
+        const Span near = near_span(chunk, i), more = sink_span(chunk, i);
         V<T> sums{};
-        for (int64_t c = first / W * W; c < stop; c += W)
-            sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, first, stop);
+        vectors<T>(near, more, [&](int64_t c, Span s) {
+            sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, s.first, s.stop);
+        });
         const T total = sum(sums), share = p[i * Lq + W - 1];
         pulled[i * Lq + W - 1] = share * total;
-        for (int64_t c = first / W * W; c < stop; c += W) {
+        vectors<T>(near, more, [&](int64_t c, Span s) {
             V<T> dx = load_all(x + c) * share * (load_all(y + c) - total);
-            if (op.softcap) dx = dx * load_all(slope + i * columns + c);
-            store_all(x + c, within(dx, V<T>{}, c, first, stop));
-        }
+            if (op.softcap) dx = dx * load_all(slope + i * ld + c);
+            store_all(x + c, within(dx, V<T>{}, c, s.first, s.stop));
+        });
         clear_around(chunk, i, false, x);
     }
 
-    void backward_run(const LatentRun<T>& run, Keys<T>& s) {
+    // Of sources with values v, whose gradients are added to dv; <dy_t, v_s> stand in `products`.
+    void backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products, int64_t ldp) {
         const int64_t begin = run.begin, end = run.end, count = end - begin;
         for (int64_t i = begin; i < end; ++i) {  // <dy_t, v_s> for s <= t alone
-            const T* from = pairs + i * columns + base;
+            const T* from = products + i * ldp;
             T* to = before + i * TOKENS;
             for (int64_t c = begin / W * W; c < least(TOKENS, i + ROWS + W); c += W) {
                 V<T> seen = c <= i ? load_all(from + c) : V<T>{};
@@ -1104,7 +1348,7 @@ struct Head {
             store_all(scalar + l, later);
         }
         transpose(reverse, Dp, L, D, turned, Lp);
-        product(dkeys + begin * Lp, Lp, false, count, Lp, s.v + begin * Dp, Dp, int64_t(1), turned,
+        product(dkeys + begin * Lp, Lp, false, count, Lp, v + begin * Dp, Dp, int64_t(1), turned,
                 Lp, D);
         for (int64_t l = 0; l < Lp; l += W)
             for (int64_t i = begin; i < end; i += ROWS)
@@ -1112,7 +1356,7 @@ struct Head {
                      int64_t(1), TOKENS, ratio + i * Lp + l, Lp, end - i);
         for (int64_t i = begin * Lp; i < end * Lp; i += W)
             store_all(dkeys + i, load_all(e + i) * (load_all(dkeys + i) - load_all(lost + i)));
-        product(s.dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp,
+        product(dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp,
                 L);
         product(reverse, Dp, true, L, Dp, ratio + begin * Lp, int64_t(1), Lp, dy + begin * Dp, Dp,
                 count);

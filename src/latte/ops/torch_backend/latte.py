@@ -121,7 +121,8 @@ class Segment:
         if real is not None:
             k = k.masked_fill(~real[:, :, None, None], -torch.inf)
             v = without_masked(real, v)
-            g = None if g is None else without_masked(real, g)
+            # Masked queries forget nothing already, and a mask may be that of late sources.
+            g = None if g is None else without_masked(rows.visible(None, span), g)
             seen_nt = real.cumsum(1) > 0
             seen_nS = torch.cat([seen_nt, seen_nt[:, -1:].expand(-1, self.S - self.t)], 1)
             self.seen_XS = seen_nS.repeat_interleave(self.H, 0)

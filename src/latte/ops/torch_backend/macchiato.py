@@ -11,7 +11,7 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,27 @@ from torch import Tensor
 
 from latte.ops.custom_ops import (
     LATTE,
+    SINKS,
     TAIL,
     Earlier,
     connect_gradients,
     custom_op,
     final_buffers,
+    maybe_sinks,
 )
-from latte.ops.state import LatteState, WindowState
+from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences
 from latte.ops.torch_backend import latte, window
 
 INPUTS = LATTE.replace(
     "Tensor q, Tensor k,", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k,"
 )
-SCHEMA = f"{INPUTS}, {TAIL}, Tensor? log_decay, int window, float scale, float softcap"
+# Latents that see a source late take keys in the place of latent_k, and these.
+LATE = "Tensor? late_v, Tensor? late_mask, Tensor? begun"
+SCHEMA = (
+    f"{INPUTS}, {TAIL}, Tensor? log_decay, {SINKS}, {LATE}, int window, float scale, float softcap"
+)
+TENSORS = SCHEMA.count("Tensor")
 Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 
 
@@ -47,14 +54,23 @@ def macchiato_attention(
     earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
     log_decay: Tensor | None = None,
+    sinks: SeenSinks | None = None,
+    delay: bool = False,
+    pending: WindowState | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     op = causal_op if sequences.causal else bidirectional_op
+    late: Sequence[Tensor | None] = (None, None, None)
+    if delay:
+        assert local.window is not None
+        log_mass = None if earlier is None else earlier[0]
+        around = (local.window, sequences, pending, log_mass)
+        latent_k_BTHL, *late = LateSources.of(latent_k_BTHL, v_BTGD, *around)
     out, A, mu = op(
         *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
         *(earlier or (None, None)),
         *(tail or (None, None, None)),
-        *(log_decay, *local),
+        *(log_decay, *(sinks or (None,) * len(SeenSinks._fields)), *late, *local),
     )[:3]
     return out, LatteState(A, mu)
 
@@ -64,13 +80,18 @@ class Call:
 
     def __init__(self, five: tuple[Tensor, ...], rest: tuple[Any, ...], causal: bool) -> None:
         latent_q, self.latent_k, q, k, v = five
-        key_mask, cu_seqlens, log_mass, mean, tail_k, tail_v, tail_mask, log_decay, *local = rest
+        key_mask, cu_seqlens, log_mass, mean, *tail, log_decay = rest[:8]
+        *sinks, self.late_v, late_mask, begun = rest[8:-3]
         self.qkv = (q, k, v)
-        self.sequences = Sequences(key_mask, cu_seqlens, causal)
+        sequences = Sequences(key_mask, cu_seqlens, causal)
+        self.sequences = sequences if begun is None else sequences._replace(key_mask=late_mask)
         self.earlier: Earlier = (log_mass, mean)
-        self.near = (Local(*local), self.sequences, (tail_k, tail_v, tail_mask))
+        self.near = (Local(*rest[-3:]), sequences, tuple(tail), maybe_sinks(sinks))
         self.forgetting = {"log_decay": log_decay} if causal else {}
         self.p = latte.probabilities(latent_q)
+        if begun is not None:  # without latent mass all of the distribution is the window's
+            self.p.masked_fill_(~begun[..., None, None], 0.0)
+            self.share.masked_fill_(~begun[..., None, None], 1.0)
         self.R = self.qkv[0].shape[2] // self.qkv[2].shape[2]
 
     @property
@@ -81,7 +102,7 @@ class Call:
     @property
     def pkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the latents' passes take: every query head has values of its own."""
-        v = self.qkv[2]
+        v = self.qkv[2] if self.late_v is None else self.late_v
         return self.p[..., 1:], self.latent_k, v.repeat_interleave(self.R, 2) if self.R > 1 else v
 
 
@@ -102,16 +123,22 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
         return out.to(inputs[4].dtype), *after
 
     def run_back(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> Any:
-        kept = inputs[13:-3]
-        call = Call(inputs[:5], (*inputs[5:13], *inputs[-3:]), causal)
+        kept = inputs[TENSORS:-3]
+        call = Call(inputs[:5], (*inputs[5:TENSORS], *inputs[-3:]), causal)
         near = window.backward(dout, call.qkv, *call.near, call.share)
+        late = call.late_v is not None
         dlatent_q, dlatent_k, dv, dA, dmu, *dlog_decay = backward(
             *((dout, dlog_mass, dmean), call.pkv, call.sequences, call.earlier, *kept),
-            dv_near=near.dv if call.R == 1 else None,
+            dv_near=near.dv if call.R == 1 and not late else None,
             **call.forgetting,
         )
         if call.R > 1:
-            dv = near.dv + dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
+            dv = dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
+        dlate_v = dv.to(inputs[4].dtype) if late else dv.new_empty(0)
+        if late:
+            dv = near.dv
+        elif call.R > 1:
+            dv = near.dv + dv
         assert near.dshare is not None
         pulled = torch.cat([near.dshare, dlatent_q], -1)
         latent_q, _, q, k, v = inputs[:5]
@@ -122,6 +149,7 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
             *(near.dk.to(k.dtype), dv.to(v.dtype), dA, dmu),
             *(near.dtail_k.to(k.dtype), near.dtail_v.to(v.dtype)),
             *(dlog_decay or (q.new_empty(0),)),
+            *(near.dsink_q, near.dsink_k.to(k.dtype), near.dsink_v.to(k.dtype), dlate_v),
         )
 
     def fake(latent_q, latent_k, q, k, v, _, cu_seqlens, *__):
@@ -134,9 +162,9 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
     kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
     given = SCHEMA.replace(", int window", f", {kept}, int window")
     backward_op = custom_op(
-        f"{name}_backward", run_back, f"Tensor dout, Tensor dlog_mass, Tensor dmean, {given}", 10
+        f"{name}_backward", run_back, f"Tensor dout, Tensor dlog_mass, Tensor dmean, {given}", 14
     )
-    wanted = (0, 1, 2, 3, 4, 7, 8, 9, 10, 12)
+    wanted = (0, 1, 2, 3, 4, 7, 8, 9, 10, 12, 13, 14, 15, 18)
     connect_gradients(op, backward_op, wanted, outputs=3, saved_from=saved_from)
     return op
 

@@ -2,11 +2,12 @@
 
 A chunk of Q queries reads whole chunks of keys: its own, and as many neighbours as the window
 reaches. Nothing but the inputs is saved; the backward pass computes the weights again. Full
-attention (``window=None``) goes through PyTorch's own kernels.
+attention (``window=None``) goes through PyTorch's own kernels. Sinks are S more columns of the
+logits, of keys that all chunks of a row share.
 
 Shape suffixes: B batch, T tokens, n sequences computed together, t tokens of a segment, H query
 heads, G key/value heads, R = H / G, N chunks of Q queries, M keys read by a chunk, P keys of the
-earlier state, K key width, D value width.
+earlier state, S sinks, K key width, D value width.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from latte.ops import custom_ops, reference
 from latte.ops.custom_ops import Earlier, Three, run_window
-from latte.ops.state import WindowState
+from latte.ops.state import SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
 
@@ -37,11 +38,13 @@ def sliding_window_attention(
     local: Local,
     sequences: Sequences,
     tail: WindowState | None,
+    sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
     inputs = (q_BTHK, k_BTGK, v_BTGD)
     if local.window is not None:
-        return run_window(window_op, *inputs, local, sequences, tail)
+        beside = sinks or (None,) * len(SeenSinks._fields)
+        return run_window(window_op, *inputs, local, sequences, tail, *beside)
     if local.softcap:
         # No kernel of PyTorch's takes a soft cap on the CPU: the weights are formed.
         return reference.sliding_window_attention(*inputs, local, sequences, tail)
@@ -195,6 +198,7 @@ class Segment:
         qkv: Three,
         key_mask: Tensor | None,
         tail: Earlier,
+        sinks: SeenSinks | None,
         apart: bool,
     ) -> None:
         q, k, v = qkv
@@ -220,12 +224,36 @@ class Segment:
         self.R = queries.shape[2] // self.G
         self.q_line = self.line(queries)
         self.k_line, self.v_line = self._keys(k, tail[0]), self._keys(v, tail[1])
+        self.sinks = None if sinks is None else self._sinks(sinks)
         self.limit, self.alive = self._visible(key_mask, tail[2])
+
+    def _sinks(self, sinks: SeenSinks) -> SeenSinks:
+        """The sinks of these rows: q as a line, keys and values (X, S, K); seen (n, width, Q, S).
+
+        The mask is that of the sinks themselves, (n, 1, 1, S).
+        """
+        Q, start = self.chunks.Q, self.before * self.chunks.Q
+        keys, values = (
+            x[self.rows.ids].transpose(1, 2).flatten(0, 1).to(self.dtype)
+            for x in (sinks.keys, sinks.values)
+        )
+        counts = self.rows.take(sinks.seen, self.span)
+        counts = F.pad(counts, (start, self.width * Q - start - self.t)).unflatten(1, (-1, Q))
+        mask = sinks.mask[self.rows.ids][:, None, None]
+        seen = (torch.arange(mask.shape[-1], device=mask.device) < counts[..., None]) & mask
+        return SeenSinks(self.line(self.rows.take(sinks.q, self.span)), keys, values, mask, seen)
+
+    def add_sinks(self, target_NSGK: Tensor, dx_XSK: Tensor) -> None:
+        """Add the gradients of these rows' sinks where their keys, or values, came from."""
+        dx_nGSK = dx_XSK.unflatten(0, (self.n, self.G))
+        target_NSGK[self.rows.ids] += dx_nGSK.transpose(1, 2)
 
     def _visible(
         self, key_mask: Tensor | None, tail_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Upper limits (n or 1, width or 1, Q, M) of the logits: infinity, or the lowest number.
+
+        With sinks these are M + S columns.
 
         And the queries (n, width, Q, 1) that see any key; None if all do. Where one does not, a
         finite lowest logit makes an average of it.
@@ -237,7 +265,10 @@ class Segment:
             beyond = not chunks.causal and start + (self.N + chunks.after) * Q > T
             edges = (self.width, start - self.before * Q, T)
             inside = start >= chunks.before * Q and not beyond
-            return limits(chunks, None if inside else edges, self.dtype, device), None
+            limit = limits(chunks, None if inside else edges, self.dtype, device)
+            if self.sinks is not None:
+                limit = self._beside(limit, upper_limits(self.sinks.seen, self.dtype))
+            return limit, None
         real_nS = torch.zeros(self.n, self.width * Q, dtype=torch.bool, device=device)
         real_nS[:, self.pad : self.pad + self.high - self.low] = True if own is None else own
         if self.old and tail_mask is not None:
@@ -249,7 +280,14 @@ class Segment:
         around = (chunks.before * Q, chunks.after * Q)
         near = F.pad(real_nS, around).unfold(1, chunks.M, Q)
         seen = chunks.band(device) & near[:, :, None]
+        if self.sinks is not None:
+            seen = self._beside(seen, self.sinks.seen)
         return upper_limits(seen, self.dtype), seen.any(-1, keepdim=True)
+
+    @staticmethod
+    def _beside(near: Tensor, far: Tensor) -> Tensor:
+        """What is known of the window's columns and of the sinks', (n, width, Q, M + S)."""
+        return torch.cat([near.expand(*far.shape[:3], -1), far], -1)
 
     def row_tokens(self, x_line: Tensor) -> Tensor:
         """A line of keys as its rows' tokens, (n, G, width Q, K)."""
@@ -322,16 +360,45 @@ class Block:
         for j in range(heard.shape[1]):
             x_line[self.first + j : self.first + j + self.n].add_(heard[:, j], alpha=scale)
 
+    def by_row(self, x_line: Tensor) -> Tensor:
+        """These queries' part of a line, (rows, n / rows R Q, K): what their sinks are read by."""
+        return x_line[self.own].view(self.rows, -1, x_line.shape[-1])
+
+    def of_sinks(self, x_XSK: Tensor) -> Tensor:
+        """Keys or values of these rows' sinks, (rows, S, K)."""
+        return x_XSK[self.x : self.x + self.rows]
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of the window (n, R Q, M), and of the sinks (rows, n / rows R Q, S)."""
+        M = self.part.chunks.M
+        if self.part.sinks is None:
+            return x, x.new_empty(0)
+        return x[..., :M], x[..., M:].reshape(self.rows, -1, x.shape[-1] - M)
+
+    def against(self, x_line: Tensor, values: bool, scale: float = 1.0) -> Tensor:
+        """The products of these queries' x with all keys, or values, that they may see."""
+        part, sinks, x = self.part, self.part.sinks, x_line[self.own]
+        keys = self.keys(part.v_line if values else part.k_line).transpose(1, 2)
+        if sinks is None:
+            out = x.new_empty(*x.shape[:2], part.chunks.M)
+            return out.baddbmm_(x, keys, beta=0, alpha=scale)
+        M, S = part.chunks.M, sinks.keys.shape[1]
+        out = x.new_empty(*x.shape[:2], M + S)
+        out[..., :M].baddbmm_(x, keys, beta=0, alpha=scale)
+        queries = x_line if values else sinks.q
+        kept = self.of_sinks(sinks.values if values else sinks.keys)
+        far = torch.bmm(self.by_row(queries), kept.transpose(1, 2)).mul_(scale)
+        out[..., M:] = far.view(*x.shape[:2], S)
+        return out
+
     def weights(self, local: Local) -> tuple[Tensor, Tensor | None]:
-        """Attention weights (n, R Q, M); with a softcap also tanh of the scaled logits."""
-        part, M = self.part, self.part.chunks.M
-        q = part.q_line[self.own]
-        logits, tanh = q.new_empty(*q.shape[:2], M), None
-        logits.baddbmm_(q, self.keys(part.k_line).transpose(1, 2), beta=0, alpha=local.scale)
+        """Attention weights (n, R Q, M + S); with a softcap also tanh of the scaled logits."""
+        part = self.part
+        logits, tanh = self.against(part.q_line, False, local.scale), None
         if local.softcap:
             tanh = logits.div_(local.softcap).tanh_()
             logits = tanh * local.softcap
-        by_place = logits.view(self.rows, -1, part.R, part.chunks.Q, M)
+        by_place = logits.view(self.rows, -1, part.R, part.chunks.Q, logits.shape[-1])
         torch.minimum(by_place, self._of(part.limit), out=by_place)
         weights = torch.softmax(logits, -1)
         if part.alive is not None:
@@ -346,7 +413,12 @@ class Block:
 
 
 def _segments(
-    qkv: Three, local: Local, sequences: Sequences, tail: Earlier, apart: bool
+    qkv: Three,
+    local: Local,
+    sequences: Sequences,
+    tail: Earlier,
+    sinks: SeenSinks | None,
+    apart: bool,
 ) -> Iterator[Segment]:
     """Segments of equal length, as long as a row's scores stay small."""
     q, _, v = qkv
@@ -359,7 +431,7 @@ def _segments(
     for rows in rows_of(q, H * max(q.shape[-1], v.shape[-1]), most, sequences.cu_seqlens):
         length = -(-rows.length // (-(-rows.length // most) * Q)) * Q
         for span in spans(rows.length, length):
-            yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail, apart)
+            yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail, sinks, apart)
 
 
 def _mixes_rows(x: Tensor) -> bool:
@@ -376,6 +448,7 @@ def forward(
     local: Local,
     sequences: Sequences,
     tail: Earlier,
+    sinks: SeenSinks | None = None,
     share: Tensor | None = None,
     apart: bool = False,
 ) -> Tensor:
@@ -386,23 +459,25 @@ def forward(
     q, _, v = qkv
     dtype = v.dtype if share is None else share.dtype
     out = v.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
-    for part in _segments(qkv, local, sequences, tail, apart):
+    for part in _segments(qkv, local, sequences, tail, sinks, apart):
         y_line = part.q_line.new_empty(*part.q_line.shape[:2], v.shape[-1])
         for block in part.blocks():
-            weights, _ = block.weights(local)
-            torch.bmm(weights, block.keys(part.v_line), out=y_line[block.own])
+            near, far = block.split(block.weights(local)[0])
+            torch.bmm(near, block.keys(part.v_line), out=y_line[block.own])
+            if part.sinks is not None:
+                block.by_row(y_line).baddbmm_(far, block.of_sinks(part.sinks.values))
         y = part.back(y_line)
         part.rows.put(out, part.span, y if share is None else y * part.rows.take(share, part.span))
     if not apart and _mixes_rows(out):
-        return forward(qkv, local, sequences, tail, share, apart=True)
+        return forward(qkv, local, sequences, tail, sinks, share, apart=True)
     return out
 
 
 class Gradients(NamedTuple):
     """Of a window's inputs; in the dtype of the sums but for q.
 
-    ``dtail_k`` and ``dtail_v`` are empty where there is no tail; ``dshare`` (B, T, H, 1) is the
-    share times its gradient, None without a share.
+    ``dtail_k`` and ``dtail_v`` are empty where there is no tail, those of the sinks where there are
+    none; ``dshare`` (B, T, H, 1) is the share times its gradient, None without a share.
     """
 
     dq: Tensor
@@ -410,6 +485,9 @@ class Gradients(NamedTuple):
     dv: Tensor
     dtail_k: Tensor
     dtail_v: Tensor
+    dsink_q: Tensor
+    dsink_k: Tensor
+    dsink_v: Tensor
     dshare: Tensor | None
 
 
@@ -419,6 +497,7 @@ def backward(
     local: Local,
     sequences: Sequences,
     tail: Earlier,
+    sinks: SeenSinks | None = None,
     share: Tensor | None = None,
     apart: bool = False,
 ) -> Gradients:
@@ -431,9 +510,13 @@ def backward(
     dtail_k, dtail_v = (
         k.new_empty(0) if x is None else k.new_zeros(x.shape, dtype=dtype) for x in tail[:2]
     )
+    dsink_q, dsink_k, dsink_v = (q.new_empty(0) for _ in range(3))
+    if sinks is not None:
+        dsink_q = torch.empty_like(sinks.q, memory_format=torch.contiguous_format)
+        dsink_k, dsink_v = (x.new_zeros(x.shape, dtype=dtype) for x in (sinks.keys, sinks.values))
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     alone: bool | None = None
-    for part in _segments(qkv, local, sequences, tail, apart):
+    for part in _segments(qkv, local, sequences, tail, sinks, apart):
         rows, span = part.rows, part.span
         if alone is None:
             alone = rows.tokens is None and (part.n, part.t) == q.shape[:2]
@@ -448,19 +531,33 @@ def backward(
             torch.zeros_like(part.v_line),
         )
         sums_line = dq_line.new_empty(*dq_line.shape[:2], 1)
+        if part.sinks is not None:  # of each row, written by its block
+            dsink_line, dks, dvs = (torch.empty_like(x) for x in (part.q_line, *part.sinks[1:3]))
         for block in part.blocks():
             weights, tanh = block.weights(local)
             queries, dy = part.q_line[block.own], dy_line[block.own]
-            pulled = torch.bmm(dy, block.keys(part.v_line).transpose(1, 2)).mul_(weights)
-            block.add_to_keys(dv_line, weights, dy)
+            pulled = block.against(dy_line, True).mul_(weights)
+            near, far = block.split(weights)
+            block.add_to_keys(dv_line, near, dy)
             sums = torch.sum(pulled, -1, keepdim=True, out=sums_line[block.own])
             dlogits = pulled.addcmul_(weights, sums, value=-1.0)
             if tanh is not None:
                 dlogits *= 1.0 - tanh.square()
             keys = block.keys(part.k_line)
-            dq_line[block.own].baddbmm_(dlogits, keys, beta=0, alpha=local.scale)
-            block.add_to_keys(dk_line, dlogits, queries, local.scale)
+            near, dfar = block.split(dlogits)
+            dq_line[block.own].baddbmm_(near, keys, beta=0, alpha=local.scale)
+            block.add_to_keys(dk_line, near, queries, local.scale)
+            if part.sinks is not None:
+                dfar = dfar * local.scale
+                kept = block.of_sinks(part.sinks.keys)
+                block.by_row(dsink_line).copy_(torch.bmm(dfar, kept))
+                block.of_sinks(dks).copy_(torch.bmm(dfar.mT, block.by_row(part.sinks.q)))
+                block.of_sinks(dvs).copy_(torch.bmm(far.mT, block.by_row(dy_line)))
         rows.put(dq, span, part.back(dq_line))
+        if part.sinks is not None:
+            rows.put(dsink_q, span, part.back(dsink_line))
+            part.add_sinks(dsink_k, dks)
+            part.add_sinks(dsink_v, dvs)
         if dshare is not None:
             rows.put(dshare, span, part.back(sums_line))
         stop = part.pad + part.high - part.low
@@ -471,14 +568,14 @@ def backward(
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
     if not apart and _mixes_rows(dk):  # whatever is not finite comes by here
-        return backward(dout, qkv, local, sequences, tail, share, apart=True)
-    return Gradients(dq, dk, dv, dtail_k, dtail_v, dshare)
+        return backward(dout, qkv, local, sequences, tail, sinks, share, apart=True)
+    return Gradients(dq, dk, dv, dtail_k, dtail_v, dsink_q, dsink_k, dsink_v, dshare)
 
 
 def _rounded(dout: Tensor, qkv: Three, *rest: Any) -> tuple[Tensor, ...]:
     """The gradients of the op, in the dtypes of its inputs."""
-    dq, dk, dv, *dtails, _ = backward(dout, qkv, *rest)
-    return dq, dk.to(qkv[1].dtype), dv.to(qkv[2].dtype), *(x.to(qkv[1].dtype) for x in dtails)
+    dq, dk, dv, *more, _ = backward(dout, qkv, *rest)
+    return dq, dk.to(qkv[1].dtype), dv.to(qkv[2].dtype), *(x.to(qkv[1].dtype) for x in more)
 
 
-window_op = custom_ops.window_op("sliding_window", forward, _rounded)
+window_op = custom_ops.window_op("sliding_window", forward, _rounded, sinks=True)

@@ -1,0 +1,238 @@
+"""Landmarks: initial latents that already approximate the base's own attention.
+
+Beyond the window a head of the base attends by ``a_ts ~ exp(scale q_t' R(s - t) k_s)``, with q and
+k before their rotation and R the rotary matrix. Put the queries into L clusters of means c_l. Then
+
+    p(s|l,t) ~ exp(k_s[l]),   k_s[l] = scale c_l' D k_s,   D = mean of R(-d), d from W to T - 1
+
+and p(l|t) says to which clusters the query belongs: ``q_t[l] = beta (u_l - mean u)' q_t / E|q|``,
+with u_l the clusters' directions (clustered attention, arXiv 2007.04825, made causal and linear in
+time). D weighs the offset d by T - d, the number of pairs of tokens that are so far apart. It acts
+on each pair of rotary coordinates, as ``(mean cos, mean sin)`` of its frequency, so fast
+frequencies, whose sign the distance decides, drop out.
+
+Both logits are linear in the layer's input x, so landmarks are initial values of
+``latents.q_proj`` and ``latents.k_proj``, and nothing else in the model changes. The window's bias
+is set such that p(l=0) is, on average, the mass of the base's attention that the window sees.
+
+Where the base normalises its queries and keys, k_s is not linear in x: the norm is replaced by its
+mean scale. A bias of the queries' projection shifts the clusters' logits by constants, which are
+left out; one of the keys' projection cancels in p(s|l,t). A soft cap is left out of k_s.
+
+Shape suffixes: B batch, T tokens, E hidden size, S sampled tokens, H query heads, G key/value
+heads, K head width, L latents per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.conversion.attention import MacchiatoAttention, Projections
+from latte.conversion.transfer import base_output, sampled_masses, watch
+from latte.errors import LatteError
+from latte.layers.state import Piece
+
+SHARPNESS = 4.0  # beta: logits of a query of mean length that points to a cluster
+SAMPLE_EVERY = 4  # of so many consecutive tokens one is a sample
+CLUSTER_STEPS = 15
+CALIBRATION_TOKENS, CALIBRATION_LENGTH = 8192, 1024  # of the text, and of a row
+CALIBRATION_LETTERS = 200_000
+
+
+class Sample(NamedTuple):
+    """What is known of the sampled tokens of one layer.
+
+    ``x`` (S, E) is the layer's input, ``q`` (S, H, K) its queries before the rotation; ``mass`` (S,
+    H) is the share of the base's attention that the window sees, ``near`` (S, H) the logsumexp of
+    the window's logits.
+    """
+
+    x: Tensor
+    q: Tensor
+    mass: Tensor
+    near: Tensor
+
+
+class Survey:
+    """A teacher that only watches: the base runs, and each converted layer keeps its samples.
+
+    Give it to a forward pass as ``teacher=`` (:func:`latte.conversion.transfer.watch`).
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[int, list[Sample]] = {}
+
+    def enter(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE
+
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
+        return x_BTE
+
+    def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+        """The base's output of a layer, (B, T, E)."""
+        T = piece.x.shape[1]
+        first = layer.window if T > layer.window + SAMPLE_EVERY else 0
+        places = torch.arange(first, T, SAMPLE_EVERY, device=piece.x.device)
+        mass, near = sampled_masses(layer, local, piece, places)
+        x_BSE = piece.x[:, places]
+        q_BSHK, _, _ = layer.heads(x_BSE)
+        found = (x.flatten(0, 1).float().cpu() for x in (x_BSE, q_BSHK, mass, near))
+        self.samples.setdefault(layer.layer_idx, []).append(Sample(*found))
+        return base_output(layer, local, piece)
+
+
+def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Tensor, Tensor]:
+    """Mean cosines and sines (R / 2,) of the layer's rotary angles over offsets in [W, T)."""
+    first = min(layer.window, length - 1)
+    device = layer.q_proj.weight.device
+    offsets = torch.arange(first, length, device=device)[None]
+    decoder = model.model
+    probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
+    kind = (layer.layer_kind,) if decoder.rotary_by_kind else ()
+    cos, sin = (x[0].double().cpu() for x in decoder.rotary_emb(probe, offsets, *kind))
+    pairs = (length - offsets[0]).double().cpu()  # tokens that are so far apart
+    weights = pairs[:, None] / pairs.sum()
+    half = cos.shape[-1] // 2
+    zero = torch.zeros(1, 1, dtype=torch.long, device=device)
+    scale = decoder.rotary_emb(probe, zero, *kind)[0][0, 0, :half].double().cpu()  # of long ranges
+    return (weights * cos[:, :half]).sum(0) * scale, (weights * sin[:, :half]).sum(0) * scale
+
+
+def turned(c_LK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``c' D`` for each row c: D rotates and shrinks the pairs (i, i + R/2), and no others."""
+    half = len(cos)
+    a, b, rest = c_LK[:, :half], c_LK[:, half : 2 * half], c_LK[:, 2 * half :]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
+
+
+def clusters(q_SK: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Spherical k-means of queries: directions u (L, K) and the clusters' mean queries c (L, K)."""
+    u_SK = F.normalize(q_SK, dim=-1)
+    first = torch.randint(len(u_SK), (1,), generator=generator)
+    u_LK = u_SK[first]
+    distance_S = (1 - u_SK @ u_LK[0]).clamp_min(1e-9)
+    while len(u_LK) < count:  # k-means++: far queries are likelier
+        following = u_SK[torch.multinomial(distance_S, 1, generator=generator)]
+        u_LK = torch.cat([u_LK, following])
+        distance_S = torch.minimum(distance_S, 1 - u_SK @ following[0]).clamp_min(1e-9)
+    for _ in range(CLUSTER_STEPS):
+        nearest_S = (u_SK @ u_LK.T).argmax(1)
+        sums = torch.zeros_like(u_LK).index_add_(0, nearest_S, u_SK)
+        filled = torch.bincount(nearest_S, minlength=count)[:, None] > 0
+        u_LK = torch.where(filled, F.normalize(sums, dim=-1), u_LK)
+    nearest_S = (u_SK @ u_LK.T).argmax(1)
+    sizes = torch.bincount(nearest_S, minlength=count)[:, None]
+    means = torch.zeros_like(u_LK).index_add_(0, nearest_S, q_SK) / sizes.clamp_min(1)
+    return u_LK, torch.where(sizes > 0, means, u_LK * q_SK.norm(dim=-1).mean())
+
+
+def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
+    """The map (heads, K, E) from x to queries ("q") or keys ("k"), a norm by its mean scale."""
+    weight = getattr(layer, f"{name}_proj").weight.float().cpu()
+    weight = weight.unflatten(0, (-1, layer.head_dim))
+    norm = getattr(layer, f"{name}_norm", None)
+    if norm is None:
+        return weight
+    plain_SHK = torch.einsum("se,hke->shk", x_SE, weight)
+    normed_SHK = norm(plain_SHK.to(norm.weight)).float().cpu()
+    # Least squares, a factor for each coordinate: the norm's weight times its mean scale.
+    factor_HK = (normed_SHK * plain_SHK).sum(0) / plain_SHK.square().sum(0).clamp_min(1e-12)
+    return weight * factor_HK[..., None]
+
+
+class Landmarks(NamedTuple):
+    """Initial values of a layer's latents: logits as maps of x, and the window's bias (H,)."""
+
+    q_HLE: Tensor
+    k_HLE: Tensor
+    window_bias_H: Tensor
+
+
+def landmarks(
+    layer: MacchiatoAttention,
+    sample: Sample,
+    mean_rotation: tuple[Tensor, Tensor],
+    generator: torch.Generator,
+) -> Landmarks:
+    """The initial values of one layer, from its samples."""
+    H, L = layer.num_heads, layer.latents.k_proj.out_features // layer.num_heads
+    q_map, k_map = _linear(layer, "q", sample.x), _linear(layer, "k", sample.x)
+    repeats = H // len(k_map)
+    cos, sin = (x.float() for x in mean_rotation)
+    q_HLE, k_HLE, bias_H = [], [], []
+    for h in range(H):
+        q_SK = sample.q[:, h]
+        u_LK, c_LK = clusters(q_SK, L, generator)
+        key_LK = layer.scale * turned(c_LK, cos, sin)
+        query_LK = SHARPNESS * (u_LK - u_LK.mean(0)) / q_SK.norm(dim=-1).mean()
+        q_HLE.append(query_LK @ q_map[h])
+        k_HLE.append(key_LK @ k_map[h // repeats])
+        odds_S = -torch.logsumexp(sample.x @ q_HLE[-1].T, -1)
+        if layer.joint_softmax:
+            odds_S = odds_S + sample.near[:, h]
+        bias_H.append(_matching_bias(odds_S, sample.mass[:, h].mean()))
+    return Landmarks(torch.stack(q_HLE), torch.stack(k_HLE), torch.stack(bias_H))
+
+
+def _matching_bias(odds_S: Tensor, share: Tensor) -> Tensor:
+    """b with ``mean sigmoid(odds + b) = share``, by bisection."""
+    low, high = odds_S.new_tensor(-60.0), odds_S.new_tensor(60.0)
+    share = share.clamp(1e-3, 1 - 1e-3)
+    for _ in range(50):
+        middle = (low + high) / 2
+        above = torch.sigmoid(odds_S + middle).mean() > share
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return (low + high) / 2
+
+
+def calibration_rows(tokenizer: Any, text: str | None) -> list[Tensor]:
+    """Rows of token ids, (1, T), of a text; by default of the language's own help pages."""
+    if text is None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text[:CALIBRATION_LETTERS], add_special_tokens=False).input_ids
+    ids = torch.tensor(ids[:CALIBRATION_TOKENS])
+    rows = [row[None] for row in ids.split(CALIBRATION_LENGTH)]
+    whole = [row for row in rows if row.shape[1] == CALIBRATION_LENGTH] or rows
+    if not ids.numel():
+        raise LatteError("calibration: expected some text, got none")
+    return whole
+
+
+@torch.no_grad()
+def set_landmarks(model: Any, rows: Sequence[Tensor], *, seed: int = 0) -> None:
+    """Give the converted layers of a model their landmarks, in place.
+
+    Args:
+        model: a converted language model whose latents read x (``latent_input="none"``).
+        rows: token ids, (B, T) each, that the base runs on: some 8,000 tokens are enough.
+        seed: of the clusters' first directions.
+
+    Raises:
+        ValueError: the latents do not read x.
+    """
+    if model.config.latent_input != "none":
+        raise ValueError(
+            f"landmarks need latent_input='none', got {model.config.latent_input!r}: they are "
+            "linear in the layer's input"
+        )
+    survey = Survey()
+    for row in rows:
+        watch(model, survey, input_ids=row)
+    generator = torch.Generator().manual_seed(seed)
+    length = max(row.shape[1] for row in rows)
+    for index, parts in survey.samples.items():
+        layer: MacchiatoAttention = model.model.layers[index].self_attn
+        sample = Sample(*(torch.cat(xs) for xs in zip(*parts, strict=True)))
+        found = landmarks(layer, sample, rotary_mean(model, layer, length), generator)
+        latents: Any = layer.latents
+        window_HE = torch.zeros_like(found.q_HLE[:, 0])[:, None]
+        latents.q_proj.weight.copy_(torch.cat([window_HE, found.q_HLE], 1).flatten(0, 1))
+        latents.k_proj.weight.copy_(found.k_HLE.flatten(0, 1))
+        latents.window_bias.copy_(found.window_bias_H)

@@ -1,0 +1,248 @@
+"""Attention transfer layer by layer, from hidden states of the base that are recorded once.
+
+The base runs once over a few rows of text. What each converted layer reads is kept in a file a row
+(:func:`record`), in half precision. A layer is then fitted by itself (:func:`fit_layer`): its
+targets follow from its own input, and neither the base nor another layer takes part. The loss is
+that of :mod:`latte.conversion.transfer`. Queries, keys, values and the window's output do not
+change while the latents are fitted, so they are computed once a row.
+
+Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width, S
+sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from latte.conversion.attention import MacchiatoAttention, Projections, Tokens
+from latte.conversion.sources import late_latents
+from latte.conversion.transfer import (
+    base_output,
+    mass_divergence,
+    relative_error,
+    sampled_masses,
+    watch,
+)
+from latte.layers.latent_input import window_odds
+from latte.layers.state import Piece
+
+LAST = "last"  # the name of the base's last hidden states in a row's file
+
+
+class Recorder:
+    """A teacher that keeps what every converted layer reads while the base runs."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, Tensor] = {}
+
+    def enter(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE
+
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
+        return x_BTE
+
+    def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+        """The base's output of a layer, (B, T, E)."""
+        self.inputs[layer.layer_idx] = piece.x
+        return base_output(layer, local, piece)
+
+
+def record(
+    model: Any, rows: Iterable[Tensor], folder: Path, told: Callable[[int], None] = lambda _: None
+) -> list[Path]:
+    """Run the base over rows of tokens; one file a row, of bf16 tensors named by layer.
+
+    A row whose file is there is left alone, so that a run that was cut off goes on.
+
+    Args:
+        rows: token ids, (T,) each.
+        told: called with the number of rows that are done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, ids_T in enumerate(rows):
+        file = folder / f"row-{number:05d}.safetensors"
+        if not file.is_file():
+            recorder = Recorder()
+            last = watch(model, recorder, input_ids=ids_T[None])
+            tensors = {str(index): x for index, x in recorder.inputs.items()} | {LAST: last}
+            half = {name: x[0].to(torch.bfloat16).contiguous() for name, x in tensors.items()}
+            part = file.with_suffix(".part")
+            save_file(half, part)
+            part.rename(file)
+        files.append(file)
+        told(number + 1)
+    return files
+
+
+class Row(NamedTuple):
+    """What the loss of one row needs besides the latents' logits; half precision but the masses.
+
+    ``x`` (T, E), ``v`` (T, G, K), the window's output ``near`` (T, H, K) and the base's after the
+    output projection, ``target`` (T, E); ``log_mass`` (T, H) of the window's logits, and ``mass``
+    (S, H), the base's share of the window at the sampled ``places`` (S,).
+    """
+
+    x: Tensor
+    v: Tensor
+    near: Tensor
+    target: Tensor
+    log_mass: Tensor
+    mass: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a layer is fitted.
+
+    Attributes:
+        steps: optimiser steps, at most.
+        batch_size: rows a step.
+        learning_rate: the peak of AdamW's; it falls to a twentieth by a cosine.
+        mass_weight: weight of KL(m || p(l=0)) beside the output's relative error.
+        eval_steps: steps between scores on the held-out rows.
+        patience: scores without a gain of 0.5% after which the fit ends.
+    """
+
+    steps: int = 120
+    batch_size: int = 2
+    learning_rate: float = 2e-2
+    mass_weight: float = 0.1
+    eval_steps: int = 30
+    patience: int = 2
+
+
+class Score(NamedTuple):
+    """A layer's errors on the held-out rows: the output's, the mass's, and the window's alone."""
+
+    step: int
+    output: float
+    mass: float
+    window: float
+
+
+class LayerFit:
+    """One converted layer, the rows that it is fitted on, and those that judge it.
+
+    Args:
+        layer: the attention of one layer, with the base's weights and initial latents.
+        rotary: gives the layer's rotary table of (1, T) positions.
+        files: of :func:`record`; the last ``held_out`` of them are not trained on.
+    """
+
+    def __init__(
+        self,
+        layer: MacchiatoAttention,
+        rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        files: list[Path],
+        held_out: int,
+    ) -> None:
+        self.layer, self.rotary = layer.float(), rotary
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("latents." in name)
+        rows = [self._prepare(file) for file in files]
+        self.train, self.held_out = rows[: len(rows) - held_out], rows[len(rows) - held_out :]
+
+    @torch.no_grad()
+    def _prepare(self, file: Path) -> Row:
+        layer = self.layer
+        with safe_open(str(file), framework="pt") as opened:
+            x = opened.get_tensor(str(layer.layer_idx))[None].float()
+        T = x.shape[1]
+        positions = torch.arange(T)[None]
+        sink_table = self.rotary(x, positions.clamp_max(layer.window + layer.num_sinks - 1))
+        sinks = {layer.layer_kind: sink_table} if layer.num_sinks else None
+        local = layer.project(x, self.rotary(x, positions), Tokens(None, None, sinks))
+        piece = Piece(x)
+        near, _ = layer.window_branch(local, piece)
+        places = torch.arange(layer.window if T > layer.window else 0, T, 4)
+        mass, _ = sampled_masses(layer, local, piece, places)
+        half = (x, local.v, near, base_output(layer, local, piece))
+        return Row(
+            *(each[0].to(torch.bfloat16) for each in half),
+            layer.window_log_mass(local, piece)[0],
+            mass[0],
+            places,
+        )
+
+    def errors(self, row: Row) -> tuple[Tensor, Tensor]:
+        """The output's relative error and the mass's divergence of one row."""
+        layer = self.layer
+        x, v, near, target = (each[None].float() for each in row[:4])
+        piece = Piece(x)
+        logits, log_decay, _ = layer.logits(Projections(near, near, v), piece)
+        late = layer.window if layer.delay_latents else None
+        far, _ = late_latents(logits, log_decay, v, piece, late)
+        latent_q = logits.latent_q
+        assert latent_q is not None
+        if layer.joint_softmax:
+            latent_q = torch.cat(
+                [latent_q[..., :1] + row.log_mass[None, ..., None], latent_q[..., 1:]], -1
+            )
+        share = torch.sigmoid(window_odds(latent_q))[..., None]
+        if late is not None:  # nothing has reached the latents yet
+            begun = torch.arange(x.shape[1])[:, None, None] >= late
+            share = torch.where(begun, share, 1.0)
+        out = layer.o_proj((share * near + (1 - share) * far).flatten(-2))
+        mass = mass_divergence(latent_q[:, row.places], row.mass[None], piece.real[:, row.places])
+        return relative_error(out, target, piece.real), mass
+
+    @torch.no_grad()
+    def score(self, step: int) -> Score:
+        """The mean errors of the held-out rows."""
+        window = []
+        for row in self.held_out:
+            alone = self.layer.o_proj(row.near[None].float().flatten(-2))
+            real = Piece(row.x[None]).real
+            window.append(relative_error(alone, row.target[None].float(), real).item())
+        errors = [[float(error) for error in self.errors(row)] for row in self.held_out]
+        output, mass = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+        return Score(step, output, mass, sum(window) / len(window))
+
+    def fit(self, options: FitOptions) -> tuple[dict[str, Tensor], list[Score]]:
+        """The latents with the best held-out score, by name, and all scores."""
+        latents = self.layer.latents
+        optimizer = torch.optim.AdamW(
+            latents.parameters(), options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+        scores = [self.score(0)]
+        best, kept, waited = _loss(scores[0], options), _copy(latents), 0
+        for step in range(options.steps):
+            warm = min(1.0, (step + 1) / 10)
+            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / options.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate * warm * fall
+            optimizer.zero_grad(set_to_none=True)
+            for i in range(options.batch_size):
+                row = self.train[(step * options.batch_size + i) % len(self.train)]
+                output, mass = self.errors(row)
+                ((output + options.mass_weight * mass) / options.batch_size).backward()
+            optimizer.step()
+            if (step + 1) % options.eval_steps and step + 1 != options.steps:
+                continue
+            scores.append(self.score(step + 1))
+            loss = _loss(scores[-1], options)
+            waited = 0 if loss < 0.995 * best else waited + 1
+            if loss < best:
+                best, kept = loss, _copy(latents)
+            if waited >= options.patience:
+                break
+        return kept, scores
+
+
+def _loss(score: Score, options: FitOptions) -> float:
+    return score.output + options.mass_weight * score.mass
+
+
+def _copy(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -1,0 +1,151 @@
+"""The log-mass of a window: the logsumexp of the logits that its softmax is made of.
+
+Queries are read in blocks of one window, so that time and memory are linear in T. Gradients are
+autograd's own; they hold the weights of all blocks, (T, 2 W) numbers a head.
+
+Shape suffixes: B batch, T tokens, Z blocks of C queries, M = W + C keys of a block, H query heads,
+G key/value heads, R = H / G, n sinks, K key width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.ops.state import SeenSinks, WindowState
+from latte.ops.tensors import Local, Sequences, computation_dtype
+
+BLOCKS_AT_ONCE = 32  # without gradients, the blocks whose logits are held together
+
+
+def window_log_mass(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    local: Local,
+    sequences: Sequences,
+    tail: WindowState | None,
+    sinks: SeenSinks | None,
+) -> Tensor:
+    """``log sum_s exp(logit_ts)`` over the keys and sinks that a causal query sees, (B, T, H).
+
+    The result has the dtype of the sums. A query that sees nothing gets the lowest finite number
+    or a little more.
+    """
+    window = local.window
+    assert window is not None
+    assert sequences.causal
+    B, T, H, _ = q_BTHK.shape
+    if T == 0:
+        return q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
+    at_once = T if torch.is_grad_enabled() else BLOCKS_AT_ONCE * window
+    real = q_BTHK.new_ones(B, T, dtype=torch.bool)
+    if sequences.key_mask is not None:
+        real = sequences.key_mask
+    sequence_BT = None
+    if sequences.cu_seqlens is not None:
+        token = torch.arange(T, device=q_BTHK.device)
+        sequence_BT = torch.searchsorted(sequences.cu_seqlens.long(), token, right=True)[None] - 1
+    # The keys before the first query: the state's, or none.
+    k_BSGK, real_BS = _after(tail, k_BTGK, real, window)
+    found = []
+    for start in range(0, T, at_once):
+        own, seen = slice(start, start + at_once), slice(start, start + at_once + window)
+        found.append(
+            _of_queries(
+                q_BTHK[:, own],
+                k_BSGK[:, seen],
+                real_BS[:, seen],
+                local,
+                None if sinks is None else _of_tokens(sinks, own, sequence_BT),
+                None if sequence_BT is None else (sequence_BT, start),
+            )
+        )
+    return torch.cat(found, 1)
+
+
+def with_log_mass(latent_q_BTHL: Tensor, mass_BTH: Tensor) -> Tensor:
+    """Mixture logits (B, T, H, L+1) with the window's log-mass added to column 0.
+
+    The largest logit is subtracted from all, which changes no probability: what is rounded to half
+    precision is then small where it matters.
+    """
+    logits = F.pad(mass_BTH[..., None], (0, latent_q_BTHL.shape[-1] - 1)) + latent_q_BTHL
+    return (logits - logits.detach().amax(-1, keepdim=True)).to(latent_q_BTHL.dtype)
+
+
+def _after(
+    tail: WindowState | None, k_BTGK: Tensor, real_BT: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """All keys and their mask, with exactly W before the first token."""
+    B, _, G, K = k_BTGK.shape
+    before, mask = k_BTGK.new_zeros(B, window, G, K), real_BT.new_zeros(B, window)
+    if tail is not None and tail.mask.shape[1]:
+        held = min(window, tail.mask.shape[1])
+        before = torch.cat([before[:, held:], tail.keys[:, -held:].to(k_BTGK.dtype)], 1)
+        mask = torch.cat([mask[:, held:], tail.mask[:, -held:]], 1)
+    k_BSGK, real_BS = torch.cat([before, k_BTGK], 1), torch.cat([mask, real_BT], 1)
+    return k_BSGK.masked_fill(~real_BS[..., None, None], 0.0), real_BS
+
+
+def _of_tokens(sinks: SeenSinks, own: slice, sequence_BT: Tensor | None) -> SeenSinks:
+    """The sinks of some queries; of packed rows each token's own, keys (1, t, n, G, K)."""
+    q, keys, values, mask, seen = sinks
+    if sequence_BT is not None:
+        index = sequence_BT[0, own]
+        keys, mask = keys[index][None], mask[index][None]
+    return SeenSinks(q[:, own], keys, values, mask, seen[:, own])
+
+
+def _of_queries(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    real_BS: Tensor,
+    local: Local,
+    sinks: SeenSinks | None,
+    packed: tuple[Tensor, int] | None,
+) -> Tensor:
+    """The log-mass of consecutive queries, whose keys begin W tokens before them."""
+    T, H, G, window = *q_BTHK.shape[1:3], k_BSGK.shape[2], local.window
+    assert window is not None
+    wide = computation_dtype(q_BTHK.dtype)
+    C = min(window, T)
+    Z = -(-T // C)
+    device = q_BTHK.device
+
+    def blocks(x: Tensor, length: int) -> Tensor:
+        """(B, S, ...) -> (B, Z, length, ...): each begins C tokens after the one before."""
+        short = (Z - 1) * C + length - x.shape[1]
+        if short > 0:
+            x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
+        return torch.stack([x[:, z * C : z * C + length] for z in range(Z)], 1)
+
+    def scores(queries: Tensor, keys: Tensor, pattern: str) -> Tensor:
+        queries = blocks(queries, C).unflatten(3, (G, H // G)).to(wide)
+        logits = torch.einsum(pattern, queries, keys.to(wide)) * local.scale
+        return local.softcap * torch.tanh(logits / local.softcap) if local.softcap else logits
+
+    lowest = torch.finfo(wide).min / 2
+    near = scores(q_BTHK, blocks(k_BSGK, window + C), "bzcgrk,bzmgk->bzgrcm")
+    place_C1 = torch.arange(C, device=device)[:, None]
+    gap_CM = place_C1 + window - torch.arange(window + C, device=device)
+    seen = ((gap_CM >= 0) & (gap_CM < window)) & blocks(real_BS, window + C)[:, :, None]
+    if packed is not None:
+        sequence_BT, start = packed
+        around = torch.cat([sequence_BT.new_full((1, window), -1), sequence_BT], 1)
+        whole = blocks(around[:, start : start + window + T], window + C)
+        seen = seen & (whole[:, :, None] == whole[:, :, window:, None])
+    logits = near.masked_fill(~seen[:, :, None, None], lowest)
+    if sinks is not None:
+        n = sinks.mask.shape[-1]
+        order = torch.arange(n, device=device)
+        if packed is None:
+            far = scores(sinks.q, sinks.keys, "bzcgrk,bngk->bzgrcn")
+            kept = sinks.mask[:, None, None]
+        else:
+            far = scores(sinks.q, blocks(sinks.keys, C), "bzcgrk,bzcngk->bzgrcn")
+            kept = blocks(sinks.mask, C)
+        gone = (order < blocks(sinks.seen, C)[..., None]) & kept
+        logits = torch.cat([logits, far.masked_fill(~gone[:, :, None, None], lowest)], -1)
+    mass = torch.logsumexp(logits, -1)  # (B, Z, G, R, C)
+    return mass.permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)[:, :T]

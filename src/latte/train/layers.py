@@ -1,0 +1,239 @@
+"""The first stage of a conversion: every layer learns its base's attention by itself.
+
+    OUT/layers/
+      rows/row-00000.safetensors ...      what the layers of the base read, recorded once
+      fitted/layer-00.safetensors ...     the latents of the layers that are done
+      layers.csv                          their errors on held-out rows
+      config.json, model.safetensors ...  the model, once all layers are done
+
+Run again, it goes on where it stopped: a row that is recorded and a layer that is fitted are not
+done anew. Layers are fitted in several processes of one thread each.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from latte.conversion.pretrained import save
+from latte.conversion.recording import FitOptions, LayerFit, Score, record
+from latte.data.blocks import PackedBlocks
+from latte.data.preparing import Text, prepare_text
+from latte.errors import LatteError
+from latte.train.converted import starting_model
+from latte.train.recipe import Recipe
+from latte.train.run import calibration_rows, data_section
+
+COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
+
+
+@dataclass
+class LayersSection:
+    """Attention transfer layer by layer, from hidden states that are recorded once.
+
+    One step reads `batch_size` rows of `data.block_length` tokens. The base runs over `rows +
+    held_out_rows` of them, and over no more, whatever the number of steps.
+    """
+
+    rows: int = 48  # recorded rows to train on
+    held_out_rows: int = 4  # recorded rows that say when to stop
+    steps: int = 120  # of each layer, at most
+    batch_size: int = 2  # rows a step
+    learning_rate: float = 2e-2  # the peak
+    eval_steps: int = 30  # steps between scores on the held-out rows
+    patience: int = 2  # scores without a gain of 0.5% after which a layer is done
+    processes: int = 2  # layers that are fitted at once, each on one thread
+    seed: int = 0  # of the rows' choice and of new weights
+
+    def options(self, mass_weight: float) -> FitOptions:
+        own = ("steps", "batch_size", "learning_rate", "eval_steps", "patience")
+        return FitOptions(mass_weight=mass_weight, **{name: getattr(self, name) for name in own})
+
+
+class _Table:
+    """The rotary table of a layer's kind, as a call of positions; can go to another process."""
+
+    def __init__(self, decoder: Any, kind: str | None) -> None:
+        self.rotary = decoder.rotary_emb
+        self.kind = (kind,) if decoder.rotary_by_kind else ()
+
+    def __call__(self, x_BTE: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(x_BTE, positions, *self.kind)
+
+
+def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = False) -> Path:
+    """Fit all converted layers of the recipe's base; returns the folder, which has the model.
+
+    Raises:
+        LatteError: the recipe keeps documents apart inside a block, the text is too short, or the
+            folder cannot be written.
+    """
+    folder = Path(recipe.output_dir)
+    if (folder / "config.json").is_file():
+        if not quiet:
+            print(f"{folder} is finished; nothing to do", flush=True)
+        return folder
+    if recipe.data.respect_documents:
+        raise LatteError(
+            "layers: expected data.respect_documents=false, since a recorded row is one sequence"
+        )
+    tell = _Teller(quiet)
+    text = prepare_text(data_section(recipe), progress=not quiet)
+    rows = [row["input_ids"] for row in text.blocks(recipe.data, section.rows, section.seed)]
+    judges = _held_out(text, recipe.data.block_length, section.held_out_rows)
+    model = starting_model(recipe.conversion, section.seed, calibration_rows(text, recipe.data))
+    model = model.eval()
+    text.train.check_vocabulary(model.config.vocab_size)
+    every = len(rows) + len(judges)
+    length = recipe.data.block_length
+    tell(f"layers: recording {every} rows of {length:,} tokens")
+    files = record(
+        model,
+        [*rows, *judges],
+        folder / "rows",
+        lambda done: tell(f"layers: {done} of {every} rows recorded", last=done == every),
+    )
+    options = section.options(recipe.conversion.mass_weight)
+    done = 0
+    layers = {layer.self_attn.layer_idx: layer.self_attn for layer in converted_layers(model)}
+    for index, scores in _fit_all(model, layers, files, section, options, folder):
+        done += 1
+        first, last = scores[0], min(scores, key=lambda score: score.output)
+        tell(
+            f"layers: layer {index} ({done} of {len(layers)}), output error"
+            f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})",
+            last=True,
+        )
+    for index, layer in layers.items():
+        layer.latents.load_state_dict(load_file(_fitted(folder, index)))
+    _write_scores(folder)
+    _export(model, text, recipe, folder)
+    shutil.rmtree(folder / "rows")  # gigabytes that nothing reads again
+    return folder
+
+
+def converted_layers(model: Any) -> list[Any]:
+    """The decoder layers whose attention has latents."""
+    return [layer for layer in model.model.layers if hasattr(layer.self_attn, "latents")]
+
+
+class _Teller:
+    """Prints a line now and at most every ten seconds, the important ones always."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.told = quiet, 0.0
+
+    def __call__(self, line: str, last: bool = False) -> None:
+        if not self.quiet and (last or time.monotonic() - self.told > 10):
+            print(line, file=sys.stderr, flush=True)
+            self.told = time.monotonic()
+
+
+def _held_out(text: Text, length: int, count: int) -> list[Tensor]:
+    """Rows of the validation text, in its order."""
+    blocks = PackedBlocks(text.validation, length, shuffle=False, respect_documents=False)
+    if len(blocks) < count:
+        raise LatteError(
+            f"layers.held_out_rows: expected at most the {len(blocks)} blocks of {length} tokens in"
+            f" the validation text, got {count}"
+        )
+    step = len(blocks) // count
+    return [blocks[i * step]["input_ids"] for i in range(count)]
+
+
+def _fitted(folder: Path, index: int) -> Path:
+    return folder / "fitted" / f"layer-{index:02d}.safetensors"
+
+
+def _fit_all(
+    model: Any,
+    layers: dict[int, Any],
+    files: list[Path],
+    section: LayersSection,
+    options: FitOptions,
+    folder: Path,
+) -> Iterator[tuple[int, list[Score]]]:
+    """Fit the layers that are not fitted yet, and give each with its scores when it is done."""
+    (folder / "fitted").mkdir(exist_ok=True)
+    jobs = []
+    for index, layer in layers.items():
+        scores = _fitted(folder, index).with_suffix(".json")
+        if scores.is_file():
+            yield index, [Score(*score) for score in json.loads(scores.read_text())["scores"]]
+            continue
+        table = _Table(model.model, layer.layer_kind)
+        job = (layer, table, files, section.held_out_rows, options, folder)
+        jobs.append(functools.partial(_fit_one, *job))
+    if section.processes == 1 or len(jobs) < 2:
+        for job in jobs:
+            yield job()
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(section.processes, context, _one_thread) as pool:
+        try:
+            for future in as_completed([pool.submit(job) for job in jobs]):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _fit_one(
+    layer: Any,
+    table: _Table,
+    files: list[Path],
+    held_out: int,
+    options: FitOptions,
+    folder: Path,
+) -> tuple[int, list[Score]]:
+    start = time.monotonic()
+    index = layer.layer_idx
+    latents, scores = LayerFit(copy.deepcopy(layer), table, files, held_out).fit(options)
+    target = _fitted(folder, index)
+    part = target.with_suffix(f".part-{os.getpid()}")
+    save_file({name: value.contiguous() for name, value in latents.items()}, part)
+    part.rename(target)
+    kept = {"scores": scores, "seconds": round(time.monotonic() - start, 1)}
+    target.with_suffix(".json").write_text(json.dumps(kept))
+    return index, scores
+
+
+def _write_scores(folder: Path) -> None:
+    with open(folder / "layers.csv", "w", newline="", encoding="utf-8") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for file in sorted((folder / "fitted").glob("layer-*.json")):
+            kept = json.loads(file.read_text())
+            for step, output, mass, window in kept["scores"]:
+                numbers = (f"{x:.6f}" for x in (output, mass, window))
+                writer.writerow((int(file.stem[6:]), step, *numbers, kept["seconds"]))
+
+
+def _export(model: Any, text: Text, recipe: Recipe, folder: Path) -> None:
+    """The model's files, of which config.json, the sign that all is there, comes last."""
+    staged = folder / "model"
+    shutil.rmtree(staged, ignore_errors=True)
+    save(model, text.tokenizer, staged)
+    (staged / "recipe.json").write_text(json.dumps(recipe.as_dict(), indent=2), encoding="utf-8")
+    for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
+        file.rename(folder / file.name)
+    staged.rmdir()
