@@ -11,8 +11,9 @@ Sides, all timed in turns in one process (``latte.machine``):
   contiguous (B, H, T, D) layout.
 * ``forgets 1/64``, ``forgets 1/4``: Latte with a ``log_decay`` per token, of these means, whose
   gradient is one more.
-* for information ``macchiato`` (window 128, K = 64), ``window 128``
-  (``sliding_window_attention``) and ``rg-lru`` on H D = 512 channels.
+* for information ``macchiato`` (window 128, K = 64), ``sinks, late`` (the same with 4 sinks and
+  delayed latents), ``window 128`` (``sliding_window_attention``) and ``rg-lru`` on H D = 512
+  channels.
 
 "forward" is one call without gradients. "forward+backward" is one call and the gradients of
 ``<dy, y>`` for a fixed random dy with respect to all inputs; the scan's need not return y itself.
@@ -40,9 +41,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte import machine
-from latte.ops import latte_attention, macchiato_attention, rg_lru, sliding_window_attention
+from latte.ops import (
+    Sinks,
+    latte_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+)
 
-WINDOW = 128
+WINDOW, SINKS = 128, 4
 LENGTHS = (1024, 4096, 16384)
 SCALING = (4096, 16384, 65536, 262144)
 UNROLLS = (1, 2, 4, 8, 16, 32)
@@ -69,6 +76,7 @@ def make_inputs(T: int) -> Inputs:
         "latent_k": normal(1, T, H, L),
         "window_logit": normal(1, T, H, 1),
         "q": normal(1, T, H, D),
+        "sink_q": normal(1, T, H, D),
         "k": normal(1, T, H, D),
         "v": normal(1, T, H, D),
         "theta": normal(H * D),
@@ -91,6 +99,12 @@ def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
     def macchiato(*tensors: Tensor) -> Tensor:
         return macchiato_attention(*tensors, window=WINDOW)[0]
 
+    def late(latent_q: Tensor, latent_k: Tensor, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor):
+        mask = torch.ones(1, SINKS, dtype=torch.bool)
+        sinks = Sinks(sink_q, k[:, :SINKS], v[:, :SINKS], mask)
+        inputs = latent_q, latent_k, q, k, v
+        return macchiato_attention(*inputs, window=WINDOW, sinks=sinks, delay=True)[0]
+
     def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliding_window_attention(q, k, v, window=WINDOW)[0]
 
@@ -103,6 +117,7 @@ def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
         "latte": latte_call(mode, x),
         **{name: latte_call(mode, x, mean) for name, mean in DECAYS.items()},
         "macchiato": call_of(mode, macchiato, [latent_q, x["latent_k"], *local], dy),
+        "sinks, late": call_of(mode, late, [latent_q, x["latent_k"], *local, x["sink_q"]], dy),
         "window 128": call_of(mode, window, local, dy),
         "rg-lru": call_of(mode, recurrent, [*channels, x["theta"]], dy.reshape(1, T, H * D)),
         "sdpa": call_of(mode, softmax, heads_first, dy_heads_first),
@@ -177,12 +192,13 @@ def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float:
     """
     back, C = mode == MODES[1], 32
     latent = (7 * L * D + 4 * C * L + 3 * C * D) if back else (2 * L * D + C * L + C * D)
-    local = WINDOW * D * (7 if back else 2)
+    local, sinks = (keys * D * (7 if back else 2) for keys in (WINDOW, SINKS))
     products, widths = {
         "latte": (latent, 2 * L + 2 * D),
         **dict.fromkeys(DECAYS, (latent, 3 * L + 2 * D)),
         "window 128": (local, 4 * D),
         "macchiato": (latent + local, 2 * L + 1 + 4 * D),
+        "sinks, late": (latent + local + sinks, 2 * L + 1 + 5 * D),
         "rg-lru": (0, 4 * D),
     }[side]
     moved = 4 * widths * (2 if back else 1)

@@ -12,11 +12,14 @@ that they are loaded in, all threads, or a GPU with --device cuda.
 * Peak memory: of a fresh process per checkpoint that fills its cache in the same segments and
   generates 8 tokens at each context; and the same less what was resident once the model was there.
   On a GPU, of memory allocated there.
+* ``generation.md`` has all of it by context, and how much the cache grows with a token more: that
+  of a base and of the layers that a conversion has kept does, that of other layers does not.
 
 Nothing runs at the same time: processes follow one another, and the script refuses to start
 while another command of this project does, since that would be measured too.
 
     python benchmarks/generation.py --checkpoint base=BASE --checkpoint converted=CONVERTED
+    python benchmarks/generation.py --checkpoint window=CONVERTED,mixing=window,local_window=152
     python benchmarks/generation.py --quick
 """
 
@@ -36,7 +39,8 @@ from records import Apart, Row, Table, output_folder, parser, peaks, say, use_al
 
 from latte import machine
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_checkpoint
+from latte.evaluate.sides import Side, keeps_all_tokens, side
+from latte.evaluate.tables import table
 
 CONTEXTS = tuple(1024 * 2**i for i in range(7))
 QUICK_CONTEXTS = (48, 96)
@@ -48,10 +52,16 @@ Fill = Callable[[Any, Any, int, int], Any]
 # --- models and their caches --------------------------------------------------------------------
 
 
-def load(folder: str, device: str, mixing: str | None) -> Any:
+def load(which: Side, device: str, dtype: str | None) -> Any:
     """The model of a checkpoint."""
-    model, _ = load_checkpoint(folder, device, mixing=mixing)
+    model, _ = which.load(device, dtype=dtype)
     return model
+
+
+def reached(model: Any, contexts: Sequence[int], base_max: int | None) -> list[int]:
+    """The contexts that a model is measured at: a base's end at `base_max`, if that is given."""
+    most = base_max if keeps_all_tokens(model) else None
+    return [n for n in contexts if most is None or n <= most]
 
 
 def feed(model: Any, cache: Any, count: int, segment: int, seen: int) -> Any:
@@ -139,21 +149,28 @@ def fill(segment: int, model: Any, cache: Any, seen: int, context: int) -> Any:
 
 
 def measure_memory(
-    folder: str, device: str, mixing: str | None, segment: int, contexts: Sequence[int]
+    which: Side, device: str, dtype: str | None, segment: int, contexts: Sequence[int]
 ) -> dict[int, Row]:
     """Peak memory of one checkpoint, in this process, by context."""
     use_all_threads()
-    return peaks_of(load(folder, device, mixing), functools.partial(fill, segment), contexts)
+    return peaks_of(load(which, device, dtype), functools.partial(fill, segment), contexts)
 
 
 def time_all(
-    models: dict[str, Any], contexts: Sequence[int], segment: int, budget: float
+    models: dict[str, Any],
+    contexts: Sequence[int],
+    segment: int,
+    budget: float,
+    base_max: int | None = None,
 ) -> Iterator[tuple[str, int, Row]]:
     """(name, context, row) with time per token and bytes of cache, context by context."""
     caches: dict[str, Any] = dict.fromkeys(models)
     prefill = dict.fromkeys(models, 0.0)
-    seen = 0
+    every, seen = models, 0
     for context in contexts:
+        models = {name: m for name, m in every.items() if reached(m, [context], base_max)}
+        if not models:
+            return
         for name, model in models.items():
             start = time.perf_counter()
             caches[name] = fill(segment, model, caches[name], seen, context)
@@ -213,7 +230,7 @@ def ancestors() -> Iterator[int]:
 # --- the script ---------------------------------------------------------------------------------
 
 
-def quick_checkpoints(folder: Path) -> dict[str, tuple[str, str | None]]:
+def quick_checkpoints(folder: Path) -> list[Side]:
     """A tiny Latte model and a tiny Llama with random weights, saved like any checkpoint."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -227,18 +244,43 @@ def quick_checkpoints(folder: Path) -> dict[str, tuple[str, str | None]]:
     for name, model in made.items():
         model.save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
-    return {name: (str(folder / name), None) for name in made}
+    return [Side(name, str(folder / name)) for name in made]
 
 
-def named(text: str) -> tuple[str, str, str | None]:
-    """`NAME=FOLDER` or `NAME=FOLDER@MIXING` -> (name, folder, mixing)."""
-    name, equals, rest = text.partition("=")
-    folder, at, mixing = rest.rpartition("@")
-    if not at:
-        folder, mixing = rest, ""
-    if not (name and equals and folder):
-        raise SystemExit(f"--checkpoint: expected NAME=FOLDER or NAME=FOLDER@MIXING, got {text!r}")
-    return name, folder, mixing or None
+def named(text: str) -> Side:
+    """The side of `NAME=FOLDER[,FIELD=VALUE...]`; `NAME=FOLDER@MIXING` sets the field `mixing`."""
+    folder, at, mixing = text.rpartition("@")
+    try:
+        return side(f"{folder},mixing={mixing}" if at else text)
+    except LatteError as error:
+        raise SystemExit(f"--checkpoint: {error}") from None
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Markdown: what is in the rows by model and context."""
+    contexts = sorted({int(row["context"]) for row in rows})
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    at = {(row["model"], int(row["context"])): row for row in rows}
+    parts = []
+    for title, column, scale, form in (
+        ("Time of a token (ms, median)", "median_ms", 1, ",.1f"),
+        ("Prefill of the whole context (s)", "prefill_s", 1, ",.1f"),
+        ("Cache (MB)", "cache_bytes", 2**20, ",.2f"),
+        ("Peak memory beyond the model's (MB)", "peak_net_mb", 1, ",.0f"),
+    ):
+        lines = [["model", *(f"{context:,}" for context in contexts)]]
+        for model in models:
+            cells = (at.get((model, context)) for context in contexts)
+            shown = [format(float(row[column]) / scale, form) if row else "-" for row in cells]
+            lines.append([model, *shown])
+        if column == "cache_bytes":
+            lines[0].append("bytes a token more")
+            for line, model in zip(lines[1:], models, strict=True):
+                sizes = [(n, int(at[model, n][column])) for n in contexts if (model, n) in at]
+                (first, small), (last, large) = sizes[0], sizes[-1]
+                line.append(f"{(large - small) / (last - first):,.0f}" if last > first else "-")
+        parts.append(f"{title}:\n\n{table(lines)}")
+    return "\n".join(parts)
 
 
 def lengths(text: str) -> tuple[int, ...]:
@@ -254,17 +296,21 @@ def main() -> None:
         "--checkpoint",
         action="append",
         default=[],
-        metavar="NAME=FOLDER[@MIXING]",
-        help="a checkpoint and its name in the figure; repeat it. MIXING of a converted model: "
-        "learned, window, latents, base",
+        metavar="NAME=FOLDER[,FIELD=VALUE...]",
+        help="a checkpoint and its name in the figure, with other values of its config's fields, "
+        "such as mixing=window of a converted model; repeat it",
     )
     options.add_argument(
         "--contexts", type=lengths, help="tokens, by commas (default: 1024,2048,...,65536)"
     )
     options.add_argument("--segment", type=int, default=512, help="tokens read at a time")
     options.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    options.add_argument("--dtype", help="of the weights, such as float32 (default: as saved)")
+    options.add_argument(
+        "--base-max", type=int, help="the longest context of a model that keeps all tokens"
+    )
     args = options.parse_args()
-    chosen = {name: (folder, mixing) for name, folder, mixing in map(named, args.checkpoint)}
+    chosen = {each.name: each for each in map(named, args.checkpoint)}
     if not chosen and not args.quick:
         raise SystemExit("expected --checkpoint NAME=FOLDER, at least one (or --quick)")
     others = [] if args.quick else other_commands()
@@ -274,29 +320,38 @@ def main() -> None:
     budget = args.budget or (0.05 if args.quick else 2.0)
     segment = min(args.segment, 32) if args.quick else args.segment
     out, threads = output_folder(args), use_all_threads()
-    table = Table(out / "generation.csv", resume=args.resume)
+    results = Table(out / "generation.csv", resume=args.resume)
     with tempfile.TemporaryDirectory() as scratch:
-        chosen = chosen or quick_checkpoints(Path(scratch))
-        contexts = [n for n in contexts if not all(table.has(model=m, context=n) for m in chosen)]
+        chosen = chosen or {each.name: each for each in quick_checkpoints(Path(scratch))}
         try:
-            models = {name: load(path, args.device, mix) for name, (path, mix) in chosen.items()}
+            models = {name: load(each, args.device, args.dtype) for name, each in chosen.items()}
         except LatteError as error:
             raise SystemExit(f"error: {error}") from None
+        reach = {name: reached(model, contexts, args.base_max) for name, model in models.items()}
+        contexts = [
+            n
+            for n in contexts
+            if not all(results.has(model=m, context=n) for m in chosen if n in reach[m])
+        ]
         say(f"generation: batch of 1, {args.device}, {threads} threads")
         say("peak memory, in processes of its own ...")
         apart = Apart(args.quick)
         memory = {
-            name: apart(measure_memory, folder, args.device, mixing, segment, contexts)
-            for name, (folder, mixing) in chosen.items()
+            name: apart(measure_memory, each, args.device, args.dtype, segment, due)
+            for name, each in chosen.items()
+            if (due := [n for n in reach[name] if n in contexts])
         }
     where = machine.describe(torch.device(args.device), ("device", "transformers"))
     with torch.inference_mode():
-        for name, context, row in time_all(models, contexts, segment, budget):
+        for name, context, row in time_all(models, contexts, segment, budget, args.base_max):
             row |= memory[name][context] | {"segment": segment, **where, "B": 1}
             dtype = str(models[name].dtype).removeprefix("torch.")
-            table.add({"model": name, "context": context, **row, "dtype": dtype})
+            row |= {"dtype": dtype, "overrides": chosen[name].fields()}
+            results.add({"model": name, "context": context, **row})
             say(line(name, context, row))
-    say(f"wrote {table.path} and {of_generation(out)}")
+    page = results.path.with_suffix(".md")
+    page.write_text(report(results.rows), "utf-8")
+    say(f"wrote {results.path}, {page} and {of_generation(out)}")
 
 
 if __name__ == "__main__":

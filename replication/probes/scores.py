@@ -158,11 +158,16 @@ def make_case(
 def _row(
     probe: str, length: int, depth: float | None, metric: str, values: list[float]
 ) -> ProbeRow:
+    mean, stderr = mean_and_error(values)
+    return ProbeRow(probe, length, depth, metric, mean, stderr, len(values))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean over cases, and its standard error from two cases on."""
     count = len(values)
     mean = math.fsum(values) / count
     spread = math.fsum((value - mean) ** 2 for value in values)
-    stderr = math.sqrt(spread / (count - 1) / count) if count > 1 else None
-    return ProbeRow(probe, length, depth, metric, mean, stderr, count)
+    return mean, math.sqrt(spread / (count - 1) / count) if count > 1 else None
 
 
 # --- the probes --------------------------------------------------------------------------------

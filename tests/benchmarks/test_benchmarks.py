@@ -45,7 +45,7 @@ def test_ops_and_their_scaling_without_jax(tmp_path, environment):
     assert done.returncode == 0, done.stderr
     printed, rows = done.stdout, rows_of("cpu_ops", tmp_path)
     assert printed.count("jax is not installed") == 1
-    sides = {"latte", *cpu_ops.DECAYS, "macchiato", "window 128", "rg-lru", "sdpa"}
+    sides = {"latte", *cpu_ops.DECAYS, "macchiato", "sinks, late", "window 128", "rg-lru", "sdpa"}
     modes = {"forward", "forward+backward"}
     found = {(row["side"], row["mode"]) for row in rows}
     assert found == {(side, mode) for side in sides for mode in modes}

@@ -12,6 +12,7 @@ import records
 import torch
 from transformers import DynamicCache
 
+from latte.evaluate.sides import Side
 from latte.models import LatteForCausalLM, preset_config
 
 
@@ -28,6 +29,9 @@ def test_two_checkpoints_side_by_side(tmp_path, quick):
     assert sizes["latte", short] == sizes["latte", long]
     assert sizes["llama", short] == 2 * 2 * 32 * 4 * short  # keys and values, layers, width, fp32
     assert sizes["llama", long] == sizes["llama", short] * long // short
+    page = (tmp_path / "generation.md").read_text()
+    each = [line for line in page.splitlines() if line.startswith(("| latte", "| llama"))]
+    assert [line.rstrip(" |").rsplit(" ", 1)[1] for line in each[4:6]] == ["0", f"{2 * 2 * 32 * 4}"]
     for row in rows:
         assert 0 < float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
         assert float(row["peak_process_mb"]) > float(row["peak_net_mb"]) >= 0
@@ -59,14 +63,15 @@ def test_prefilling_in_segments_is_prefilling(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("base=runs/x", ("base", "runs/x", None)),
-        ("window=runs/x@window", ("window", "runs/x", "window")),
+        ("base=runs/x", Side("base", "runs/x")),
+        ("window=runs/x@window", Side("window", "runs/x", (("mixing", "window"),))),
+        ("equal=runs/x,local_window=152", Side("equal", "runs/x", (("local_window", 152),))),
     ],
 )
 def test_names_of_checkpoints(text, found):
     assert generation.named(text) == found
     for wrong in ("base", "=x", "base="):
-        with pytest.raises(SystemExit, match="expected NAME=FOLDER"):
+        with pytest.raises(SystemExit, match="expected NAME=PATH"):
             generation.named(wrong)
 
 

@@ -172,4 +172,5 @@ def test_autocast_is_near_to_full_precision(family, option):
 @pytest.mark.parametrize("made", [kind for pair in FAMILIES.values() for kind in pair])
 def test_what_attention_can_do_is_said_of_ours_and_not_of_the_base(made):
     assert made._supports_sdpa and not (made._supports_flash_attn or made._supports_flex_attn)
+    assert ("GenerationMixin" in str(made.__bases__)) == made.can_generate()
     assert made._keep_in_fp32_modules_strict == {"latents"} and not made._can_compile_fullgraph

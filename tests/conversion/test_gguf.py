@@ -1,5 +1,6 @@
 """GGUF files in: the base exactly, its tokens, its template; one line for what cannot be read."""
 
+import functools
 import importlib.util
 import struct
 import sys
@@ -9,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from latte import conversion
 from latte.cli import main
-from latte.conversion import convert
 from latte.data.tokenizers import document_ends, load_tokenizer
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import load_checkpoint
@@ -27,6 +28,8 @@ VERSION = tuple(map(int, importlib.metadata.version("transformers").split(".")[:
 pytestmark = pytest.mark.skipif(
     VERSION < TRANSFORMERS, reason=f"GGUF files need transformers {TRANSFORMERS}, this is {VERSION}"
 )
+# The latents do not matter here; landmarks would take seconds of each.
+convert = functools.partial(conversion.convert, initial="random")
 FAMILIES = ("llama", "gemma2", "gemma3_text", "qwen2", "qwen3")
 CHAT = [{"role": "user", "content": "the 12  34"}]
 
@@ -219,7 +222,10 @@ def test_files_that_cannot_be_read(kind, message, tmp_path, capsys):
     assert "\n" not in str(caught.value)
     with pytest.raises(LatteError, match=message):
         load_checkpoint(path)
-    assert main(["convert", str(path), str(tmp_path / "out"), "--latents", "8"]) == 2
+    assert (
+        main(["convert", str(path), str(tmp_path / "out"), "--latents", "8", "--initial", "random"])
+        == 2
+    )
     assert capsys.readouterr().err.count("\n") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["base.gguf"]
 

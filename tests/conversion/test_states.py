@@ -5,6 +5,7 @@ import torch
 from bases import NAMES, converted, tokens
 from transformers import CompileConfig
 
+from latte.errors import LatteError
 from latte.models import LatteCache, load_state, save_state
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -211,6 +212,22 @@ def test_options_that_cannot_take_tokens_back_say_so(option):
     cache.activate_past_recording()
     with pytest.raises(ValueError, match="cannot be taken back"):
         model(tokens(4), past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_weights_are_refused_in_one_line(family):
+    """They would be empty, which assisted decoding does not expect."""
+    model, assistant = converted(family), converted(family)
+    ids = tokens(6, 1)
+    wanted = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    wanted |= {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    with pytest.raises(LatteError, match="output_attentions: a converted model returns no weights"):
+        model(ids, output_attentions=True)
+    for more in ({}, {"assistant_model": assistant}):
+        with pytest.raises(LatteError, match="a converted model returns no weights; expected Fals"):
+            model.generate(ids, **wanted, **more)
+        told = wanted | {"output_attentions": False, "output_hidden_states": True}
+        assert len(model.generate(ids, **told, **more).hidden_states) == 4
 
 
 def test_another_cache_is_refused():

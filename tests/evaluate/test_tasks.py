@@ -114,6 +114,12 @@ def test_examples_before_a_question_and_the_random_state(
     assert {row.num_fewshot for row in scores.rows} == {2}
     prompt = byte_tokenizer().decode(seen[0][0])
     assert prompt.count("Question:") == 3 and prompt.startswith("<|startoftext|>Question:")
+    for start in ("<|endoftext|>", "<|pad|>", ""):
+        seen.clear()
+        harness.evaluate_tasks(model, byte_tokenizer(), tasks, limit=1, start=start)
+        assert byte_tokenizer().decode(seen[0][0]).startswith(f"{start}Question:")
+    with pytest.raises(LatteError, match="no token '<bos>'"):
+        harness.evaluate_tasks(model, byte_tokenizer(), tasks, limit=1, start="<bos>")
     seen.clear()
     harness.evaluate_tasks(model, byte_tokenizer(), tasks, limit=1, max_length=16)
     assert {x.shape[1] for x in seen} == {16}

@@ -369,6 +369,20 @@ def test_bits_do_not_depend_on_other_heads():
         assert torch.equal(alone[0], together[0][:, :, h : h + 1])
 
 
+@NATIVE
+def test_bits_do_not_depend_on_strides_or_old_memory():
+    tensors = [*macchiato_inputs(2, 150), *sink_inputs(2, 150, 2, 3, 4, 2, 6, 5)]
+    tensors += [*latte_state(2, 4, 3, 5), *window_state(2, 69, 2, 6, 5)[:2]]
+    tensors = [x.float() for x in (*tensors, randn(2, 70, 4, 3), randn(2, 70, 2, 5))]
+    masks = [torch.ones(2, n, dtype=torch.bool) for n in (3, 69, 70)]
+    around = (masks[0], torch.tensor([0, 80]), *masks[1:])
+    fn = attend("cpu", "both", 70, around, key_mask=key_mask(2, 150))
+    wanted = values_and_gradients(fn, tensors)
+    _ = [torch.full_like(x, math.nan) for x in wanted]
+    found = values_and_gradients(lambda *xs: fn(*(x.mT.contiguous().mT for x in xs)), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_gradients_by_differences_and_of_gradients():
     backend = None if cpp_backend.ABSENT is None else "reference"
     cu = torch.tensor([0, 2, 2, 6], dtype=torch.int32)

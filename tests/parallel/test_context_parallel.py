@@ -126,7 +126,15 @@ def refused() -> dict[str, Any]:
     compiled.model.layers[0].compile()
     comparator = find_model("mega").config("tiny", vocab_size=40)
     bidirectional = preset_config("latte", "tiny", **TINY, is_causal=False)
+    from latte.conversion.modeling import FAMILIES
+
+    kind = FAMILIES["llama"][1]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_latents": 4}
+    hybrid = kind(
+        kind.config_class(vocab_size=40, num_hidden_layers=2, converted_layers=[1], **sizes)
+    )
     return {
+        r"MacchiatoAttention \(the base's own, window=None\) hands on no state": hybrid,
         "SoftmaxAttention .* hands on no state of constant size": tiny("transformer++"),
         "Mega .* hands on no state of constant size": language_model(comparator),
         "LatteForCausalLM is compiled": compiled,

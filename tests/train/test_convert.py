@@ -165,6 +165,23 @@ def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted,
         convert_and_train(str(base), tmp_path / "out", other, quiet=True)
 
 
+def test_a_hybrid_is_trained_and_every_table_says_so(base, settings, tmp_path):
+    out = tmp_path / "out"
+    recipe = ["--recipe", str(RECIPES / "small.yaml"), *settings, "conversion.keep_layers=[1]"]
+    recipe += ["evaluation.lengths=[32]"]
+    assert main(["convert", str(base), str(out), *recipe, "--quiet"]) == 0
+    new = {name.split(".")[2] for name in weights(out) if ".latents." in name}
+    assert new == {"0"}
+    table = (out / "evaluation.md").read_text()
+    assert "| base | " in table
+    for name in ("base, window only", "converted", "converted, p(l=0) = 1"):
+        assert f"| {name}, hybrid: layers 1 kept | " in table
+    assert "hybrid: layers 1 kept" in (out / "evaluation.csv").read_text()
+    command = ["evaluate", str(out), "--lengths", "32", "--max-tokens", "60"]
+    assert main(command) == 0
+    assert "hybrid: layers 1 kept" in (out / "evaluation" / "evaluation.csv").read_text()
+
+
 def test_an_unfinished_run_with_low_rank_updates_says_so(base, small, tmp_path):
     from latte.evaluate.checkpoint import load_checkpoint
 
@@ -190,7 +207,7 @@ def test_what_is_trained_of_a_half_precision_base_is_fp32(base, tmp_path, traina
     )
     section = ConversionSection(base=str(tmp_path / "half"), window=8, num_latents=8,
                                 trainable=trainable, lora_targets=["q_proj"])  # fmt: skip
-    model = starting_model(section, 0)
+    model = starting_model(section, 0, [torch.arange(40)])
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
     assert trained == {torch.float32}
@@ -256,7 +273,7 @@ def test_plugins_reach_every_stage_and_the_identity(small, tmp_path):
 
 
 def test_no_stage_at_all_is_a_mistake(small):
-    with pytest.raises(LatteError, match="needs a transfer or a training section"):
+    with pytest.raises(LatteError, match="needs a layers, transfer or training section"):
         small("transfer=null", "training=null")
 
 

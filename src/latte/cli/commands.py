@@ -50,6 +50,7 @@ def evaluate(options: Namespace) -> int:
     at_least_one(options, "limit", "batch_size", "max_length")
     at_least_one(options, "segment", "batch_tokens", "max_tokens", "context_parallel")
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
+    from latte.evaluate.lengths import kept_note
     from latte.train.run_folder import writable_folder
 
     folder = find_checkpoint(options.checkpoint)
@@ -64,6 +65,7 @@ def evaluate(options: Namespace) -> int:
 
         chosen = tasks.load_tasks(options.tasks)  # a name that is not there, before weights load
         model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
+        label += kept_note(model.config)
         scores = tasks.evaluate_tasks(
             model,
             tokenizer,
@@ -85,6 +87,7 @@ def evaluate(options: Namespace) -> int:
     from latte.train.scoring import turns
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
+    label += kept_note(model.config)
     shape = picked(options, "join", "max_tokens")
     if options.corpus:
         corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus

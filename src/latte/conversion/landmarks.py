@@ -89,7 +89,7 @@ class Survey:
 def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Tensor, Tensor]:
     """Mean cosines and sines (R / 2,) of the layer's rotary angles over offsets in [W, T)."""
     first = min(layer.window, length - 1)
-    device = layer.q_proj.weight.device
+    device: torch.device = model.device
     offsets = torch.arange(first, length, device=device)[None]
     decoder = model.model
     probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)

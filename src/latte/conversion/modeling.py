@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -18,6 +19,7 @@ from latte.conversion import BASES, step
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.config import CONFIGS
 from latte.conversion.transfer import HOOKS, hook_layer
+from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
 from latte.layers.parts import token_positions
 from latte.models.cache import (
@@ -90,8 +92,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
                 it, positions that start anew in a row of its own without a mask are such bounds.
 
         Raises:
-            ValueError: the arguments do not fit together.
+            ValueError: the arguments do not fit together, or ``output_attentions`` is asked for.
         """
+        if kwargs.get("output_attentions") or self.config.output_attentions:  # type: ignore[attr-defined]
+            raise LatteError(
+                "output_attentions: a converted model returns no weights; expected False. Latte's"
+                " own models do, and latte inspect shows those of both"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -169,15 +176,17 @@ def _family(family: str, prefix: str, **traits: Any) -> tuple[Any, Any]:
     """The converted classes of a base's decoder and language model; traits as the decoder's."""
     shared = {"__module__": __name__, "__annotations__": {"config": CONFIGS[family]}}
 
-    def derived(own: type, base: str, **attributes: Any) -> Any:
-        bases = (own, getattr(transformers, base))
+    def derived(own: type, base: str, *more: type, **attributes: Any) -> Any:
+        bases = (own, getattr(transformers, base), *more)
         made = type(f"Macchiato{base}", bases, {**shared, **attributes})
         globals()[made.__name__] = made  # where pickle looks for it
         return made
 
     model = derived(MacchiatoDecoder, f"{prefix}Model", **traits)
     causal = f"{prefix.removesuffix('Text')}ForCausalLM"
-    return model, derived(MacchiatoLanguageModel, causal, backbone_class=model)
+    # The last is a base of the second already; Transformers' own tests look for it among the first.
+    bases = MacchiatoLanguageModel, causal, GenerationMixin
+    return model, derived(*bases, backbone_class=model)
 
 
 _TRAITS: dict[str, dict[str, Any]] = {

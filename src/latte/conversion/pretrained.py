@@ -46,8 +46,9 @@ def convert(
 
     The new weights, ``layers.*.self_attn.latents.*``, begin as landmarks, which approximate the
     base's own attention, or at random. Train them for good results: ``latte convert --recipe``.
-    With p(l=0) = 1 the model is the base with a ``window`` in the place of full attention, exactly. Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen)
-    stay as they are: their state is constant in size.
+    With p(l=0) = 1 the model is the base with a ``window`` in the place of full attention, exactly.
+    Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen) stay as they are: their
+    state is constant in size.
 
     Args:
         base: a folder written by ``save_pretrained``, a GGUF file or a folder with one, or a name
@@ -98,13 +99,16 @@ def convert(
     }
     config = converted_config(base, values)
     landmarks = begins_with_landmarks(initial, config)
-    text = landmarks and (calibration is None or isinstance(calibration, str))
-    tokenizer = None if target is None and not text else load_tokenizer(base)
+    rows = () if calibration is None or isinstance(calibration, str) else calibration
+    tokenizer = None
+    if target is not None or (landmarks and not rows):
+        tokenizer = load_tokenizer(base)
     model = load_base(base, config, seed=seed, dtype=dtype)
     if landmarks:
         from latte.conversion.landmarks import calibration_rows, set_landmarks
 
-        rows = calibration_rows(tokenizer, calibration) if text else calibration
+        if calibration is None or isinstance(calibration, str):
+            rows = calibration_rows(tokenizer, calibration)
         set_landmarks(model, rows, seed=seed)
     if target is not None:
         save(model, tokenizer, target)
@@ -209,8 +213,8 @@ def _to_convert(base: str | Path, config: Any, keep: Sequence[int]) -> tuple[int
     chosen = tuple(layer for layer in full if layer not in keep)
     if not chosen:
         raise LatteError(
-            f"keep_layers: expected some of the layers of full attention ({_listed(full)}) to be"
-            " left out, got all: nothing would be converted"
+            "keep_layers: expected a layer of full attention that is not kept, got all of them"
+            f" ({_listed(full)}): nothing would be converted"
         )
     return chosen
 

@@ -167,12 +167,18 @@ class LayerFit:
         near, _ = layer.window_branch(local, piece)
         places = torch.arange(layer.window if T > layer.window else 0, T, 4)
         mass, _ = sampled_masses(layer, local, piece, places)
-        half = (x, local.v, near, base_output(layer, local, piece))
+
+        def half(each: Tensor) -> Tensor:
+            return each[0].to(torch.bfloat16)
+
         return Row(
-            *(each[0].to(torch.bfloat16) for each in half),
-            layer.window_log_mass(local, piece)[0],
-            mass[0],
-            places,
+            x=half(x),
+            v=half(local.v),
+            near=half(near),
+            target=half(base_output(layer, local, piece)),
+            log_mass=layer.window_log_mass(local, piece)[0],
+            mass=mass[0],
+            places=places,
         )
 
     def errors(self, row: Row) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,8 @@ def sink_keys(k_BTGK: Tensor, v_BTGD: Tensor, num_sinks: int, piece: Piece) -> W
         mask = slots_Nn < cu_seqlens[1:, None]
         index = slots_Nn.clamp_max(max(T - 1, 0))
         return WindowState(k_BTGK[0, index], v_BTGD[0, index], mask & real[0, index])
-    parts = [(k_BTGK, v_BTGD, real)]
+    first = slice(None if piece.key_mask is not None else n)  # all are real: no others can be sinks
+    parts = [(k_BTGK[:, first], v_BTGD[:, first], real[:, first])]
     if earlier is not None:
         parts.insert(0, tuple(earlier))  # type: ignore[arg-type]
     keys, values, mask = (torch.cat(xs, 1) for xs in zip(*parts, strict=True))

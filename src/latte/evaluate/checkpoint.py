@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def load_checkpoint(
-    path: str | Path, device: str | None = None, *, mixing: str | None = None
+    path: str | Path,
+    device: str | None = None,
+    *,
+    mixing: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
 ) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer) of a folder written by training or save_pretrained.
 
@@ -59,10 +65,14 @@ def load_checkpoint(
     Args:
         mixing: of a converted model: `learned`, or one of the controls `window` (p(l=0) = 1),
             `latents` (p(l=0) = 0) and `base` (the base's own attention). None: as its config says.
+        overrides: other fields of the config, such as `local_window`: a control that has the same
+            weights.
+        dtype: of the weights, such as `float32`; None: as they were saved.
 
     Raises:
         LatteError: no such folder, no config or weights, a truncated or edited file, weights
-            that do not fit the config, no tokenizer; a mixing for a model that has none.
+            that do not fit the config, no tokenizer; a mixing for a model that has none; a field
+            that the config does not have, or a value that it refuses.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -85,8 +95,9 @@ def load_checkpoint(
                 f" latents, got {config.model_type!r} in {folder}"
             )
         config.mixing = mixing
+    _override(config, overrides or {}, folder)
     if opened is not None:
-        model = gguf_model(opened, config)
+        model = gguf_model(opened, config, **({} if dtype is None else {"dtype": dtype}))
     else:
         if any(LORA in name for name in check_weights(folder)):
             raise LatteError(
@@ -94,6 +105,8 @@ def load_checkpoint(
                 " expected a finished one: run its training again to go on"
             )
         options = {"config": config, "local_files_only": True}
+        if dtype is not None:
+            options["dtype"] = dtype
         model = load_whole(AutoModelForCausalLM, "checkpoint", folder, **options)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where == "meta":
@@ -103,6 +116,20 @@ def load_checkpoint(
     except (RuntimeError, AssertionError) as error:
         raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
     return model, _load_tokenizer(folder) if opened is None else gguf_tokenizer(opened)
+
+
+def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
+    """Set fields of a config. Raises LatteError for one that is not there, or a wrong value."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            raise LatteError(f"{name}: the config of {folder} has no such field")
+        try:
+            setattr(config, name, value)
+            config.validate()
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
 
 
 def training_recipe(path: str | Path) -> Recipe | None:

@@ -157,6 +157,12 @@ def position_rows(row: Row) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def kept_note(config: Any) -> str:
+    """What a table adds to a hybrid's name: the layers whose state grows; empty of other models."""
+    kept = getattr(config, "keep_layers", ())
+    return f", hybrid: layers {', '.join(map(str, kept))} kept" if kept else ""
+
+
 def report(
     base: str, folder: Path, recipe: ConversionRecipe, *, quiet: bool = False
 ) -> dict[str, list[Row]]:
@@ -190,13 +196,15 @@ def report(
     plain = converted_config(base, {**recipe.conversion.fields(), "num_sinks": 0})
     score_due(OF_BASE, lambda: load_base(base, plain, dtype=recipe.conversion.dtype))
     score_due(OF_RESULT, lambda: load_checkpoint(folder)[0])
-    found = {n: [Row(**row) for row in stored["rows"][n]] for n in (*OF_BASE, *OF_RESULT)}
+    note = kept_note(plain)
+    named = {name: name if name == "base" else name + note for name in (*OF_BASE, *OF_RESULT)}
+    found = {named[name]: [Row(**row) for row in stored["rows"][name]] for name in named}
     lines = [["model", *(f"{length:,}" for length in lengths)]]
     lines += [[name, *(f"{row.perplexity:.4g}" for row in found[name])] for name in found]
     write_rows(folder / "evaluation.csv", found)
     text = tables.table(lines)
     (folder / "evaluation.md").write_text(text, encoding="utf-8")
-    close = ("base, window only", "converted")
+    close = (named["base, window only"], named["converted"])
     conversion_figure(folder / "evaluation.png", found, close=close, train_length=block)
     if not quiet:
         print(text, end="", flush=True)

@@ -107,6 +107,7 @@ def evaluate_tasks(
     batch_size: int = 1,
     max_length: int | None = None,
     bf16: bool = False,
+    start: str | None = None,
 ) -> TaskScores:
     """Run tasks of :func:`load_tasks` on a causal language model.
 
@@ -118,9 +119,12 @@ def evaluate_tasks(
         max_length: tokens of a prompt that the model sees, the last ones; by default what its
             config says.
         bf16: autocast to bfloat16.
+        start: the token that prompts begin with, "" for none; by default as the module says. A
+            chat model's start token may be a mark of its chat, and no start of a text.
 
     Raises:
-        LatteError: an option is out of range, or a task that this model cannot take.
+        LatteError: an option is out of range, a token that is not there, or a task that this model
+            cannot take.
     """
     _import_harness()
     from lm_eval import evaluator
@@ -133,10 +137,10 @@ def evaluate_tasks(
     ):
         if number is not None and number < least:
             raise LatteError(f"{name}: expected at least {least}, got {number}")
-    start = time.perf_counter()
+    began = time.perf_counter()
     with _seeded():
         _set_fewshot(tasks["tasks"], num_fewshot)
-        lm = _harness_model(model, tokenizer, batch_size, max_length, bf16)
+        lm = _harness_model(model, tokenizer, batch_size, max_length, bf16, start)
         try:
             found: Any = evaluator.evaluate(
                 lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
@@ -149,7 +153,7 @@ def evaluate_tasks(
         "batch_size": batch_size,
         "max_length": lm.max_length,
         "start_token_added": lm.adds_start,
-        "seconds": round(time.perf_counter() - start, 2),
+        "seconds": round(time.perf_counter() - began, 2),
     }
     keys = ("dataset_path", "dataset_name", "output_type", "num_fewshot")  # decide its numbers
     configs = (found.get("configs") or {}).items()
@@ -239,15 +243,25 @@ def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
 
 
 def _harness_model(
-    model: Any, tokenizer: Any, batch_size: int, max_length: int | None, bf16: bool
+    model: Any,
+    tokenizer: Any,
+    batch_size: int,
+    max_length: int | None,
+    bf16: bool,
+    start: str | None,
 ) -> Any:
     """The harness's view of a loaded model."""
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = copy.deepcopy(tokenizer)  # the harness sets its padding
+    if start:
+        if start not in tokenizer.get_vocab():
+            raise LatteError(f"start: the tokenizer has no token {start!r}")
+        tokenizer.bos_token = start
     bos = tokenizer.bos_token_id
     adds_start = (  # there is a start token of its own that `encode` does not add
-        bos not in (None, tokenizer.eos_token_id)
+        start != ""
+        and bos not in (None, None if start else tokenizer.eos_token_id)
         and tokenizer.encode("a")[:1] != [bos]
         and hasattr(tokenizer, "add_bos_token")
     )

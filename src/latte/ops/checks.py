@@ -256,16 +256,16 @@ def check_sinks(
         raise ValueError(f"{op}: sinks need causal=True: a bidirectional window has no past")
     sinks = Sinks(*sinks)
     check_floats(op, {"q": q, "sinks.q": sinks.q})
-    sizes = sizes | {"N": N}
-    letters = {"q": "BTHK", "keys": "NnGK", "values": "NnGD", "mask": "Nn", "position": "N"}
-    for (name, shape), x in zip(letters.items(), sinks, strict=True):
-        if x is None and name == "position":
-            continue
-        check_shape(op, f"sinks.{name}", x, shape, sizes)  # type: ignore[arg-type]
-        if x.device != q.device:  # type: ignore[union-attr]
-            raise ValueError(f"{op}: sinks.{name} must be on {q.device}, got {x.device}")  # type: ignore[union-attr]
-    for name, x in (("keys", sinks.keys), ("values", sinks.values)):
-        if x.dtype not in FLOATS:
+    sizes, letters = sizes | {"N": N}, ("BTHK", "NnGK", "NnGD", "Nn", "N")
+    for name, shape, x in zip(Sinks._fields, letters, sinks, strict=True):
+        if x is None:
+            if name == "position":
+                continue
+            raise ValueError(f"{op}: sinks.{name} must be a tensor, got None")
+        check_shape(op, f"sinks.{name}", x, shape, sizes)
+        if x.device != q.device:
+            raise ValueError(f"{op}: sinks.{name} must be on {q.device}, got {x.device}")
+        if name in ("keys", "values") and x.dtype not in FLOATS:
             raise ValueError(f"{op}: sinks.{name} must be floating point, got {x.dtype}")
     if sinks.mask.dtype != torch.bool:
         raise ValueError(f"{op}: sinks.mask must be bool (True = a token), got {sinks.mask.dtype}")

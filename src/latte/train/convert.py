@@ -60,7 +60,9 @@ class ConversionRecipe:
         """The training runs, in order: each goes on from the one before."""
         found: dict[str, Recipe] = {}
         start = base
-        sections = (self.layers, self.transfer, self.training)
+        # The first stage is not the Trainer's: of a run's training it has a placeholder.
+        placeholder = None if self.layers is None else TrainingSection(max_steps=1)
+        sections = (placeholder, self.transfer, self.training)
         for name, section in zip(STAGES, sections, strict=True):
             if section is None:
                 continue
@@ -68,11 +70,10 @@ class ConversionRecipe:
             if name != "next-token":
                 conversion.objective, conversion.trainable = "transfer", "latents"
             folder = str(output / name)
-            training = TrainingSection(max_steps=1) if name == "layers" else copy.deepcopy(section)
             found[name] = Recipe(
                 conversion=conversion,
                 data=copy.deepcopy(self.data),
-                training=training,
+                training=copy.deepcopy(section),
                 output_dir=folder,
                 plugins=self.plugins,
             )
@@ -100,9 +101,8 @@ def load_conversion_recipe(
             "a conversion's recipe needs a layers, transfer or training section, got none"
         )
     if found.layers is not None:
-        numbers = ("rows", "held_out_rows", "steps", "batch_size", "eval_steps", "patience")
-        numbers = (*numbers, "processes", "learning_rate")
-        recipes.expect(found, "a number above 0", *(f"layers.{name}" for name in numbers))
+        own = [f"layers.{name}" for name in dataclasses.asdict(found.layers) if name != "seed"]
+        recipes.expect(found, "a number above 0", *own)
     recipes.expect(found, "numbers of at least 1", "evaluation.lengths")
     recipes.expect(found, "a number above 0", "evaluation.max_tokens")
     found.plugins = [recipes.located(plugin) for plugin in found.plugins]

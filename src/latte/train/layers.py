@@ -95,7 +95,8 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
         )
     tell = _Teller(quiet)
     text = prepare_text(data_section(recipe), progress=not quiet)
-    rows = [row["input_ids"] for row in text.blocks(recipe.data, section.rows, section.seed)]
+    blocks = text.blocks(recipe.data, section.rows, section.seed)
+    rows = [blocks[i]["input_ids"] for i in range(section.rows)]
     judges = _held_out(text, recipe.data.block_length, section.held_out_rows)
     model = starting_model(recipe.conversion, section.seed, calibration_rows(text, recipe.data))
     model = model.eval()
@@ -178,8 +179,8 @@ def _fit_all(
             yield index, [Score(*score) for score in json.loads(scores.read_text())["scores"]]
             continue
         table = _Table(model.model, layer.layer_kind)
-        job = (layer, table, files, section.held_out_rows, options, folder)
-        jobs.append(functools.partial(_fit_one, *job))
+        given = (layer, table, files, section.held_out_rows, options, folder)
+        jobs.append(functools.partial(_fit_one, *given))
     if section.processes == 1 or len(jobs) < 2:
         for job in jobs:
             yield job()

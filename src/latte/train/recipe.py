@@ -137,7 +137,7 @@ class ConversionSection:
             "num_sinks": self.num_sinks,
             "delay_latents": self.delay_latents,
             "joint_softmax": self.joint_softmax,
-            "keep_layers": tuple(self.keep_layers),
+            "keep_layers": tuple(sorted(set(self.keep_layers))),
         }
 
 

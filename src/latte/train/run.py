@@ -239,7 +239,8 @@ def build_model(recipe: Recipe, text: Text) -> Any:
 def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
     """Blocks of training text, (T,) each, of some 8,000 tokens: what landmarks are made of."""
     count = max(1, 8192 // section.block_length)
-    return [row["input_ids"] for row in text.blocks(section, count, seed=0)]
+    blocks = text.blocks(section, count, seed=0)
+    return [blocks[i]["input_ids"] for i in range(count)]
 
 
 def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:

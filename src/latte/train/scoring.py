@@ -113,7 +113,7 @@ def score(
         with torch.no_grad(), autocast:
             for batch, mine in _share(source, rank, processes):
                 if group is None:
-                    scored = _score_batch(model, batch, segment, edges)
+                    scored = score_batch(model, batch, segment, edges)
                 else:
                     scored = _score_part(model, batch, group, edges)
                 if mine:
@@ -138,7 +138,7 @@ def _share(
         yield group[rank if mine else 0], mine
 
 
-def _score_batch(
+def score_batch(
     model: nn.Module, batch: dict[str, torch.Tensor], segment: int, edges: list[int]
 ) -> torch.Tensor:
     """(edges, 3): summed NLL, tokens and, in the first row, bytes of a batch, fp64, on the device.
@@ -166,7 +166,7 @@ def _score_batch(
 def _score_part(
     model: nn.Module, batch: dict[str, torch.Tensor], group: Any, edges: list[int]
 ) -> torch.Tensor:
-    """As `_score_batch`, of this process's part of each window; bytes are the first one's."""
+    """As `score_batch`, of this process's part of each window; bytes are the first one's."""
     device = next(model.parameters()).device
     short = (0, max(0, dist.get_world_size(group) - batch["targets"].shape[1]))
     part = shard_batch(

@@ -291,6 +291,27 @@ template <class T> LATTE_INLINE int64_t whole(int64_t n) {
     return (n + width<T> - 1) / width<T> * width<T>;
 }
 
+// c (rows of half a V) = a b, of few columns: a whole one's other half would be wasted.
+template <class T, int M>
+static void half_tile_rows(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb,
+                           int64_t k) {
+    typename Raw<T>::numbers sums[M] = {}, right;
+    for (; k > 0; --k, ++a, b += ldb) {
+        std::memcpy(&right, b, sizeof right);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) sums[m] += right * a[m * lda];
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) std::memcpy(c + m * ldc, &sums[m], sizeof right);
+}
+template <class T>
+static void half_product(T* c, int64_t ldc, int64_t rows, const T* a, int64_t lda, const T* b,
+                         int64_t ldb, int64_t k) {
+    int64_t i = 0;
+    for (; i + 8 <= rows; i += 8) half_tile_rows<T, 8>(c + i * ldc, ldc, a + i * lda, lda, b, ldb, k);
+    for (; i < rows; ++i) half_tile_rows<T, 1>(c + i * ldc, ldc, a + i * lda, lda, b, ldb, k);
+}
+
 // c (rows, columns of whole V's) = a b, or added to it.
 template <class T>
 static void product(T* c, int64_t ldc, bool add, int64_t rows, int64_t columns, const T* a,
@@ -667,8 +688,11 @@ struct Head {
 
     // to[i][columns + s] = <x_i, sink s>, of keys or values.
     void against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n, const T* panels, T* to) {
-        for (int64_t c = 0; c < Sp; c += W)
-            product(to + columns + c, ld, false, rows, W, x, ldx, int64_t(1), panels + c * n, W, n);
+        for (int64_t c = 0; c < S; c += W) {
+            T* at = to + columns + c;
+            if (S - c <= half_width<T>) half_product(at, ld, rows, x, ldx, panels + c * n, W, n);
+            else product(at, ld, false, rows, W, x, ldx, int64_t(1), panels + c * n, W, n);
+        }
     }
 
     // Adds the sinks' part to the outputs: a query multiplies those that it sees.

@@ -1,0 +1,1 @@
+"""Pretrained bases beside what they were converted to: see README.md."""

@@ -1,0 +1,3 @@
+from replication.bases.run import main
+
+raise SystemExit(main())
