@@ -22,9 +22,23 @@ OPTIONS = {
     "more sinks than window": DELAYED | {"num_sinks": WINDOW + 2},
     "a window of one": SINKS | DELAYED | {"local_window": 1},
     "window": SINKS | {"mixing": "window"},
+    "one softmax": SINKS | DELAYED | {"joint_softmax": True},
+    "one softmax of all": {"joint_softmax": True},
+    "delayed that forget": DELAYED | {"forgetting": "gated"},
+    "some layers": SINKS | DELAYED | {"joint_softmax": True, "converted_layers": (1, 3)},
 }
 CASES = [(option, "llama") for option in OPTIONS]
-CASES += [("both", family) for family in ("gemma2", "gemma3_text", "qwen2")]
+CASES += [
+    (option, family)
+    for option, family in (
+        *(
+            ("both", "gemma2"),
+            ("one softmax", "gemma2"),
+            ("both", "gemma3_text"),
+            ("both", "qwen2"),
+        ),
+    )
+]
 
 
 @pytest.fixture(params=["torch", "cpu"])

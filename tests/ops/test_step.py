@@ -152,7 +152,7 @@ def turn_by(angle, dtype):
     return (cos, torch.cat([-sin, sin], 2)), turned
 
 
-def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned):
+def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned, joint):
     """The equations over the whole sequence: y (B, T, H, D), and the window's branch alone."""
     latent_q, latent_k, q, k, v = inputs
     k, v = (x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
@@ -172,7 +172,11 @@ def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned):
     def softmax(x, seen):
         return x.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
 
-    local = torch.einsum("bhts,bshd->bthd", softmax(logits, (near | far)[:, None]), v)
+    seen = (near | far)[:, None]
+    local = torch.einsum("bhts,bshd->bthd", softmax(logits, seen), v)
+    if joint:
+        log_mass = logits.masked_fill(~seen, -torch.inf).logsumexp(-1).transpose(1, 2)[..., None]
+        latent_q = torch.cat([latent_q[..., :1] + log_mass, latent_q[..., 1:]], -1)
     p = latent_q.softmax(-1)
     if delayed:
         alone = torch.eye(L + 1, dtype=p.dtype)[0]
@@ -183,6 +187,7 @@ def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned):
 
 
 @cases
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(
     ("window", "softcap", "n", "delayed"),
     [
@@ -190,7 +195,7 @@ def with_sinks_and_delay(inputs, mask, window, softcap, n, delayed, turned):
         *((5, None, 0, True), (20, None, 3, True)),
     ],
 )
-def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, delayed):
+def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, delayed, joint):
     inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, 2, L, K, D, scale=scale)]
     mask = key_mask(B, T) if masked else torch.ones(B, T, dtype=torch.bool)
     table, turned = turn_by(torch.tensor(0.7, dtype=F64), computation_dtype(dtype))
@@ -199,18 +204,21 @@ def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, del
     position = torch.zeros(B, dtype=torch.long)
     held = [[torch.zeros(B, 2, n, width, dtype=dtype) for width in (K, D)] for _ in "ab"]
     options = {"scale": K**-0.5, "softcap": softcap}
+    own = {"pending": pending, "joint": joint}
 
     def both(t, *x, real):
         slot, sinks = torch.tensor([t % window]), [Sinks(*xs, position, table) for xs in held]
         sinks = sinks if n else [None, None]
-        y = macchiato_step(*x, *state, ring, slot, real, **options, sinks=sinks[0], pending=pending)
+        y = macchiato_step(*x, *state, ring, slot, real, **options, sinks=sinks[0], **own)
         near = window_step(*x[2:], alone, slot, real, **options, sinks=sinks[1])
         position.add_(1 if real is None else real)
         return torch.cat([y, near], -1)
 
     def run(to):
         wide = [x.to(to) for x in inputs]
-        return torch.cat(with_sinks_and_delay(wide, mask, window, softcap, n, delayed, turned), -1)
+        return torch.cat(
+            with_sinks_and_delay(wide, mask, window, softcap, n, delayed, turned, joint), -1
+        )
 
     out = stepped(both, *inputs, mask=mask if masked else None)
     exact, rounded = run(F64), run(dtype)

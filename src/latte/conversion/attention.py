@@ -153,7 +153,7 @@ class MacchiatoAttention(nn.Module):
     @property
     def steps(self) -> bool:
         """Whether a token can be decoded in place: with a window."""
-        return self.mixing != "latents" and not self.joint_softmax
+        return self.mixing != "latents"
 
     def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
         """Heads' outputs (B, H * K) of one token per row; the state is written in place."""
@@ -169,7 +169,8 @@ class MacchiatoAttention(nn.Module):
             return step_window(local, *options).view(B, -1)
         latents: Any = parts["latents"]
         logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
-        return step_macchiato(logits, local, *options).view(B, -1)
+        out = step_macchiato(logits, local, *options, joint=self.joint_softmax)
+        return out.view(B, -1)
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""

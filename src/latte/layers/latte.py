@@ -217,6 +217,7 @@ def step_macchiato(
     softcap: float | None,
     rotary: Rotary | None = None,
     sink_rotary: Rotary | None = None,
+    joint: bool = False,
 ) -> Tensor:
     """Heads' outputs (B, H, D) of one token per row: of latent q, k, decay, and local q, k, v."""
     assert state.latent is not None and state.ring is not None
@@ -224,5 +225,5 @@ def step_macchiato(
     inputs = latent_q, latent_k, *local, *state.latent
     ring, slot, real = state.ring, state.slot, state.clock.real
     options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "log_decay": log_decay}
-    options |= {"sinks": state.sinks_of(sink_rotary), "pending": state.pending}
+    options |= {"sinks": state.sinks_of(sink_rotary), "pending": state.pending, "joint": joint}
     return macchiato_step(*inputs, ring, slot, real, **options)

@@ -117,6 +117,7 @@ def macchiato_step(
     log_decay: Tensor | None = None,
     sinks: Sinks | None = None,
     pending: Tensor | None = None,
+    joint: bool = False,
 ) -> Tensor:
     """Latte-Macchiato: ``y = p(0) SWA + sum_{l>=1} p(l) mu'[l]``.
 
@@ -134,6 +135,7 @@ def macchiato_step(
         pending: latent keys of the ring's tokens, (B, H, W, L), of the values' dtype, written:
             latents are fed with the token that leaves the window, and p(0) = 1 while they have
             seen none. None: they are fed with this token.
+        joint: the logsumexp of the window's logits is added to its logit of the mixture.
 
     Returns:
         y, (B, H, D).
@@ -141,20 +143,31 @@ def macchiato_step(
     if _native(mean, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
             *(latent_q, latent_k, q, k, v, log_mass, mean, log_decay, *ring, slot),
-            *(*(rotary or (None, None)), real, scale, softcap or 0.0, pending, *_flat(sinks)),
+            *(
+                *(rotary or (None, None)),
+                real,
+                scale,
+                softcap or 0.0,
+                pending,
+                *_flat(sinks),
+                joint,
+            ),
         )
     B, H, L, D = mean.shape
     source = (latent_k, v, real)
     if pending is not None:
         source = _leaving(latent_k, ring, pending, slot, real)
     _see(*source[:2], log_mass, mean, log_decay, source[2])
-    p_BH1, p_BHL = in_dtype(latent_q, mean.dtype).softmax(-1).split([1, L], -1)
+    local = q, k, v, ring, slot, real, scale, softcap, rotary, mean.dtype, None, sinks
+    near, log_mass_BH1 = _attend(*local, want_mass=joint)
+    p_BHX = in_dtype(latent_q, mean.dtype)
+    if log_mass_BH1 is not None:
+        p_BHX = torch.cat([p_BHX[..., :1] + log_mass_BH1, p_BHX[..., 1:]], -1)
+    p_BH1, p_BHL = p_BHX.softmax(-1).split([1, L], -1)
     if pending is not None:
         p_BH1 = p_BH1.masked_fill(torch.isneginf(log_mass).all(-1, keepdim=True), 1.0)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D)).view(B, H, D)
-    local = q, k, v, ring, slot, real, scale, softcap, rotary, mean.dtype, None, sinks
-    out = out.addcmul_(_attend(*local), p_BH1)
-    return in_dtype(out, v.dtype)
+    return in_dtype(out.addcmul_(near, p_BH1), v.dtype)
 
 
 def window_step(
@@ -190,7 +203,7 @@ def window_step(
         )
     dtype = computation_dtype(q.dtype)
     local = q, k, v, ring, slot, real, scale, softcap, rotary, dtype, length, sinks
-    return in_dtype(_attend(*local), v.dtype)
+    return in_dtype(_attend(*local)[0], v.dtype)
 
 
 def linear_step(
@@ -385,8 +398,12 @@ def _attend(
     dtype: torch.dtype,
     length: int | None,
     sinks: Sinks | None,
-) -> Tensor:
-    """Puts the token into its slot: softmax attention over all slots, (B, H, D) in ``dtype``."""
+    want_mass: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Puts the token into its slot: softmax attention over all slots, (B, H, D) in ``dtype``.
+
+    Also the logsumexp of the logits, (B, H, 1), if it is wanted.
+    """
     (B, H, K), G, D = q.shape, k.shape[1], v.shape[-1]
     q_far = None if sinks is None else _rotated(q, sinks.rotary or rotary)
     if rotary is not None:
@@ -419,17 +436,19 @@ def _attend(
         mask = torch.cat([mask if mask is not None else gone.new_ones(B, W), gone], 1)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if mask is None:
-        return weighted(logits.softmax(-1), values).view(B, H, D)
-    shape, hidden = logits.shape, ~mask[:, None]
-    weights = logits.view(B, H, -1).masked_fill(hidden, -torch.inf).softmax(-1)
-    if real is not None:  # where nothing is seen, the softmax is NaN
-        weights = weights.masked_fill(hidden, 0.0)
+    shape = logits.shape
+    logits = logits.view(B, H, -1)
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], -torch.inf)
+    log_mass = logits.logsumexp(-1, keepdim=True) if want_mass else None
+    weights = logits.softmax(-1)
+    if mask is not None and real is not None:  # where nothing is seen, the softmax is NaN
+        weights = weights.masked_fill(~mask[:, None], 0.0)
     weights = weights.view(shape)
     if sinks is None:
-        return weighted(weights, values).view(B, H, D)
+        return weighted(weights, values).view(B, H, D), log_mass
     out = weighted(weights[..., :W], values) + weighted(weights[..., W:], sinks.values)
-    return out.view(B, H, D)
+    return out.view(B, H, D), log_mass
 
 
 def _take_sinks(sinks: Sinks, k: Tensor, v: Tensor, real: Tensor | None, window: int) -> Tensor:

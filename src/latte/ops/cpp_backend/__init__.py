@@ -323,7 +323,7 @@ if ABSENT is None:
         (
             "macchiato",
             f"Tensor latent_q, Tensor latent_k, {local}, {latents}, {ring}, "
-            f"float scale, float softcap, Tensor(f!)? pending, {far}",
+            f"float scale, float softcap, Tensor(f!)? pending, {far}, bool joint",
             "Tensor",
         ),
         ("window", f"{local}, {ring}, float scale, float softcap, int length, {far}", "Tensor"),

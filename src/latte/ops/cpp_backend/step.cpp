@@ -32,6 +32,7 @@ struct Step {
     Tensor sink_keys, sink_values;         // (B,G,n,K), (B,G,n,D)
     Tensor position, sink_cos, sink_sin;   // (B,) int64: real tokens before; as cos and sin
     double scale = 1.0, softcap = 0.0;     // 0: none
+    bool joint = false;                    // p(0)'s logit has the window's logsumexp added
     int64_t length = 0;                    // slots that are used
     Tensor out;                            // (B,H,D)
 
@@ -97,7 +98,7 @@ static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
 
 // (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
 // sin?, real?, scale, softcap, pending?!, sink_keys?!, sink_values?!, position?, sink_cos?,
-// sink_sin?) -> y
+// sink_sin?, joint) -> y
 static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Step step;
@@ -109,7 +110,7 @@ static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     step.scale = stack.number(), step.softcap = stack.number();
     step.pending = stack.maybe_tensor();
     if (step.pending) expect_contiguous(step.pending);
-    far(stack, step);
+    far(stack, step), step.joint = stack.flag();
     finish(stack, step);
 }
 
@@ -169,9 +170,9 @@ static void rotate(const Tensor& cosines, const Tensor& sines, int64_t b, T* x) 
     }
 }
 
-// Logits become weights that sum to 1: all 0 if every one is -inf.
+// Logits become weights that sum to 1: all 0 if every one is -inf. Returns their logsumexp.
 template <class T>
-static void softmax(T* x, int64_t count) {
+static T softmax(T* x, int64_t count) {
     T top = x[0], sum = 0;
     for (int64_t j = 1; j < count; ++j) top = x[j] > top ? x[j] : top;
     const bool none = top == -std::numeric_limits<T>::infinity();
@@ -180,6 +181,7 @@ static void softmax(T* x, int64_t count) {
     for (int64_t j = 0; j < count; ++j) sum += x[j];
     const T share = none ? T(0) : T(1) / sum;
     for (int64_t j = 0; j < count; ++j) x[j] *= share;
+    return none ? top : top + std::log(sum);
 }
 
 // Latents of one head after a source, if it is real; adds sum_l p[l] mu'[l] to y.
@@ -240,11 +242,11 @@ LATTE_INLINE void add_value(const Step& step, T share, const S* value, T* y) {
         store(y + c, load(y + c, 1, D - c) + load(value + c, 1, D - c) * share, D - c);
 }
 
-// Adds weight * softmax attention over the ring's slots and the sinks that have left it to y;
-// `logits` has room for them, `far_q` is the query as it looks at sinks.
+// Adds softmax attention over the ring's slots and the sinks that have left it to y, and returns
+// the logsumexp; `logits` has room for them, `far_q` is the query as it looks at sinks.
 template <class S, class T>
-static void attend(
-    const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T weight, T* logits, T* y) {
+static T attend(
+    const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T* logits, T* y) {
     const int64_t W = step.keys.sizes[2], K = step.keys.sizes[3], D = step.values.sizes[3];
     const int64_t at = b * step.keys.sizes[1] + step.group(head), n = step.sinks();
     const S *keys = step.keys.at<S>() + at * W * K, *values = step.values.at<S>() + at * W * D;
@@ -258,10 +260,11 @@ static void attend(
                                      : logit_of(step, q, keys + w * K);
     for (int64_t j = 0; j < gone; ++j)
         logits[step.length + j] = logit_of(step, far_q, sink_keys + j * K);
-    softmax(logits, step.length + gone);
-    for (int64_t w = 0; w < step.length; ++w) add_value(step, logits[w] * weight, values + w * D, y);
+    const T log_mass = softmax(logits, step.length + gone);
+    for (int64_t w = 0; w < step.length; ++w) add_value(step, logits[w], values + w * D, y);
     for (int64_t j = 0; j < gone; ++j)
-        add_value(step, logits[step.length + j] * weight, sink_values + j * D, y);
+        add_value(step, logits[step.length + j], sink_values + j * D, y);
+    return log_mass;
 }
 
 // What delayed latents are fed with: the token that leaves the window, (B,H,L) and (B,G,D).
@@ -325,34 +328,39 @@ static void heads(Step& step, const Leaving<T>& left, int64_t begin, int64_t end
     std::vector<T> p(size_t(L + 1)), k(size_t(L + 1)), v(static_cast<size_t>(D));
     std::vector<T> y(static_cast<size_t>(D)), q(size_t(step.window() ? step.keys.sizes[3] : 0));
     std::vector<T> logits(static_cast<size_t>(step.length + step.sinks()));
-    std::vector<T> far_q;
+    std::vector<T> far_q, near(static_cast<size_t>(D));
     for (int64_t task = begin; task < end; ++task) {
         const int64_t b = task / H, head = task % H;
-        std::fill(y.begin(), y.end(), T(0));
-        T weight = 1;
-        if (step.latents()) {
-            logits_of(step.latent_q, b, head, p.data());
-            softmax(p.data(), L + first);
-            if (step.pending) {
-                const T *key = left.k.data() + task * L;
-                const T *value = left.v.data() + (b * G + step.group(head)) * D;
-                see(step, b, head, bool(left.real[b]), key, value, p.data() + first, y.data());
-                weight = has_seen<T>(step, b, head) ? p[0] : T(1);
-            } else {
-                logits_of(step.latent_k, b, head, k.data());
-                row<S>(step.v, b, step.group(head), v.data());
-                see(step, b, head, step.is_real(b), k.data(), v.data(), p.data() + first, y.data());
-                weight = p[0];
-            }
-        }
+        std::fill(y.begin(), y.end(), T(0)), std::fill(near.begin(), near.end(), T(0));
+        T weight = 1, log_mass = 0;
         if (step.window()) {
             row<S>(step.q, b, head, q.data());
             if (step.sinks()) far_q = q, rotate(step.sink_cos, step.sink_sin, b, far_q.data());
             rotate(step.cos, step.sin, b, q.data());
-            attend<S>(step, b, head, q.data(), far_q.data(), weight, logits.data(), y.data());
+            log_mass = attend<S>(step, b, head, q.data(), far_q.data(), logits.data(), near.data());
+        }
+        if (step.latents()) {
+            logits_of(step.latent_q, b, head, p.data());
+            if (step.joint) p[0] += log_mass;
+            softmax(p.data(), L + first);
+            weight = p[0];
+            bool real = step.is_real(b);
+            const T *key = k.data(), *value = v.data();
+            if (step.pending) {
+                key = left.k.data() + task * L, real = left.real[b];
+                value = left.v.data() + (b * G + step.group(head)) * D;
+            } else {
+                logits_of(step.latent_k, b, head, k.data());
+                row<S>(step.v, b, step.group(head), v.data());
+            }
+            see(step, b, head, real, key, value, p.data() + first, y.data());
+            if (step.pending && !has_seen<T>(step, b, head)) weight = 1;
         }
         S* out = step.out.at<S>() + task * D;
-        for (int64_t c = 0; c < D; c += width<T>) store(out + c, load(y.data() + c, 1, D - c), D - c);
+        for (int64_t c = 0; c < D; c += width<T>) {
+            const V<T> far = load(y.data() + c, 1, D - c), local = load(near.data() + c, 1, D - c);
+            store(out + c, step.window() ? far + local * weight : far, D - c);
+        }
     }
 }
 
