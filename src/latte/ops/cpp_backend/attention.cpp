@@ -35,7 +35,7 @@
 // One softmax over the window's keys and the latents (joint): p is then the softmax over the latents'
 // logits and that of the window plus the logsumexp m_t of its keys' logits z_ts. Of these
 //
-//     dz_ts = p_t[0] w_ts (<dy_t, v_s> - <dy_t, y_t>),  and without it  p_t[0] w_ts (<dy_t, v_s - SWA_t>)
+//     dz_ts = p_t[0] w_ts <dy_t, v_s - y_t>,  and otherwise  p_t[0] w_ts <dy_t, v_s - SWA_t>
 //
 // FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
 // 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
@@ -386,8 +386,7 @@ LATTE_INLINE void vectors(Span one, Span two, const Work& work) {
     for (int64_t c = two.first; c < two.stop; c += width<T>) work(c, two);
 }
 
-// The logits of two spans become weights that are yet to be divided by their sum, and multiplied by
-// exp(top) to be what they were: all 0 if every one is -inf.
+// The logits of two spans become exp(x - top), with their sum: all 0 if every one is -inf.
 template <class T> struct Exponentials { T top, sum; };
 template <class T>
 static Exponentials<T> exponentiate(T* x, Span one, Span two) {
