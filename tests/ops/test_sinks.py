@@ -158,6 +158,16 @@ def test_odd_widths_and_groups_agree_with_the_reference(backend, G, L, K, D):
     assert_same(run(backend), run("reference"))
 
 
+@pytest.mark.parametrize(("masked", "packed", "carried"), [(0, 0, 0), (1, 1, 0), (1, 0, 1)])
+@pytest.mark.parametrize("kind", ["sinks", "delay", "both"])
+@FAST
+def test_one_softmax_agrees_with_the_reference(backend, kind, masked, packed, carried):
+    options = {"masked": masked, "packed": packed, "carried": carried, "joint": True}
+    for T, W, more in ((6, 7, {}), (26, 7, {"softcap": 2.0}), (140, 65, {}), (70, 20, {"G": 4})):
+        run = case(kind, T, W, **options, **more)
+        assert_same(run(backend), run("reference"))
+
+
 @FLAGS
 @pytest.mark.parametrize("decay", ["static", "gated"])
 @FAST
@@ -428,7 +438,7 @@ def test_native_ops_keep_the_contract_of_a_custom_op():
     pending = [randn(6, 8, 4, 3), randn(6, 8, 2, 5), torch.ones(6, 8, dtype=torch.bool)]
     around = [key_mask(1, 20), bounds, *latte_state(6, 4, 3, 5), None]
     tail = window_state(6, 7, 2, 6, 5)
-    args = (*inputs, *around, *tail, *sinks, *pending, 8, 0.4, 0.0, True)
+    args = (*inputs, *around, *tail, *sinks, *pending, 8, 0.4, 0.0, True, True)
     checks = torch.library.opcheck(cpp_backend.macchiato_op, args, test_utils=kinds)
     args = (*inputs[2:], *around[:2], *tail, *sinks, 8, 0.4, 0.0)
     checks |= torch.library.opcheck(cpp_backend.window_op, args, test_utils=kinds)

@@ -331,7 +331,7 @@ def macchiato_attention(
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
     seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    if joint:
+    if joint and chosen != "cpu":  # whose kernel has the log-mass at hand
         mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
         latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
@@ -361,6 +361,8 @@ def macchiato_attention(
             options["sinks"] = seen_sinks
         if delay:
             options |= {"delay": True, "pending": earlier_pending}
+        if joint and chosen == "cpu":
+            options["joint"] = True
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
     if window_state is None:
         return out, None

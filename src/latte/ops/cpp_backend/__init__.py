@@ -30,6 +30,7 @@ from latte.ops.custom_ops import (
 )
 from latte.ops.state import LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences
+from latte.ops.torch_backend import log_mass as log_mass_of
 from latte.ops.torch_backend import recurrence
 
 # Tokens between two states that are kept for the backward pass (SEGMENT in attention.cpp).
@@ -170,12 +171,13 @@ def macchiato_attention(
     sinks: SeenSinks | None = None,
     delay: bool = False,
     pending: WindowState | None = None,
+    joint: bool = False,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
     around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), log_decay)
     kept = (*_contiguous(tail, 3), *_contiguous(sinks, 5), *_contiguous(pending, 3))
-    out, A, mu = macchiato_op(*inputs, *around, *kept, *local, delay)[:3]
+    out, A, mu = macchiato_op(*inputs, *around, *kept, *local, delay, joint)[:3]
     return out, LatteState(A, mu)
 
 
@@ -243,9 +245,15 @@ def _macchiato_fake(latent_q, latent_k, q, k, v, *around):
 
 
 def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, log_decay, *rest):
-    kept, (window, scale, softcap, delay) = rest[:-4], rest[-4:]
+    kept, local, sequences = rest[:-5], Local(*rest[-5:-2]), Sequences(mask, bounds)
+    delay, joint = rest[-2:]
+    if joint:
+        around = (sequences, _maybe_window(kept[:3]), maybe_sinks(kept[3:8]))
+        latent_q = log_mass_of.with_log_mass(
+            latent_q, log_mass_of.window_log_mass(q, k, local, *around)
+        )
     out, last = reference.macchiato_attention(
-        *(latent_q, latent_k, q, k, v, Local(window, scale, softcap), Sequences(mask, bounds)),
+        *(latent_q, latent_k, q, k, v, local, sequences),
         None if log_mass is None else (log_mass, mean),
         _maybe_window(kept[:3]),
         log_decay,
@@ -300,7 +308,7 @@ if ABSENT is None:
     macchiato_op = _op(
         "cpu_macchiato",
         "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, "
-        f"{sequences}, {state}, {tail}, {pending}, {numbers}, bool delay",
+        f"{sequences}, {state}, {tail}, {pending}, {numbers}, bool delay, bool joint",
         *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 13, 14, 15, 18, 19)),
         *(_macchiato_again, _macchiato_fake),
         differentiable=3,

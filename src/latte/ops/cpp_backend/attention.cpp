@@ -32,6 +32,11 @@
 // the source t - W: the same runs, over keys and values of other tokens, with scores of their own
 // since they share no column with the window.
 //
+// One softmax over the window's keys and the latents (joint): p is then the softmax over the latents'
+// logits and that of the window plus the logsumexp m_t of its keys' logits z_ts. Of these
+//
+//     dz_ts = p_t[0] w_ts <dy_t, v_s - y_t>,  and otherwise  p_t[0] w_ts <dy_t, v_s - SWA_t>
+//
 // FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
 // 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
 // and 1.4 us. W + 2 L exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L)
@@ -65,6 +70,7 @@ struct Attention {
     Tensor sink_mask, sinks_seen;        // (N,S), (B,T) int64: the first of them, of each query
     Tensor pending_k, pending_v, pending_mask;       // (N,W,H,L), (N,W,G,D), (N,W)
     int64_t window, delay;               // delay: 0, or the window
+    bool joint;                          // one softmax over the window's keys and the latents
     double scale, softcap;               // 0: none
     Tensor out, last_mass, last_mean;    // (B,T,H,D), and as log_mass and mean
     Tensor kept_top, kept_mass, kept_sum;            // (M,H,L), (M,H,L), (M,H,L,D)
@@ -139,10 +145,12 @@ static Attention inputs(Stack& stack, Parts parts) {
 static void numbers(Stack& stack, Attention& op) {
     op.window = op.near() ? stack.integer() : 0;
     op.scale = op.near() ? stack.number() : 0.0, op.softcap = op.near() ? stack.number() : 0.0;
-    op.delay = op.near() && op.far() && stack.flag() ? op.window : 0;
+    const bool both = op.near() && op.far();
+    op.delay = both && stack.flag() ? op.window : 0;
+    op.joint = both && stack.flag();
 }
 
-// (inputs, window, scale, softcap, delay) -> y and, if there are latents, log_mass, mean, kept x 3
+// (inputs, window, scale, softcap, delay, joint) -> y and, if there are latents, log_mass, mean, kept x 3
 template <bool far, bool near>
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
@@ -378,9 +386,10 @@ LATTE_INLINE void vectors(Span one, Span two, const Work& work) {
     for (int64_t c = two.first; c < two.stop; c += width<T>) work(c, two);
 }
 
-// The logits of two spans become weights that sum to `factor`: all 0 if every one is -inf.
+// The logits of two spans become exp(x - top), with their sum: all 0 if every one is -inf.
+template <class T> struct Exponentials { T top, sum; };
 template <class T>
-static void soften(T* x, Span one, Span two, T factor) {
+static Exponentials<T> exponentiate(T* x, Span one, Span two) {
     constexpr T lowest = -std::numeric_limits<T>::infinity();
     V<T> tops = all(lowest), sums{};
     vectors<T>(one, two, [&](int64_t c, Span s) {
@@ -393,10 +402,19 @@ static void soften(T* x, Span one, Span two, T factor) {
         sums = sums + e;
         store_all(x + c, e);
     });
-    const T total = sum(sums), share = total == T(0) ? T(0) : factor / total;
+    return {top, sum(sums)};
+}
+// Makes them sum to `factor`.
+template <class T>
+static void normalise(T* x, Span one, Span two, T total, T factor) {
+    const T share = total == T(0) ? T(0) : factor / total;
     vectors<T>(one, two, [&](int64_t c, Span s) {
         store_all(x + c, within(load_all(x + c) * share, V<T>{}, c, s.first, s.stop));
     });
+}
+template <class T>
+static void soften(T* x, Span one, Span two, T factor) {
+    normalise(x, one, two, exponentiate(x, one, two).sum, factor);
 }
 
 // Whether one of these numbers, in whole vectors, is not finite.
@@ -522,7 +540,7 @@ struct Head {
     std::vector<Keys<T>> ring;
     T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
         *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
-        *own, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels, *late_pairs, *late_dv;
+        *own, *totals, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels, *late_pairs, *late_dv;
     SinkKeys<T> sinks;
     Latents<T> state;
     std::vector<T> top;              // what R is relative to
@@ -579,7 +597,7 @@ struct Head {
         weights = back ? room(TOKENS * ld) : logits, p = room(TOKENS * Lq + W);
         keys = room(TOKENS * Lp), e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp);
         alpha = room(TOKENS * Lp), ratio = room(TOKENS * Lp), out = room(TOKENS * Dp);
-        tops = room(Lp), own = room(Lp);
+        tops = room(Lp), own = room(Lp), totals = room(TOKENS);
         decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
         if (!back) return;
         dy = room(TOKENS * Dp), pairs = room(TOKENS * ld);
@@ -794,10 +812,7 @@ struct Head {
         if (far) take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
         for (int64_t i = 0; i < rows; ++i) {
             ask_around(chunk, i);
-            if (far) soften(p + i * Lq, {column, W + L}, {0, 0}, T(1));
-            if (late && chunk * TOKENS + i < heard)
-                std::memset(p + i * Lq + W, 0, size_t(Lp) * sizeof(T));
-            if (!far || (late && chunk * TOKENS + i < heard)) p[i * Lq + W - 1] = 1;
+            if (!op.joint) mix(chunk, i);
         }
         if (!near && !back) std::memset(weights, 0, size_t(rows * ld) * sizeof(T));
         if (!near) return;
@@ -820,9 +835,24 @@ struct Head {
                 for (int64_t c = most(first, j * TOKENS); c < least(stop, (j + 1) * TOKENS); ++c)
                     x[c] = s.hidden[c - j * TOKENS] < T(0) ? lowest : x[c];
             }
-            soften(x, own, more, back ? T(1) : p[i * Lq + W - 1]);
+            const Exponentials<T> e = exponentiate(x, own, more);
+            if (op.joint) {
+                p[i * Lq + W - 1] += e.sum == T(0) ? lowest : e.top + std::log(e.sum);
+                mix(chunk, i);
+            }
+            normalise(x, own, more, e.sum, back ? T(1) : p[i * Lq + W - 1]);
             if (!back) clear_around(chunk, i, shared, x);
         }
+    }
+
+    // p of query i, from the logits in its place: all of it the window's if there are no latents, or
+    // late ones that have seen nothing.
+    void mix(int64_t chunk, int64_t i) {
+        T* x = p + i * Lq;
+        if (far) soften(x, {column, W + L}, {0, 0}, T(1));
+        const bool alone = late && chunk * TOKENS + i < heard;
+        if (alone) std::memset(x + W, 0, size_t(Lp) * sizeof(T));
+        if (alone || !far) x[W - 1] = 1;
     }
 
     // softcap tanh(x / softcap), and its slope.
@@ -1227,6 +1257,7 @@ struct Head {
         for (int64_t i = 0; i < rows; ++i) through_window(c, i);
         if (!shared) to_keys(c, rows, weights, dy, true, false);
         if (far) backward_latents(c, rows);
+        for (int64_t i = 0; op.joint && i < rows; ++i) through_softmax(c, i, totals[i]);
         if (S) backward_sinks(c, rows);
         if (!near) return;
         to_keys(c, rows, logits, queries, false, false);
@@ -1310,6 +1341,7 @@ struct Head {
             T *x = pulled + i * Lq, *y = p + i * Lq, total = 0;
             for (int64_t l = column; l < W + L; ++l) total += x[l];
             for (int64_t l = column; l < W + L; ++l) x[l] -= y[l] * total;
+            totals[i] = total;
         }
         put(op.dlatent_q, task.row, token, task.h, rows, pulled + column, Lq);
         if (late) put_late(c, rows);
@@ -1327,9 +1359,17 @@ struct Head {
         vectors<T>(near, more, [&](int64_t c, Span s) {
             sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, s.first, s.stop);
         });
-        const T total = sum(sums), share = p[i * Lq + W - 1];
-        pulled[i * Lq + W - 1] = share * total;
-        vectors<T>(near, more, [&](int64_t c, Span s) {
+        const T total = sum(sums);
+        pulled[i * Lq + W - 1] = p[i * Lq + W - 1] * total;
+        if (!op.joint) through_softmax(chunk, i, total);
+    }
+
+    // The gradients of the scores, in the place of weights; `total`: the mean of <dy, v> over what
+    // the softmax is over.
+    void through_softmax(int64_t chunk, int64_t i, T total) {
+        T *x = logits + i * ld, *y = pairs + i * ld;
+        const T share = p[i * Lq + W - 1];
+        vectors<T>(near_span(chunk, i), sink_span(chunk, i), [&](int64_t c, Span s) {
             V<T> dx = load_all(x + c) * share * (load_all(y + c) - total);
             if (op.softcap) dx = dx * load_all(slope + i * ld + c);
             store_all(x + c, within(dx, V<T>{}, c, s.first, s.stop));
