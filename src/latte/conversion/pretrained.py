@@ -99,15 +99,16 @@ def convert(
     }
     config = converted_config(base, values)
     landmarks = begins_with_landmarks(initial, config)
-    text = calibration is None or isinstance(calibration, str)
+    rows: Any = None if isinstance(calibration, str) else calibration
     tokenizer = None
-    if target is not None or (landmarks and text):
+    if target is not None or (landmarks and rows is None):
         tokenizer = load_tokenizer(base)
     model = load_base(base, config, seed=seed, dtype=dtype)
     if landmarks:
         from latte.conversion.landmarks import calibration_rows, set_landmarks
 
-        rows: Any = calibration_rows(tokenizer, calibration) if text else calibration
+        if calibration is None or isinstance(calibration, str):
+            rows = calibration_rows(tokenizer, calibration)
         if not sum(row.numel() for row in rows):
             raise LatteError("calibration: expected some tokens, got none")
         set_landmarks(model, rows, seed=seed)
