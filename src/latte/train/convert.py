@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latte.conversion.pretrained import check_output, converted_config, load_tokenizer
+from latte.conversion.pretrained import check_output, load_tokenizer
 from latte.errors import LatteError
 from latte.train import recipe as recipes
+from latte.train.converted import starting_config
 from latte.train.layers import LayersSection, transfer_layers
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
 from latte.train.run_folder import Claim, take
@@ -122,7 +123,7 @@ def convert_and_train(
     folder = Path(output)
     stages = recipe.stages(base, folder)
     list(stages.values())[0].import_plugins()
-    converted_config(base, recipe.conversion.fields())
+    starting_config(dataclasses.replace(recipe.conversion, base=base))
     load_tokenizer(base)
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
     owner = first_alone(lambda: _claim(folder, values))
