@@ -27,7 +27,7 @@ def sinks_of(k, v, seed=9):
 
 
 def by_loops(latent_q, latent_k, q, k, v, sinks=None, softcap=None):
-    """y_t: softmax over [window's logits + q_0, sinks' logits + q_0, q_1 ... q_L], as it is said."""
+    """y_t by a softmax over [the window's logits + q_0, the sinks' + q_0, q_1 ... q_L]."""
 
     def logit(query, keys):
         x = keys @ query / K**0.5

@@ -35,8 +35,6 @@ from latte.conversion.transfer import (
 from latte.layers.latent_input import window_odds
 from latte.layers.state import Piece
 
-LAST = "last"  # the name of the base's last hidden states in a row's file
-
 
 class Recorder:
     """A teacher that keeps what every converted layer reads while the base runs."""
@@ -73,9 +71,11 @@ def record(
         file = folder / f"row-{number:05d}.safetensors"
         if not file.is_file():
             recorder = Recorder()
-            last = watch(model, recorder, input_ids=ids_T[None])
-            tensors = {str(index): x for index, x in recorder.inputs.items()} | {LAST: last}
-            half = {name: x[0].to(torch.bfloat16).contiguous() for name, x in tensors.items()}
+            watch(model, recorder, input_ids=ids_T[None])
+            half = {
+                str(index): x[0].to(torch.bfloat16).contiguous()
+                for index, x in recorder.inputs.items()
+            }
             part = file.with_suffix(".part")
             save_file(half, part)
             part.rename(file)

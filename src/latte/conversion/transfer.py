@@ -223,15 +223,10 @@ def sampled_masses(
     return torch.exp(near - full), near
 
 
-def watch(model: Any, teacher: Any, **inputs: Any) -> Tensor:
-    """Run the base inside a converted model, with a teacher that watches its layers.
-
-    Returns:
-        The base's last hidden states, (B, T, E).
-    """
+def watch(model: Any, teacher: Any, **inputs: Any) -> None:
+    """Run the base inside a converted model, with a teacher that watches its layers."""
     with torch.no_grad():
-        outputs = model.model(**inputs, teacher=teacher, use_cache=False)
-    return outputs.last_hidden_state
+        model.model(**inputs, teacher=teacher, use_cache=False)
 
 
 def run_teacher(model: Any, **inputs: Any) -> Teacher:
