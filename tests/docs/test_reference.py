@@ -13,6 +13,7 @@ import latte
 from latte.conversion.config import CONFIGS, MacchiatoFields
 from latte.conversion.modeling import FAMILIES
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
+from latte.train.layers import LayersSection
 from latte.train.recipe import (
     ComparisonSection,
     ConversionSection,
@@ -130,7 +131,10 @@ def test_converted_models_are_those_of_the_code(read):
 
 @pytest.mark.parametrize(
     "section",
-    [ModelSection, DataSection, TrainingSection, ConversionSection, ComparisonSection],
+    [
+        *(ModelSection, DataSection, TrainingSection, ComparisonSection),
+        *(ConversionSection, LayersSection),
+    ],
 )
 def test_recipe_keys_are_those_of_the_code(section, read):
     title = section.__name__.removesuffix("Section").lower()
