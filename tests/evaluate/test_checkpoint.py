@@ -71,7 +71,8 @@ def test_weights_are_read_into_memory_of_their_own(tmp_path, tied):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}
     base, made = tmp_path / "base", tmp_path / "made"
-    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)).bfloat16().save_pretrained(base)
+    config = LlamaConfig(**sizes, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(base)
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
     Fast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>").save_pretrained(base)
     convert(base, made, initial="random", num_latents=4)
