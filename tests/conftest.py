@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A command that is called in the tests' own process would change malloc for the tests after it.
+os.environ["LATTE_KEEP_MEMORY"] = "0"
 
 MODEL = {
     "hidden_size": 32,

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODEL = {"ops", "layers", "models"}
-TRAIN = MODEL | {"conversion", "data", "gguf", "machine", "parallel"}
+TRAIN = MODEL | {"conversion", "data", "gguf", "machine", "memory", "parallel"}
 MAY_IMPORT = {
     "ops": set(),
     "layers": {"ops"},
@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "gguf": set(),
     "conversion": MODEL | {"gguf"},
     "data": {"gguf"},
-    "machine": set(),
+    "memory": set(),
+    "machine": {"memory"},
     "train": TRAIN,
     "evaluate": TRAIN | {"train"},
     "compare": TRAIN | {"train", "evaluate"},

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from latte.errors import LatteError
+from latte.memory import release_memory
 
 # ---- time
 
@@ -119,10 +120,14 @@ def peak_memory_bytes(device: torch.device = CPU) -> int:
 
 
 def reset_peak_memory(device: torch.device = CPU) -> None:
-    """Start the peak anew from what is in use now, where the system can (on a CPU: Linux)."""
+    """Start the peak anew from what is in use now, where the system can (on a CPU: Linux).
+
+    Memory that malloc keeps is given back first: it is not in use.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        release_memory()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

@@ -15,8 +15,10 @@ from latte.errors import exit_code
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     from latte.cli.parser import parse
+    from latte.memory import keep_memory
 
     options = parse(arguments)
+    keep_memory()
     try:
         return exit_code(
             "latte",

@@ -264,7 +264,10 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
             plain = gguf_model(opened, gguf_config(opened), dtype)
             options = {"state_dict": plain.state_dict(), "dtype": plain.dtype}
         torch.manual_seed(seed)
-        return load_whole(language_model, "base", place, config, new=NEW_WEIGHTS, **options)
+        model = load_whole(language_model, "base", place, config, new=NEW_WEIGHTS, **options)
+    if file is None and not torch.cuda.is_available():  # else they are copied to the GPU
+        own_weights(model)
+    return model
 
 
 def load_whole(
@@ -308,6 +311,19 @@ def load_whole(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise LatteError(f"{what} {place} {problem}: {first}{more}")
     return model.eval()
+
+
+@torch.no_grad()
+def own_weights(model: Any) -> Any:
+    """Copy parameters and buffers into memory of their own, in place; returns the model.
+
+    Weights that ``from_pretrained`` need not convert stay views of the mapped file: not aligned,
+    in small pages, and read from the file anew when memory is short. Steps of decoding, which read
+    every weight, are slower then. One tensor at a time is in memory twice.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):  # tied ones are given once
+        tensor.data = tensor.data.clone()
+    return model
 
 
 def load_tokenizer(base: str | Path) -> Any:

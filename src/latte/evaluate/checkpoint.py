@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latte.conversion.pretrained import LORA, load_whole
+from latte.conversion.pretrained import LORA, load_whole, own_weights
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.models.registry import make_known
@@ -115,6 +115,8 @@ def load_checkpoint(
         model.to(where)
     except (RuntimeError, AssertionError) as error:
         raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
+    if opened is None and model.device.type == "cpu":
+        own_weights(model)
     return model, _load_tokenizer(folder) if opened is None else gguf_tokenizer(opened)
 
 

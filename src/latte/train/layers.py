@@ -36,6 +36,7 @@ from latte.conversion.recording import FitOptions, LayerFit, Score, record
 from latte.data.blocks import PackedBlocks
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
+from latte.memory import keep_memory
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
 from latte.train.run import calibration_rows, data_section
@@ -195,6 +196,7 @@ def _fit_all(
 
 
 def _one_thread() -> None:
+    keep_memory()
     torch.set_num_threads(1)
 
 
