@@ -21,7 +21,8 @@ NAMES = {*preset_names(), *COMPARATORS}
 
 
 def make_targets(root):
-    return re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M)
+    rules = re.findall(r"^([a-z0-9 -]+):", (root / "Makefile").read_text(), re.M)
+    return [target for rule in rules for target in rule.split()]
 
 
 def check_latte(words, root):
