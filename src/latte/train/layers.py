@@ -40,6 +40,7 @@ from latte.memory import keep_memory
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
 from latte.train.run import calibration_rows, data_section
+from latte.train.run_folder import write_json
 
 COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
 
@@ -216,7 +217,7 @@ def _fit_one(
     save_file({name: value.contiguous() for name, value in latents.items()}, part)
     part.rename(target)
     kept = {"scores": scores, "seconds": round(time.monotonic() - start, 1)}
-    target.with_suffix(".json").write_text(json.dumps(kept))
+    write_json(target.with_suffix(".json"), kept)  # the sign that the layer is done
     return index, scores
 
 
@@ -236,7 +237,7 @@ def _export(model: Any, text: Text, recipe: Recipe, folder: Path) -> None:
     staged = folder / "model"
     shutil.rmtree(staged, ignore_errors=True)
     save(model, text.tokenizer, staged)
-    (staged / "recipe.json").write_text(json.dumps(recipe.as_dict(), indent=2), encoding="utf-8")
+    write_json(staged / "recipe.json", recipe.as_dict())
     for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
         file.rename(folder / file.name)
     staged.rmdir()
