@@ -292,12 +292,20 @@ def test_a_folder_of_something_else_is_left_alone(base, small, tmp_path):
 
 
 def test_recipes_load():
-    for name in ("small.yaml", "gemma2-2b.yaml"):
-        recipe = load_conversion_recipe(RECIPES / name)
-        stages = recipe.stages("base", Path("out"))
-        assert list(stages) == ["transfer", "next-token"]
-        assert stages["next-token"].conversion.base == "out/transfer"
-        assert stages["transfer"].conversion.objective == "transfer"
+    expected = {
+        "ablation.yaml": ["layers"],
+        "gemma2-2b.yaml": ["transfer", "next-token"],
+        "gemma3-270m.yaml": ["layers", "next-token"],
+        "small.yaml": ["transfer", "next-token"],
+        "smollm2.yaml": ["layers", "next-token"],
+    }
+    assert set(expected) == {path.name for path in RECIPES.glob("*.yaml")} - {"base.yaml"}
+    for name, wanted in expected.items():
+        stages = load_conversion_recipe(RECIPES / name).stages("base", Path("out"))
+        assert list(stages) == wanted
+        assert stages[wanted[0]].conversion.objective == "transfer"
+        if len(wanted) == 2:
+            assert stages[wanted[1]].conversion.base == f"out/{wanted[0]}"
 
 
 def pieces(stage: Path) -> set[int]:
