@@ -126,13 +126,21 @@ def test_sixteen_latents_a_head_unless_said(folder):
             {"initial": "landmarks", "latent_input": "conv"},
             "initial=landmarks needs latent_input=none, got conv",
         ),
-        ({}, "has no tokenizer"),
+        ({"initial": "landmarks"}, "has no tokenizer"),
         ({"calibration": []}, "calibration: expected some tokens, got none"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(folder, given, said):
     with pytest.raises(LatteError, match=said):
         convert(folder, num_latents=8, **given)
+
+
+def test_without_a_text_latents_begin_at_random_and_it_is_said(folder):
+    with pytest.warns(UserWarning, match="latents begin at random, .* has no tokenizer"):
+        alone = convert(folder, num_latents=8)
+    drawn = convert(folder, num_latents=8, initial="random")
+    key = "model.layers.0.self_attn.latents.k_proj.weight"
+    assert torch.equal(alone.state_dict()[key], drawn.state_dict()[key])
 
 
 def test_calibration_rows_are_of_one_length():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,8 @@ def convert(
         keep_layers: layers of full attention, by number from 0, that stay as they are too. The
             model is then a hybrid: their state, and the time of a step, grow with the text.
         initial: what the latents begin as: ``landmarks`` (:mod:`latte.conversion.landmarks`),
-            ``random``, or ``auto``, which is landmarks where ``latent_input`` is ``none``.
+            ``random``, or ``auto``: landmarks where ``latent_input`` is ``none`` and there are
+            tokens to compute them from, else random, with a warning.
         calibration: what landmarks are computed from: a text, or rows of token ids (B, T); None is
             English text that every Python carries. Some 8,000 tokens are used.
         seed: of the new weights.
@@ -98,23 +100,37 @@ def convert(
         "keep_layers": keep_layers,
     }
     config = converted_config(base, values)
-    landmarks = begins_with_landmarks(initial, config)
-    rows: Any = None if isinstance(calibration, str) else calibration
-    tokenizer = None
-    if target is not None or (landmarks and rows is None):
-        tokenizer = load_tokenizer(base)
+    tokenizer = None if target is None else load_tokenizer(base)
+    rows: Sequence[torch.Tensor] = ()
+    if begins_with_landmarks(initial, config):
+        try:
+            rows = _calibration_rows(base, tokenizer, calibration)
+        except LatteError as error:
+            if initial != "auto" or calibration is not None:
+                raise
+            warnings.warn(f"latents begin at random, not as landmarks: {error}", stacklevel=2)
     model = load_base(base, config, seed=seed, dtype=dtype)
-    if landmarks:
-        from latte.conversion.landmarks import calibration_rows, set_landmarks
+    if len(rows):
+        from latte.conversion.landmarks import set_landmarks
 
-        if calibration is None or isinstance(calibration, str):
-            rows = calibration_rows(tokenizer, calibration)
-        if not sum(row.numel() for row in rows):
-            raise LatteError("calibration: expected some tokens, got none")
         set_landmarks(model, rows, seed=seed)
     if target is not None:
         save(model, tokenizer, target)
     return model
+
+
+def _calibration_rows(
+    base: str | Path, tokenizer: Any, calibration: str | Sequence[torch.Tensor] | None
+) -> Sequence[torch.Tensor]:
+    """The tokens of which landmarks are computed. Raises LatteError where there are none."""
+    from latte.conversion.landmarks import calibration_rows
+
+    rows: Any = calibration
+    if calibration is None or isinstance(calibration, str):
+        rows = calibration_rows(tokenizer or load_tokenizer(base), calibration)
+    if not sum(row.numel() for row in rows):
+        raise LatteError("calibration: expected some tokens, got none")
+    return rows
 
 
 def begins_with_landmarks(initial: str, config: Any) -> bool:
