@@ -49,6 +49,11 @@ class Projections(NamedTuple):
     sink_q: Tensor | None = None
 
 
+def with_mass(latent_q: Tensor, mass_BTH: Tensor) -> Tensor:
+    """Mixture logits (B, T, H, L+1) with the window's log-mass in column 0, of the wider dtype."""
+    return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+
+
 class MacchiatoAttention(nn.Module):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with the base's q, k, v and output.
 
@@ -222,8 +227,7 @@ class MacchiatoAttention(nn.Module):
         assert latent_q is not None
         if not self.joint_softmax:
             return latent_q
-        mass_BTH = self.window_log_mass(local, piece)
-        return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+        return with_mass(latent_q, self.window_log_mass(local, piece))
 
     def window_log_mass(self, local: Projections, piece: Piece) -> Tensor:
         """The logsumexp of the window's logits, sinks included, (B, T, H)."""

@@ -33,12 +33,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention, Projections
-from latte.conversion.transfer import base_output, sampled_masses, watch
+from latte.conversion.transfer import (
+    SAMPLE_EVERY,
+    Watcher,
+    base_output,
+    sampled_masses,
+    watch,
+)
 from latte.errors import LatteError
 from latte.layers.state import Piece
 
 SHARPNESS = 4.0  # beta: logits of a query of mean length that points to a cluster
-SAMPLE_EVERY = 4  # of so many consecutive tokens one is a sample
 CLUSTER_STEPS = 15
 CALIBRATION_TOKENS, CALIBRATION_LENGTH = 8192, 1024  # of the text, and of a row
 CALIBRATION_LETTERS = 200_000
@@ -58,20 +63,11 @@ class Sample(NamedTuple):
     near: Tensor
 
 
-class Survey:
-    """A teacher that only watches: the base runs, and each converted layer keeps its samples.
-
-    Give it to a forward pass as ``teacher=`` (:func:`latte.conversion.transfer.watch`).
-    """
+class Survey(Watcher):
+    """Keeps the samples of every converted layer while the base runs."""
 
     def __init__(self) -> None:
         self.samples: dict[int, list[Sample]] = {}
-
-    def enter(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE
-
-    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
-        return x_BTE
 
     def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
         """The base's output of a layer, (B, T, E)."""

@@ -1,7 +1,7 @@
 """Attention transfer layer by layer, from hidden states of the base that are recorded once.
 
 The base runs once over a few rows of text. What each converted layer reads is kept in a file a row
-(:func:`record`), in half precision. A layer is then fitted by itself (:func:`fit_layer`): its
+(:func:`record`), in half precision. A layer is then fitted by itself (:class:`LayerFit`): its
 targets follow from its own input, and neither the base nor another layer takes part. The loss is
 that of :mod:`latte.conversion.transfer`. Queries, keys, values and the window's output do not
 change while the latents are fitted, so they are computed once a row.
@@ -23,9 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from latte.conversion.attention import MacchiatoAttention, Projections, Tokens
+from latte.conversion.attention import MacchiatoAttention, Projections, Tokens, with_mass
 from latte.conversion.sources import late_latents
 from latte.conversion.transfer import (
+    SAMPLE_EVERY,
+    Watcher,
     base_output,
     mass_divergence,
     relative_error,
@@ -36,17 +38,11 @@ from latte.layers.latent_input import window_odds
 from latte.layers.state import Piece
 
 
-class Recorder:
-    """A teacher that keeps what every converted layer reads while the base runs."""
+class Recorder(Watcher):
+    """Keeps what every converted layer reads while the base runs."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, Tensor] = {}
-
-    def enter(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE
-
-    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
-        return x_BTE
 
     def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
         """The base's output of a layer, (B, T, E)."""
@@ -165,7 +161,7 @@ class LayerFit:
         local = layer.project(x, self.rotary(x, positions), Tokens(None, None, sinks))
         piece = Piece(x)
         near, _ = layer.window_branch(local, piece)
-        places = torch.arange(layer.window if T > layer.window else 0, T, 4)
+        places = torch.arange(layer.window if T > layer.window else 0, T, SAMPLE_EVERY)
         mass, _ = sampled_masses(layer, local, piece, places)
 
         def half(each: Tensor) -> Tensor:
@@ -192,9 +188,7 @@ class LayerFit:
         latent_q = logits.latent_q
         assert latent_q is not None
         if layer.joint_softmax:
-            latent_q = torch.cat(
-                [latent_q[..., :1] + row.log_mass[None, ..., None], latent_q[..., 1:]], -1
-            )
+            latent_q = with_mass(latent_q, row.log_mass[None])
         share = torch.sigmoid(window_odds(latent_q))[..., None]
         if late is not None:  # nothing has reached the latents yet
             begun = torch.arange(x.shape[1])[:, None, None] >= late

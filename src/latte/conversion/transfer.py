@@ -40,6 +40,7 @@ from latte.layers.parts import token_positions
 from latte.layers.state import Piece, map_tensors
 
 CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
+SAMPLE_EVERY = 4  # of so many consecutive queries, the mass of one is computed
 
 
 class Teacher:
@@ -221,6 +222,20 @@ def sampled_masses(
         for mask in (near_ST, seen_ST)
     )
     return torch.exp(near - full), near
+
+
+class Watcher:
+    """A teacher that only watches: the base runs as it is, and hidden states pass through.
+
+    Give a subclass to :func:`watch`; its ``__call__`` sees every converted layer, and returns
+    :func:`base_output`.
+    """
+
+    def enter(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE
+
+    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
+        return x_BTE
 
 
 def watch(model: Any, teacher: Any, **inputs: Any) -> None:
