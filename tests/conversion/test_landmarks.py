@@ -143,14 +143,20 @@ def test_without_a_text_latents_begin_at_random_and_it_is_said(folder):
     assert torch.equal(alone.state_dict()[key], drawn.state_dict()[key])
 
 
-def test_calibration_rows_are_of_one_length():
+def test_calibration_rows_are_of_one_length_and_begin_as_documents():
     class Words:
+        bos_token_id, eos_token_id = 7, 8
+
         def __call__(self, text, add_special_tokens):
             return type("Ids", (), {"input_ids": list(range(len(text.split())))})
 
     rows = calibration_rows(Words(), "a b " * 1300)
     assert [row.shape for row in rows] == [(1, 1024)] * 2
-    assert [row.shape for row in calibration_rows(Words(), "a b c")] == [(1, 3)]
+    assert all(row[0, 0] == 7 for row in rows) and rows[1][0, 1] == 1023
+    assert [row.shape for row in calibration_rows(Words(), "a b " * 1300, 2000)] == [(1, 2000)]
+    assert calibration_rows(Words(), "a b c")[0].tolist() == [[7, 0, 1, 2]]
+    Words.bos_token_id = None
+    assert calibration_rows(Words(), "a b c")[0].tolist() == [[8, 0, 1, 2]]
     assert len(calibration_rows(Words(), None)) == 8
     with pytest.raises(LatteError, match="calibration: expected some text, got none"):
         calibration_rows(Words(), "")

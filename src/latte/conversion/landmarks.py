@@ -186,19 +186,25 @@ def _matching_bias(odds_S: Tensor, share: Tensor) -> Tensor:
     return (low + high) / 2
 
 
-def calibration_rows(tokenizer: Any, text: str | None) -> list[Tensor]:
-    """Rows of token ids, (1, T), of a text; by default of the language's own help pages."""
+def calibration_rows(
+    tokenizer: Any, text: str | None, length: int = CALIBRATION_LENGTH
+) -> list[Tensor]:
+    """Rows of token ids, (1, T), of a text; by default of the language's own help pages.
+
+    Every row begins with the start token, as documents do; a tokenizer without one starts with its
+    end token. A text of fewer than ``length`` tokens is one shorter row.
+    """
     if text is None:
         from pydoc_data.topics import topics
 
         text = "\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text[:CALIBRATION_LETTERS], add_special_tokens=False).input_ids
-    ids = torch.tensor(ids[:CALIBRATION_TOKENS])
-    rows = [row[None] for row in ids.split(CALIBRATION_LENGTH)]
-    whole = [row for row in rows if row.shape[1] == CALIBRATION_LENGTH] or rows
-    if not ids.numel():
+    if not ids:
         raise LatteError("calibration: expected some text, got none")
-    return whole
+    starts = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
+    pieces = torch.tensor(ids[:CALIBRATION_TOKENS]).split(length - len(starts))
+    rows = [torch.cat([torch.tensor(starts, dtype=torch.long), piece])[None] for piece in pieces]
+    return [row for row in rows if row.shape[1] == length] or rows
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from torch import Tensor
 from latte.conversion.pretrained import save
 from latte.conversion.recording import FitOptions, LayerFit, Score, record
 from latte.data.blocks import PackedBlocks
-from latte.data.preparing import Text, prepare_text
+from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
 from latte.memory import keep_memory
 from latte.train.converted import starting_model
@@ -99,7 +99,7 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     text = prepare_text(data_section(recipe), progress=not quiet)
     blocks = text.blocks(recipe.data, section.rows, section.seed)
     rows = [blocks[i]["input_ids"] for i in range(section.rows)]
-    judges = _held_out(text, recipe.data.block_length, section.held_out_rows)
+    judges = _held_out(text, recipe.data, section.held_out_rows)
     model = starting_model(recipe.conversion, section.seed, calibration_rows(text, recipe.data))
     model = model.eval()
     text.train.check_vocabulary(model.config.vocab_size)
@@ -148,9 +148,11 @@ class _Teller:
             self.told = time.monotonic()
 
 
-def _held_out(text: Text, length: int, count: int) -> list[Tensor]:
+def _held_out(text: Text, section: DataSection, count: int) -> list[Tensor]:
     """Rows of the validation text, in its order."""
-    blocks = PackedBlocks(text.validation, length, shuffle=False, respect_documents=False)
+    length = section.block_length
+    layout: Any = {"respect_documents": False, "start_blocks": section.start_blocks}
+    blocks = PackedBlocks(text.validation, length, shuffle=False, **layout)
     if len(blocks) < count:
         raise LatteError(
             f"layers.held_out_rows: expected at most the {len(blocks)} blocks of {length} tokens in"
