@@ -2,8 +2,8 @@
 
 Each op is a file, ``rg_lru.cpp`` and so on, compiled when the package is installed (:mod:`.build`)
 into one library that registers the kernels of the ops ``latte::cpu_*`` (:mod:`.library` finds it).
-What is said of them here is the rest of an op: schema, shapes of the results, gradients. Without the
-library the package works; :data:`ABSENT` says why it is not there.
+What is said of them here is the rest of an op: schema, shapes of the results, gradients. The
+package works without the library; :data:`ABSENT` says why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
 ones), H query heads, G key/value heads, L latents, D value width.
