@@ -158,7 +158,8 @@ def sdist(place: Place, files: dict[str, Path]) -> None:
 
 def sdist_bare(place: Place, files: dict[str, Path]) -> None:
     kept = {"PIP_CACHE_DIR": str(place.folder / "pip")}
-    install = ("install", "-q", "--no-deps", files["sdist"])
+    # By name, as from an index: what is installed by its path alone pip builds anew each time.
+    install = ("install", "-q", "--no-deps", f"{PACKAGE} @ {files['sdist'].as_uri()}")
     required = place.without_a_compiler() | {"LATTE_NATIVE": "require"}
     words = [str(place.python), "-m", "pip", *map(str, install)]
     done = subprocess.run(words, env=required, cwd=place.folder, capture_output=True, text=True)

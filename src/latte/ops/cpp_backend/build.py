@@ -129,9 +129,13 @@ def found_libraries() -> list[Path]:
 
 
 def of_other_sources() -> list[Path]:
-    """Libraries for this machine beside the sources that were built from others."""
+    """Libraries for this machine beside the sources that were built from others.
+
+    Also those whose name has no system and architecture yet, which nothing loads any more.
+    """
     name = library_name()
-    return [path for path in HERE.glob(f"{_stem()}*{Path(name).suffix}") if path.name != name]
+    found = [*HERE.glob(f"{_stem()}*{Path(name).suffix}"), *HERE.glob(f"native-{'?' * 12}.so")]
+    return [path for path in found if path.name != name]
 
 
 def writable_folder() -> Path:
