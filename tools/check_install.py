@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("dist", type=Path, help="the folder of `make wheels`")
     parser.add_argument("checks", nargs="*", help=f"{', '.join(CHECKS)}; all")
     parser.add_argument("--constraints", type=Path, help="versions of PyTorch and the others")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     unknown = [name for name in options.checks if name not in CHECKS]
     if unknown:
         parser.error(f"expected {', '.join(CHECKS)}, got {unknown[0]}")
