@@ -281,6 +281,18 @@ def benchmark(options: Namespace) -> int:
     return 0
 
 
+def doctor(options: Namespace) -> int:
+    """latte doctor [--json]"""
+    import json
+
+    from latte.doctor import report, required_kernels, text
+
+    found = report()
+    print(json.dumps(found, indent=2) if options.json else text(found))
+    required_kernels()
+    return 0
+
+
 def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
     """Where an evaluation writes: a control's results beside the model's own, not over them.
 

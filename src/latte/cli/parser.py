@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for add_options in (
         *(_train, _evaluate, _generate, _chat, _serve),
-        *(_compare, _convert, _inspect, _benchmark),
+        *(_compare, _convert, _inspect, _benchmark, _doctor),
     ):
         add_options(command)
     return parser
@@ -315,3 +315,14 @@ def _benchmark(command: Any) -> None:
         add(option, type=kind, default=argparse.SUPPRESS, help=text)
     add("--no-memory", action="store_true", help="times alone; memory costs a process per case")
     add("--output", default="runs/benchmark", help="folder of benchmark.csv")
+
+
+def _doctor(command: Any) -> None:
+    add = command(
+        commands.doctor,
+        "show what runs here: versions, backends, native kernels, threads, GPU",
+        "Says for every op which backend serves it, and why the native CPU kernels are not used"
+        " where they are not. Ends with exit code 0 whatever it finds, but for LATTE_NATIVE=require"
+        " where there are no native kernels.",
+    ).add_argument
+    add("--json", action="store_true", help="the same for programs")

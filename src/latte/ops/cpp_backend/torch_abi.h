@@ -136,10 +136,12 @@ struct Tensor {
     }
     // Memory that comes fresh from the system costs more to map in small pages than to write.
     void expect_huge_pages() const {
+#ifdef MADV_HUGEPAGE  // Linux's
         const uintptr_t page = uintptr_t(1) << 21, at = reinterpret_cast<uintptr_t>(data);
         const uintptr_t begin = (at + page - 1) & ~(page - 1);
         const uintptr_t end = (at + uintptr_t(bytes())) & ~(page - 1);
         if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
     }
     // Whether there is a tensor: one without an element has no memory.
     explicit operator bool() const { return handle != nullptr; }
