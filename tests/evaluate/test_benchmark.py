@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
 def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
     models = ("latte-r-swa++", "griffin")
     settings = Settings(ops=OPS, models=models, memory=False, **TINY)
-    rows = benchmark(settings, tmp_path)
+    rows = benchmark(settings, tmp_path).rows
     assert len(rows) == 2 * (2 * len(OPS) + 2 * len(models) + 1)  # decode: the preset's alone
     assert all(0 < row["min_ms"] <= row["median_ms"] <= row["p90_ms"] for row in rows)
     assert capsys.readouterr().out.count(" tokens ") == len(rows)
@@ -43,7 +43,7 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"heads": 2, "latents": 64, "head_dim": 32, "lengths": (32768,)}
     chosen: dict[str, Any] = {"ops": ("latte",), "models": (), "modes": ("forward",)}
     settings = Settings(device="cpu", budget=1e-3, **sizes, **chosen)
-    (row,) = benchmark(settings, tmp_path, quiet=True)
+    (row,) = benchmark(settings, tmp_path, quiet=True).rows
     assert row["peak_net_mb"] > 40 and row["note"] == ""
 
 

@@ -27,9 +27,9 @@ from latte.evaluate.lengths import (
 )
 from latte.evaluate.plots import canvas, draw_curves, lengths_figure, line_style, save
 from latte.evaluate.tables import csv_text, table
+from latte.results import write_text
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
-from latte.train.run_folder import write_text
 
 # Perplexities claimed: the left one above the right one (for the last pair: or equal).
 CLAIMS = (

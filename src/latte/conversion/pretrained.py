@@ -16,6 +16,7 @@ from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
+from latte.results import check_writable
 
 MULTIMODAL = ("gemma3",)
 INITIAL = ("auto", "landmarks", "random")
@@ -148,13 +149,9 @@ def begins_with_landmarks(initial: str, config: Any) -> bool:
 def check_output(output: str | Path) -> Path:
     """A folder that is not there yet, in a place that can be written."""
     target = Path(output)
-    if target.exists():
+    if os.path.lexists(target):
         raise LatteError(f"output {target} exists; expected the name of a new folder")
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise LatteError(f"output {target} cannot be written: {parent} is not a writable folder")
+    check_writable(target, "output")
     return target
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ from latte.errors import LatteError, one_line
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
 from latte.models.registry import find_model, other_models
+from latte.results import results_at, writable_folder
 from latte.train.recipe import ModelSection, Recipe
 from latte.train.run import model_config
-from latte.train.run_folder import writable_folder
 
 OPS = ("latte", "macchiato", "window", "linear", "rg-lru", "softmax")
 MODES = ("forward", "forward+backward", "decode")
@@ -116,12 +116,32 @@ def check(settings: Settings) -> list[Case]:
     return cases
 
 
-def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Measure all cases; writes output/benchmark.csv as it goes and returns its rows.
+class Measured(NamedTuple):
+    """The rows of a benchmark, and the file that has them."""
+
+    rows: list[dict[str, Any]]
+    path: Path
+
+
+def benchmark(
+    settings: Settings,
+    output: Path,
+    *,
+    quiet: bool = False,
+    named: bool = True,
+    force: bool = False,
+) -> Measured:
+    """Measure all cases; writes benchmark.csv in a folder.
+
+    Until all is measured the rows so far are in benchmark.partial.csv.
+
+    Args:
+        output, named, force: the folder, as of :func:`latte.results.results_at`. Device, threads,
+            versions and date are settings too.
 
     Raises:
-        LatteError: as `check`, a folder that cannot be written, or an op that refuses its
-            arguments (such as a backend that this machine has not).
+        LatteError: as `check`, a folder that cannot be written or holds other results, or an op
+            that refuses its arguments (such as a backend that this machine has not).
     """
     cases = check(settings)
     for case in cases:  # what cannot run here says so before anything is written
@@ -130,8 +150,13 @@ def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[
         except (ValueError, TypeError) as error:
             raise LatteError(f"{case.name}, {case.mode}: {one_line(error)}") from None
     place = machine.describe(settings.place)
+    files = ("benchmark.csv", "benchmark.partial.csv")
+    results = results_at(output, files, asdict(settings) | place, named=named, force=force)
+    partial = results.path("benchmark.partial.csv")
+    writable_folder(results.folder)
+    results.keep_settings()
     rows = []
-    with open(writable_folder(output) / "benchmark.csv", "w", newline="", encoding="utf-8") as file:
+    with open(partial, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for kind, mode in dict.fromkeys((case.kind, case.mode) for case in cases):
@@ -146,7 +171,8 @@ def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[
                     rows.append(row)
                     if not quiet:
                         print(line(row), flush=True)
-    return rows
+    partial.replace(results.path("benchmark.csv"))
+    return Measured(rows, results.path("benchmark.csv"))
 
 
 def line(row: dict[str, Any]) -> str:

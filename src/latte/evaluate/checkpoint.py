@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from latte.conversion.pretrained import LORA, load_whole, own_weights
+from latte.data.tokenfile import checksum
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.models.registry import make_known
@@ -20,6 +22,8 @@ from latte.train.run_folder import (
     checkpoint_problem,
     newest_checkpoint,
 )
+
+SMALL_FILE = 16 << 20  # bytes of a file that is read whole to tell it from others
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -132,6 +136,21 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
             config.validate()
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
+
+
+def contents_of(paths: Iterable[Path]) -> str:
+    """A short digest of files, by name and content: what results of them depend on.
+
+    Of a large file it reads samples.
+    """
+    found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+
+
+def weights_of(checkpoint: Path) -> str:
+    """A short digest of a checkpoint's weights: a folder's, or a GGUF file's."""
+    folder = checkpoint.is_dir()
+    return contents_of(sorted(checkpoint.glob("*.safetensors")) if folder else [checkpoint])
 
 
 def training_recipe(path: str | Path) -> Recipe | None:

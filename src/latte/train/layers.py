@@ -37,10 +37,10 @@ from latte.data.blocks import PackedBlocks
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.memory import keep_memory
+from latte.results import write_json
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
 from latte.train.run import calibration_rows, data_section
-from latte.train.run_folder import write_json
 
 COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
 

@@ -13,8 +13,8 @@ import torch
 from transformers import TrainerCallback
 
 from latte import machine
+from latte.results import write_text
 from latte.train.recipe import Recipe
-from latte.train.run_folder import write_text
 
 METRICS_FILE = "metrics.jsonl"
 # What a log line shows beside the loss, if the run's objective has it: key, name, format.

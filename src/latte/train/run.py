@@ -21,9 +21,10 @@ from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.models.registry import carries_state, find_model, language_model
 from latte.parallel.context import find_decoder
+from latte.results import write_json
 from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
-from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
+from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_manifest
 from latte.train.speed import check_speed, chosen_backend
 from latte.train.trainer import LatteTrainer
 

@@ -43,8 +43,9 @@ from latte.data.preparing import Text
 from latte.errors import LatteError
 from latte.parallel import context_parallel, shard_batch
 from latte.parallel.batch import context_group
+from latte.results import write_json
 from latte.train.recipe import Recipe
-from latte.train.run_folder import STAGING, rotate, seal, write_json
+from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
 from latte.train.speed import of_own_blocks, quicken
 
