@@ -37,10 +37,11 @@ from latte.data.blocks import PackedBlocks
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.memory import keep_memory
+from latte.progress import progress
 from latte.results import write_json
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
-from latte.train.run import calibration_rows, data_section
+from latte.train.run import calibration_rows, data_section, repetition
 
 COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
 
@@ -105,7 +106,9 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length
-    tell(f"layers: recording {every} rows of {length:,} tokens")
+    if note := repetition(len(text.train), section.rows * length):
+        tell(note, last=True)
+    tell(f"layers: recording {every} rows of {length:,} tokens", last=True)
     files = record(
         model,
         [*rows, *judges],
@@ -115,14 +118,17 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     options = section.options(recipe.conversion.mass_weight)
     done = 0
     layers = {layer.self_attn.layer_idx: layer.self_attn for layer in converted_layers(model)}
-    for index, scores in _fit_all(model, layers, files, section, options, folder):
-        done += 1
-        first, last = scores[0], min(scores, key=lambda score: score.output)
-        tell(
-            f"layers: layer {index} ({done} of {len(layers)}), output error"
-            f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})",
-            last=True,
-        )
+    with progress(len(layers), "layer", shown=not quiet, label="layers", bar=False) as state:
+        for index, scores in _fit_all(model, layers, files, section, options, folder):
+            done += 1
+            first, last = scores[0], min(scores, key=lambda score: score.output)
+            tell(
+                f"layers: layer {index} ({done} of {len(layers)}), output error"
+                f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})",
+                last=True,
+            )
+            state.update(1)
+            state.spoke()
     for index, layer in layers.items():
         layer.latents.load_state_dict(load_file(_fitted(folder, index)))
     _write_scores(folder)
