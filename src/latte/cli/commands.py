@@ -226,8 +226,10 @@ def convert(options: Namespace) -> int:
             f" {options.overrides[0]!r}"
         )
     from latte.conversion import convert as run
+    from latte.progress import progress
 
-    model = run(options.base, options.output, **given)
+    with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
+        model = run(options.base, options.output, **given)
     new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
     total = sum(p.numel() for p in model.parameters())
     if not options.quiet:
@@ -245,6 +247,7 @@ def inspect(options: Namespace) -> int:
     """latte inspect CHECKPOINT --text ..."""
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
     from latte.inspect import report
+    from latte.progress import progress
     from latte.results import results_at
 
     folder = find_checkpoint(options.checkpoint)
@@ -256,18 +259,19 @@ def inspect(options: Namespace) -> int:
     given = {"named": bool(options.output), "force": options.force}
     output = results_at(where, report.FILES, settings, **given)
     model, tokenizer = load_checkpoint(folder, options.device)
-    inspection = report.inspect_model(
-        model,
-        tokenizer,
-        text,
-        shown=options.tokens,
-        read=options.statistics_tokens,
-        layers=options.layers,
-        at=options.at or (),
-        label=recipe.name if recipe is not None else folder.name,
-    )
-    with output.writing() as staged:
-        written = report.write_report(inspection, staged)
+    with progress(0, "layer", label="inspecting", bar=False):
+        inspection = report.inspect_model(
+            model,
+            tokenizer,
+            text,
+            shown=options.tokens,
+            read=options.statistics_tokens,
+            layers=options.layers,
+            at=options.at or (),
+            label=recipe.name if recipe is not None else folder.name,
+        )
+        with output.writing() as staged:
+            written = report.write_report(inspection, staged)
     print(report.outline(inspection))
     print(f"written into {output.folder}: {', '.join(written)}")
     page = output.path("index.html")

@@ -235,7 +235,12 @@ def _orders(finished: Sequence[Outcome], length: int) -> list[str]:
         parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n", claimed]
     neighbours = list(zip(order, order[1:], strict=False))
     if pairs := _pairs(found, neighbours, ("neighbours", "interval excludes 0"), excludes_zero):
-        parts += ["The order found: " + " > ".join(f"`{name}`" for name in order) + "\n", pairs]
+        best_first = ", ".join(f"`{name}`" for name in reversed(order))
+        parts += [
+            f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
+            f" {best_first}\n",
+            pairs,
+        ]
     return parts
 
 

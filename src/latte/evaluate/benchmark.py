@@ -28,6 +28,8 @@ from latte.errors import LatteError, one_line
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
 from latte.models.registry import find_model, other_models
+from latte.ops.backend import watch_choices
+from latte.progress import progress
 from latte.results import results_at, writable_folder
 from latte.train.recipe import ModelSection, Recipe
 from latte.train.run import model_config
@@ -104,6 +106,7 @@ def check(settings: Settings) -> list[Case]:
         raise LatteError(f"device {settings.device!r} cannot be used: {one_line(error)}") from None
     for name in settings.models:
         find_model(name).check()
+    check_memory(settings)
     cases = [Case("op", n, m) for m in settings.modes for n in settings.ops if m != "decode"]
     cases += [
         Case("model", name, mode)
@@ -114,6 +117,26 @@ def check(settings: Settings) -> list[Case]:
     if not cases or not settings.lengths:
         raise LatteError("nothing to measure: name ops or models, modes and lengths")
     return cases
+
+
+def check_memory(settings: Settings) -> None:
+    """Raise LatteError for inputs that are larger than the device's memory.
+
+    A bound from below: of ops their values, of models the tokens.
+    """
+    if not settings.lengths:
+        return
+    width = settings.heads * settings.head_dim * DTYPES[settings.dtype].itemsize
+    if not settings.ops:
+        width = torch.long.itemsize
+    size = settings.batch * max(settings.lengths) * width
+    there = machine.memory_there_is(settings.place)
+    if there is not None and size > there:
+        raise LatteError(
+            f"inputs of batch {settings.batch:,} and {max(settings.lengths):,} tokens take at least"
+            f" {machine.size_text(size)}, and there are {machine.size_text(there)} of memory;"
+            " expected a smaller --batch, --lengths, --heads or --head-dim"
+        )
 
 
 class Measured(NamedTuple):
@@ -144,9 +167,12 @@ def benchmark(
             that refuses its arguments (such as a backend that this machine has not).
     """
     cases = check(settings)
+    backends = {}
     for case in cases:  # what cannot run here says so before anything is written
         try:
-            _maker(case, settings)(WARM_UP)()
+            with watch_choices() as chosen:
+                _maker(case, settings)(WARM_UP)()
+            backends[case] = "+".join(sorted(chosen))
         except (ValueError, TypeError) as error:
             raise LatteError(f"{case.name}, {case.mode}: {one_line(error)}") from None
     place = machine.describe(settings.place)
@@ -156,7 +182,11 @@ def benchmark(
     writable_folder(results.folder)
     results.keep_settings()
     rows = []
-    with open(partial, "w", newline="", encoding="utf-8") as file:
+    total = len(cases) * len(set(settings.lengths))
+    with (
+        open(partial, "w", newline="", encoding="utf-8") as file,
+        progress(total, "case", shown=not quiet, bar=False) as state,
+    ):
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for kind, mode in dict.fromkeys((case.kind, case.mode) for case in cases):
@@ -166,11 +196,14 @@ def benchmark(
             for length in sorted(set(settings.lengths)):
                 for case, times in _times(makers, length, settings.budget).items():
                     row = _row(case, length, times, peaks[case], settings) | place
+                    row["backend"] = backends[case]
                     writer.writerow(row)
                     file.flush()
                     rows.append(row)
+                    state.update(1)
                     if not quiet:
                         print(line(row), flush=True)
+                        state.spoke()
     partial.replace(results.path("benchmark.csv"))
     return Measured(rows, results.path("benchmark.csv"))
 
@@ -205,7 +238,7 @@ def _row(
     if case.kind == "model":
         return row | {"size": settings.size}
     sizes = {name: getattr(settings, name) for name in ("heads", "latents", "head_dim", "window")}
-    return row | sizes | {"backend": settings.backend or ""}
+    return row | sizes
 
 
 def _times(

@@ -180,6 +180,7 @@ def report(
     lengths = section.lengths or [block, 2 * block, 4 * block, 8 * block]
     wanted = {"lengths": lengths, "max_tokens": section.max_tokens, "join": section.join}
     file, number = own_file(folder / CACHE_FILE, lambda there: _read(there)["wanted"] == wanted)
+    stored: dict[str, Any]
     stored = _read(file) if file.exists() else {"wanted": wanted, "rows": {}}
 
     def score_due(mixings: Mapping[str, str], load: Callable[[], Any]) -> None:
