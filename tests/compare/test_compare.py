@@ -205,7 +205,11 @@ def test_a_table_without_its_baseline_is_left_out(
         values["transformer++", seed] = WorkFailed("it was killed")
     monkeypatch.setattr(module, "train_and_measure", fake(values, []))
     _, text = compare(made_up)
-    assert "Perplexity minus" not in text and "The order found" in text
+    assert "Perplexity minus" not in text
+    assert "The order found, best first, by mean perplexity at" in text
+    order = text.split("(lower is better): ")[1].splitlines()[0].replace("`", "").split(", ")
+    means = {name: sum(v for (n, _), v in VALUES.items() if n == name) for name in order}
+    assert order == sorted(order, key=lambda name: means[name])
 
 
 def test_comparators_that_cannot_run_here_say_so(

@@ -31,6 +31,8 @@ def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
         stored = list(csv.DictReader(file))
     assert len(stored) == len(rows) and tuple(stored[0]) == COLUMNS
     assert {row["torch"] for row in stored} == {torch.__version__}
+    used = {row["name"]: row["backend"] for row in stored if row["mode"] == "forward"}
+    assert used["latte"] in ("cpu", "torch") and used["softmax"] == "" and used["linear"] == "torch"
     row = next(r for r in stored if r["mode"] == "decode" and r["tokens"] == "40")
     assert float(row["tokens_per_second"]) == pytest.approx(1e3 / float(row["median_ms"]), rel=0.01)
 
@@ -75,3 +77,10 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["benchmark", *sizes, *choice, *output]) == 0
     out = capsys.readouterr().out
     assert "window" in out and f"written: {tmp_path / 'out' / 'benchmark.csv'}" in out
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LatteError, match="take at least .* PB, and there are .* memory"):
+        check(Settings(batch=10**9))
+    with pytest.raises(LatteError, match="10,000,000,000,000 tokens take at least"):
+        check(Settings(ops=(), lengths=(10**13,)))
