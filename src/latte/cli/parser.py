@@ -12,6 +12,7 @@ from latte.errors import OneLineParser
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"
+FORCE = {"action": "store_true", "help": "replace results of other settings"}
 OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
@@ -160,8 +161,10 @@ def _evaluate(command: Any) -> None:
     add("--device", help=DEVICE)
     add(
         "--output",
-        help="folder of tables and figures; CHECKPOINT/evaluation[-MIXING], FILE-evaluation",
+        help="folder of tables and figures; CHECKPOINT/evaluation[-MIXING], FILE-evaluation, with"
+        " a number where that holds results of other settings",
     )
+    add("--force", **FORCE)
 
 
 def _generate(command: Any) -> None:
@@ -175,7 +178,8 @@ def _generate(command: Any) -> None:
     add("--prompt", default="", help="text to continue")
     add("--file", help="a document before it, which is not printed; the first of several")
     add("--state", help="a state that --save-state wrote: go on from there")
-    add("--save-state", help="write the state after document and prompt to this file")
+    add("--save-state", help="write the state after document and prompt to this new file")
+    add("--force", action="store_true", help="replace the file of --save-state if it exists")
     add("--max-new-tokens", type=int, default=200, help="at most so many; 0 to save a state only")
     add("--temperature", type=float, default=0.8, help="0 is greedy")
     add("--top-k", type=int, help="sample among the k most likely tokens")
@@ -245,6 +249,7 @@ def _compare(command: Any) -> None:
         help="context lengths in tokens; 1, 4 and 16 times the block, with --seeds the block",
     )
     add("--max-tokens", type=int, help="held-out tokens scored at the end")
+    add("--quiet", action="store_true", help="no progress bar, no lines and no table")
     add("--dry-run", action="store_true", help="with --seeds, list the runs and do none")
     add("--report", action="store_true", help="with --seeds, report what is done, train nothing")
 
@@ -284,7 +289,12 @@ def _inspect(command: Any) -> None:
     add("--statistics-tokens", type=int, default=4096, help="read for means, CSVs and figures")
     add("--at", type=numbers, help="positions whose weights go into weights.csv, such as 40,80")
     add("--device", help=DEVICE)
-    add("--output", help="folder of the results; CHECKPOINT/inspection")
+    add(
+        "--output",
+        help="folder of the results; CHECKPOINT/inspection, with a number where that holds"
+        " results of other settings",
+    )
+    add("--force", **FORCE)
 
 
 def _benchmark(command: Any) -> None:
@@ -314,7 +324,12 @@ def _benchmark(command: Any) -> None:
     for option, kind, text in options:  # what is not given is left to `evaluate.benchmark`
         add(option, type=kind, default=argparse.SUPPRESS, help=text)
     add("--no-memory", action="store_true", help="times alone; memory costs a process per case")
-    add("--output", default="runs/benchmark", help="folder of benchmark.csv")
+    add(
+        "--output",
+        help="folder of benchmark.csv; runs/benchmark, with a number where that holds results of"
+        " other settings",
+    )
+    add("--force", **FORCE)
 
 
 def _doctor(command: Any) -> None:

@@ -48,6 +48,7 @@ BACKENDS = ("reference", "torch", "cpu", "triton")
 
 # None: nobody has named one. A plain value, so that torch.compile can guard on it.
 _default: str | None = os.environ.get("LATTE_BACKEND")
+_watched: set[str] | None = None  # see `watch_choices`
 
 
 def default_backend(device: torch.device | str = "cpu") -> str:
@@ -105,7 +106,26 @@ def use_backend(backend: str) -> Iterator[None]:
         _default = before
 
 
-def choose(
+@contextmanager
+def watch_choices() -> Iterator[set[str]]:
+    """Within it, the backends that ops run on are collected, for telling which they were."""
+    global _watched
+    before, _watched = _watched, set()
+    try:
+        yield _watched
+    finally:
+        _watched = before
+
+
+def choose(op: str, backend: str | None, *given: Any, **named: Any) -> str:
+    """As :func:`_choose`, seen by :func:`watch_choices`."""
+    chosen = _choose(op, backend, *given, **named)
+    if _watched is not None:
+        _watched.add(chosen)
+    return chosen
+
+
+def _choose(
     op: str,
     backend: str | None,
     serves: Collection[str],

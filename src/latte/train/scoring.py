@@ -110,7 +110,8 @@ def score(
     model.eval()
     edges = [0, *(position for position in positions if position < length)]
     total = torch.zeros(len(edges), 3, dtype=torch.float64, device=device)  # NLL, tokens, bytes
-    logits = 4 * min(segment, length) * model.config.vocab_size  # bytes of one window's
+    config: Any = model.config
+    logits = 4 * min(segment, length) * config.vocab_size  # bytes of one window's
     rows = min(batch_tokens // length, BATCH_LOGIT_BYTES // logits)
     source = text.batches(length, max(1, rows))
     try:
