@@ -324,14 +324,13 @@ def macchiato_attention(
         return unavailable(q, L, D)
 
     serves = _natively(MACCHIATO, causal)
-    if sinks is not None or delay:
-        op, serves = _without_triton(op, serves)
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
     seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    if joint and chosen != "cpu":  # whose kernel has the log-mass at hand
+    fused = chosen in ("cpu", "triton")  # whose kernels have the log-mass at hand
+    if joint and not fused:
         mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
         latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
@@ -361,7 +360,7 @@ def macchiato_attention(
             options["sinks"] = seen_sinks
         if delay:
             options |= {"delay": True, "pending": earlier_pending}
-        if joint and chosen == "cpu":
+        if joint and fused:
             options["joint"] = True
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
     if window_state is None:
@@ -407,11 +406,6 @@ def window_log_mass(
     local = Local.of(window, scale, softcap, sizes["K"])
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
     return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
-
-
-def _without_triton(op: str, serves: Collection[str]) -> tuple[str, list[str]]:
-    """Who serves sinks and delayed latents, for which there are no Triton kernels."""
-    return f"{op} with sinks or delay", [name for name in serves if name != "triton"]
 
 
 @full_precision
@@ -471,8 +465,6 @@ def sliding_window_attention(
         raise ValueError(f"{op}: sinks need a window, got window=None, which sees every token")
     every = (q, k, v, *(initial_state or ()), *(sinks or ()))
     serves = _natively(WINDOW, causal and window is not None)
-    if sinks is not None:
-        op, serves = _without_triton(op, serves)
     serves = FULL if window is None and backend is None else serves
     at = (q.device, lambda: window_unavailable(q, window, K, D))
     chosen = choose(op, backend, serves, *at, inputs=every)

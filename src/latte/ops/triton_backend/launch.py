@@ -167,6 +167,10 @@ WINDOW_ELSEWHERE = WINDOW | {torch.bfloat16: (_NARROW_WINDOW, _NARROW_WINDOW)}
 FARTHEST_TOKENS = 1 << 24
 
 
+# What chunks of queries add to the gradients of sinks: U chunks at a time, and the tile of a width.
+SINK_SUMS = {"U": 32, "BX": 64, "num_warps": 4}
+
+
 class MacchiatoTiles(NamedTuple):
     """``macchiato_walk``, beside the chunk of ``Walk``."""
 
