@@ -339,9 +339,12 @@ def macchiato_attention(
         before = tail or WindowState.empty(k, v, window)
         (A, mu, *_), decay = as_given
         step_inputs = (latent_q, latent_k, q, k, v, key_mask, A, mu, *before)
-        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay)
-        state = (state_of(A, mu, forgotten), WindowState(*after))
-        return out, state if output_final_state else None
+        late = earlier_pending or WindowState.empty(latent_k, v, window + 1) if delay else None
+        more = (*(seen_sinks or (None,) * 5), *(late or (None,) * 3), joint)
+        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay, *more)
+        both = (state_of(A, mu, forgotten), WindowState(*after[:3]))
+        step_state = (*both, WindowState(*after[3:])) if delay else both
+        return out, step_state if output_final_state else None
     window_state = pending = None
     if output_final_state:
         window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)

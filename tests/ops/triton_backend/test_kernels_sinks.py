@@ -114,3 +114,51 @@ def test_masks_packing_and_states(packed, carried):
 
 def test_packed_sequences_go_on():
     compare(50, masked=True, packed=True, carried=True, joint=False)
+
+
+STEPS = pytest.mark.parametrize(
+    ("kind", "prompt", "new"), [("all", 6, 9), ("sinks", 5, 4), ("delay", 0, 8), ("joint", 0, 4)]
+)
+
+
+@STEPS
+def test_decoding_is_prefilling(kind, prompt, new, monkeypatch):
+    """Token by token from a prompt, or from nothing, until sinks and sources have left the window.
+
+    The first row's prompt is padding but for its last token; a later token of the last is masked.
+    """
+    monkeypatch.setattr(launch, "STEP_ELEMENTS", 64)
+    T, W, B, n = prompt + new, 4, 2, 3
+    inputs, options = case(T, W, B=B, H=4, G=2, **of_kind(kind))
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, : max(prompt - 1, 0)] = False
+    mask[-1, prompt + 1] = False
+    mask = mask.to(DEVICE)
+    options |= {"key_mask": mask, "masks": (options["masks"][0], None, None, None)}
+    inputs = [x.to(DEVICE) for x in inputs]
+    want, last = far("reference", *inputs, **options)
+    low = [x.float() for x in inputs]
+    given = {"window": W, "delay": options["delay"], "joint": options["joint"]}
+
+    def read(backend, a, b, state):
+        sinks = None
+        if options["n"]:
+            q, keys, values = low[5:]
+            seen = mask[:, :a].sum(1)
+            sinks = Sinks(q[:, a:b], keys, values, options["masks"][0], seen)
+        part = [x[:, a:b] for x in low[:5]]
+        around = {"initial_state": state, "key_mask": mask[:, a:b], "sinks": sinks}
+        return macchiato_attention(
+            *part, backend=backend, output_final_state=True, **given, **around
+        )
+
+    outs, state = [], None
+    with torch.no_grad():
+        if prompt:
+            out, state = read("torch", 0, prompt, None)
+            outs.append(out)
+        for t in range(prompt, T):
+            out, state = read("triton", t, t + 1, state)
+            outs.append(out)
+    assert_same([torch.cat(outs, 1), *flat(state)], [want, *flat(last)], 3e-6)
+    assert all(torch.equal(a.mask, b.mask) for a, b in zip(state[1:], last[1:], strict=True))

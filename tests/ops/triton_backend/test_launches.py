@@ -45,6 +45,7 @@ BY_CHUNK = ("mixtures", "queries_ask", "mixture_gradients")
 LATTE_WALKS = ("walk", "query_walk", "source_walk")
 WINDOW = ("window_outputs", "window_query_gradients", "window_source_gradients")
 EARLIER = "window_source_gradients_earlier"
+SINKS = ("sink_gradients", "add_sinks")
 LRU_CHUNKS = ("ends", "carry", "apply", "ends_back", "apply_back")
 LRU_WALKS = ("lru_walk", "lru_walk_back")
 CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
@@ -87,7 +88,9 @@ def most_stack(
         return 128 if beside and common and not cut else most
     if kernel == "macchiato_walk":
         return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
-    if kernel in (*WINDOW, EARLIER):
+    if kernel == "add_sinks":
+        return 0
+    if kernel in (*WINDOW, EARLIER, SINKS[0]):
         if dtype != BF16:
             return 1600 if kernel == WINDOW[0] and D > 128 else 640
         if uneven and beside:
@@ -127,7 +130,9 @@ def expected(case: Case) -> set[str]:
         state = ("final_tail",) if case.taps > 1 else ()
         state += ("tail_gradients",) if state and case.kind != "plain" else ()
         return {"convolve", "convolve_back", *state}
-    earlier = {EARLIER} if case.causal and case.kind != "plain" and not case.one else set()
+    goes_on = case.kind != "plain" and not (case.joint and case.kind == "packed")
+    earlier = {EARLIER} if case.causal and goes_on and not case.one else set()
+    earlier |= {*SINKS} if case.sinks else set()
     if case.op == "window":
         return {*WINDOW} | earlier
     if not case.causal:

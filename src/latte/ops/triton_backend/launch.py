@@ -295,9 +295,11 @@ def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:
 def step_tiles(L: int, K: int, D: int) -> dict[str, int]:
     """What is fixed when the kernel of a step is compiled; the window does not matter."""
     BK, BD = (max(16, 1 << (width - 1).bit_length()) for width in (K, D))
+    BL = min(1 << (L - 1).bit_length(), STEP_ELEMENTS // BD)
     return {
         "BQ": 1 << L.bit_length(),  # at least L + 1
-        "BL": min(1 << (L - 1).bit_length(), STEP_ELEMENTS // BD),
+        "BL": BL,
+        "BS": min(STEP_ELEMENTS // BL, 128),
         "BP": min(STEP_ELEMENTS // max(BK, BD), 128),
         "BK": BK,
         "BD": BD,
