@@ -5,11 +5,11 @@
 
 Parts, each in a process of its own: ``check``, several groups at a time of
 tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``,
-``converted`` and ``rglru`` of gpu_ops.py, ``decode``, ``runtime`` and ``training`` of gpu_models.py. Each has a
-share of the budget, ten minutes in all. Rows are written as they come, so that a run that is cut
-off keeps what it has; a part that fails or runs out of time says so in one line, and the next one
-starts. At the end: figures, the table of goals, and the failed checks. Exit code 1 if a check or a
-part failed, 2 without a GPU.
+``converted`` and ``rglru`` of gpu_ops.py, ``decode``, ``runtime`` and ``training`` of
+gpu_models.py. Each has a share of the budget, ten minutes in all. Rows are written as they come, so
+that a run that is cut off keeps what it has; a part that fails or runs out of time says so in one
+line, and the next one starts. At the end: figures, the table of goals, and the failed checks. Exit
+code 1 if a check or a part failed, 2 without a GPU.
 """
 
 from __future__ import annotations

@@ -339,8 +339,10 @@ def macchiato_attention(
         before = tail or WindowState.empty(k, v, window)
         (A, mu, *_), decay = as_given
         step_inputs = (latent_q, latent_k, q, k, v, key_mask, A, mu, *before)
-        late = earlier_pending or WindowState.empty(latent_k, v, window + 1) if delay else None
-        more = (*(seen_sinks or (None,) * 5), *(late or (None,) * 3), joint)
+        waiting = earlier_pending
+        if delay and waiting is None:
+            waiting = WindowState.empty(latent_k, v, window + 1)
+        more = (*(seen_sinks or (None,) * 5), *(waiting or (None,) * 3), joint)
         out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay, *more)
         both = (state_of(A, mu, forgotten), WindowState(*after[:3]))
         step_state = (*both, WindowState(*after[3:])) if delay else both

@@ -33,7 +33,13 @@ from launches import (  # noqa: E402
 )
 from machine_code import CARDS, WALKS, Resources, carried_sums, resources  # noqa: E402
 
-from latte.ops import LatteState, WindowState, latte_attention, macchiato_attention  # noqa: E402
+from latte.ops import (  # noqa: E402
+    LatteState,
+    Sinks,
+    WindowState,
+    latte_attention,
+    macchiato_attention,
+)
 from latte.ops.triton_backend import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -58,6 +64,7 @@ MOST = {
 }
 MOST_UNEVEN = 1408
 FORGETTING = 304  # more in each kernel, for latents that forget
+FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
 
 def most_stack(
@@ -157,6 +164,7 @@ def test_kernels_stay_within_their_bounds(case):
     """The ones that the case is there for, and no others."""
     launched = report(case)
     more = FORGETTING if case.forgets else 0
+    more += FAR if case.sinks or case.delay or case.joint else 0
     check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut, more)
     assert {r.kernel for r in launched} == expected(case)
 
@@ -251,7 +259,7 @@ def test_bidirectional_training_fits_consumer_cards():
 
 
 def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool) -> None:
-    """One token per sequence, with and without a window."""
+    """One token per sequence: without a window, with one, and as a converted layer calls it."""
     case, B, P, H, G = Case("step", dtype, L=L, D=D, K=K, one=plain), 3, 127, 4, 2
     if plain:
         B, P, H, G = 1, 1, 1, 1
@@ -268,6 +276,14 @@ def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool)
         latte_attention(*latte, initial_state=latents, **options)
         macchiato_attention(
             *macchiato, window=P + 1, softcap=softcap, initial_state=both, **options
+        )
+        slots = torch.ones(B, P + 1, dtype=torch.bool)
+        late = WindowState(case.randn(B, P + 1, H, L), case.randn(B, P + 1, G, D), slots)
+        n = 1 if plain else 4
+        kept = case.randn(B, n, G, K), case.randn(B, n, G, D), torch.ones(B, n, dtype=torch.bool)
+        options |= {"sinks": Sinks(case.randn(B, 1, H, K), *kept), "delay": True, "joint": True}
+        macchiato_attention(
+            *macchiato, window=P + 1, softcap=softcap, initial_state=(*both, late), **options
         )
 
 
@@ -286,7 +302,7 @@ def test_a_step_of_decoding(dtype, L, K, D, plain):
     launched: list[Resources] = []
     steps(compiling(launched), dtype, L, K, D, plain)
     check(launched, dtype, L, D, True)
-    assert [r.kernel for r in launched] == ["step", "step"]
+    assert [r.kernel for r in launched] == ["step"] * 3
 
 
 def test_few_configurations_whatever_the_length():

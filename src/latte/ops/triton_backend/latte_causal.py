@@ -209,7 +209,8 @@ def latent_gradients(
     if len(tiles) > 1:
         for x, total in zip((dq, dk, *(forgetting or ())[1:]), sums, strict=False):
             x.copy_(total)
-    return dmean_0, *sums[-2:]
+    lost, c = sums[-2:]
+    return dmean_0, lost, c
 
 
 def _tile_gradients(

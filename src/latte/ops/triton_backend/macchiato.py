@@ -159,8 +159,8 @@ class Inputs(NamedTuple):
         local = Local(self.window, self.scale, self.softcap)
         sequences = Sequences(self.key_mask, self.cu_seqlens, self.causal)
         tail = (self.tail_k, self.tail_v, self.tail_mask)
-        sinks = maybe_sinks(self[INPUTS.index("sink_q") : INPUTS.index("late_v")])
-        return Window.of(self.k, self.v, local, sequences, tail, sinks)
+        sinks = (self.sink_q, self.sink_k, self.sink_v, self.sink_mask, self.sinks_seen)
+        return Window.of(self.k, self.v, local, sequences, tail, maybe_sinks(sinks))
 
     def far(self, near: Window) -> tuple[Tensor, Tensor | None]:
         """Values and mask of what the latents read."""

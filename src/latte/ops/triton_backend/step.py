@@ -38,6 +38,15 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
+# The kernel's arguments for sinks, but for their mask and number; for pending sources, before and
+# after the step.
+SINKS = ("sink_q_ptr", "sink_k_ptr", "sink_v_ptr", "seen_ptr")
+PENDING = (
+    *("pending_k_ptr", "pending_v_ptr", "pending_mask_ptr"),
+    *("pending_k1_ptr", "pending_v1_ptr", "pending_mask1_ptr"),
+)
+
+
 @torch.library.custom_op("latte::triton_latte_step", mutates_args=())
 @full_precision
 def latte_step_op(
@@ -113,18 +122,15 @@ def macchiato_step_op(
     slots_after = torch.empty_like(slots)
     more: dict[str, Any] = {}
     if sink_q is not None and sink_k is not None:
-        names = ("sink_q_ptr", "sink_k_ptr", "sink_v_ptr", "seen_ptr")
-        found = contiguous(sink_q, sink_k, sink_v, sinks_seen)
-        more |= dict(zip(names, found, strict=True))
+        given = contiguous(sink_q, sink_k, sink_v, sinks_seen)
+        more |= dict(zip(SINKS, given, strict=True))
         more |= {"sink_mask_ptr": readable(sink_mask), "S": sink_k.shape[1]}
     after = [v.new_empty(0), v.new_empty(0), mask.new_empty(0)]
     if pending_k is not None and pending_v is not None and pending_mask is not None:
         late = [x.contiguous() for x in (pending_k, pending_v, pending_mask)]
         after = [torch.empty_like(x) for x in late]
-        names = ("pending_k_ptr", "pending_v_ptr", "pending_mask_ptr")
-        names += ("pending_k1_ptr", "pending_v1_ptr", "pending_mask1_ptr")
         moved = (*late[:2], readable(late[2]), *after[:2], readable(after[2]))
-        more |= dict(zip(names, moved, strict=True))
+        more |= dict(zip(PENDING, moved, strict=True))
     launch(
         q.device,
         step[(B * H,)],
@@ -137,7 +143,9 @@ def macchiato_step_op(
         **_forgetting(log_decay),
         **more,
     )
-    return out, log_mass1, mean1, keys1, values1, slots_after.view(torch.bool), *after
+    last_k, last_v, last_mask = after
+    seen_after = slots_after.view(torch.bool)
+    return out, log_mass1, mean1, keys1, values1, seen_after, last_k, last_v, last_mask
 
 
 @macchiato_step_op.register_fake
@@ -148,11 +156,9 @@ def _(
 ):  # fmt: skip
     B, _, H, _ = latent_k.shape
     state = empty_gradients(log_mass, mean, keys, values, mask)
-    late = (pending_k, pending_v, pending_mask)
-    if pending_k is None:
-        after = (v.new_empty(0), v.new_empty(0), mask.new_empty(0))
-    else:
-        after = empty_gradients(*late)
+    after: tuple[Tensor, ...] = (v.new_empty(0), v.new_empty(0), mask.new_empty(0))
+    if pending_k is not None:
+        after = empty_gradients(pending_k, pending_v, pending_mask)
     return v.new_empty((B, 1, H, v.shape[-1])), *state, *after
 
 
