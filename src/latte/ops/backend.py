@@ -4,8 +4,8 @@ Where a caller names none (``backend=None``), the default does: ``LATTE_BACKEND`
 environment, else ``"cpu"``, the native kernels, on CPU tensors if the library is there and has the
 op, else ``"torch"``. Models and layers name no backend, so this is the one place that
 decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
-have (full softmax attention, sinks and delayed latents have no Triton kernels, say) take
-``"torch"``; an op that has it uses it, or raises ``ValueError`` where it cannot serve the inputs.
+have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
+it, or raises ``ValueError`` where it cannot serve the inputs.
 On a GPU ``"torch"`` takes the place of a default ``"triton"`` that cannot serve the card or the
 widths, with one warning. Nothing switches by size, but for one token at a time:
 
