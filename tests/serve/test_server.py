@@ -3,9 +3,12 @@
 import concurrent.futures
 import functools
 import gc
+import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
@@ -47,10 +50,11 @@ def folder(tmp_path_factory):
 class Client:
     """Requests to a server that runs in a thread of its own."""
 
-    def __init__(self, name, compiled=False):
+    def __init__(self, name, **serving):
         self.name, self.model_and_tokenizer = name, load_checkpoint(name, "cpu")
         listening = server.listen("localhost", 0)
-        self.server = server.make_server(name, *self.model_and_tokenizer, compiled)
+        serving = server.Serving(**serving)
+        self.server, self.end = server.make_server(name, *self.model_and_tokenizer, serving)
         options = {"sockets": [listening]}
         self.thread = threading.Thread(target=self.server.run, kwargs=options)
         self.thread.start()
@@ -64,11 +68,23 @@ class Client:
         messages = [{"role": "user", "content": text}]
         return self.api.chat.completions.create(model=self.name, messages=messages, **options)
 
+    def post(self, path, body):
+        """The status of an answer, and its JSON."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.api.base_url}{path}", content, headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
     def close(self):
         self.server.should_exit = True
         self.api.close()
         self.thread.join(20)
         assert not self.thread.is_alive()
+        self.end()
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +168,88 @@ def test_a_cancelled_request_frees_its_state(client, expected):
     assert caches() == 0
 
 
-def test_bad_requests_are_refused_in_one_line(client):
-    with pytest.raises(openai.BadRequestError, match="strictly positive float"):
-        client.complete("once", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="empty conversation"):
-        client.api.chat.completions.create(model=client.name, messages=[])
-    with pytest.raises(openai.BadRequestError) as error:
+BAD = [
+    ("completions", {"temperature": -1}, "temperature: expected 0"),
+    ("completions", {"temperature": "hot"}, "temperature: expected 0"),
+    ("completions", {"stop": 5}, "stop: expected a string or a list"),
+    ("completions", {"stop": [""]}, "stop: expected a string or a list"),
+    ("completions", {"prompt": None}, "prompt: expected a string, got none"),
+    ("completions", {"prompt": [1, 2]}, "prompt: expected a string, got [1, 2]"),
+    ("completions", {"max_tokens": 0}, "max_tokens: expected a whole number from 1"),
+    ("completions", {"max_tokens": True}, "max_tokens: expected a whole number from 1"),
+    ("completions", {"n": 2}, "n: expected 1"),
+    ("completions", {"logprobs": 3}, "logprobs"),
+    ("completions", {"echo": True}, "echo: expected false"),
+    ("completions", {"best_of": 3}, "best_of: expected 1"),
+    ("completions", {"seed": 1.5}, "seed: expected a whole number"),
+    ("completions", {"prmpt": "x"}, "prmpt"),
+    ("completions", {"generation_config": "{"}, "generation_config: expected a JSON object"),
+    ("completions", {"generation_config": '{"num_beams": 4}'}, "got num_beams"),
+    ("chat/completions", {"messages": "hi"}, "messages: expected a list of objects"),
+    ("chat/completions", {"messages": None}, "messages: expected a list of objects, got none"),
+    ("chat/completions", {"messages": []}, "at least one message"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": 1, "content": ""}]}, "messages[0].role"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "reads text alone",
+    ),
+    ("chat/completions", {"logprobs": True}, "logprobs"),
+    ("chat/completions", {"logit_bias": [1]}, "logit_bias: expected an object"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("responses", {"input": 3}, "input: expected a string"),
+    ("responses", {"input": [{"type": "what"}]}, "input[0]"),
+    ("responses", {"previous_response_id": "x"}, "previous_response_id"),
+]
+GOOD = {
+    "completions": {"prompt": "once"},
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "responses": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_bad_requests_are_refused_in_one_line(client, streams):
+    for endpoint, fields, said in BAD:
+        asked = {**GOOD[endpoint], "stream": streams, **fields}
+        status, answer = client.post(endpoint, asked)
+        error = answer["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error"), fields
+        assert said in error["message"] and "\n" not in error["message"]
+    with pytest.raises(openai.NotFoundError, match="requested 'other'") as error:
         client.api.completions.create(model="other", prompt="once")
-    assert "requested 'other'" in error.value.response.text
+    assert error.value.code == "model_not_found"
+
+
+def test_bad_json_and_unknown_paths_are_errors_like_all_others(client):
+    for content in (b"{", b"[]", b'"hi"', b""):
+        status, answer = client.post("completions", content)
+        assert status == 400 and "JSON object" in answer["error"]["message"]
+    for path in ("load_model", "../load_model", "../reset", "audio/transcriptions"):
+        status, answer = client.post(path, {"model": "gpt2"})
+        assert status == 404 and answer["error"]["message"]
+
+
+def test_responses_do_not_stream_unless_asked(client, expected):
+    wanted = expected("user: hi\nassistant:")
+    ask = {"model": client.name, "input": "hi", "max_output_tokens": 10, "temperature": 0}
+    assert client.api.responses.create(**ask).output_text == wanted
+    events = list(client.api.responses.create(**ask, stream=True))
+    assert events[-1].response.output_text == wanted
+
+
+def test_a_prompt_and_answer_that_are_too_long(folder):
+    client = Client(folder, longest=20)
+    try:
+        with pytest.raises(openai.BadRequestError, match="at most 20 tokens") as error:
+            client.complete("once", max_tokens=16)
+        assert error.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="at most 20 tokens"):
+            client.complete("o" * 30)
+        assert client.complete("once", temperature=0).usage.completion_tokens == 15
+    finally:
+        client.close()
 
 
 def test_compiled_steps_say_the_same_from_one_graph(folder, expected, monkeypatch, capsys):
