@@ -4,7 +4,11 @@ import concurrent.futures
 import functools
 import gc
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -301,3 +305,209 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     assert "has no tokenizer" in mistake(capsys, plain, "--port", "0")
     monkeypatch.setattr(server, "is_serve_available", lambda: False)
     assert "pip install 'latte-attention[serving]'" in mistake(capsys, folder)
+
+
+# ---- states that are kept
+
+
+def conversation(client, first, second, **options):
+    """Two turns: the answer to the second, and how many tokens of its prompt were reused."""
+    ask = {"model": client.name, **GREEDY, **options}
+    messages = [{"role": "user", "content": first}]
+    answer = client.api.chat.completions.create(messages=messages, **ask)
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    messages.append({"role": "user", "content": second})
+    wait_until_idle(client)
+    answer = client.api.chat.completions.create(messages=messages, **ask)
+    return answer.choices[0].message.content, answer.usage
+
+
+def metrics(client):
+    url = str(client.api.base_url).replace("/v1/", "/metrics")
+    with urllib.request.urlopen(url) as answer:
+        lines = answer.read().decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+def wait_until_idle(client):
+    """Until what was said has been read for the next turn."""
+    before = None
+    while before != (before := metrics(client)["latte_read_tokens_total"]):
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def forgetful(folder):
+    """A server that keeps no state."""
+    client = Client(folder, state_cache=0)
+    yield client
+    client.close()
+
+
+def test_a_turn_reads_what_is_new_and_says_the_same(client, forgetful):
+    first, second = "a document\n" * 60, "and then?"
+    text, usage = conversation(client, first, second)
+    again, anew = conversation(forgetful, first, second)
+    assert text == again
+    assert usage.prompt_tokens == anew.prompt_tokens
+    # What was sent and said before, but for the last token of it.
+    new = len("user: and then?\nassistant:")
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - new - 1
+    assert anew.prompt_tokens_details.cached_tokens == 0
+
+
+def test_streams_and_responses_say_what_was_reused(client):
+    messages = [{"role": "user", "content": "streamed " * 50}]
+    ask = {"model": client.name, "messages": messages, **GREEDY}
+    client.api.chat.completions.create(**ask)
+    parts = list(client.api.chat.completions.create(**ask, stream=True))
+    usage = parts[-1].usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    ask = {"model": client.name, "input": "streamed " * 50, "max_output_tokens": 5}
+    for answer in (
+        client.api.responses.create(**ask),
+        list(client.api.responses.create(**ask, stream=True))[-1].response,
+    ):
+        usage = answer.usage
+        assert usage.input_tokens_details.cached_tokens == usage.input_tokens - 1
+    whole = client.complete("completed " * 60, **GREEDY)
+    again = client.complete("completed " * 60, **GREEDY)
+    assert again.choices[0].text == whole.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens == 600 - 1
+    longer = client.complete("completed " * 70, **GREEDY)
+    assert longer.usage.prompt_tokens_details.cached_tokens == 512 - 1  # of the prompt alone
+
+
+def test_clients_whose_texts_differ_in_one_token_get_their_own(client, forgetful):
+    # Texts with one letter between them, after which the model says different things.
+    texts = [f"{'secret ' * 40}Alic{letter}" for letter in "abcdefgh"]
+    said = {conversation(forgetful, text, "who?")[0]: text for text in texts}
+    assert len(said) >= 2
+    wanted, (one, two) = list(said)[:2], list(said.values())[:2]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            answers = list(pool.map(lambda text: conversation(client, text, "who?"), (one, two)))
+            assert [text for text, _ in answers] == wanted
+
+
+def test_states_survive_a_restart_of_the_server(folder, forgetful, tmp_path):
+    first, second = "kept on disk\n" * 50, "and then?"
+    wanted, _ = conversation(forgetful, first, second)
+    ask = {"model": folder, "messages": [{"role": "user", "content": first}], **GREEDY}
+    client = Client(folder, state_folder=tmp_path)
+    client.api.chat.completions.create(**ask)
+    client.close()
+    client = Client(folder, state_folder=tmp_path)
+    try:
+        usage = client.api.chat.completions.create(**ask).usage
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+        assert conversation(client, first, second)[0] == wanted
+    finally:
+        client.close()
+
+
+# ---- requests that share a step
+
+
+@pytest.mark.parametrize("preset", ["latte-conv-swa++", "transformer++"])
+def test_many_clients_with_all_kinds_of_wishes_get_what_each_gets_alone(tmp_path, preset):
+    name = save(tmp_path, preset)
+    model, tokenizer = load_checkpoint(name, "cpu")
+    client = Client(name, slots=3, piece=16)
+
+    def alone(prompt, seed, **wishes):
+        ids = tokenizer(f"<|startoftext|>{prompt}", split_special_tokens=False).input_ids
+        torch.manual_seed(seed)
+        ids = torch.tensor([ids])
+        out = model.generate(ids, max_new_tokens=24, pad_token_id=0, **wishes)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    def asked(prompt, seed, **wishes):
+        config = json.dumps({"max_new_tokens": 24, "do_sample": False, **wishes})
+        own = {"seed": seed, "generation_config": config}
+        return client.complete(prompt, extra_body=own).choices[0].text
+
+    kinds = [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 5, "temperature": 0.7},
+        {"do_sample": True, "top_k": 0, "top_p": 0.8},
+        {"do_sample": False, "repetition_penalty": 1.5},
+        {"do_sample": True, "top_k": 0, "min_p": 0.05},
+    ]
+    wishes = [(f"prompt {i} " * (1 + 5 * (i % 4)), i, kinds[i % 6]) for i in range(12)]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda w: asked(w[0], w[1], **w[2]), wishes))
+    finally:
+        client.close()
+    assert answers == [alone(prompt, seed, **own) for prompt, seed, own in wishes]
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_running_answers(folder, monkeypatch):
+    from latte.serve.engine import Engine
+
+    happened = []
+    for name in ("_read", "_step"):
+        own = getattr(Engine, name)
+        monkeypatch.setattr(
+            Engine, name, lambda self, own=own, name=name: (happened.append(name), own(self))
+        )
+    client = Client(folder, piece=16)
+    try:
+        running = client.complete("once", stream=True, max_tokens=10**6, temperature=0)
+        next(iter(running))
+        happened.clear()
+        client.complete("long " * 200, max_tokens=1)
+        read = [i for i, name in enumerate(happened) if name == "_read"]
+        assert len(read) >= 1000 // 16
+        assert all(happened[i + 1] == "_step" for i in read[:-1])
+        running.close()
+    finally:
+        client.close()
+
+
+def test_counters(folder):
+    client = Client(folder)
+    try:
+        for _ in range(2):
+            client.complete("count " * 10, **GREEDY)
+        client.post("completions", {"prompt": 5})
+        seen = metrics(client)
+    finally:
+        client.close()
+    requests = 'latte_requests_total{endpoint="/v1/completions",status="%s"}'
+    assert (seen[requests % 200], seen[requests % 400]) == ("2.0", "1.0")
+    assert seen["latte_written_tokens_total"] == "20.0"
+    assert seen["latte_prompt_tokens_total"] == "122.0"
+    assert seen["latte_reused_tokens_total"] == "60.0"
+    assert seen["latte_read_tokens_total"] == "60.0"
+    assert seen["latte_time_to_first_token_seconds_count"] == "2.0"
+    assert seen["latte_time_per_token_seconds_count"] == "18.0"
+    assert float(seen["latte_state_bytes"]) > 0 and seen["latte_states"] == "1.0"
+
+
+def test_a_server_that_is_asked_to_end_does_so_in_the_middle_of_a_stream(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "latte.cli", "serve", folder, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        url = process.stdout.readline().split(" at ")[1].split()[0]
+        api = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        stream = api.completions.create(
+            model=folder, prompt="once", stream=True, max_tokens=10**6, temperature=0
+        )
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server ends"):
+            list(stream)
+        # An answer of so many tokens would last for hours.
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()

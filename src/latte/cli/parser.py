@@ -211,7 +211,11 @@ def _serve(command: Any) -> None:
     add("--compile", action="store_true", help="compile a step first; requests then take turns")
     add("--device", help=DEVICE)
     add("--max-batch", type=int, default=8, help="requests that share a step, at most")
-    add("--prefill-piece", type=int, default=512, help="tokens read between two steps, at most")
+    add(
+        "--prefill-piece",
+        type=int,
+        help="tokens of a prompt read between two steps, at most: 256 on a CPU, elsewhere 2048",
+    )
     add("--max-length", type=int, help="tokens of prompt and answer together; more is refused")
     add(
         "--state-cache",

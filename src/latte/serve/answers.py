@@ -151,7 +151,7 @@ class Answers(BaseGenerateManager):
         return text, inputs["input_ids"].shape[-1], request.written
 
     def stop(self) -> None:
-        self._engine.close()
+        self._engine.end()
 
     def _submit(
         self,
@@ -225,6 +225,10 @@ class OneByOne(GenerateManager):
         super().__init__()
         self._model, self._prompts, self._reader = model, prompts, reader
         self._counters = counters
+        self._ended = threading.Event()
+
+    def stop(self) -> None:
+        self._ended.set()
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, config, **options):  # type: ignore
         # Transformers' streamer is stopped at the next token that comes.
@@ -255,7 +259,7 @@ class OneByOne(GenerateManager):
         call.bound(config, len(ids))
         ids_BT = torch.from_numpy(ids.astype(np.int64))[None]
         given = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
-        turn = _Turn(self._model, self._reader, self._counters, ids, marks, call.seed)
+        turn = _Turn(self._model, self._reader, self._counters, self._ended, ids, marks, call.seed)
         added = len(ids) - inputs["input_ids"].shape[-1]
         call.reused = lambda: max(0, turn.reused - added)
         return turn, self._prompts.tokenizer, given
@@ -268,6 +272,7 @@ class _Turn:
     model: Any
     reader: Reader | None
     counters: Counters
+    ended: threading.Event  # the server's end
     ids: Ids
     marks: tuple[int, ...]
     seed: int | None
@@ -292,6 +297,8 @@ class _Turn:
         )
 
     def _count(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if self.ended.is_set():
+            raise BadRequest("the server ends", status=503)
         now = time.perf_counter()
         self.counters.wrote(now - (self.last or self.came), first=not self.last)
         self.last = now

@@ -11,6 +11,7 @@ there is nothing better to do (:class:`Ahead`): so the next turn finds a state t
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from transformers.utils import logging
 from latte.models.cache import LatteCache
 from latte.serve.counters import Counters
 from latte.serve.reading import Reader, Reading
+from latte.serve.requests import BadRequest
 from latte.serve.rows import joined
 from latte.serve.sampling import Sampler
 from latte.serve.states import Ids
@@ -124,10 +126,14 @@ class Engine:
     def submit(self, request: Request) -> None:
         self._came.put(request)
 
-    def close(self, seconds: float = 10) -> None:
-        """End the thread after its present forward; running requests end as they are."""
+    def end(self) -> None:
+        """Have the thread end after its present forward; requests that are left fail."""
         self._ends = True
         self._came.put(None)
+
+    def close(self, seconds: float = 10) -> None:
+        """End the thread, and wait for it."""
+        self.end()
         self._thread.join(seconds)
 
     # --- the loop ------------------------------------------------------------------------------
@@ -144,8 +150,8 @@ class Engine:
                 self._step()
                 self._steps += 1
             self.counters.slots(len(self._rows) + len(self._reading), len(self._waiting))
-        for request in [*self._rows, *self._reading, *self._waiting]:
-            request.end(RuntimeError("the server ends"))
+        left = [*self._rows, *self._reading, *self._waiting]
+        self._fail(left, BadRequest("the server ends", status=503))
 
     def _admit(self) -> None:
         """Take in what has come; wait for it where nothing else is to be done."""
@@ -236,9 +242,12 @@ class Engine:
         return True
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
-        logger.error("a request failed", exc_info=error)
+        """Tell those who wait; who does not any more, since all ends, is no concern."""
+        if requests and not self._ends:
+            logger.error("a request failed", exc_info=error)
         for request in requests:
-            request.end(error)
+            with contextlib.suppress(RuntimeError):
+                request.end(error)
 
     def _read_ahead(self) -> None:
         try:

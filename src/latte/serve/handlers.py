@@ -14,9 +14,16 @@ from transformers.cli.serving.utils import BaseHandler
 
 from latte.serve.answers import CALL, Call
 from latte.serve.prompts import Prompts
-from latte.serve.requests import BadRequest, check_chat, check_completion, check_response
+from latte.serve.requests import (
+    BadRequest,
+    check_chat,
+    check_completion,
+    check_response,
+    error_body,
+)
 
 Body = dict[str, Any]
+MENDED = ('"usage":', '"error":')  # what an event may have in it that is not yet as it should be
 
 
 class Checked(BaseHandler):
@@ -69,7 +76,7 @@ class Checked(BaseHandler):
         """A stream's events, with what was reused in its usage."""
         try:
             async for event in events:
-                yield _count_events(event, call) if '"usage":' in event else event
+                yield _mended(event, call) if any(x in event for x in MENDED) else event
             if self.last_event:
                 yield self.last_event
         finally:
@@ -108,10 +115,14 @@ def _count(answer: Body, call: Call) -> Body:
     return answer
 
 
-def _count_events(text: str, call: Call) -> str:
+def _mended(text: str, call: Call) -> str:
+    """Events of a stream: usage that says what was reused, and errors as they are elsewhere."""
     events = []
     for event in text.split("\n\n"):
-        if event.startswith("data: {") and '"usage":' in event:
-            event = f"data: {json.dumps(_count(json.loads(event[6:]), call))}"
+        if event.startswith("data: {") and any(x in event for x in MENDED):
+            fields = _count(json.loads(event[6:]), call)
+            if isinstance(fields.get("error"), str):
+                fields = error_body(ValueError(fields["error"]), kind="server_error")
+            event = f"data: {json.dumps(fields)}"
         events.append(event)
     return "\n\n".join(events)

@@ -20,7 +20,7 @@ from latte.layers.state import map_tensors
 from latte.models.cache import LatteCache
 from latte.serve.states import Ids, Piece, StateStore, pieces_of, root_of
 
-EVERY = 8  # pieces of a long text, after which a state is kept
+EVERY = 4096  # tokens of a long text, after which a state is kept
 
 
 class Reader:
@@ -46,7 +46,7 @@ class Reader:
         layers = range(model.config.num_hidden_layers)
         # A state that grows holds all tokens before: at each end of a message it is large enough.
         grows = any(model.config.state_grows(index) for index in layers)
-        self._every = None if grows else EVERY * piece
+        self._every = None if grows else max(1, EVERY // piece) * piece
         self._root = root_of(model)
 
     def pieces(self, ids: Ids, marks: Collection[int]) -> list[Piece]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.generate import compile_step, has_steps, keeps_state, text_ends
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
+# A CPU reads 256 tokens at once nearly as fast as many; others wait for a quarter of a second.
+PIECES = {"cpu": 256, "other": 2048}
 GRACE = 3  # seconds in which answers may end when the server is asked to
 
 
@@ -35,7 +38,7 @@ class Serving:
     Attributes:
         compiled: compile a step of decoding before the first request, and answer one by one.
         slots: requests that share a step, at most.
-        piece: tokens of a prompt that are read between two steps, at most.
+        piece: tokens of a prompt that are read between two steps, at most; None: :data:`PIECES`.
         state_cache: bytes of states that are kept in memory; 0 keeps none.
         state_folder: keep them here too, for the next start.
         state_folder_room: bytes of files there.
@@ -44,7 +47,7 @@ class Serving:
 
     compiled: bool = False
     slots: int = 8
-    piece: int = 512
+    piece: int | None = None
     state_cache: int = 2**30
     state_folder: str | Path | None = None
     state_folder_room: int = 10 * 2**30
@@ -94,10 +97,13 @@ def serve(
         server, close = make_server(str(checkpoint), model, tokenizer, serving)
         at = listening.getsockname()[1]
         print(f"serving {checkpoint} at http://{host}:{at}/v1 (Ctrl-C ends it)", flush=True)
+        # uvicorn ends in good order, and then raises the signal again: so that states are written.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 server.run(sockets=[listening])
         finally:
+            signal.signal(signal.SIGTERM, before)
             close()
 
 
@@ -166,10 +172,18 @@ def make_server(
     app.router.routes[:] = served
     add_metrics(app, counters)
     add_errors(app)
+
+    class Ending(uvicorn.Server):
+        """Answers that are not whole after some seconds end in an error, so that it can end."""
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            asyncio.get_running_loop().call_later(GRACE, manager.stop)
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
-        _until_gone(app, counters), log_level="warning", timeout_graceful_shutdown=GRACE
+        _until_gone(app, counters), log_level="warning", timeout_graceful_shutdown=2 * GRACE
     )
-    return uvicorn.Server(config), close
+    return Ending(config), close
 
 
 def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, Callable[[], None]]:
@@ -189,6 +203,7 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
     if serving.state_folder is not None:
         folder = StateFolder(serving.state_folder, model, serving.state_folder_room)
     store = StateStore(serving.state_cache, folder)
+    piece = serving.piece or PIECES.get(model.device.type, PIECES["other"])
     counters = Counters(store, folder)
 
     def close() -> None:
@@ -197,15 +212,13 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
 
     if serving.compiled:
         # No length matters where no state grows.
-        reader = Reader(
-            model, serving.piece, store, lambda: LatteCache(model.config, max_cache_len=2)
-        )
+        reader = Reader(model, piece, store, lambda: LatteCache(model.config, max_cache_len=2))
         manager = OneByOne(model, prompts, reader, counters)
         # In the thread that answers requests.
         step = manager.submit(compile_step, model, 2).result()
         model.generation_config.compile_config = step
         return manager, counters, close
-    engine = Engine(Reader(model, serving.piece, store), serving.slots, counters)
+    engine = Engine(Reader(model, piece, store), serving.slots, counters)
 
     def close_all() -> None:
         engine.close()
@@ -258,7 +271,8 @@ def add_errors(app: Any) -> None:
 
     @app.exception_handler(BadRequest)
     async def bad(_: Any, error: BadRequest) -> Any:
-        return answer(error.status, error, param=error.param, code=error.code)
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return answer(error.status, error, kind=kind, param=error.param, code=error.code)
 
     @app.exception_handler(ValueError)
     async def wrong(_: Any, error: ValueError) -> Any:
