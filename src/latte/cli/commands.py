@@ -177,9 +177,19 @@ def serve(options: Namespace) -> int:
             "continuous batching pages keys and values, and a state of Latte has no pages:"
             " expected no --continuous-batching"
         )
+    from latte.serve.server import Serving
     from latte.serve.server import serve as run
 
-    run(options.checkpoint, compiled=options.compile, **picked(options, "host", "port", "device"))
+    serving = Serving(
+        compiled=options.compile,
+        slots=options.max_batch,
+        piece=options.prefill_piece,
+        state_cache=options.state_cache,
+        state_folder=options.state_cache_dir,
+        state_folder_room=options.state_cache_disk,
+        longest=options.max_length,
+    )
+    run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device"))
     return 0
 
 

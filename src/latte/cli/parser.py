@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,16 @@ def integers(text: str, least: int = 1) -> list[int]:
 def numbers(text: str) -> list[int]:
     """`0,3` -> [0, 3]: numbers that count from 0."""
     return integers(text, least=0)
+
+
+def size(text: str) -> int:
+    """`1GiB`, `500MB` or `4096` -> bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?b?|b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected bytes, such as 1GiB or 500MB, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = 0 if prefix is None else 1 + "kmgt".index(prefix)
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def listed(text: str) -> list[str]:
@@ -213,14 +224,37 @@ def _serve(command: Any) -> None:
         commands.serve,
         "answer chat and completion requests of OpenAI's clients",
         "Transformers' own server over one checkpoint, whose name in requests is CHECKPOINT as"
-        " written here. Requests are answered one after the other, streaming or not; those whose"
-        " client has gone are dropped. Needs the extra: pip install 'latte-attention[serving]'.",
+        " written here. Requests share a step, and go on from the states of what was read before;"
+        " those whose client has gone are dropped. Needs the extra:"
+        " pip install 'latte-attention[serving]'.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--host", default="localhost", help="address to listen at")
     add("--port", type=int, default=8000, help="0 takes a free one; printed when ready")
-    add("--compile", action="store_true", help="compile a step of decoding first")
+    add("--compile", action="store_true", help="compile a step first; requests then take turns")
     add("--device", help=DEVICE)
+    add("--max-batch", type=int, default=8, help="requests that share a step, at most")
+    add(
+        "--prefill-piece",
+        type=int,
+        help="tokens of a prompt read between two steps, at most: 256 on a CPU, elsewhere 2048",
+    )
+    add("--max-length", type=int, help="tokens of prompt and answer together; more is refused")
+    add(
+        "--state-cache",
+        type=size,
+        default=2**30,
+        metavar="SIZE",
+        help="states kept in memory, such as 1GiB (the default); 0 keeps none",
+    )
+    add("--state-cache-dir", metavar="DIR", help="keep states as files too, for the next start")
+    add(
+        "--state-cache-disk",
+        type=size,
+        default=10 * 2**30,
+        metavar="SIZE",
+        help="bytes of these files, 10GiB by default",
+    )
     add("--continuous-batching", action="store_true", help="refused: states have no pages")
 
 
