@@ -1,16 +1,19 @@
-"""Tables of options and of recipe keys, written into the pages from the parser and the dataclasses.
+"""Tables of options, recipe keys and public names, written into the pages from the code.
 
     python docs/tables.py
 
 rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- /generated -->`` of the pages
-below. Names, values and defaults come from the code. The meaning is the words below; where there
-are none, it is the help of the option or the comment beside the field.
+below. Names, values and defaults of options and keys come from the code. Their meaning is the words
+below; where there are none, it is the help of the option or the comment beside the field. A public
+name of a reference page gets its file and the first sentence of its docstring, so that the page can
+be read in the repository, where nothing fills in the whole docstrings.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import re
 import types
@@ -32,6 +35,8 @@ from latte.train.recipe import (
 DOCS = Path(__file__).parent
 OPTIONS_PAGE = DOCS / "reference/command-line.md"
 KEYS_PAGE = DOCS / "reference/recipes.md"
+SOURCE = DOCS.parent / "src"
+MODULES = ("ops", "layers", "models", "conversion", "data")  # each has a page in reference/
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
     "data": DataSection,
@@ -365,6 +370,22 @@ def key_rows(name: str) -> list[tuple[str, ...]]:
     ]
 
 
+# ---- public names
+
+
+def name_rows(page: Path) -> list[tuple[str, ...]]:
+    """(name, what it is, file) of each name whose docstring a page shows."""
+    rows: list[tuple[str, ...]] = []
+    for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
+        module, name = path.rsplit(".", 1)
+        found = getattr(importlib.import_module(module), name)
+        first = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
+        first = re.sub(r":\w+:`([^`]*)`", r"`\1`", first).replace("``", "`")
+        file = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").relative_to(SOURCE)
+        rows.append((f"`{name}`", first, f"`src/{file.as_posix()}`"))
+    return rows
+
+
 # ---- pages
 
 
@@ -376,7 +397,11 @@ def blocks() -> dict[Path, dict[str, str]]:
     }
     head = ("key", "value", "default", "meaning")
     keys = {name: table(head, key_rows(name)) for name in SECTIONS}
-    return {OPTIONS_PAGE: options, KEYS_PAGE: keys}
+    pages = {OPTIONS_PAGE: options, KEYS_PAGE: keys}
+    for module in MODULES:
+        page = DOCS / f"reference/{module}.md"
+        pages[page] = {"names": table(("name", "what it is", "defined in"), name_rows(page))}
+    return pages
 
 
 def written(text: str, parts: dict[str, str]) -> str:
