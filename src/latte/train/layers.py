@@ -105,6 +105,7 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length
+
     def tell(line: str) -> None:
         if not quiet:
             print(f"layers: {line}", file=sys.stderr, flush=True)

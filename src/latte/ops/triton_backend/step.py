@@ -37,7 +37,6 @@ from latte.ops.triton_backend.tiles import (
     tanh,
 )
 
-
 # The kernel's arguments for sinks, but for their mask and number; for pending sources, before and
 # after the step.
 SINKS = ("sink_q_ptr", "sink_k_ptr", "sink_v_ptr", "seen_ptr")
