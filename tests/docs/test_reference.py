@@ -13,6 +13,7 @@ import latte
 from latte.conversion.config import CONFIGS, MacchiatoFields
 from latte.conversion.modeling import FAMILIES
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
+from latte.ops.backend import BACKENDS
 from latte.train.layers import LayersSection
 from latte.train.recipe import (
     ComparisonSection,
@@ -153,3 +154,13 @@ def test_recipe_keys_are_those_of_the_code(section, read):
                 assert float(shown) == value, name
             elif value:
                 assert shown.strip("`") == str(value), name
+
+
+def test_every_backend_is_named_where_one_is_chosen(read):
+    rows = [
+        *re.findall(r"^\| `backend` .*", read("docs/reference/ops.md").text, re.M),
+        *re.findall(r"^\| `--backend` .*", read("docs/reference/command-line.md").text, re.M),
+    ]
+    assert len(rows) == 2
+    for row in rows:
+        assert all(re.search(rf'`"?{name}"?`', row) for name in BACKENDS), row
