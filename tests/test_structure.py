@@ -47,6 +47,7 @@ RESERVED = {
     "peft": {"train"},
     "uvicorn": {"serve"},
     "fastapi": {"serve"},
+    "prometheus_client": {"serve"},
     "vllm": {"serve"},
 }
 

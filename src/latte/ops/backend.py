@@ -4,8 +4,8 @@ Where a caller names none (``backend=None``), the default does: ``LATTE_BACKEND`
 environment, else ``"cpu"``, the native kernels, on CPU tensors if the library is there and has the
 op, else ``"torch"``. Models and layers name no backend, so this is the one place that
 decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
-have (full softmax attention, sinks and delayed latents have no Triton kernels, say) take
-``"torch"``; an op that has it uses it, or raises ``ValueError`` where it cannot serve the inputs.
+have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
+it, or raises ``ValueError`` where it cannot serve the inputs.
 On a GPU ``"torch"`` takes the place of a default ``"triton"`` that cannot serve the card or the
 widths, with one warning. Nothing switches by size, but for one token at a time:
 
@@ -48,6 +48,7 @@ BACKENDS = ("reference", "torch", "cpu", "triton")
 
 # None: nobody has named one. A plain value, so that torch.compile can guard on it.
 _default: str | None = os.environ.get("LATTE_BACKEND")
+_watched: set[str] | None = None  # see `watch_choices`
 
 
 def default_backend(device: torch.device | str = "cpu") -> str:
@@ -105,7 +106,26 @@ def use_backend(backend: str) -> Iterator[None]:
         _default = before
 
 
-def choose(
+@contextmanager
+def watch_choices() -> Iterator[set[str]]:
+    """Within it, the backends that ops run on are collected, for telling which they were."""
+    global _watched
+    before, _watched = _watched, set()
+    try:
+        yield _watched
+    finally:
+        _watched = before
+
+
+def choose(op: str, backend: str | None, *given: Any, **named: Any) -> str:
+    """As :func:`_choose`, seen by :func:`watch_choices`."""
+    chosen = _choose(op, backend, *given, **named)
+    if _watched is not None:
+        _watched.add(chosen)
+    return chosen
+
+
+def _choose(
     op: str,
     backend: str | None,
     serves: Collection[str],

@@ -277,31 +277,6 @@ def test_declarations_are_pytorchs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_baseline_computes_the_same():
-    """Without the processor's better instructions: in a process of its own, as PyTorch has it."""
-    code = (
-        "import torch\nfrom latte.ops import macchiato_attention, rg_lru\n"
-        "torch.manual_seed(0)\nx = torch.randn(4, 2, 40, 21, dtype=torch.float64)\n"
-        "for dtype, worst in ((torch.float64, 1e-12), (torch.float32, 1e-5)):\n"
-        "    z = [y.to(dtype).requires_grad_() for y in (*x[:3], x[3, 0, 0])]\n"
-        "    outs = []\n"
-        "    for b in ('cpu', 'reference'):\n"
-        "        h = rg_lru(*z, backend=b)[0]\n"
-        "        outs.append([h, *torch.autograd.grad(h.sum(), z)])\n"
-        "    z = [torch.randn(2, 70, 2, n).to(dtype) for n in (4, 3, 5, 5, 9)]\n"
-        "    z = [y.requires_grad_() for y in z]\n"
-        "    for b in ('cpu', 'reference'):\n"
-        "        y = macchiato_attention(*z, window=20, backend=b)[0]\n"
-        "        outs.append([y, *torch.autograd.grad(y.sum(), z)])\n"
-        "    for pair in (outs[:2], outs[2:]):\n"
-        "        for a, b in zip(*pair):\n"
-        "            assert (a - b).abs().max() < worst * (1 + b.abs().max())\n"
-    )
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-
-
 @pytest.mark.slow
 @pytest.mark.absent
 def test_a_wheel_carries_the_library_or_is_pure(tmp_path):

@@ -29,7 +29,7 @@ from latte.ops.custom_ops import (
 )
 from latte.ops.notices import warn_once
 from latte.ops.state import LatteState, SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences
+from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
 from latte.ops.torch_backend import log_mass as log_mass_of
 from latte.ops.torch_backend import recurrence
 
@@ -204,8 +204,8 @@ def _contiguous(state: tuple[Tensor, ...] | None, count: int) -> tuple[Tensor | 
 def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, ...]:
     """State, mask and bounds as the kernels read them: contiguous, and int64."""
     key_mask, cu_seqlens, _ = sequences
-    bounds = None if cu_seqlens is None else cu_seqlens.long()
-    return tuple(None if x is None else x.contiguous() for x in (state, key_mask, bounds))
+    bounds = None if cu_seqlens is None else sequence_bounds(cu_seqlens)
+    return *(None if x is None else x.contiguous() for x in (state, key_mask)), bounds
 
 
 def _rg_lru_fake(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
