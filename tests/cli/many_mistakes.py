@@ -69,7 +69,7 @@ OUT_OF_RANGE = {
         "--top-p": ("0", "-1", "1.5", "nan"),
         "--seed": ("-1", "4294967296"),
         "--device": ("tpu7", "meta"),
-        "--file": ("{none}", "{empty}", "{garbage}", "{folder}", "{half_jsonl}", "{unreadable}"),
+        "--file": ("{none}", "{empty}", "{garbage}", "{folder}", "{unreadable}"),
         "--state": ("{none}", "{empty}", "{garbage}", "{folder}", "{text}", "{weights}"),
         "--save-state": ("{text}", "{folder}", "/dev/full", "{none}/state", "/proc/latte/state",
                          "{long}", "{weights}"),
@@ -92,7 +92,7 @@ OUT_OF_RANGE = {
         "--seed": ("-1", "4294967296"),
         "--dtype": ("float31", "int8"),
         "--forgetting": ("all",),
-        "--keep-layers": ("7", "0", "-1"),
+        "--keep-layers": ("7", "0,1", "-1"),
         "--recipe": ("{none}", "{folder}", "{garbage_yaml}", "{empty}", "{recipe}"),
     },
     "inspect": {
@@ -299,6 +299,8 @@ def _of_keys(command: str, kind: Any, path: str = "") -> Iterator[Case]:
         if command == "compare" and not full.startswith(("comparison", "output_dir")):
             continue
         values = (*_wrong_values(hint), *KEYS.get(full, ()))
+        if command == "compare":  # which puts runs beside what is there
+            values = tuple(value for value in values if value != "{folder}")
         for value in values:
             if full == "training.max_tokens" and value == "1000":
                 value = "1000 training.max_steps=5"
