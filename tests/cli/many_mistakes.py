@@ -34,6 +34,7 @@ START: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluate", "{run}", "--lengths", "16", "--max-tokens", "64"),
     "generate": ("generate", "{run}", "--prompt", "a", "--max-new-tokens", "2"),
     "serve": ("serve", "{none}"),
+    "chat": ("chat", "{run}"),  # whose tokenizer has no chat template
     "compare": ("compare", "{recipe}", "output_dir={box}/new", "--presets", "swa++"),
     "convert": ("convert", "{base}", "{box}/new"),
     "inspect": ("inspect", "{run}", "--text", "some text"),

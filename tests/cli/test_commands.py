@@ -27,6 +27,7 @@ COMMANDS: list[list[str]] = [
     ["convert"],
     ["inspect"],
     ["benchmark"],
+    ["doctor"],
 ]
 
 

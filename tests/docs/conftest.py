@@ -53,7 +53,7 @@ class Document:
         return tables
 
 
-NAMES = ["README.md", "CHANGELOG.md"]
+NAMES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 NAMES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 
 

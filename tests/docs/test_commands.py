@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import tomllib
+from pathlib import Path
 
 import matplotlib.image
 import pytest
 import torch
+import yaml
 
 from latte.cli.parser import build_parser, parse
 from latte.models.registry import preset_names
@@ -25,17 +28,21 @@ def make_targets(root):
     return [target for rule in rules for target in rule.split()]
 
 
+def read_plugin(path):
+    return Path(path).read_text(encoding="utf-8")
+
+
 def check_latte(words, root):
     options = parse(words)
     if options.command in ("train", "compare"):
         recipe = load_recipe(root / options.recipe, options.overrides)
-        assert recipe.model.preset in NAMES
+        name, plugins = recipe.model.preset, "".join(map(read_plugin, recipe.plugins))
+        assert name in NAMES or f'register_preset(\n    "{name}"' in plugins
     if options.command == "convert" and options.recipe is not None:
         stages = load_conversion_recipe(root / options.recipe, options.overrides).stages
         assert stages(options.base, root)
     if options.command == "compare":
         chosen = options.presets or recipe.comparison.presets
-        plugins = "".join((root / plugin).read_text() for plugin in recipe.plugins)
         assert chosen and all(name in NAMES or f"``{name}``" in plugins for name in chosen)
 
 
@@ -48,6 +55,8 @@ def check(words, root):
         assert rest and set(rest) <= set(make_targets(root)), words
     elif program == "latte":
         check_latte(rest, root)
+    elif program == ".":
+        assert rest == [".venv/bin/activate"], words
     elif program == "torchrun":
         at = rest.index("latte.cli")
         assert rest[at - 1] == "-m" and rest[0] == "--nproc-per-node" and rest[1].isdigit()
@@ -107,17 +116,6 @@ def test_a_wrong_command_would_be_found(words, root):
         check(words, root)
 
 
-def test_every_option_is_documented(read):
-    text = read("docs/reference/command-line.md").text
-    parser = build_parser()
-    kinds = next(action for action in parser._actions if action.dest == "command").choices
-    for name, command in kinds.items():
-        section = text.split(f"## latte {name}\n")[1].split("\n## ")[0]
-        known = {o for a in command._actions for o in a.option_strings} - {"-h", "--help"}
-        documented = set(re.findall(r"^\| `(--[\w-]+)`", section, re.M))
-        assert documented == known, name
-
-
 # --- Python ------------------------------------------------------------------------------------
 
 
@@ -155,3 +153,35 @@ def test_the_figure_is_what_its_script_draws(root, tmp_path):
     drawn, kept = (matplotlib.image.imread(path) for path in (tmp_path / "weights.png", committed))
     assert drawn.shape == kept.shape
     assert abs(drawn - kept).mean() < 0.02
+
+
+# --- The workflow, which calls what developers call ---------------------------------------------
+
+# Comes with the checks of memory in the kernels.
+TO_COME = {"sanitize"}
+
+
+@pytest.fixture
+def jobs(root):
+    return yaml.safe_load((root / ".github/workflows/ci.yml").read_text())["jobs"]
+
+
+def test_its_commands_exist(jobs, root):
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = {*make_targets(root), *TO_COME}
+    for command in runs:
+        program, *words = shlex.split(re.sub(r"\$\{\{.*?\}\}", "", command))
+        if program == "make":
+            wanted = {word for word in words if "=" not in word}
+            assert wanted and wanted <= targets, command
+        else:
+            assert (root / program).is_file() and not words, command
+    assert ".ci/run" in runs
+    for name in re.findall(r"[\w-]+\.txt", (root / ".github/workflows/ci.yml").read_text()):
+        assert (root / name).is_file()
+
+
+def test_every_python_that_is_supported_is_tested(jobs, root):
+    oldest = tomllib.loads((root / "pyproject.toml").read_text())["project"]["requires-python"]
+    tested = jobs["test"]["strategy"]["matrix"]["python"]
+    assert oldest == f">={tested[0]}" and tested == [f"3.{n}" for n in range(11, 11 + len(tested))]

@@ -118,7 +118,7 @@ def test_the_place_for_results_is_there(read):
 def test_the_paper_s_items_have_sections_and_commands(read):
     """Every row of the overview leads to a section that runs, or says what it needs."""
     results = read("docs/results.md")
-    rows = results.tables()[0]
+    rows = next(table for table in results.tables() if "ours" in table[0])
     assert [row["paper"] for row in rows][:2] == ["Table 1", "Table 2"] and len(rows) >= 10
     sections = {slug: part for part in results.text.split("\n## ") for slug in slugs(f"## {part}")}
     for row in rows:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,15 +15,8 @@ import latte
 from latte.conversion.config import CONFIGS, MacchiatoFields
 from latte.conversion.modeling import FAMILIES
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
-from latte.train.layers import LayersSection
-from latte.train.recipe import (
-    ComparisonSection,
-    ConversionSection,
-    DataSection,
-    ModelSection,
-    TrainingSection,
-)
 
+ROOT = Path(__file__).parents[2]
 PAGES = {
     "latte.ops": "docs/reference/ops.md",
     "latte.layers": "docs/reference/layers.md",
@@ -65,9 +60,8 @@ def preset_rows(document):
     )
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/reference/models.md"])
-def test_presets_are_those_of_the_code(name, read):
-    rows = preset_rows(read(name))
+def test_presets_are_those_of_the_code(read):
+    rows = preset_rows(read("docs/reference/models.md"))
     assert [row["preset"].strip("`") for row in rows] == list(PRESETS)
     for row in rows:
         config = preset_config(row["preset"].strip("`"), "paper")
@@ -129,27 +123,38 @@ def test_converted_models_are_those_of_the_code(read):
     }
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        *(ModelSection, DataSection, TrainingSection, ComparisonSection),
-        *(ConversionSection, LayersSection),
-    ],
-)
-def test_recipe_keys_are_those_of_the_code(section, read):
-    title = section.__name__.removesuffix("Section").lower()
-    text = read("docs/guide.md").text.split(f"\n`{title}`\n")[1].lstrip().split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
-    documented = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
-    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(section))
-    for names, default, _ in rows:
-        for name, shown in zip(
-            re.findall(r"`(\w+)`", names), re.split(r", (?![^\[]*\])", default), strict=False
-        ):
-            value = getattr(section(), name)
-            if isinstance(value, bool):
-                assert shown == str(value).lower(), name
-            elif isinstance(value, int | float):
-                assert float(shown) == value, name
-            elif value:
-                assert shown.strip("`") == str(value), name
+@pytest.fixture(scope="module")
+def tables():
+    """The script that writes the tables of options and recipe keys."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_options_and_keys_are_fresh(tables):
+    """`python docs/tables.py` would change nothing."""
+    for page, parts in tables.blocks().items():
+        text = page.read_text("utf-8")
+        marks = re.findall(r"<!-- generated: (\w+) -->", text)
+        assert sorted(marks) == sorted(parts), page
+        assert tables.written(text, parts) == text, f"{page}: run python docs/tables.py"
+
+
+def test_every_option_and_key_has_a_meaning(tables):
+    for parts in tables.blocks().values():
+        for body in parts.values():
+            for line in body.splitlines()[2:]:
+                assert re.search(r"\w", re.split(r"(?<!\\)\|", line)[-2]), line
+
+
+def test_words_are_of_options_and_keys_that_exist(tables):
+    known = {
+        name: {n for action in parser._actions for n in tables.names(action)}
+        for name, parser in tables.commands().items()
+    }
+    for name, words in tables.OPTION_WORDS.items():
+        if name != "*":
+            assert words.keys() <= known[name], name
+    for name, words in tables.KEY_WORDS.items():
+        assert words.keys() <= {field.name for field in dataclasses.fields(tables.SECTIONS[name])}

@@ -152,6 +152,21 @@ def generate(options: Namespace) -> int:
     return 0
 
 
+def chat(options: Namespace) -> int:
+    """latte chat CHECKPOINT"""
+    from latte.data.sources import first_document
+    from latte.evaluate.chat import Chat, converse
+    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.evaluate.generate import check_sampling
+
+    sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    check_sampling(**sampling)
+    document = "" if options.file is None else first_document(options.file)
+    model, tokenizer = load_checkpoint(options.checkpoint, options.device)
+    converse(Chat(model, tokenizer, system=options.system, document=document, **sampling))
+    return 0
+
+
 def serve(options: Namespace) -> int:
     """latte serve CHECKPOINT"""
     if options.continuous_batching:
@@ -159,9 +174,19 @@ def serve(options: Namespace) -> int:
             "continuous batching pages keys and values, and a state of Latte has no pages:"
             " expected no --continuous-batching"
         )
+    from latte.serve.server import Serving
     from latte.serve.server import serve as run
 
-    run(options.checkpoint, compiled=options.compile, **picked(options, "host", "port", "device"))
+    serving = Serving(
+        compiled=options.compile,
+        slots=options.max_batch,
+        piece=options.prefill_piece,
+        state_cache=options.state_cache,
+        state_folder=options.state_cache_dir,
+        state_folder_room=options.state_cache_disk,
+        longest=options.max_length,
+    )
+    run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device"))
     return 0
 
 
@@ -289,6 +314,18 @@ def benchmark(options: Namespace) -> int:
     folder = Path(options.output or "runs/benchmark")
     found = run(settings, folder, named=bool(options.output), force=options.force)
     print(f"written: {found.path}")
+    return 0
+
+
+def doctor(options: Namespace) -> int:
+    """latte doctor [--json]"""
+    import json
+
+    from latte.doctor import report, required_kernels, text
+
+    found = report()
+    print(json.dumps(found, indent=2) if options.json else text(found))
+    required_kernels()
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         return each
 
     for add_options in (
-        *(_train, _evaluate, _generate, _serve),
-        *(_compare, _convert, _inspect, _benchmark),
+        *(_train, _evaluate, _generate, _chat, _serve),
+        *(_compare, _convert, _inspect, _benchmark, _doctor),
     ):
         add_options(command)
     return parser
@@ -84,6 +85,16 @@ def integers(text: str, least: int = 1) -> list[int]:
 def numbers(text: str) -> list[int]:
     """`0,3` -> [0, 3]: numbers that count from 0."""
     return integers(text, least=0)
+
+
+def size(text: str) -> int:
+    """`1GiB`, `500MB` or `4096` -> bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?b?|b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected bytes, such as 1GiB or 500MB, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = 0 if prefix is None else 1 + "kmgt".index(prefix)
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def listed(text: str) -> list[str]:
@@ -189,19 +200,61 @@ def _generate(command: Any) -> None:
     add("--device", help=DEVICE)
 
 
+def _chat(command: Any) -> None:
+    add = command(
+        commands.chat,
+        "talk to a model, a line at a time",
+        "Reads messages from standard input, one a line, and prints the answers as they come."
+        " A turn reads only its new tokens. /clear begins a new conversation, Ctrl-C ends an"
+        " answer, and Ctrl-D or /exit the conversation.",
+    ).add_argument
+    add("checkpoint", help=f"{RUN}; its tokenizer needs a chat template")
+    add("--system", default="", help="system message; the template's own if it is left out")
+    add("--file", help="a document to talk about; the first of several")
+    add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
+    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add("--top-k", type=int, help="sample among the k most likely tokens")
+    add("--top-p", type=float, default=0.95, help="sample within this mass")
+    add("--seed", type=int, help="for the same answers again")
+    add("--device", help=DEVICE)
+
+
 def _serve(command: Any) -> None:
     add = command(
         commands.serve,
         "answer chat and completion requests of OpenAI's clients",
         "Transformers' own server over one checkpoint, whose name in requests is CHECKPOINT as"
-        " written here. Requests are answered one after the other, streaming or not; those whose"
-        " client has gone are dropped. Needs the extra: pip install 'latte-attention[serving]'.",
+        " written here. Requests share a step, and go on from the states of what was read before;"
+        " those whose client has gone are dropped. Needs the extra:"
+        " pip install 'latte-attention[serving]'.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--host", default="localhost", help="address to listen at")
     add("--port", type=int, default=8000, help="0 takes a free one; printed when ready")
-    add("--compile", action="store_true", help="compile a step of decoding first")
+    add("--compile", action="store_true", help="compile a step first; requests then take turns")
     add("--device", help=DEVICE)
+    add("--max-batch", type=int, default=8, help="requests that share a step, at most")
+    add(
+        "--prefill-piece",
+        type=int,
+        help="tokens of a prompt read between two steps, at most: 256 on a CPU, elsewhere 2048",
+    )
+    add("--max-length", type=int, help="tokens of prompt and answer together; more is refused")
+    add(
+        "--state-cache",
+        type=size,
+        default=2**30,
+        metavar="SIZE",
+        help="states kept in memory, such as 1GiB (the default); 0 keeps none",
+    )
+    add("--state-cache-dir", metavar="DIR", help="keep states as files too, for the next start")
+    add(
+        "--state-cache-disk",
+        type=size,
+        default=10 * 2**30,
+        metavar="SIZE",
+        help="bytes of these files, 10GiB by default",
+    )
     add("--continuous-batching", action="store_true", help="refused: states have no pages")
 
 
@@ -311,3 +364,14 @@ def _benchmark(command: Any) -> None:
         " other settings",
     )
     add("--force", **FORCE)
+
+
+def _doctor(command: Any) -> None:
+    add = command(
+        commands.doctor,
+        "show what runs here: versions, backends, native kernels, threads, GPU",
+        "Says for every op which backend serves it, and why the native CPU kernels are not used"
+        " where they are not. Ends with exit code 0 whatever it finds, but for LATTE_NATIVE=require"
+        " where there are no native kernels.",
+    ).add_argument
+    add("--json", action="store_true", help="the same for programs")

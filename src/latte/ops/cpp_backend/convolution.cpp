@@ -9,6 +9,7 @@
 #ifndef LATTE_CONVOLUTION
 #define LATTE_CONVOLUTION
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
@@ -63,6 +64,19 @@ static Convolution inputs(Stack& stack) {
     op.x = stack.tensor(), op.weight = stack.tensor(), op.bias = stack.maybe_tensor();
     op.initial = stack.maybe_tensor(), op.mask = stack.maybe_tensor();
     op.bounds = stack.maybe_tensor();
+    return op;
+}
+
+static void check_inputs(const Expect& expect, const Convolution& op) {
+    expect(op.x, "x", FLOATS, {ANY, ANY, ANY});
+    const int64_t E = op.channels();
+    expect(op.weight, "weight", wide(op.x), {E, ANY}), expect(op.bias, "bias", wide(op.x), {E});
+    expect.that(op.width() >= 1, "weight must have at least one tap");
+    expect.sequences(op.x, op.mask, op.bounds);
+    expect(op.initial, "initial", op.x.dtype, {op.sequences(), op.width() - 1, E});
+}
+
+static void widen_taps(Convolution& op) {
     const int64_t E = op.channels(), K = op.width();
     auto number = [](const Tensor& x, int64_t at) {
         return x.type() == Type::F64 ? x.at<double>()[at] : double(x.at<float>()[at]);
@@ -74,13 +88,14 @@ static Convolution inputs(Stack& stack) {
                 number(op.weight, e * op.weight.strides[0] + i * op.weight.strides[1]);
         if (op.bias) op.taps[size_t(K * E + e)] = number(op.bias, e * op.bias.strides[0]);
     }
-    return op;
 }
 
 // (x, weight, bias?, initial?, mask?, bounds?) -> (y, tail)
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Convolution op = inputs(stack);
+    check_inputs(Expect("cpu_convolution"), op);
+    widen_taps(op);
     op.out = Tensor::empty({op.x.sizes[0], op.tokens(), op.channels()}, op.x.dtype);
     op.tail = Tensor::empty({op.sequences(), op.width() - 1, op.channels()}, op.x.dtype);
     LATTE_CHOOSE(run_forward)(op);
@@ -93,7 +108,12 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Tensor dout = stack.tensor(), dtail = stack.tensor();
     Convolution op = inputs(stack);
     op.dout = static_cast<Tensor&&>(dout), op.dtail = static_cast<Tensor&&>(dtail);
+    const Expect expect("cpu_convolution_backward");
+    check_inputs(expect, op);
     const int64_t E = op.channels(), K = op.width(), N = op.sequences();
+    expect(op.dout, "grad of y", op.x.dtype, op.x);
+    expect(op.dtail, "grad of tail", op.x.dtype, {N, K - 1, E});
+    widen_taps(op);
     op.dx = Tensor::empty({op.x.sizes[0], op.tokens(), E}, op.x.dtype);
     Tensor dweight = Tensor::empty({E, K}, op.weight.dtype);
     Tensor dbias = op.bias ? Tensor::empty({E}, op.bias.dtype) : Tensor::empty({0}, wide(op.x));
@@ -121,7 +141,14 @@ static void step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Convolution op;
     op.x = stack.tensor(), op.weight = stack.tensor(), op.bias = stack.maybe_tensor();
-    op.tail = stack.tensor(), op.mask = stack.maybe_tensor();
+    op.tail = stack.tensor(true), op.mask = stack.maybe_tensor();
+    const Expect expect("cpu_convolution_step");
+    expect(op.x, "x", FLOATS, {ANY, ANY});
+    const int64_t B = op.x.sizes[0], E = op.x.sizes[1];
+    expect(op.weight, "weight", FLOATS, {E, ANY}), expect(op.bias, "bias", FLOATS, {E});
+    expect.that(op.width() >= 1, "weight must have at least one tap");
+    expect(op.tail, "tail", op.x.dtype, {B, op.width() - 1, E});
+    expect(op.mask, "real", aoti_torch_dtype_bool(), {B});
     op.out = Tensor::empty({op.x.sizes[0], op.x.sizes[1]}, op.x.dtype);
     LATTE_CHOOSE(run_step)(op);
     stack.give(op.out);
@@ -163,6 +190,44 @@ struct Run {
     explicit Run(int64_t K) : x(size_t(K)), stride(size_t(K)) {}
 };
 
+// As many rows of one line as are read together: every element is read and widened once for all of
+// them, and the taps stay in registers.
+constexpr int64_t TOGETHER = 8;
+
+// TOGETHER rows, whose first reads x[0], x[row], ..., x[(K-1) row]: neighbours, all real. The sums are
+// in the order of `forward_rows`.
+template <class S, int K>
+static void forward_together(
+    const S* x, int64_t row, int64_t E, const typename Computed<S>::type* taps, S* out) {
+    using T = typename Computed<S>::type;
+    for (int64_t c = 0; c < E; c += width<T>) {
+        const int64_t left = E - c;
+        V<T> tap[K], seen[K];
+        for (int i = 0; i < K; ++i) tap[i] = load(taps + i * E + c, 1, left);
+        const V<T> bias = load(taps + K * E + c, 1, left);
+        for (int i = 0; i < K - 1; ++i) seen[i] = load(x + i * row + c, 1, left);
+#pragma GCC unroll 8
+        for (int64_t t = 0; t < TOGETHER; ++t) {
+            seen[K - 1] = load(x + (t + K - 1) * row + c, 1, left);
+            V<T> sum = bias;
+            for (int i = 0; i < K; ++i) sum = sum + tap[i] * seen[i];
+            store(out + t * E + c, sum, left);
+            for (int i = 0; i < K - 1; ++i) seen[i] = seen[i + 1];
+        }
+    }
+}
+
+// Whether the TOGETHER rows from `row` on can be read together: all that they read is in x and real.
+static bool together(const Convolution& op, const Line& line, int64_t row, int64_t end) {
+    const int64_t K = op.width(), T = op.tokens();
+    const int64_t stop = end < line.begin + line.count ? end : line.begin + line.count;
+    if (row + TOGETHER > stop || row - line.begin < K - 1 || K < 2 || K > 4) return false;
+    if (op.x.strides[2] != 1 || row % T < K - 1) return false;
+    for (int64_t t = row - K + 1; op.mask && t < row + TOGETHER; ++t)
+        if (!op.mask.at<bool>()[t]) return false;
+    return true;
+}
+
 template <class S>
 static void forward_rows(Convolution& op, int64_t begin, int64_t end, const void* given) {
     using T = typename Computed<S>::type;
@@ -172,6 +237,17 @@ static void forward_rows(Convolution& op, int64_t begin, int64_t end, const void
     Line line = Line::at_row(op, begin);
     for (int64_t row = begin; row < end; ++row) {
         while (row >= line.begin + line.count) line = Line(op, line.n + 1);
+        if (together(op, line, row, end)) {
+            int64_t stride;
+            const S* x = element<S>(op, line, row - line.begin, stride);
+            S* out = op.out.at<S>() + row * E;
+            const int64_t next = op.x.strides[1];
+            if (K == 2) forward_together<S, 2>(x, next, E, taps, out);
+            else if (K == 3) forward_together<S, 3>(x, next, E, taps, out);
+            else forward_together<S, 4>(x, next, E, taps, out);
+            row += TOGETHER - 1;
+            continue;
+        }
         for (int64_t i = 0; i < K; ++i)
             run.x[i] = element<S>(op, line, row - line.begin + i, run.stride[i]);
         S* out = op.out.at<S>() + row * E;
@@ -290,23 +366,47 @@ static void backward_all(Convolution& op) {
                                    op.dinitial.at<S>() + (n * (K - 1) + p) * E);
 }
 
+// A tensor's elements e, whatever its dtype, `stride` apart, next to each other and in T.
+template <class T>
+static void gather(const Tensor& x, int64_t at, int64_t stride, int64_t count, T* to) {
+    auto copy = [&](auto* from) {
+        for (int64_t e = 0; e < count; ++e) to[e] = T(widen(from[at + e * stride]));
+    };
+    switch (x.type()) {
+        case Type::F32: return copy(x.at<float>());
+        case Type::F64: return copy(x.at<double>());
+        case Type::BF16: return copy(x.at<bf16>());
+        case Type::F16: return copy(x.at<fp16>());
+    }
+}
+
 template <class S>
 static void take_step(Convolution& op) {
     using T = typename Computed<S>::type;
     const int64_t B = op.x.sizes[0], E = op.x.sizes[1], K = op.width();
+    std::vector<T> taps(size_t((K + 1) * E));  // those of a tap next to each other, then the bias
+    for (int64_t i = 0; i < K; ++i)
+        gather(op.weight, i * op.weight.strides[1], op.weight.strides[0], E, taps.data() + i * E);
+    if (op.bias) gather(op.bias, 0, op.bias.strides[0], E, taps.data() + K * E);
+    const int64_t of_x = op.x.strides[1], of_tail = op.tail.strides[2], next = op.tail.strides[1];
     for (int64_t b = 0; b < B; ++b) {
         const bool real = !op.mask || op.mask.at<bool>()[b * op.mask.strides[0]];
-        for (int64_t e = 0; e < E; ++e) {
-            S* tail = op.tail.at<S>() + b * op.tail.strides[0] + e * op.tail.strides[2];
-            S newest = real ? op.x.at<S>()[b * op.x.strides[0] + e * op.x.strides[1]] : S{};
-            T y = op.bias ? number_at<T>(op.bias, e * op.bias.strides[0]) : T(0);
-            const int64_t at = e * op.weight.strides[0], next = op.tail.strides[1];
+        const S* x = op.x.at<S>() + b * op.x.strides[0];
+        S *tail = op.tail.at<S>() + b * op.tail.strides[0], *out = op.out.at<S>() + b * E;
+        for (int64_t c = 0; c < E; c += width<T>) {
+            const int64_t left = E - c < width<T> ? E - c : width<T>;
+            V<T> sum = load(taps.data() + K * E + c, 1, left);
             for (int64_t i = 0; i < K; ++i) {
-                const S x = i < K - 1 ? tail[i * next] : newest;
-                y += number_at<T>(op.weight, at + i * op.weight.strides[1]) * widen(x);
-                if (i) tail[(i - 1) * next] = x;
+                const S* held = i < K - 1 ? tail + i * next + c * of_tail : x + c * of_x;
+                const int64_t stride = i < K - 1 ? of_tail : of_x;
+                const bool none = i == K - 1 && !real;
+                const V<T> now = none ? V<T>{} : load(held, stride, left);
+                sum = sum + load(taps.data() + i * E + c, 1, left) * now;
+                S* before = tail + (i - 1) * next + c * of_tail;
+                for (int64_t j = 0; i && j < left; ++j)
+                    before[j * of_tail] = none ? S{} : held[j * stride];
             }
-            narrow(y, op.out.at<S>()[b * E + e]);
+            store(out + c, sum, left);
         }
     }
 }
