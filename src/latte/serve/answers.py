@@ -206,7 +206,7 @@ class Answers(BaseGenerateManager):
 
 def begun(prompts: Prompts, inputs: Any) -> tuple[Ids, tuple[int, ...]]:
     """A prompt's tokens as the model reads them, the start token included, and its marks."""
-    own = inputs["input_ids"][0].numpy().astype(np.int32)
+    own = inputs["input_ids"][0].cpu().numpy().astype(np.int32)
     ids = prompts.begin(own)
     added = len(ids) - len(own)
     return ids, tuple(mark + added for mark in getattr(inputs, "marks", ()))
