@@ -115,6 +115,17 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--seed": "seed: the same seed gives the same text",
         "--compile": "compile one step of decoding first; useful for long texts",
     },
+    "chat": {
+        "checkpoint": "checkpoint, as above; its tokenizer needs a chat template",
+        "--system": "system message; the template's own",
+        "--file": "document to talk about, before the first message. Of a file with several"
+        " documents, the first",
+        "--max-new-tokens": "largest number of tokens of an answer",
+        "--temperature": "0 always takes the most likely token",
+        "--top-k": "sample among the k most likely tokens",
+        "--top-p": "sample among the most likely tokens that have this probability together",
+        "--seed": "seed: the same seed gives the same answers",
+    },
     "serve": {
         "checkpoint": "checkpoint, as above; requests name it as it is written here",
         "--host": "address to listen at",
@@ -183,6 +194,7 @@ KEY_WORDS: dict[str, dict[str, str]] = {
         "vocab_size": "number of entries of a trained BPE",
         "block_length": "number of tokens of a training example",
         "respect_documents": "no document sees another in the same block; `false` ignores bounds",
+        "start_blocks": "every block begins with the start token, in place of its first token",
         "cache_dir": "folder of tokenised text; by default `$LATTE_CACHE`, or `~/.cache/latte`",
         "max_validation_tokens": "number of held-out tokens scored during training; null: all",
     },

@@ -105,6 +105,7 @@ def work(options: argparse.Namespace) -> int:
     print(f"\n{said}\n")
     print(f"Figure: {Path(output) / 'evaluation.png'}. Answers: {Path(output) / 'answers.txt'}.")
     print(f"Try: latte generate '{output}' --prompt '{OPENING}'")
+    print(f"Chat here: latte chat '{output}' (where the base has a chat template)")
     print(f"Chat, with any client of OpenAI's at http://localhost:8000/v1: latte serve '{output}'")
     return 0
 

@@ -9,9 +9,11 @@ from bases import NAMES, WINDOW, base, converted, tokens
 from latte import LatteError
 from latte.conversion import convert
 from latte.conversion.landmarks import (
+    Sample,
     Survey,
     calibration_rows,
     clusters,
+    landmarks,
     rotary_mean,
     set_landmarks,
     turned,
@@ -96,6 +98,26 @@ def test_landmarks_are_decided_by_the_seed_and_change_nothing_else():
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_a_bias_of_the_queries_moves_the_keys_alone():
+    """Clusters of q - b, whose logits are linear in x; the keys' logits are of whole queries."""
+    plain, biased = (converted("qwen2", latent_input="none") for _ in range(2))
+    layers = [model.model.layers[0].self_attn for model in (plain, biased)]
+    sample = Sample(torch.randn(60, plain.config.hidden_size), None, *torch.rand(2, 60, 4))
+    found = []
+    for layer, size in zip(layers, (0.0, 3.0), strict=True):
+        torch.nn.init.constant_(layer.q_proj.bias, size)
+        q = layer.heads(sample.x[None].double())[0][0].float()
+        generator = torch.Generator().manual_seed(0)
+        mean_rotation = rotary_mean(plain, layer, 60)
+        found.append(landmarks(layer, sample._replace(q=q), mean_rotation, generator))
+    torch.testing.assert_close(found[0].q_HLE, found[1].q_HLE, rtol=1e-3, atol=1e-4)
+    bias = torch.full((1, layers[0].head_dim), 3.0, dtype=torch.float64)
+    moved = (layers[0].scale * turned(bias, *mean_rotation)).float()
+    weight = layers[0].k_proj.weight.float().unflatten(0, (-1, layers[0].head_dim))[0]
+    expected = found[0].k_HLE[0] + moved @ weight
+    torch.testing.assert_close(found[1].k_HLE[0], expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.fixture
 def folder(tmp_path):
     base("llama").save_pretrained(tmp_path / "base")
@@ -143,14 +165,20 @@ def test_without_a_text_latents_begin_at_random_and_it_is_said(folder):
     assert torch.equal(alone.state_dict()[key], drawn.state_dict()[key])
 
 
-def test_calibration_rows_are_of_one_length():
+def test_calibration_rows_are_of_one_length_and_begin_as_documents():
     class Words:
+        bos_token_id, eos_token_id = 7, 8
+
         def __call__(self, text, add_special_tokens):
             return type("Ids", (), {"input_ids": list(range(len(text.split())))})
 
     rows = calibration_rows(Words(), "a b " * 1300)
     assert [row.shape for row in rows] == [(1, 1024)] * 2
-    assert [row.shape for row in calibration_rows(Words(), "a b c")] == [(1, 3)]
+    assert all(row[0, 0] == 7 for row in rows) and rows[1][0, 1] == 1023
+    assert [row.shape for row in calibration_rows(Words(), "a b " * 1300, 2000)] == [(1, 2000)]
+    assert calibration_rows(Words(), "a b c")[0].tolist() == [[7, 0, 1, 2]]
+    Words.bos_token_id = None
+    assert calibration_rows(Words(), "a b c")[0].tolist() == [[8, 0, 1, 2]]
     assert len(calibration_rows(Words(), None)) == 8
     with pytest.raises(LatteError, match="calibration: expected some text, got none"):
         calibration_rows(Words(), "")

@@ -117,6 +117,17 @@ def test_without_documents_only_the_labels_know_them(token_file):
     assert len(apart[1]["cu_seq_lens_q"]) > 2
 
 
+def test_started_blocks_begin_as_documents_do(token_file):
+    tokens = token_file()
+    options = {"shuffle": False, "respect_documents": False}
+    plain, started = (PackedBlocks(tokens, 64, start_blocks=flag, **options) for flag in (0, 1))
+    assert plain[1]["input_ids"][0] != tokens.tokens[0]
+    for i in range(3):
+        assert started[i]["input_ids"][0] == tokens.tokens[0]
+        assert torch.equal(started[i]["input_ids"][1:], plain[i]["input_ids"][1:])
+        assert torch.equal(started[i]["labels"], plain[i]["labels"])
+
+
 def test_packed_batch(token_file):
     blocks = PackedBlocks(token_file(), 32, seed=1)
     items = [blocks[i] for i in range(5)]

@@ -141,6 +141,14 @@ def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
     assert not any("lora" in name or "base_layer" in name for name in final)
 
 
+def test_a_missing_peft_is_found_out_before_any_stage(base, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("latte.train.converted.find_spec", lambda name: None)
+    recipe = small("conversion.trainable=lora")
+    with pytest.raises(LatteError, match="needs peft, which is not installed"):
+        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted, small, tmp_path):
     """Stopped in its first stage, and killed in its second; meanwhile nobody else goes on."""
     stopped = small("transfer.max_minutes=1e-6")

@@ -115,7 +115,7 @@ def test_a_layer_says_how_far_it_came(base, settings, tmp_path, capsys):
     command = ["convert", str(base), str(out), "--recipe", str(RECIPE), *settings]
     assert main([*command, "evaluation.max_tokens=64", "evaluation.lengths=[64]"]) == 0
     told = capsys.readouterr().err
-    assert "layers: 5 of 5 rows recorded" in told
+    assert "layers: recording 5 rows of" in told
     assert "layers: layer 2 (3 of 3), output error" in told
     capsys.readouterr()
     assert main([*command, "evaluation.max_tokens=64", "evaluation.lengths=[64]"]) == 0

@@ -164,3 +164,6 @@ def test_runs_begun_by_an_earlier_version_are_the_same_runs() -> None:
     assert not {"forgetting", "half_life_range"} & set(plain["conversion"])
     set_too = {"training": {"max_steps": 1}, "conversion": {"forgetting": "static"}}
     assert build(Recipe, set_too).identity()["conversion"]["forgetting"] == "static"
+    assert "start_blocks" not in plain["data"]
+    started = build(Recipe, {"data": {"start_blocks": True}, "training": {"max_steps": 1}})
+    assert started.identity()["data"]["start_blocks"] is True

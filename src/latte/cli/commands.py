@@ -137,6 +137,21 @@ def generate(options: Namespace) -> int:
     return 0
 
 
+def chat(options: Namespace) -> int:
+    """latte chat CHECKPOINT"""
+    from latte.data.sources import first_document
+    from latte.evaluate.chat import Chat, converse
+    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.evaluate.generate import check_sampling
+
+    sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    check_sampling(**sampling)
+    document = "" if options.file is None else first_document(options.file)
+    model, tokenizer = load_checkpoint(options.checkpoint, options.device)
+    converse(Chat(model, tokenizer, system=options.system, document=document, **sampling))
+    return 0
+
+
 def serve(options: Namespace) -> int:
     """latte serve CHECKPOINT"""
     if options.continuous_batching:

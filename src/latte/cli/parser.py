@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         return each
 
     for add_options in (
-        *(_train, _evaluate, _generate, _serve),
+        *(_train, _evaluate, _generate, _chat, _serve),
         *(_compare, _convert, _inspect, _benchmark),
     ):
         add_options(command)
@@ -182,6 +182,25 @@ def _generate(command: Any) -> None:
     add("--top-p", type=float, default=0.95, help="sample within this mass")
     add("--seed", type=int, help="for the same sample again")
     add("--compile", action="store_true", help="compile a step of decoding first: for long texts")
+    add("--device", help=DEVICE)
+
+
+def _chat(command: Any) -> None:
+    add = command(
+        commands.chat,
+        "talk to a model, a line at a time",
+        "Reads messages from standard input, one a line, and prints the answers as they come."
+        " A turn reads only its new tokens. /clear begins a new conversation, Ctrl-C ends an"
+        " answer, and Ctrl-D or /exit the conversation.",
+    ).add_argument
+    add("checkpoint", help=f"{RUN}; its tokenizer needs a chat template")
+    add("--system", default="", help="system message; the template's own if it is left out")
+    add("--file", help="a document to talk about; the first of several")
+    add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
+    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add("--top-k", type=int, help="sample among the k most likely tokens")
+    add("--top-p", type=float, default=0.95, help="sample within this mass")
+    add("--seed", type=int, help="for the same answers again")
     add("--device", help=DEVICE)
 
 

@@ -16,8 +16,9 @@ Both logits are linear in the layer's input x, so landmarks are initial values o
 is set such that p(l=0) is, on average, the mass of the base's attention that the window sees.
 
 Where the base normalises its queries and keys, k_s is not linear in x: the norm is replaced by its
-mean scale. A bias of the queries' projection shifts the clusters' logits by constants, which are
-left out; one of the keys' projection cancels in p(s|l,t). A soft cap is left out of k_s.
+mean scale. Where the projection of the queries has a bias, queries are clustered without it, since
+q_t[l] has none, and c_l is the mean of whole queries. A bias of the keys' projection cancels in
+p(s|l,t). A soft cap is left out of k_s.
 
 Shape suffixes: B batch, T tokens, E hidden size, S sampled tokens, H query heads, G key/value
 heads, K head width, L latents per head.
@@ -141,6 +142,14 @@ def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
     return weight * factor_HK[..., None]
 
 
+def _query_bias(layer: MacchiatoAttention) -> Tensor:
+    """What every query has in common, (H, K): the projection's bias, where no norm follows it."""
+    bias: Tensor | None = getattr(layer.q_proj, "bias", None)
+    if bias is None or hasattr(layer, "q_norm"):
+        return torch.zeros(layer.num_heads, layer.head_dim)
+    return bias.detach().float().cpu().unflatten(0, (-1, layer.head_dim))
+
+
 class Landmarks(NamedTuple):
     """Initial values of a layer's latents: logits as maps of x, and the window's bias (H,)."""
 
@@ -161,10 +170,11 @@ def landmarks(
     repeats = H // len(k_map)
     cos, sin = (x.float() for x in mean_rotation)
     q_HLE, k_HLE, bias_H = [], [], []
+    bias_HK = _query_bias(layer)
     for h in range(H):
-        q_SK = sample.q[:, h]
+        q_SK = sample.q[:, h] - bias_HK[h]
         u_LK, c_LK = clusters(q_SK, L, generator)
-        key_LK = layer.scale * turned(c_LK, cos, sin)
+        key_LK = layer.scale * turned(c_LK + bias_HK[h], cos, sin)
         query_LK = SHARPNESS * (u_LK - u_LK.mean(0)) / q_SK.norm(dim=-1).mean()
         q_HLE.append(query_LK @ q_map[h])
         k_HLE.append(key_LK @ k_map[h // repeats])
@@ -186,19 +196,25 @@ def _matching_bias(odds_S: Tensor, share: Tensor) -> Tensor:
     return (low + high) / 2
 
 
-def calibration_rows(tokenizer: Any, text: str | None) -> list[Tensor]:
-    """Rows of token ids, (1, T), of a text; by default of the language's own help pages."""
+def calibration_rows(
+    tokenizer: Any, text: str | None, length: int = CALIBRATION_LENGTH
+) -> list[Tensor]:
+    """Rows of token ids, (1, T), of a text; by default of the language's own help pages.
+
+    Every row begins with the start token, as documents do; a tokenizer without one starts with its
+    end token. A text of fewer than ``length`` tokens is one shorter row.
+    """
     if text is None:
         from pydoc_data.topics import topics
 
         text = "\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text[:CALIBRATION_LETTERS], add_special_tokens=False).input_ids
-    ids = torch.tensor(ids[:CALIBRATION_TOKENS])
-    rows = [row[None] for row in ids.split(CALIBRATION_LENGTH)]
-    whole = [row for row in rows if row.shape[1] == CALIBRATION_LENGTH] or rows
-    if not ids.numel():
+    if not ids:
         raise LatteError("calibration: expected some text, got none")
-    return whole
+    starts = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
+    pieces = torch.tensor(ids[:CALIBRATION_TOKENS]).split(length - len(starts))
+    rows = [torch.cat([torch.tensor(starts, dtype=torch.long), piece])[None] for piece in pieces]
+    return [row for row in rows if row.shape[1] == length] or rows
 
 
 @torch.no_grad()

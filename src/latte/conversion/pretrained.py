@@ -104,7 +104,7 @@ def convert(
     rows: Sequence[torch.Tensor] = ()
     if begins_with_landmarks(initial, config):
         try:
-            rows = _calibration_rows(base, tokenizer, calibration)
+            rows = _calibration_rows(base, tokenizer, calibration, config.local_window)
         except LatteError as error:
             if initial != "auto" or calibration is not None:
                 raise
@@ -120,14 +120,18 @@ def convert(
 
 
 def _calibration_rows(
-    base: str | Path, tokenizer: Any, calibration: str | Sequence[torch.Tensor] | None
+    base: str | Path,
+    tokenizer: Any,
+    calibration: str | Sequence[torch.Tensor] | None,
+    window: int,
 ) -> Sequence[torch.Tensor]:
     """The tokens of which landmarks are computed. Raises LatteError where there are none."""
-    from latte.conversion.landmarks import calibration_rows
+    from latte.conversion.landmarks import CALIBRATION_LENGTH, calibration_rows
 
     rows: Any = calibration
     if calibration is None or isinstance(calibration, str):
-        rows = calibration_rows(tokenizer or load_tokenizer(base), calibration)
+        length = max(CALIBRATION_LENGTH, 4 * window)  # most tokens have much beyond the window
+        rows = calibration_rows(tokenizer or load_tokenizer(base), calibration, length)
     if not sum(row.numel() for row in rows):
         raise LatteError("calibration: expected some tokens, got none")
     return rows

@@ -74,7 +74,8 @@ class PackedBlocks(Dataset):
     - ``cu_seq_lens_q`` (N + 1,) int32: where segments start, from 0 to T.
 
     With ``respect_documents=False`` the block is one segment, across which documents see each
-    other; the labels stay as they are.
+    other; the labels stay as they are. With ``start_blocks`` a block's first token is replaced by
+    the start token, so that the block begins as a document does.
 
     Args:
         tokens: the token file.
@@ -82,6 +83,7 @@ class PackedBlocks(Dataset):
         seed: chooses the order.
         shuffle: False keeps the corpus' order in each epoch.
         respect_documents: whether a document's end is a boundary.
+        start_blocks: whether every block begins with the start token.
         length: the number of items; one epoch by default.
     """
 
@@ -93,6 +95,7 @@ class PackedBlocks(Dataset):
         seed: int = 0,
         shuffle: bool = True,
         respect_documents: bool = True,
+        start_blocks: bool = False,
         length: int | None = None,
     ) -> None:
         if block_length < 2:
@@ -109,7 +112,7 @@ class PackedBlocks(Dataset):
         self.block_length = block_length
         self.seed = seed
         self.shuffle = shuffle
-        self.respect_documents = respect_documents
+        self.respect_documents, self.start_blocks = respect_documents, start_blocks
         self.length = self.num_blocks if length is None else length
 
     def __len__(self) -> int:
@@ -129,6 +132,8 @@ class PackedBlocks(Dataset):
         start = self.block_number(index) * T
         input_ids = self.tokens.tokens[start : start + T].astype(np.int64)
         offsets = self.tokens.offsets
+        if self.start_blocks:
+            input_ids[0] = self.tokens.tokens[offsets[0]]
         first, last = np.searchsorted(offsets, (start + 1, start + T))
         bounds = np.concatenate(([0], offsets[first:last] - start, [T]))
         labels = input_ids.copy()

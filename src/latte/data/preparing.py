@@ -38,6 +38,7 @@ class DataSection:
     vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
     block_length: int = 256  # tokens of a training example
     respect_documents: bool = True  # a document sees nothing of another that shares its block
+    start_blocks: bool = False  # a block begins with the start token, in place of its first token
     cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
     max_validation_tokens: int | None = 200_000  # scored during training; None: all
 
@@ -63,6 +64,7 @@ class Text:
             section.block_length,
             seed=seed,
             respect_documents=section.respect_documents,
+            start_blocks=section.start_blocks,
             length=count,
         )
 

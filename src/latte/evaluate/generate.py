@@ -62,7 +62,7 @@ def generate(
     from latte.models import state_file
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
-    if (state or save_state) and not _keeps_state(model):
+    if (state or save_state) and not keeps_state(model):
         raise LatteError("state: this model is none of Latte's own, whose states can be files")
     if save_state and not Path(save_state).expanduser().parent.is_dir():
         raise LatteError(f"state {save_state} cannot be written: its folder does not exist")
@@ -73,7 +73,7 @@ def generate(
     before = [] if state else [start]
     before += tokenizer.encode(document, add_special_tokens=False) if document else []
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    if not document or not _keeps_state(model):
+    if not document or not keeps_state(model):
         before, ids = [], before + ids
     elif not ids and max_new_tokens:
         before, ids = before[:-1], before[-1:]  # what comes next is asked of the last token
@@ -88,10 +88,7 @@ def generate(
             from latte.models import LatteCache
 
             cache = LatteCache(model.config, max_cache_len=room)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
-        sampling["top_p"] = 1.0 if top_p is None else top_p
+    sampling = sampling_options(temperature, top_k, top_p)
     if compiled and max_new_tokens:
         sampling["compile_config"] = compile_step(model, cache.max_cache_len)
     if echo:
@@ -152,14 +149,14 @@ def text_ends(model: Any, tokenizer: Any) -> dict[str, Any]:
     return {"eos_token_id": sorted({end, *named}), "pad_token_id": pad}
 
 
-def _keeps_state(model: Any) -> bool:
+def keeps_state(model: Any) -> bool:
     """Whether what it has read is a LatteCache."""
     return carries_state(model) and hasattr(model.config, "state_grows")
 
 
 def has_steps(model: Any) -> bool:
     """Whether a step of decoding can be compiled."""
-    return _keeps_state(model) and getattr(getattr(model, "model", None), "steps", False)
+    return keeps_state(model) and getattr(getattr(model, "model", None), "steps", False)
 
 
 def compile_step(model: Any, room: int) -> Any:
@@ -215,6 +212,14 @@ def check_sampling(
         raise LatteError(f"top-p: expected a number above 0 and up to 1, got {top_p}")
     if seed is not None:
         check_seed("seed", seed)
+
+
+def sampling_options(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """The options of Transformers' ``generate`` for what :func:`check_sampling` has checked."""
+    if temperature == 0:
+        return {"do_sample": False}
+    top_p = 1.0 if top_p is None else top_p
+    return {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
 
 
 def _streamer(tokenizer: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 from latte.conversion.pretrained import check_output, load_tokenizer
 from latte.errors import LatteError
 from latte.train import recipe as recipes
-from latte.train.converted import starting_config
+from latte.train.converted import check_peft, starting_config
 from latte.train.layers import LayersSection, transfer_layers
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
 from latte.train.run_folder import Claim, take
@@ -123,6 +123,8 @@ def convert_and_train(
     folder = Path(output)
     stages = recipe.stages(base, folder)
     list(stages.values())[0].import_plugins()
+    if any(stage.conversion.trainable == "lora" for stage in stages.values()):
+        check_peft()  # now, not after the stages before
     starting_config(dataclasses.replace(recipe.conversion, base=base))
     load_tokenizer(base)
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
@@ -158,7 +160,7 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     else:
         del recipe["layers"]["processes"]
     trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
-    recipes.leave_out_later(recipe["conversion"], *trained)
+    recipes.leave_out_later(recipe["conversion"], recipe["data"], *trained)
     for section in trained:
         for key in recipes.REPORTING:
             del section[key]

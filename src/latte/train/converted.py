@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -72,15 +73,20 @@ def starting_model(section: ConversionSection, seed: int, rows: Sequence[torch.T
     return model.train()
 
 
-def add_lora(model: Any, section: ConversionSection, seed: int) -> None:
-    """Low-rank updates (arXiv 2106.09685) of chosen projections, by peft, in place."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
+def check_peft() -> None:
+    """Raise LatteError where peft, which adds low-rank updates, is not installed."""
+    if find_spec("peft") is None:
         raise LatteError(
             "conversion.trainable=lora needs peft, which is not installed;"
             " pip install 'latte-attention[peft]'"
-        ) from None
+        )
+
+
+def add_lora(model: Any, section: ConversionSection, seed: int) -> None:
+    """Low-rank updates (arXiv 2106.09685) of chosen projections, by peft, in place."""
+    check_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
     names = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if ".latents" not in name}
     for target in section.lora_targets:
         if target not in names:

@@ -34,9 +34,10 @@ from torch import Tensor
 from latte.conversion.pretrained import save
 from latte.conversion.recording import FitOptions, LayerFit, Score, record
 from latte.data.blocks import PackedBlocks
-from latte.data.preparing import Text, prepare_text
+from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
 from latte.memory import keep_memory
+from latte.progress import progress
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
 from latte.train.run import calibration_rows, data_section
@@ -95,34 +96,34 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
         raise LatteError(
             "layers: expected data.respect_documents=false, since a recorded row is one sequence"
         )
-    tell = _Teller(quiet)
     text = prepare_text(data_section(recipe), progress=not quiet)
     blocks = text.blocks(recipe.data, section.rows, section.seed)
     rows = [blocks[i]["input_ids"] for i in range(section.rows)]
-    judges = _held_out(text, recipe.data.block_length, section.held_out_rows)
+    judges = _held_out(text, recipe.data, section.held_out_rows)
     model = starting_model(recipe.conversion, section.seed, calibration_rows(text, recipe.data))
     model = model.eval()
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length
-    tell(f"layers: recording {every} rows of {length:,} tokens")
-    files = record(
-        model,
-        [*rows, *judges],
-        folder / "rows",
-        lambda done: tell(f"layers: {done} of {every} rows recorded", last=done == every),
-    )
+    if not quiet:
+        print(f"layers: recording {every} rows of {length:,} tokens", file=sys.stderr, flush=True)
+    with progress(every, "row", shown=not quiet) as bar:
+        bar.describe("layers: recording")
+        files = record(model, [*rows, *judges], folder / "rows", lambda _: bar.update(1))
     options = section.options(recipe.conversion.mass_weight)
-    done = 0
     layers = {layer.self_attn.layer_idx: layer.self_attn for layer in converted_layers(model)}
-    for index, scores in _fit_all(model, layers, files, section, options, folder):
-        done += 1
-        first, last = scores[0], min(scores, key=lambda score: score.output)
-        tell(
-            f"layers: layer {index} ({done} of {len(layers)}), output error"
-            f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})",
-            last=True,
-        )
+    with progress(len(layers), "layer", shown=not quiet) as bar:
+        bar.describe("layers: fitting")
+        for index, scores in _fit_all(model, layers, files, section, options, folder):
+            bar.update(1)
+            first, last = scores[0], min(scores, key=lambda score: score.output)
+            if not quiet:
+                print(
+                    f"layers: layer {index} ({bar.done} of {len(layers)}), output error"
+                    f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})",
+                    file=sys.stderr,
+                    flush=True,
+                )
     for index, layer in layers.items():
         layer.latents.load_state_dict(load_file(_fitted(folder, index)))
     _write_scores(folder)
@@ -136,21 +137,11 @@ def converted_layers(model: Any) -> list[Any]:
     return [layer for layer in model.model.layers if hasattr(layer.self_attn, "latents")]
 
 
-class _Teller:
-    """Prints a line now and at most every ten seconds, the important ones always."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet, self.told = quiet, 0.0
-
-    def __call__(self, line: str, last: bool = False) -> None:
-        if not self.quiet and (last or time.monotonic() - self.told > 10):
-            print(line, file=sys.stderr, flush=True)
-            self.told = time.monotonic()
-
-
-def _held_out(text: Text, length: int, count: int) -> list[Tensor]:
+def _held_out(text: Text, section: DataSection, count: int) -> list[Tensor]:
     """Rows of the validation text, in its order."""
-    blocks = PackedBlocks(text.validation, length, shuffle=False, respect_documents=False)
+    length = section.block_length
+    layout: Any = {"respect_documents": False, "start_blocks": section.start_blocks}
+    blocks = PackedBlocks(text.validation, length, shuffle=False, **layout)
     if len(blocks) < count:
         raise LatteError(
             f"layers.held_out_rows: expected at most the {len(blocks)} blocks of {length} tokens in"

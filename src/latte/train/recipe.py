@@ -26,6 +26,7 @@ REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_check
 # Of `conversion` and of `training`: keys that a run begun by an earlier version does not have.
 LATER = ("forgetting", "half_life_range", "keep_layers")
 LATER_IN_TRAINING = ("context_parallel",)
+LATER_IN_DATA = ("start_blocks",)
 # Of `training` too: what cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
 POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
@@ -209,17 +210,20 @@ class Recipe:
             values["plugins"] = plugin_names(self.plugins)
         for key in REPORTING:
             del values["training"][key]
-        leave_out_later(values["conversion"], values["training"])
+        leave_out_later(values["conversion"], values["data"], values["training"])
         return values
 
 
-def leave_out_later(conversion: dict[str, Any], *training: dict[str, Any]) -> None:
+def leave_out_later(
+    conversion: dict[str, Any], data: dict[str, Any], *training: dict[str, Any]
+) -> None:
     """Take new keys out of sections of an identity where they are at their defaults.
 
     A run that an earlier version has begun is then the same run.
     """
     sections: list[tuple[dict[str, Any], Any, tuple[str, ...]]] = [
         (conversion, ConversionSection, LATER),
+        (data, DataSection, LATER_IN_DATA),
         *((section, TrainingSection, LATER_IN_TRAINING) for section in training),
     ]
     for section, kind, later in sections:

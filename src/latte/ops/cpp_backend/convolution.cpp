@@ -163,6 +163,44 @@ struct Run {
     explicit Run(int64_t K) : x(size_t(K)), stride(size_t(K)) {}
 };
 
+// As many rows of one line as are read together: every element is read and widened once for all of
+// them, and the taps stay in registers.
+constexpr int64_t TOGETHER = 8;
+
+// TOGETHER rows, whose first reads x[0], x[row], ..., x[(K-1) row]: neighbours, all real. The sums are
+// in the order of `forward_rows`.
+template <class S, int K>
+static void forward_together(
+    const S* x, int64_t row, int64_t E, const typename Computed<S>::type* taps, S* out) {
+    using T = typename Computed<S>::type;
+    for (int64_t c = 0; c < E; c += width<T>) {
+        const int64_t left = E - c;
+        V<T> tap[K], seen[K];
+        for (int i = 0; i < K; ++i) tap[i] = load(taps + i * E + c, 1, left);
+        const V<T> bias = load(taps + K * E + c, 1, left);
+        for (int i = 0; i < K - 1; ++i) seen[i] = load(x + i * row + c, 1, left);
+#pragma GCC unroll 8
+        for (int64_t t = 0; t < TOGETHER; ++t) {
+            seen[K - 1] = load(x + (t + K - 1) * row + c, 1, left);
+            V<T> sum = bias;
+            for (int i = 0; i < K; ++i) sum = sum + tap[i] * seen[i];
+            store(out + t * E + c, sum, left);
+            for (int i = 0; i < K - 1; ++i) seen[i] = seen[i + 1];
+        }
+    }
+}
+
+// Whether the TOGETHER rows from `row` on can be read together: all that they read is in x and real.
+static bool together(const Convolution& op, const Line& line, int64_t row, int64_t end) {
+    const int64_t K = op.width(), T = op.tokens();
+    const int64_t stop = end < line.begin + line.count ? end : line.begin + line.count;
+    if (row + TOGETHER > stop || row - line.begin < K - 1 || K < 2 || K > 4) return false;
+    if (op.x.strides[2] != 1 || row % T < K - 1) return false;
+    for (int64_t t = row - K + 1; op.mask && t < row + TOGETHER; ++t)
+        if (!op.mask.at<bool>()[t]) return false;
+    return true;
+}
+
 template <class S>
 static void forward_rows(Convolution& op, int64_t begin, int64_t end, const void* given) {
     using T = typename Computed<S>::type;
@@ -172,6 +210,17 @@ static void forward_rows(Convolution& op, int64_t begin, int64_t end, const void
     Line line = Line::at_row(op, begin);
     for (int64_t row = begin; row < end; ++row) {
         while (row >= line.begin + line.count) line = Line(op, line.n + 1);
+        if (together(op, line, row, end)) {
+            int64_t stride;
+            const S* x = element<S>(op, line, row - line.begin, stride);
+            S* out = op.out.at<S>() + row * E;
+            const int64_t next = op.x.strides[1];
+            if (K == 2) forward_together<S, 2>(x, next, E, taps, out);
+            else if (K == 3) forward_together<S, 3>(x, next, E, taps, out);
+            else forward_together<S, 4>(x, next, E, taps, out);
+            row += TOGETHER - 1;
+            continue;
+        }
         for (int64_t i = 0; i < K; ++i)
             run.x[i] = element<S>(op, line, row - line.begin + i, run.stride[i]);
         S* out = op.out.at<S>() + row * E;
@@ -290,23 +339,47 @@ static void backward_all(Convolution& op) {
                                    op.dinitial.at<S>() + (n * (K - 1) + p) * E);
 }
 
+// A tensor's elements e, whatever its dtype, `stride` apart, next to each other and in T.
+template <class T>
+static void gather(const Tensor& x, int64_t at, int64_t stride, int64_t count, T* to) {
+    auto copy = [&](auto* from) {
+        for (int64_t e = 0; e < count; ++e) to[e] = T(widen(from[at + e * stride]));
+    };
+    switch (x.type()) {
+        case Type::F32: return copy(x.at<float>());
+        case Type::F64: return copy(x.at<double>());
+        case Type::BF16: return copy(x.at<bf16>());
+        case Type::F16: return copy(x.at<fp16>());
+    }
+}
+
 template <class S>
 static void take_step(Convolution& op) {
     using T = typename Computed<S>::type;
     const int64_t B = op.x.sizes[0], E = op.x.sizes[1], K = op.width();
+    std::vector<T> taps(size_t((K + 1) * E));  // those of a tap next to each other, then the bias
+    for (int64_t i = 0; i < K; ++i)
+        gather(op.weight, i * op.weight.strides[1], op.weight.strides[0], E, taps.data() + i * E);
+    if (op.bias) gather(op.bias, 0, op.bias.strides[0], E, taps.data() + K * E);
+    const int64_t of_x = op.x.strides[1], of_tail = op.tail.strides[2], next = op.tail.strides[1];
     for (int64_t b = 0; b < B; ++b) {
         const bool real = !op.mask || op.mask.at<bool>()[b * op.mask.strides[0]];
-        for (int64_t e = 0; e < E; ++e) {
-            S* tail = op.tail.at<S>() + b * op.tail.strides[0] + e * op.tail.strides[2];
-            S newest = real ? op.x.at<S>()[b * op.x.strides[0] + e * op.x.strides[1]] : S{};
-            T y = op.bias ? number_at<T>(op.bias, e * op.bias.strides[0]) : T(0);
-            const int64_t at = e * op.weight.strides[0], next = op.tail.strides[1];
+        const S* x = op.x.at<S>() + b * op.x.strides[0];
+        S *tail = op.tail.at<S>() + b * op.tail.strides[0], *out = op.out.at<S>() + b * E;
+        for (int64_t c = 0; c < E; c += width<T>) {
+            const int64_t left = E - c < width<T> ? E - c : width<T>;
+            V<T> sum = load(taps.data() + K * E + c, 1, left);
             for (int64_t i = 0; i < K; ++i) {
-                const S x = i < K - 1 ? tail[i * next] : newest;
-                y += number_at<T>(op.weight, at + i * op.weight.strides[1]) * widen(x);
-                if (i) tail[(i - 1) * next] = x;
+                const S* held = i < K - 1 ? tail + i * next + c * of_tail : x + c * of_x;
+                const int64_t stride = i < K - 1 ? of_tail : of_x;
+                const bool none = i == K - 1 && !real;
+                const V<T> now = none ? V<T>{} : load(held, stride, left);
+                sum = sum + load(taps.data() + i * E + c, 1, left) * now;
+                S* before = tail + (i - 1) * next + c * of_tail;
+                for (int64_t j = 0; i && j < left; ++j)
+                    before[j * of_tail] = none ? S{} : held[j * stride];
             }
-            narrow(y, op.out.at<S>()[b * E + e]);
+            store(out + c, sum, left);
         }
     }
 }

@@ -19,7 +19,7 @@
 namespace latte {
 
 constexpr int64_t CHUNK = 32;    // tokens of which dtheta is summed in the dtype of the state
-constexpr int64_t BLOCK = 512;   // channels of a task at most
+constexpr int64_t BLOCK = 2048;  // channels of a task at most
 constexpr int64_t AHEAD = 8;     // tokens by which memory is asked for before it is read
 
 struct RgLru {
@@ -156,13 +156,21 @@ LATTE_INLINE const S* at_token(const Tensor& x, int64_t row, int64_t token, int6
     return x.at<S>() + row * x.strides[0] + token * x.strides[1] + first * x.strides[2];
 }
 
+// Asks for the memory of a V<T> of neighbouring elements, which may be two cache lines. The rows of a
+// block are too short, and too far apart, for the processor to foresee them.
+template <class S>
+LATTE_INLINE void ask_for(const S* from) {
+    constexpr int64_t bytes = width<typename Computed<S>::type> * int64_t(sizeof(S));
+    for (int64_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + at);
+}
+
 // The sigmoids of a row's gate, in a loop of their own: of a longer chain of operations a processor
-// sees too little to begin the next one meanwhile. Memory of a row to come is asked for: rows are
-// too short, and too far apart, to be foreseen.
+// sees too little to begin the next one meanwhile. Memory of a row to come is asked for.
 template <class S, class T>
 static void open(const S* gate, int64_t stride, const S* next, int64_t size, T* to) {
     for (int64_t c = 0; c < size; c += width<T>) {
-        __builtin_prefetch(next + c * stride);
+        ask_for(next + c * stride);
         store_all(to + c, sigmoid(load(gate + c * stride, stride, size - c)));
     }
 }
@@ -196,7 +204,7 @@ static void walk_forward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
         const bool fresh = step == start;
         for (int64_t c = 0; c < size; c += W) {
             const int64_t left = size - c;
-            __builtin_prefetch(next_x + c * xs);
+            ask_for(next_x + c * xs);
             Kept<T> now = kept(load_all(opened_r + c), load_all(strength + c));
             V<T> gated = load_all(opened_i + c) * load(x + c * xs, xs, left);
             V<T> h = gated;
@@ -254,8 +262,7 @@ static void walk_backward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
         open(i, is, i + soon * op.i.strides[1], size, opened_i);
         for (int64_t c = 0; c < size; c += W) {
             const int64_t left = size - c;
-            __builtin_prefetch(next_x + c * xs), __builtin_prefetch(next_h + c);
-            __builtin_prefetch(next_dout + c * ds);
+            ask_for(next_x + c * xs), ask_for(next_h + c), ask_for(next_dout + c * ds);
             V<T> r = load_all(opened_r + c), i = load_all(opened_i + c);
             const V<T> strong = load_all(strength + c);
             Kept<T> now = kept(r, strong);
