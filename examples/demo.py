@@ -60,7 +60,8 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
     recipe.comparison = ComparisonSection(list(PRESETS), max_tokens=HELD_OUT_TOKENS)
     tokens = recipe.tokens_per_step() * recipe.steps()
     title = f"Python's library sources, {tokens:,} training tokens each"
-    outcomes, table = Comparison(recipe, references=references, title=title).sweep()
+    comparison = Comparison(recipe, references=references, title=title)
+    outcomes, table = comparison.sweep()
     latte = outcomes[0].run.folder
     folder = Path(recipe.output_dir)
     print(f"\nA continuation by {PRESETS[0]} of {PROMPT!r}:\n")
@@ -70,6 +71,7 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
         model, tokenizer, PROMPT, max_new_tokens=SAMPLE_TOKENS, temperature=0.7, seed=0
     )
     (folder / "sample.txt").write_text(PROMPT + sample + "\n", encoding="utf-8")
+    figure = comparison.report_place().path("comparison.png")
     lines = [
         "",
         "Held-out text, bits per byte (lower is better) by context length:",
@@ -77,7 +79,7 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
         table.rstrip(),
         "",
         "On the same files: " + ", ".join(f"{k} {v:.3f}" for k, v in references.items()) + ".",
-        f"Figure: {folder / 'comparison.png'}. Sample: {folder / 'sample.txt'}.",
+        f"Figure: {figure}. Sample: {folder / 'sample.txt'}.",
         f"Try: latte generate '{latte}' --prompt 'import '",
         f"All of it took {time.perf_counter() - began:.0f} s.",
     ]

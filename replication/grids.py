@@ -148,7 +148,7 @@ class Sweep(Grid):
         Raises:
             LatteError: it is damaged, or of a run with other settings.
         """
-        from latte.train.run_folder import first_difference
+        from latte.results import first_difference
 
         file = run.folder / RESULT_FILE
         if not file.exists():

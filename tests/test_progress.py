@@ -92,3 +92,40 @@ def test_scoring_says_how_far_it_is(often, capsys):
     model.register_forward_pre_hook(wait)
     evaluate_lengths(model, text, [8], label="base")
     assert any("base at 8: 0 of 7 tokens (0%) in " in line for line in said)
+
+
+def test_a_command_that_speaks_by_itself_gets_no_lines(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0.05)
+    with progress.progress(10, "step") as state:
+        for _ in range(20):
+            time.sleep(0.005)
+            state.spoke()
+        assert capsys.readouterr().err == ""
+        until(lambda: "0 of 10 steps" in capsys.readouterr().err)
+
+
+def test_of_an_unknown_total_the_time_is_said(often, capsys):
+    with progress.progress(0, "layer", label="converting"):
+        until(lambda: "converting: at work for 0 s" in capsys.readouterr().err)
+    with progress.progress(0, "document", label="reading") as state:
+        state.update(3)
+        until(lambda: "reading: 3 documents in 0 s" in capsys.readouterr().err)
+
+
+def test_what_was_done_before_is_not_counted_into_the_speed():
+    state = progress.Progress(100, "step")
+    state.skip(50)
+    state._start -= 60
+    assert state.line() == "50 of 100 steps (50%) in 1 min"
+    state.update(25)
+    assert state.line().endswith("about 1 min left")
+
+
+def test_training_says_a_line_where_it_logs_seldom(often, capsys, make_recipe):
+    from latte.train.run import train
+
+    train(make_recipe(log_steps=100))
+    said = capsys.readouterr()
+    assert " of 6 steps (" in said.err
+    train(make_recipe(name="quiet", log_steps=100), quiet=True)
+    assert capsys.readouterr().err == ""

@@ -27,12 +27,13 @@ MAY_IMPORT = {
     "data": {"gguf"},
     "memory": set(),
     "machine": {"memory"},
+    "doctor": {"ops", "memory"},
     "train": TRAIN,
     "evaluate": TRAIN | {"train"},
     "compare": TRAIN | {"train", "evaluate"},
     "inspect": TRAIN | {"train", "evaluate"},
     "serve": MODEL | {"conversion", "data", "evaluate"},
-    "cli": TRAIN | {"train", "evaluate", "compare", "inspect", "serve", "rivals"},
+    "cli": TRAIN | {"train", "evaluate", "compare", "inspect", "serve", "rivals", "doctor"},
 }
 # Third-party packages that only some rooms may touch, anywhere in a file.
 RESERVED = {
@@ -46,6 +47,7 @@ RESERVED = {
     "peft": {"train"},
     "uvicorn": {"serve"},
     "fastapi": {"serve"},
+    "prometheus_client": {"serve"},
     "vllm": {"serve"},
 }
 

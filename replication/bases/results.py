@@ -19,7 +19,7 @@ from latte import machine
 from latte.errors import LatteError
 from latte.evaluate.sides import Side
 from latte.evaluate.tables import csv_text
-from latte.train.run_folder import writable_folder
+from latte.results import writable_folder
 
 IDENTITY = ("model", "seed", "overrides", "weights")
 MACHINE = ("cpu", "cores", "device", "threads", "torch", "transformers", "latte", "date")

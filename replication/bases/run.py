@@ -334,7 +334,7 @@ class Work:
 
     def __init__(self, options: argparse.Namespace, file: str, module: Any) -> None:
         from latte.evaluate.sides import sides
-        from latte.train.run_folder import writable_folder
+        from latte.results import writable_folder
         from replication.bases.results import Results
 
         self.options, self.folder = options, Path(options.output)

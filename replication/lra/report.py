@@ -9,8 +9,8 @@ from typing import Any
 
 from latte.evaluate.plots import canvas, line_style, note_on_line, save
 from latte.evaluate.tables import csv_text, table
+from latte.results import write_text
 from latte.train.metrics import duration
-from latte.train.run_folder import write_text
 from replication.grids import accuracies
 
 COLUMNS = (

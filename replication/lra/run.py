@@ -25,8 +25,9 @@ from typing import Any
 from latte.compare.grid import Outcome
 from latte.evaluate.tables import table
 from latte.machine import describe
+from latte.results import write_json
 from latte.train.metrics import duration
-from latte.train.run_folder import checkpoints, claim, write_json
+from latte.train.run_folder import checkpoints, claim
 from replication.grids import RESULT_FILE, Sweep, command, progress_bar
 from replication.lra.recipe import LRARecipe, LRARun, load, runs
 

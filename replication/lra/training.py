@@ -14,7 +14,7 @@ from torch import Tensor
 
 from latte.errors import LatteError
 from latte.evaluate.tables import csv_text
-from latte.train.run_folder import write_text
+from latte.results import write_text
 from replication.grids import model_config
 from replication.loop import Log, Loop, autocast
 from replication.lra.data import Examples, Task

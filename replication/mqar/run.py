@@ -18,7 +18,7 @@ from typing import Any
 
 from latte.compare.grid import Outcome
 from latte.machine import describe
-from latte.train.run_folder import writable_folder, write_json
+from latte.results import writable_folder, write_json
 from replication.grids import RESULT_FILE, Sweep, command, progress_bar
 from replication.mqar.recipe import Cell, MQARRecipe, Run, load, runs, tasks
 

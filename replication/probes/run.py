@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from latte.cli.commands import at_least_one, evaluation_folder
+from latte.cli.commands import at_least_one, evaluation_results
 from latte.cli.parser import integers, names
 from latte.errors import LatteError, OneLineParser, exit_code
 
@@ -22,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Ask; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     options = _parser().parse_args(arguments)
     return exit_code("probes", lambda: ask(options), "run again to ask anew")
+
+
+UNSET = ("checkpoint", "output", "force")  # options that results do not depend on
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_true", help="autocast to bfloat16")
     add("--mixing", help="of a converted model: learned, or the controls window, latents and base")
     add("--device", help="such as cpu or cuda; a GPU if there is one")
-    add("--output", help="folder of the table and the figure; RUN/evaluation[-MIXING]")
+    add("--output", help="folder of the table and the figure; RUN/evaluation[-MIXING], with a"
+        " number where that holds results of other settings")  # fmt: skip
+    add("--force", action="store_true", help="replace results of other settings")
     return parser
 
 
@@ -75,12 +79,13 @@ def ask(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise LatteError("--seed: expected 0 or more")
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
-    from latte.train.run_folder import writable_folder
     from replication.probes.questions import make_material
     from replication.probes.report import probes_figure, probes_table, write_probes
     from replication.probes.scores import plan, run_probes
 
     folder = find_checkpoint(options.checkpoint)
+    settings = {k: v for k, v in vars(options).items() if k not in UNSET}
+    output = evaluation_results(options, folder, ("probes.csv", "probes.png"), settings)
     recipe = training_recipe(folder)
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     label = recipe.name if recipe is not None else folder.name
@@ -88,7 +93,6 @@ def ask(options: argparse.Namespace) -> None:
     material = make_material(tokenizer, _text(options, tokenizer, recipe))
     lengths, depths = sorted(set(options.lengths)), sorted(set(options.depths))
     plan(material, options.probes, lengths, depths)  # what cannot be asked, before writing
-    output: Path = writable_folder(evaluation_folder(options, folder))
     rows = run_probes(
         model,
         material,
@@ -101,10 +105,11 @@ def ask(options: argparse.Namespace) -> None:
         batch_tokens=options.batch_tokens,
         bf16=options.bf16,
     )
-    write_probes(output / "probes.csv", rows, label)
-    probes_figure(output / "probes.png", rows, label)
+    with output.writing() as staged:
+        write_probes(staged / "probes.csv", rows, label)
+        probes_figure(staged / "probes.png", rows, label)
     print(probes_table(rows))
-    print(f"written: {output / 'probes.csv'} and {output / 'probes.png'}")
+    print(f"written: {output.path('probes.csv')} and {output.path('probes.png')}")
 
 
 def _text(options: argparse.Namespace, tokenizer: Any, recipe: Any) -> Any:

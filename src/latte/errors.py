@@ -37,16 +37,39 @@ def check_seed(name: str, seed: int) -> None:
 
 
 def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -> int:
-    """Do the work of a command: 0, 2 for a user's mistake, 130 when interrupted; one line each."""
+    """Do the work of a command: 0, 2 for a user's mistake, 130 when interrupted; one line each.
+
+    What the system refuses, such as to write on a full disk, is told as a mistake is.
+    """
     try:
         return work() or 0
     except LatteError as error:
         code, line = 2, f"error: {' '.join(str(error).split())}"
+    except BrokenPipeError:  # such as of `latte generate ... | head`: no mistake
+        raise
+    except OSError as error:  # such as a full disk in the middle of the work
+        code, line = 2, f"error: {_of_system(error)}; {how_to_go_on}"
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        code, line = 2, f"error: out of memory: {one_line(error, first=True)}"
     except KeyboardInterrupt:
         code, line = 130, f"interrupted; {how_to_go_on}"
     if os.environ.get("RANK", "0") == "0":  # one line, not one per process of torchrun
         print(f"{program}: {line}", file=sys.stderr, flush=True)
     return code
+
+
+def _of_system(error: OSError) -> str:
+    """`runs/mine/metrics.jsonl: No space left on device`, as far as the error says so."""
+    reason = error.strerror or one_line(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether an error is one of memory: Python's, or PyTorch's of a GPU or a CPU."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -106,6 +106,29 @@ def memory_bytes(device: torch.device = CPU) -> int:
     return _status_bytes("VmRSS") or peak_memory_bytes(device)
 
 
+def memory_there_is(device: torch.device = CPU) -> int | None:
+    """All memory of a device, or what this process may use of the machine's; None: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (ValueError, OSError, AttributeError):
+        return None
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # a container's, versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    return min(found)
+
+
+def size_text(size: float) -> str:
+    """`23.4 GB`, in decimal units."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB", "PB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} EB"
+
+
 def peak_memory_bytes(device: torch.device = CPU) -> int:
     """Most memory used since the start or :func:`reset_peak_memory`."""
     if device.type == "cuda":

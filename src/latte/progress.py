@@ -7,37 +7,62 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 SECONDS = 60.0  # between two lines
 
 
 class Progress:
-    """How much is done, of what. :func:`progress` makes it."""
+    """How much is done, of what. :func:`progress` makes it.
 
-    def __init__(self, total: int, unit: str, bar: object = None) -> None:
+    `total` may be set later; while it is 0 nobody knows it.
+    """
+
+    def __init__(self, total: int, unit: str, bar: Any = None) -> None:
         self.total, self.unit, self.done, self.label = total, unit, 0, ""
+        self._before = 0  # done by an earlier call
         self._bar, self._start = bar, time.perf_counter()
+        self.quiet_since = self._start
 
     def describe(self, label: str) -> None:
         """What is being worked on now."""
         self.label = label
         if self._bar is not None:
-            self._bar.set_description(label)  # type: ignore[attr-defined]
+            self._bar.set_description(label)
 
     def update(self, count: int) -> None:
         """So many more are done."""
         self.done += count
         if self._bar is not None:
-            self._bar.update(count)  # type: ignore[attr-defined]
+            if self._bar.total != (self.total or None):  # it may be known only now
+                self._bar.total = self.total or None
+            self._bar.update(count)
+
+    def skip(self, count: int) -> None:
+        """So many were done before this call, in no time of its own."""
+        self._before += count
+        self.update(count)
+
+    def note(self, text: str) -> None:
+        """What stands behind the bar, where there is one."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def spoke(self) -> None:
+        """The command has said something by itself: the next line waits for a minute from now."""
+        self.quiet_since = time.perf_counter()
 
     def line(self) -> str:
         """Such as `base at 4,096: 120,000 of 300,000 tokens (40%) in 3 min, about 5 min left`."""
         seconds = time.perf_counter() - self._start
-        share = self.done / max(self.total, 1)
         text = f"{self.label}: " if self.label else ""
+        if not self.total:
+            done = f"{self.done:,} {self.unit}s in" if self.done else "at work for"
+            return f"{text}{done} {minutes(seconds)}"
+        share = self.done / self.total
         text += f"{self.done:,} of {self.total:,} {self.unit}s ({share:.0%}) in {minutes(seconds)}"
-        if self.done:
-            text += f", about {minutes(seconds * (1 - share) / share)} left"
+        if own := self.done - self._before:
+            text += f", about {minutes(seconds * max(0, self.total - self.done) / own)} left"
         return text
 
 
@@ -50,26 +75,40 @@ def minutes(seconds: float) -> str:
 
 
 @contextmanager
-def progress(total: int, unit: str, *, shown: bool = True) -> Iterator[Progress]:
+def progress(
+    total: int, unit: str, *, shown: bool = True, label: str = "", bar: bool = True
+) -> Iterator[Progress]:
     """Show on stderr how far the work within is: a bar, or a line every minute.
 
     The lines come from a thread of their own: a single batch may take longer than a minute.
 
     Args:
-        total: of units, named in the singular.
+        total: of units, named in the singular; 0 is unknown.
         shown: False shows nothing.
+        label: what is being worked on first.
+        bar: False shows nothing on a terminal, where the work has a bar of its own.
     """
     if shown and sys.stderr.isatty():
+        if not bar:
+            yield Progress(total, unit)
+            return
         from tqdm import tqdm
 
-        with tqdm(total=total, unit=unit, unit_scale=True) as bar:
-            yield Progress(total, unit, bar)
+        with tqdm(total=total or None, unit=unit, unit_scale=True, desc=label or None) as drawn:
+            yield Progress(total, unit, drawn)
         return
     state, over = Progress(total, unit), threading.Event()
+    state.label = label
 
     def say() -> None:
-        while not over.wait(SECONDS):
-            print(state.line(), file=sys.stderr, flush=True)
+        wait = SECONDS
+        while not over.wait(wait):
+            silent = time.perf_counter() - state.quiet_since
+            wait = SECONDS - silent
+            if wait <= 0:
+                print(state.line(), file=sys.stderr, flush=True)
+                state.spoke()
+                wait = SECONDS
 
     thread = threading.Thread(target=say, daemon=True)
     if shown:

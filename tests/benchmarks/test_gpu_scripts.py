@@ -99,6 +99,16 @@ def test_macchiato(tmp_path):
     assert {g["target"] for g in goals} == {"<= 1.15"}
 
 
+def test_converted(tmp_path):
+    columns = {"side", "mode", "times_converted", "expected_ms"}
+    rows = rows_of(gpu_ops, "converted", tmp_path, TIMES | columns)
+    sides = {"converted", "plain", *gpu_ops.ALONE, "flash"}
+    assert {(r["mode"], r["side"]) for r in rows} == {(m, s) for m in MODES for s in sides}
+    assert all(float(r["expected_ms"]) > 0 for r in rows if r["side"] == "converted")
+    goals = read_rows(tmp_path / gpu_common.TARGETS)
+    assert {g["target"] for g in goals} == {"<= 1.5"}
+
+
 def test_flex_window_is_the_window(tmp_path):
     from latte.ops import sliding_window_attention
 
@@ -226,6 +236,8 @@ def test_a_part_beyond_its_time_is_ended():
         pytest.param("forgetting:float32", marks=pytest.mark.slow),
         pytest.param("macchiato:float16", marks=pytest.mark.slow),
         "macchiato-forgetting:float16",
+        "converted:float32",
+        pytest.param("window-sinks:float32", marks=pytest.mark.slow),
         pytest.param("rg_lru:float32", marks=pytest.mark.slow),
         "huge",
     ],

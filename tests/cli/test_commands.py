@@ -27,6 +27,7 @@ COMMANDS: list[list[str]] = [
     ["convert"],
     ["inspect"],
     ["benchmark"],
+    ["doctor"],
 ]
 
 
@@ -173,7 +174,9 @@ def test_compare_lists_and_reports_several_seeds(place: Any, tmp_path: Path, cap
     assert "4 runs of 4 steps, 256 tokens each" in listed and not output.exists()
     assert main([*presets, "swa++,latte++", "--seeds", "3,5", "--report"]) == 0
     assert "- `latte++`, seeds 3, 5: not run yet" in capsys.readouterr().out
-    assert {path.name for path in output.iterdir()} == {"seeds.csv", "seeds.md"}
+    assert {path.name for path in output.iterdir()} == {
+        *("seeds.csv", "seeds.md", "seeds.settings.json")
+    }
 
 
 @pytest.mark.slow

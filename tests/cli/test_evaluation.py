@@ -66,6 +66,7 @@ def test_generate_prints_no_prompt_before_its_error(
     settings = json.loads(file.read_text())
     del settings["eos_token"]
     file.write_text(json.dumps(settings))
+    (folder / "manifest.json").unlink()
     assert "has no eos token" in refused("generate", folder, "--prompt", "the latent")
 
 

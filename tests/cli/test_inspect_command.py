@@ -13,6 +13,7 @@ from latte.cli import main
 from latte.cli.parser import parse
 
 FILES = {"summary.csv", "index.html"}
+SETTINGS = {"summary.settings.json"}
 LATENT_FILES = {"usage.csv", "collapse.png", "effective.png"}
 WINDOW_FILES = {"window_share.csv", "window_share.png"}
 
@@ -26,7 +27,7 @@ def test_inspect_writes_tables_figures_and_a_page(
     out = capsys.readouterr().out
     latents = preset.startswith("latte")
     expected = FILES | (LATENT_FILES | WINDOW_FILES if latents else set()) | {"weights.csv"}
-    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert {path.name for path in tmp_path.iterdir()} == expected | SETTINGS
     assert all(name in out for name in expected)
     assert f"{preset}: 1 layers of 2 heads, 25 tokens read, 25 of them shown" in out
     assert ("effective latents" in out) == latents and ("no latents" in out) != latents
@@ -46,7 +47,7 @@ def test_inspect_reads_a_file_and_writes_beside_the_checkpoint(
     assert main([*arguments, "--statistics-tokens", "300"]) == 0
     assert "300 tokens read, 20 of them shown" in capsys.readouterr().out
     names = {path.name for path in (folder / "inspection").iterdir()}
-    assert names == FILES | LATENT_FILES | WINDOW_FILES
+    assert names == FILES | LATENT_FILES | WINDOW_FILES | SETTINGS
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,17 @@ def damaged(place: Any, tmp_path: Path, damage: str) -> Path:
             (folder / name).unlink()
     elif damage == "broken tokenizer":
         (folder / "tokenizer.json").write_text("{}")
+        (folder / "manifest.json").unlink()
+    elif damage == "edited tokenizer":
+        file = folder / "tokenizer.json"
+        file.write_text(file.read_text().replace('"single_word":false', '"single_word":true'))
+        file.write_text(file.read_text() + " ")
+    elif damage == "a larger tokenizer":
+        from latte.data import train_bpe
+
+        text = [" ".join(f"{word}{i}" for i in range(60)) for word in ("mean", "mass", "sum")] * 2
+        train_bpe(text, 300, progress=False).save_pretrained(folder)
+        (folder / "manifest.json").unlink()
     return folder
 
 
@@ -145,6 +156,8 @@ def damaged(place: Any, tmp_path: Path, damage: str) -> Path:
         ("fewer layers", "its config does not know"),
         ("no tokenizer", "has no tokenizer"),
         ("broken tokenizer", "tokenizer.json is damaged"),
+        ("edited tokenizer", "tokenizer.json has"),
+        ("a larger tokenizer", "token ids up to 299, but the model's vocabulary has 259 entries"),
     ],
 )
 def test_damaged_checkpoints(

@@ -19,9 +19,10 @@ from latte.compare.report import found_order, losses, paired, verdict
 from latte.errors import LatteError
 from latte.evaluate.lengths import Row
 from latte.machine import WorkFailed
+from latte.results import write_json
 from latte.train.metrics import read_metrics
 from latte.train.recipe import Recipe
-from latte.train.run_folder import FolderInUse, claim, write_json
+from latte.train.run_folder import FolderInUse, claim
 from latte.train.trainer import Diverged
 
 
@@ -147,7 +148,7 @@ def test_differences_are_paired_and_claims_are_judged(
     assert "Perplexity by position in windows of 16:" in text
     assert "| model | 0 to 7 | 8 to 15 |" in text
     assert "| `latte` | 380.56 ± 67.53 | 140.00 ± 24.84 |" in text
-    with open(folder / "positions.csv", newline="") as file:
+    with open(folder / "positions-3.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 24 and {row["last"] for row in rows} == {"7", "15"}
 
@@ -204,7 +205,11 @@ def test_a_table_without_its_baseline_is_left_out(
         values["transformer++", seed] = WorkFailed("it was killed")
     monkeypatch.setattr(module, "train_and_measure", fake(values, []))
     _, text = compare(made_up)
-    assert "Perplexity minus" not in text and "The order found" in text
+    assert "Perplexity minus" not in text
+    assert "The order found, best first, by mean perplexity at" in text
+    order = text.split("(lower is better): ")[1].splitlines()[0].replace("`", "").split(", ")
+    means = {name: sum(v for (n, _), v in VALUES.items() if n == name) for name in order}
+    assert order == sorted(order, key=lambda name: means[name])
 
 
 def test_comparators_that_cannot_run_here_say_so(

@@ -254,3 +254,26 @@ def test_file_that_vanishes(tmp_path):
     path.unlink()
     with pytest.raises(LatteError, match=r"c\.txt: cannot be read"):
         list(corpus.documents("train"))
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_of_few_documents_the_last_part_of_each_is_held_out(tmp_path, kind):
+    """A hundredth of them is none, by their hash."""
+    texts = ["".join(f"line {i} of text {n}\n" for i in range(400)) for n in range(3)]
+    if kind == "txt":
+        for n, text in enumerate(texts):
+            (tmp_path / f"{n}.txt").write_text(text)
+    else:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "all.jsonl").write_text(lines)
+    corpus = open_corpus(tmp_path)
+    train, held_out = (list(corpus.documents(side)) for side in ("train", "validation"))
+    assert [a + b for a, b in zip(train, held_out, strict=True)] == texts
+    assert 50 <= len(held_out[0]) <= 100
+    assert "3 documents, too few to hold out whole ones: the last part of each" in corpus.note()
+    assert corpus.train.fingerprint() != corpus.validation.fingerprint()
+
+
+def test_of_many_documents_whole_ones_are_held_out(jsonl):
+    corpus = open_corpus(jsonl([f"a story with the number {i}" for i in range(1000)]))
+    assert corpus.note() == "" and len(list(corpus.documents("validation"))) > 3

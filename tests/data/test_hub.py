@@ -86,11 +86,15 @@ def test_a_failing_download_is_one_line(monkeypatch):
         raise ConnectionError("Couldn't reach the Hub\nTraceback ...\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("latte.hub.hub_answers", lambda: True)
     with pytest.raises(
         LatteError, match="^hub:roneneldan/TinyStories .train.: cannot be"
     ) as caught:
         next(open_corpus("hub:roneneldan/TinyStories").documents("train"))
     assert "ConnectionError: Couldn't reach the Hub" in str(caught.value)
+    monkeypatch.setattr("latte.hub.hub_answers", lambda: False)
+    with pytest.raises(LatteError, match="no folder or file .* and the Hugging Face Hub cannot be"):
+        next(open_corpus("hub:roneneldan/TinyStories").documents("train"))
     assert "\n" not in str(caught.value)
 
 

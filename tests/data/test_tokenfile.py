@@ -148,7 +148,8 @@ def test_empty_and_bad_corpora_leave_nothing(jsonl, tmp_path, tokenizer):
     assert not [path for path in cache.iterdir() if not path.name.endswith(".lock")]
 
 
-def test_progress_bar(jsonl, tmp_path, tokenizer, capfd):
+def test_progress_bar(jsonl, tmp_path, tokenizer, capfd, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     corpus = open_corpus(jsonl(), held_out=0.5)
     tokenize_corpus(corpus, tokenizer, "train", tmp_path / "cache")
     shown = capfd.readouterr().err

@@ -93,7 +93,8 @@ def test_bpe_is_deterministic_and_compresses(bpe):
     assert document_ends(bpe) == (1, 0)
 
 
-def test_progress_bar(capfd):
+def test_progress_bar(capfd, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     train_bpe(["aa bb aa bb"] * 10, 261, progress=True)
     assert "Training BPE" in capfd.readouterr().err
     sample_text(open_corpus("embedded"), 1000)

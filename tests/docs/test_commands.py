@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import matplotlib.image
 import pytest
 import torch
+import yaml
 
 from latte.cli.parser import build_parser, parse
 from latte.models.registry import preset_names
@@ -151,3 +153,35 @@ def test_the_figure_is_what_its_script_draws(root, tmp_path):
     drawn, kept = (matplotlib.image.imread(path) for path in (tmp_path / "weights.png", committed))
     assert drawn.shape == kept.shape
     assert abs(drawn - kept).mean() < 0.02
+
+
+# --- The workflow, which calls what developers call ---------------------------------------------
+
+# Comes with the checks of memory in the kernels.
+TO_COME = {"sanitize"}
+
+
+@pytest.fixture
+def jobs(root):
+    return yaml.safe_load((root / ".github/workflows/ci.yml").read_text())["jobs"]
+
+
+def test_its_commands_exist(jobs, root):
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = {*make_targets(root), *TO_COME}
+    for command in runs:
+        program, *words = shlex.split(re.sub(r"\$\{\{.*?\}\}", "", command))
+        if program == "make":
+            wanted = {word for word in words if "=" not in word}
+            assert wanted and wanted <= targets, command
+        else:
+            assert (root / program).is_file() and not words, command
+    assert ".ci/run" in runs
+    for name in re.findall(r"[\w-]+\.txt", (root / ".github/workflows/ci.yml").read_text()):
+        assert (root / name).is_file()
+
+
+def test_every_python_that_is_supported_is_tested(jobs, root):
+    oldest = tomllib.loads((root / "pyproject.toml").read_text())["project"]["requires-python"]
+    tested = jobs["test"]["strategy"]["matrix"]["python"]
+    assert oldest == f">={tested[0]}" and tested == [f"3.{n}" for n in range(11, 11 + len(tested))]

@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
 def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
     models = ("latte-r-swa++", "griffin")
     settings = Settings(ops=OPS, models=models, memory=False, **TINY)
-    rows = benchmark(settings, tmp_path)
+    rows = benchmark(settings, tmp_path).rows
     assert len(rows) == 2 * (2 * len(OPS) + 2 * len(models) + 1)  # decode: the preset's alone
     assert all(0 < row["min_ms"] <= row["median_ms"] <= row["p90_ms"] for row in rows)
     assert capsys.readouterr().out.count(" tokens ") == len(rows)
@@ -31,6 +31,8 @@ def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
         stored = list(csv.DictReader(file))
     assert len(stored) == len(rows) and tuple(stored[0]) == COLUMNS
     assert {row["torch"] for row in stored} == {torch.__version__}
+    used = {row["name"]: row["backend"] for row in stored if row["mode"] == "forward"}
+    assert used["latte"] in ("cpu", "torch") and used["softmax"] == "" and used["linear"] == "torch"
     row = next(r for r in stored if r["mode"] == "decode" and r["tokens"] == "40")
     assert float(row["tokens_per_second"]) == pytest.approx(1e3 / float(row["median_ms"]), rel=0.01)
 
@@ -43,7 +45,7 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"heads": 2, "latents": 64, "head_dim": 32, "lengths": (32768,)}
     chosen: dict[str, Any] = {"ops": ("latte",), "models": (), "modes": ("forward",)}
     settings = Settings(device="cpu", budget=1e-3, **sizes, **chosen)
-    (row,) = benchmark(settings, tmp_path, quiet=True)
+    (row,) = benchmark(settings, tmp_path, quiet=True).rows
     assert row["peak_net_mb"] > 40 and row["note"] == ""
 
 
@@ -75,3 +77,10 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["benchmark", *sizes, *choice, *output]) == 0
     out = capsys.readouterr().out
     assert "window" in out and f"written: {tmp_path / 'out' / 'benchmark.csv'}" in out
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LatteError, match="take at least .* PB, and there are .* memory"):
+        check(Settings(batch=10**9))
+    with pytest.raises(LatteError, match="10,000,000,000,000 tokens take at least"):
+        check(Settings(ops=(), lengths=(10**13,)))

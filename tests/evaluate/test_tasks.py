@@ -223,3 +223,26 @@ def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(LatteError, match=r'pip install "latte-attention\[eval\]"'):
         harness.load_tasks(["hellaswag"])
+
+
+@needs_harness
+@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
+def test_an_answer_longer_than_the_context_is_named(
+    model: Any, offline: None, tmp_path: Path, kind: str
+) -> None:
+    """Not as the harness's own assertion, which says neither."""
+    row = {"question": "what", "choices": ["a", "b" * 39], "answer": 0}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    more = {
+        "multiple_choice": "doc_to_choice: choices\n",
+        "generate_until": "generation_kwargs: {until: ['.'], max_gen_toks: 40}\n",
+    }
+    (tmp_path / "long.yaml").write_text(
+        f"task: long\ndataset_path: json\noutput_type: {kind}\ntest_split: validation\n"
+        f"dataset_kwargs: {{data_files: {{validation: {tmp_path / 'long.jsonl'}}}}}\n"
+        "doc_to_text: question\ndoc_to_target: answer\n" + more[kind]
+    )
+    tasks = harness.load_tasks([str(tmp_path / "long.yaml")])
+    message = "^task long: an answer.* has 40 tokens, and the model sees 32; .*--max-length of"
+    with pytest.raises(LatteError, match=message):
+        harness.evaluate_tasks(model, byte_tokenizer(), tasks, max_length=32)

@@ -265,3 +265,21 @@ def test_every_parameter_can_be_reset_after_meta():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layer", ["latte", "macchiato", "rg-lru"])
+def test_another_dtype_than_the_weights_is_a_value_error(layer, dtype):
+    from latte.layers import RGLRU, LatteAttention, LatteMacchiato
+
+    made = {
+        "latte": lambda: LatteAttention(16, 2, 4),
+        "macchiato": lambda: LatteMacchiato(16, 2, 4, window=4),
+        "rg-lru": lambda: RGLRU(16, 2),
+    }[layer]()
+    x = torch.randn(1, 5, 16, dtype=dtype)
+    with pytest.raises(ValueError, match=f"the layer's weights, torch.float32, got {dtype}"):
+        made(x)
+    assert made.to(dtype)(x)[0].dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):  # which casts by itself
+        made.float()(x.to(torch.bfloat16))

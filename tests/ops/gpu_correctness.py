@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from latte.ops import (
     LatteState,
+    Sinks,
     WindowState,
     causal_conv1d,
     latte_attention,
@@ -60,6 +61,8 @@ TAIL = 4096  # tokens of the huge check that are computed again from the state b
 # --- the ops: their inputs, a call of each, and what they promise --------------------------------
 
 WINDOW = 128
+# With sinks, and late latents: no multiple of a chunk, and short enough for a quick run.
+FAR_WINDOW, SINKS = 50, 4
 Sizes = dict[str, int]
 Normal = Callable[..., Tensor]  # (*shape) -> standard normal numbers
 
@@ -71,7 +74,8 @@ class Case:
     ``values``: which input is averaged, so that ones in give ones out (those before are logits);
     ``sources``: which input's gradient sums to zero over the tokens; ``tokens``: how many inputs
     have tokens (the rest are parameters); ``past``: whether an output depends on earlier tokens
-    alone.
+    alone; ``far_values``: a second input that is averaged; ``packed_states``: whether packed
+    sequences take states.
     """
 
     run: Callable[..., tuple[Tensor, Any]]
@@ -81,6 +85,8 @@ class Case:
     values: int | None = None
     sources: int | None = None
     past: bool = True
+    far_values: int | None = None
+    packed_states: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -142,6 +148,62 @@ def forgetting(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
     return run
 
 
+def _sinks(normal: Normal, B: int, T: int, s: Sizes) -> list[Tensor]:
+    """Queries, then keys and values that all sequences share."""
+    q, *kept = (normal(1, SINKS, s["G"], s[n]) for n in ("K", "K", "D"))
+    return [normal(B, T, s["H"], s["K"]), *kept]
+
+
+def _local_with_sinks(normal: Normal, B: int, T: int, s: Sizes) -> list[Tensor]:
+    return [*_local(normal, B, T, s), *_sinks(normal, B, T, s)]
+
+
+def _converted(normal: Normal, B: int, T: int, s: Sizes) -> list[Tensor]:
+    return [*_macchiato(normal, B, T, s), *_sinks(normal, B, T, s)]
+
+
+def _tail_of(normal: Normal, shapes: Sequence[tuple[int, ...]]) -> WindowState:
+    k, v = (normal(*shape) for shape in shapes)
+    return WindowState(k, v, torch.ones(k.shape[:2], dtype=torch.bool, device=k.device))
+
+
+def _far_window_state(normal: Normal, N: int, s: Sizes) -> Any:
+    """A window's tail, and that 100 tokens have been read before it."""
+    tail = _tail_of(normal, [(N, FAR_WINDOW - 1, s["G"], s[n]) for n in ("K", "D")])
+    return tail, torch.full((N,), 100, device=tail.keys.device)
+
+
+def _converted_state(normal: Normal, N: int, s: Sizes) -> Any:
+    """Latents, tail and pending sources, and that 100 tokens have been read before them."""
+    tail, position = _far_window_state(normal, N, s)
+    pending = [(N, FAR_WINDOW, s["H"], s["L"]), (N, FAR_WINDOW, s["G"], s["D"])]
+    return (_latte_state(normal, N, s), tail, _tail_of(normal, pending)), position
+
+
+def with_sinks(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """The op whose last inputs are the sinks' queries, keys and values.
+
+    Its state is the op's, and how many tokens were read.
+    """
+
+    def run(*inputs: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        *others, q, keys, values = inputs
+        cu, mask = options.get("cu_seqlens"), options.get("key_mask")
+        N, (B, T) = q.shape[0] if cu is None else len(cu) - 1, q.shape[:2]
+        keys, values = (x.expand(N, -1, -1, -1) for x in (keys, values))
+        state, position = options.pop("initial_state", None) or (None, None)
+        flags = torch.ones(N, SINKS, dtype=torch.bool, device=q.device)
+        sinks = Sinks(q, keys, values, flags, position)
+        out, state = op(*others, sinks=sinks, initial_state=state, **options)
+        if state is None or cu is not None:
+            return out, () if state is None else state
+        read = torch.full((B,), T, device=q.device) if mask is None else mask.sum(1)
+        return out, (state, read if position is None else position + read)
+
+    return run
+
+
+ALL_THREE = {"window": FAR_WINDOW, "delay": True, "joint": True}
 CASES = {
     "latte": Case(latte_attention, _latte, _latte_state, 3, values=2, sources=1),
     "forgetting": Case(
@@ -182,6 +244,26 @@ CASES = {
         3,
         values=2,
         options={"window": WINDOW},
+    ),
+    "converted": Case(
+        with_sinks(macchiato_attention),
+        _converted,
+        _converted_state,
+        6,
+        values=4,
+        sources=1,
+        far_values=7,
+        packed_states=False,
+        options=ALL_THREE,
+    ),
+    "window-sinks": Case(
+        with_sinks(sliding_window_attention),
+        _local_with_sinks,
+        _far_window_state,
+        4,
+        values=2,
+        far_values=5,
+        options={"window": FAR_WINDOW},
     ),
     "rg_lru": Case(rg_lru, _rg_lru, lambda normal, N, s: normal(N, s["E"]).float(), 3),
     "conv": Case(causal_conv1d, _conv, _tail, 1),
@@ -304,20 +386,29 @@ def agrees(b: Bench, judge_backend: str, B: int, T: int, scale: float = 1.0, **o
 
 
 def everything(b: Bench, T: int) -> dict[str, Any]:
-    """Mask, packing, a state in and a state out."""
+    """Mask, packing, a state in and a state out, as far as the op takes them together."""
     device = b.at.device
     cu = torch.tensor([0, 0, T // 4, T // 4 + 1, T // 2, T], dtype=torch.int32, device=device)
     mask = torch.rand(1, T, generator=torch.Generator().manual_seed(11)) > 0.3
     options = {"key_mask": mask.to(device), "cu_seqlens": cu}
-    if b.case.past:
+    if b.case.past and b.case.packed_states:
         options |= {"initial_state": b.state(len(cu) - 1), "output_final_state": True}
     return options
+
+
+def going_on(b: Bench, T: int) -> dict[str, Any]:
+    """Mask, a state in and a state out."""
+    mask = torch.rand(2, T, generator=torch.Generator().manual_seed(11)) > 0.3
+    options = {"key_mask": mask.to(b.at.device), "initial_state": b.state(2)}
+    return options | {"output_final_state": True}
 
 
 def rows_sum_to_one(b: Bench, T: int) -> str:
     inputs = b.inputs(1, T, scale=8.0)
     assert b.case.values is not None
-    inputs[b.case.values] = torch.ones_like(inputs[b.case.values])
+    for i in (b.case.values, b.case.far_values):
+        if i is not None:
+            inputs[i] = torch.ones_like(inputs[i])
     out, _ = b.call(b.at.backend, inputs)
     off = (out.float() - 1.0).abs().max().item()
     allowed = max(1e-4, torch.finfo(b.dtype).eps)
@@ -475,6 +566,12 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
     T = 70 if at.quick else MODERATE
     yield "fp64 reference", lambda: agrees(b, "reference", 2, T)
     yield "mask, packing, states", lambda: agrees(b, "reference", 1, T, **everything(b, T))
+    if not case.packed_states:
+        yield "mask, states", lambda: agrees(b, "reference", 2, T, **going_on(b, T))
+    if name == "converted":
+        for one in ("sinks alone", "sinks and late latents", "sinks and joint softmax"):
+            some = {"delay": "late" in one, "joint": "joint" in one}
+            yield one, lambda some=some: agrees(b, "reference", 2, T, **some)
     if case.values is not None:
         yield "extreme logits", lambda: agrees(b, "reference", 1, T // 2, scale=1e4)
         yield "rows sum to 1", lambda: rows_sum_to_one(b, T)
@@ -503,6 +600,7 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
 def relevant(name: str) -> str:
     """The sizes that an op has."""
     few = {"rg_lru": ("E",), "conv": ("E", "taps"), "window": ("H", "G", "K", "D")}
+    few["window-sinks"] = few["window"]
     few |= dict.fromkeys(("latte", "forgetting", "bidirectional"), ("H", "L", "D"))
     return few.get(name, "HGLKD")
 

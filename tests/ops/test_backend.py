@@ -24,6 +24,7 @@ from latte.ops import (
 )
 from latte.ops.backend import choose
 
+NATIVE = "cpu" if cpp_backend.ABSENT is None else "torch"
 X = randn(1, 9, 4)
 LATTE, MACCHIATO = latte_inputs(1, 9), macchiato_inputs(1, 9)
 CALLS = {
@@ -61,7 +62,7 @@ def test_the_backend_that_is_asked_for_serves_alone(op, calls):
     CALLS[op]()
     with use_backend("reference"):
         CALLS[op]()
-    default = "cpu" if "cpu" in getattr(api, op) and cpp_backend.ABSENT is None else "torch"
+    default = NATIVE if "cpu" in getattr(api, op) else "torch"
     assert calls == ["reference", "torch", default, "reference"]
     with pytest.raises(ValueError, match="'triton' is not available"):  # for fp64, or at all
         CALLS[op](backend="triton")
@@ -79,17 +80,31 @@ def test_the_equations_stand_alone():
 def test_the_default_serves_ops_whose_caller_names_none(calls, monkeypatch):
     monkeypatch.setattr("latte.ops.backend._default", None)  # and back to it, whatever was named
     q, k, v = latte_inputs(T=9)
-    assert default_backend() == "torch"
+    assert default_backend() == NATIVE
     with use_backend("reference"):
         assert default_backend() == "reference"
         latte_attention(q, k, v)
         latte_attention(q, k, v, backend="torch")
-    assert calls == ["reference", "torch"] and default_backend() == "torch"
+    assert calls == ["reference", "torch"] and default_backend() == NATIVE
     set_default_backend("reference")
     latte_attention(q, k, v)
     set_default_backend("torch")
     latte_attention(q, k, v)
     assert calls == ["reference", "torch", "reference", "torch"]
+
+
+def test_the_default_is_what_serves(calls, monkeypatch):
+    """With the library, without it, and on tensors that it does not serve."""
+    monkeypatch.setattr("latte.ops.backend._default", None)
+    x = torch.zeros(1, 4, 2)
+    for absent in (cpp_backend.ABSENT, "it is not there"):
+        monkeypatch.setattr(cpp_backend, "ABSENT", absent)
+        monkeypatch.setattr(cpp_backend, "WARNS", False)
+        for device in ("cpu", "meta"):
+            del calls[:]
+            rg_lru(*[x.to(device)] * 3, torch.zeros(2, device=device))
+            assert calls == [default_backend(device)]
+        assert default_backend("cuda") == default_backend(torch.device("cuda", 1)) == "torch"
 
 
 def test_a_default_that_an_op_has_not_is_torch():
@@ -131,9 +146,10 @@ def test_a_default_that_does_not_fit_a_gpu_gives_way(recwarn):
 def test_an_unknown_default_is_told():
     with pytest.raises(ValueError, match="must be one of .*, got 'cuda'"):
         set_default_backend("cuda")
+    before = default_backend()
     with pytest.raises(ValueError, match="got 'cuda'"), use_backend("cuda"):
         pass
-    assert default_backend() == "torch"
+    assert default_backend() == before
 
 
 @pytest.mark.parametrize(("value", "told"), [("reference", "reference"), ("cuda", "LATTE_BACK")])

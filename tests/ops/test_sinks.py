@@ -472,8 +472,6 @@ def test_what_does_not_fit_is_one_clear_line():
         ("sinks need causal=True", {"sinks": sinks, "causal": False}),
         ("delay needs causal=True", {"delay": True, "causal": False}),
         ("as delay=True makes it", {"delay": True, "initial_state": (None, None)}),
-        ("with sinks or delay: backend 'triton' is not", {"delay": True, "backend": "triton"}),
-        ("with sinks or delay: backend 'triton' is not", {"sinks": sinks, "backend": "triton"}),
     ]
     for message, options in cases:
         with pytest.raises(ValueError) as error:

@@ -3,9 +3,16 @@
 import concurrent.futures
 import functools
 import gc
+import json
+import multiprocessing
+import os
+import signal
 import socket
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
@@ -47,10 +54,11 @@ def folder(tmp_path_factory):
 class Client:
     """Requests to a server that runs in a thread of its own."""
 
-    def __init__(self, name, compiled=False):
+    def __init__(self, name, **serving):
         self.name, self.model_and_tokenizer = name, load_checkpoint(name, "cpu")
         listening = server.listen("localhost", 0)
-        self.server = server.make_server(name, *self.model_and_tokenizer, compiled)
+        serving = server.Serving(**serving)
+        self.server, self.end = server.make_server(name, *self.model_and_tokenizer, serving)
         options = {"sockets": [listening]}
         self.thread = threading.Thread(target=self.server.run, kwargs=options)
         self.thread.start()
@@ -64,11 +72,23 @@ class Client:
         messages = [{"role": "user", "content": text}]
         return self.api.chat.completions.create(model=self.name, messages=messages, **options)
 
+    def post(self, path, body):
+        """The status of an answer, and its JSON."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.api.base_url}{path}", content, headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
     def close(self):
         self.server.should_exit = True
         self.api.close()
         self.thread.join(20)
         assert not self.thread.is_alive()
+        self.end()
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +172,88 @@ def test_a_cancelled_request_frees_its_state(client, expected):
     assert caches() == 0
 
 
-def test_bad_requests_are_refused_in_one_line(client):
-    with pytest.raises(openai.BadRequestError, match="strictly positive float"):
-        client.complete("once", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="empty conversation"):
-        client.api.chat.completions.create(model=client.name, messages=[])
-    with pytest.raises(openai.BadRequestError) as error:
+BAD = [
+    ("completions", {"temperature": -1}, "temperature: expected 0"),
+    ("completions", {"temperature": "hot"}, "temperature: expected 0"),
+    ("completions", {"stop": 5}, "stop: expected a string or a list"),
+    ("completions", {"stop": [""]}, "stop: expected a string or a list"),
+    ("completions", {"prompt": None}, "prompt: expected a string, got none"),
+    ("completions", {"prompt": [1, 2]}, "prompt: expected a string, got [1, 2]"),
+    ("completions", {"max_tokens": 0}, "max_tokens: expected a whole number from 1"),
+    ("completions", {"max_tokens": True}, "max_tokens: expected a whole number from 1"),
+    ("completions", {"n": 2}, "n: expected 1"),
+    ("completions", {"logprobs": 3}, "logprobs"),
+    ("completions", {"echo": True}, "echo: expected false"),
+    ("completions", {"best_of": 3}, "best_of: expected 1"),
+    ("completions", {"seed": 1.5}, "seed: expected a whole number"),
+    ("completions", {"prmpt": "x"}, "prmpt"),
+    ("completions", {"generation_config": "{"}, "generation_config: expected a JSON object"),
+    ("completions", {"generation_config": '{"num_beams": 4}'}, "got num_beams"),
+    ("chat/completions", {"messages": "hi"}, "messages: expected a list of objects"),
+    ("chat/completions", {"messages": None}, "messages: expected a list of objects, got none"),
+    ("chat/completions", {"messages": []}, "at least one message"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": 1, "content": ""}]}, "messages[0].role"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "reads text alone",
+    ),
+    ("chat/completions", {"logprobs": True}, "logprobs"),
+    ("chat/completions", {"logit_bias": [1]}, "logit_bias: expected an object"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("responses", {"input": 3}, "input: expected a string"),
+    ("responses", {"input": [{"type": "what"}]}, "input[0]"),
+    ("responses", {"previous_response_id": "x"}, "previous_response_id"),
+]
+GOOD = {
+    "completions": {"prompt": "once"},
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "responses": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_bad_requests_are_refused_in_one_line(client, streams):
+    for endpoint, fields, said in BAD:
+        asked = {**GOOD[endpoint], "stream": streams, **fields}
+        status, answer = client.post(endpoint, asked)
+        error = answer["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error"), fields
+        assert said in error["message"] and "\n" not in error["message"]
+    with pytest.raises(openai.NotFoundError, match="requested 'other'") as error:
         client.api.completions.create(model="other", prompt="once")
-    assert "requested 'other'" in error.value.response.text
+    assert error.value.code == "model_not_found"
+
+
+def test_bad_json_and_unknown_paths_are_errors_like_all_others(client):
+    for content in (b"{", b"[]", b'"hi"', b""):
+        status, answer = client.post("completions", content)
+        assert status == 400 and "JSON object" in answer["error"]["message"]
+    for path in ("load_model", "../load_model", "../reset", "audio/transcriptions"):
+        status, answer = client.post(path, {"model": "gpt2"})
+        assert status == 404 and answer["error"]["message"]
+
+
+def test_responses_do_not_stream_unless_asked(client, expected):
+    wanted = expected("user: hi\nassistant:")
+    ask = {"model": client.name, "input": "hi", "max_output_tokens": 10, "temperature": 0}
+    assert client.api.responses.create(**ask).output_text == wanted
+    events = list(client.api.responses.create(**ask, stream=True))
+    assert events[-1].response.output_text == wanted
+
+
+def test_a_prompt_and_answer_that_are_too_long(folder):
+    client = Client(folder, longest=20)
+    try:
+        with pytest.raises(openai.BadRequestError, match="at most 20 tokens") as error:
+            client.complete("once", max_tokens=16)
+        assert error.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="at most 20 tokens"):
+            client.complete("o" * 30)
+        assert client.complete("once", temperature=0).usage.completion_tokens == 15
+    finally:
+        client.close()
 
 
 def test_compiled_steps_say_the_same_from_one_graph(folder, expected, monkeypatch, capsys):
@@ -211,3 +305,216 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     assert "has no tokenizer" in mistake(capsys, plain, "--port", "0")
     monkeypatch.setattr(server, "is_serve_available", lambda: False)
     assert "pip install 'latte-attention[serving]'" in mistake(capsys, folder)
+
+
+# ---- states that are kept
+
+
+def conversation(client, first, second, **options):
+    """Two turns: the answer to the second, and how many tokens of its prompt were reused."""
+    ask = {"model": client.name, **GREEDY, **options}
+    messages = [{"role": "user", "content": first}]
+    answer = client.api.chat.completions.create(messages=messages, **ask)
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    messages.append({"role": "user", "content": second})
+    wait_until_idle(client)
+    answer = client.api.chat.completions.create(messages=messages, **ask)
+    return answer.choices[0].message.content, answer.usage
+
+
+def metrics(client):
+    url = str(client.api.base_url).replace("/v1/", "/metrics")
+    with urllib.request.urlopen(url) as answer:
+        lines = answer.read().decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+def wait_until_idle(client):
+    """Until what was said has been read for the next turn."""
+    before = None
+    while before != (before := metrics(client)["latte_read_tokens_total"]):
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def forgetful(folder):
+    """A server that keeps no state."""
+    client = Client(folder, state_cache=0)
+    yield client
+    client.close()
+
+
+def test_a_turn_reads_what_is_new_and_says_the_same(client, forgetful):
+    first, second = "a document\n" * 60, "and then?"
+    text, usage = conversation(client, first, second)
+    again, anew = conversation(forgetful, first, second)
+    assert text == again
+    assert usage.prompt_tokens == anew.prompt_tokens
+    # What was sent and said before, but for the last token of it.
+    new = len("user: and then?\nassistant:")
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - new - 1
+    assert anew.prompt_tokens_details.cached_tokens == 0
+
+
+def test_streams_and_responses_say_what_was_reused(client):
+    messages = [{"role": "user", "content": "streamed " * 50}]
+    ask = {"model": client.name, "messages": messages, **GREEDY}
+    client.api.chat.completions.create(**ask)
+    parts = list(client.api.chat.completions.create(**ask, stream=True))
+    usage = parts[-1].usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    ask = {"model": client.name, "input": "streamed " * 50, "max_output_tokens": 5}
+    for answer in (
+        client.api.responses.create(**ask),
+        list(client.api.responses.create(**ask, stream=True))[-1].response,
+    ):
+        usage = answer.usage
+        assert usage.input_tokens_details.cached_tokens == usage.input_tokens - 1
+    whole = client.complete("completed " * 60, **GREEDY)
+    again = client.complete("completed " * 60, **GREEDY)
+    assert again.choices[0].text == whole.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens == 600 - 1
+    longer = client.complete("completed " * 70, **GREEDY)
+    assert longer.usage.prompt_tokens_details.cached_tokens == 512 - 1  # of the prompt alone
+
+
+def test_clients_whose_texts_differ_in_one_token_get_their_own(client, forgetful):
+    # Texts with one letter between them, after which the model says different things.
+    texts = [f"{'secret ' * 40}Alic{letter}" for letter in "abcdefgh"]
+    said = {conversation(forgetful, text, "who?")[0]: text for text in texts}
+    assert len(said) >= 2
+    wanted, (one, two) = list(said)[:2], list(said.values())[:2]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            answers = list(pool.map(lambda text: conversation(client, text, "who?"), (one, two)))
+            assert [text for text, _ in answers] == wanted
+
+
+def test_states_survive_a_restart_of_the_server(folder, forgetful, tmp_path):
+    first, second = "kept on disk\n" * 50, "and then?"
+    wanted, _ = conversation(forgetful, first, second)
+    ask = {"model": folder, "messages": [{"role": "user", "content": first}], **GREEDY}
+    client = Client(folder, state_folder=tmp_path)
+    client.api.chat.completions.create(**ask)
+    client.close()
+    client = Client(folder, state_folder=tmp_path)
+    try:
+        usage = client.api.chat.completions.create(**ask).usage
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+        assert conversation(client, first, second)[0] == wanted
+    finally:
+        client.close()
+
+
+# ---- requests that share a step
+
+
+@pytest.mark.parametrize("preset", ["latte-conv-swa++", "transformer++"])
+def test_many_clients_with_all_kinds_of_wishes_get_what_each_gets_alone(tmp_path, preset):
+    name = save(tmp_path, preset)
+    model, tokenizer = load_checkpoint(name, "cpu")
+    client = Client(name, slots=3, piece=16)
+
+    def alone(prompt, seed, **wishes):
+        ids = tokenizer(f"<|startoftext|>{prompt}", split_special_tokens=False).input_ids
+        torch.manual_seed(seed)
+        ids = torch.tensor([ids])
+        out = model.generate(ids, max_new_tokens=24, pad_token_id=0, **wishes)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    def asked(prompt, seed, **wishes):
+        config = json.dumps({"max_new_tokens": 24, "do_sample": False, **wishes})
+        own = {"seed": seed, "generation_config": config}
+        return client.complete(prompt, extra_body=own).choices[0].text
+
+    kinds = [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 5, "temperature": 0.7},
+        {"do_sample": True, "top_k": 0, "top_p": 0.8},
+        {"do_sample": False, "repetition_penalty": 1.5},
+        {"do_sample": True, "top_k": 0, "min_p": 0.05},
+    ]
+    wishes = [(f"prompt {i} " * (1 + 5 * (i % 4)), i, kinds[i % 6]) for i in range(12)]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda w: asked(w[0], w[1], **w[2]), wishes))
+    finally:
+        client.close()
+    assert answers == [alone(prompt, seed, **own) for prompt, seed, own in wishes]
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_running_answers(folder, monkeypatch):
+    from latte.serve.engine import Engine
+
+    happened = []
+    for name in ("_read", "_step"):
+        own = getattr(Engine, name)
+        monkeypatch.setattr(
+            Engine, name, lambda self, own=own, name=name: (happened.append(name), own(self))
+        )
+    client = Client(folder, piece=16)
+    try:
+        running = client.complete("once", stream=True, max_tokens=10**6, temperature=0)
+        next(iter(running))
+        happened.clear()
+        client.complete("long " * 200, max_tokens=1)
+        read = [i for i, name in enumerate(happened) if name == "_read"]
+        assert len(read) >= 1000 // 16
+        assert all(happened[i + 1] == "_step" for i in read[:-1])
+        running.close()
+    finally:
+        client.close()
+
+
+def test_counters(folder):
+    client = Client(folder)
+    try:
+        for _ in range(2):
+            client.complete("count " * 10, **GREEDY)
+        client.post("completions", {"prompt": 5})
+        seen = metrics(client)
+    finally:
+        client.close()
+    requests = 'latte_requests_total{endpoint="/v1/completions",status="%s"}'
+    assert (seen[requests % 200], seen[requests % 400]) == ("2.0", "1.0")
+    assert seen["latte_written_tokens_total"] == "20.0"
+    assert seen["latte_prompt_tokens_total"] == "122.0"
+    assert seen["latte_reused_tokens_total"] == "60.0"
+    assert seen["latte_read_tokens_total"] == "60.0"
+    assert seen["latte_time_to_first_token_seconds_count"] == "2.0"
+    assert seen["latte_time_per_token_seconds_count"] == "18.0"
+    assert float(seen["latte_state_bytes"]) > 0 and seen["latte_states"] == "1.0"
+
+
+def run_command(folder, port, errors):
+    with open(errors, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 2)
+        sys.exit(main(["serve", folder, "--port", str(port)]))
+
+
+def test_a_server_that_is_asked_to_end_does_so_in_the_middle_of_a_stream(folder, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    # Forked, since to start Python and PyTorch anew lasts ten seconds.
+    process = multiprocessing.get_context("fork").Process(
+        target=run_command, args=(folder, port, tmp_path / "errors")
+    )
+    process.start()
+    try:
+        url = f"http://localhost:{port}/v1"
+        api = openai.OpenAI(base_url=url, api_key="none", max_retries=20)
+        stream = api.completions.create(
+            model=folder, prompt="once", stream=True, max_tokens=10**6, temperature=0
+        )
+        next(iter(stream))
+        os.kill(process.pid, signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server ends"):
+            list(stream)
+        process.join(60)  # an answer of so many tokens would last for hours
+        assert process.exitcode == 0
+        assert (tmp_path / "errors").read_text() == ""
+    finally:
+        process.kill()
+        process.join()

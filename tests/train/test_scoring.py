@@ -59,6 +59,24 @@ def test_score_is_the_sum_over_windows(subject: tuple[Any, Any], length: int) ->
     assert found.bits_per_byte == pytest.approx(nll / math.log(2) / text.num_bytes, rel=1e-5)
 
 
+def test_logits_of_a_large_vocabulary_are_bounded(
+    subject: tuple[Any, Any], monkeypatch: Any
+) -> None:
+    """As many windows side by side as their logits allow, and one at least."""
+    model, text = subject
+    whole, rows = score(model, text, 48), []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+    for windows in (3, 0):
+        limit = 4 * 48 * model.config.vocab_size * windows
+        monkeypatch.setattr("latte.train.scoring.BATCH_LOGIT_BYTES", limit)
+        rows.clear()
+        assert score(model, text, 48).nll == pytest.approx(whole.nll, rel=1e-5)
+        assert max(rows) == max(1, windows)
+    hook.remove()
+
+
 def test_segments_and_batches_change_nothing(subject: tuple[Any, Any]) -> None:
     model, text = subject
     whole = score(model, text, 200, segment=1000, batch_tokens=200)

@@ -48,13 +48,14 @@ def test_liger_and_the_chunked_loss_are_for_own_models(choice, monkeypatch):
 
 
 def test_the_backend_holds_for_the_training_alone():
+    before = default_backend()
     with speed.chosen_backend(a_recipe(backend="torch")):
         assert default_backend() == "torch"
     with speed.chosen_backend(a_recipe(backend="triton")):
         assert default_backend() == "triton"
     with speed.chosen_backend(a_recipe()):
-        assert default_backend() == "torch"
-    assert default_backend() == "torch"
+        assert default_backend() == before
+    assert default_backend() == before
 
 
 def test_blocks_are_compiled_for_own_models_alone(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +52,20 @@ def evaluate(options: Namespace) -> int:
     at_least_one(options, "segment", "batch_tokens", "max_tokens", "context_parallel")
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
     from latte.evaluate.lengths import kept_note
-    from latte.train.run_folder import writable_folder
 
     folder = find_checkpoint(options.checkpoint)
     recipe = training_recipe(folder)
     label = recipe.name if recipe is not None else folder.name
     label += f" ({options.mixing})" if options.mixing else ""
-    output = evaluation_folder(options, folder)
     if options.tasks is not None:
         if options.context_parallel > 1:
             raise LatteError("--context-parallel goes with held-out text, not with --tasks")
         from latte.evaluate import tasks
 
+        own = ("limit", "num_fewshot", "batch_size", "max_length", "bf16")
+        settings = picked(options, "tasks", *own, "mixing", "device")
+        settings["task_files"] = contents(name for name in options.tasks if Path(name).is_file())
+        output = evaluation_results(options, folder, ("tasks.csv", "tasks.json"), settings)
         chosen = tasks.load_tasks(options.tasks)  # a name that is not there, before weights load
         model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
         label += kept_note(model.config)
@@ -70,17 +73,29 @@ def evaluate(options: Namespace) -> int:
             model,
             tokenizer,
             chosen,
-            **picked(options, "limit", "num_fewshot", "batch_size", "max_length", "bf16"),
+            **picked(options, *own),
         )
-        table_file, record_file = tasks.write_tasks(writable_folder(output), scores, label)
+        with output.writing() as staged:
+            tasks.write_tasks(staged, scores, label)
         print(tasks.tasks_table(scores.rows))
-        print(f"written: {table_file} and {record_file}")
+        print(f"written: {output.path('tasks.csv')} and {output.path('tasks.json')}")
         return 0
     from latte.train.run import check_groups, first_alone, join_processes
 
     processes, first = join_processes()
     check_groups("--context-parallel", options.context_parallel, processes)
-    first_alone(lambda: writable_folder(output))
+    shape = picked(options, "join", "max_tokens")
+    scoring = picked(options, "segment", "batch_tokens", "bf16", "positions")
+    lengths = sorted(set(options.lengths))
+
+    def place() -> Any:
+        settings = picked(options, "corpus", "field", "mixing", "device", "context_parallel")
+        settings |= {**shape, **scoring, "lengths": lengths, "processes": processes}
+        settings["corpus_files"] = contents(corpus_files(options.corpus or ()))
+        files = ("evaluation.csv", "evaluation.png", "positions.csv")
+        return evaluation_results(options, folder, files, settings)
+
+    output = first_alone(place)
     from latte.data.preparing import evaluation_text, held_out_text
     from latte.evaluate.lengths import evaluate_lengths, table, write_rows
     from latte.evaluate.plots import lengths_figure
@@ -88,7 +103,6 @@ def evaluate(options: Namespace) -> int:
 
     model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
     label += kept_note(model.config)
-    shape = picked(options, "join", "max_tokens")
     if options.corpus:
         corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus
         text = evaluation_text(corpus, tokenizer, field=options.field, **shape)
@@ -99,23 +113,24 @@ def evaluate(options: Namespace) -> int:
     rows = evaluate_lengths(
         model,
         text,
-        sorted(set(options.lengths)),
-        **picked(options, "segment", "batch_tokens", "bf16", "positions"),
+        lengths,
+        **scoring,
         **turns(model.device, options.context_parallel),
         label=label,
         progress=first,
     )
     if not first:
         return 0
-    write_rows(output / "evaluation.csv", {label: rows})
-    lengths_figure(
-        output / "evaluation.png",
-        {label: rows},
-        train_length=recipe.data.block_length if recipe is not None else None,
-        title="Held-out text",
-    )
+    with output.writing() as staged:
+        write_rows(staged / "evaluation.csv", {label: rows})
+        lengths_figure(
+            staged / "evaluation.png",
+            {label: rows},
+            train_length=recipe.data.block_length if recipe is not None else None,
+            title="Held-out text",
+        )
     print(table(rows))
-    print(f"written: {output / 'evaluation.csv'} and {output / 'evaluation.png'}")
+    print(f"written: {output.path('evaluation.csv')} and {output.path('evaluation.png')}")
     return 0
 
 
@@ -126,9 +141,12 @@ def generate(options: Namespace) -> int:
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling
     from latte.evaluate.generate import generate as run
+    from latte.results import check_new_file
 
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling, reads=options.save_state is not None)
+    if options.save_state is not None:
+        check_new_file(options.save_state, "state", force=options.force)
     document = "" if options.file is None else first_document(options.file)
     model, tokenizer = load_checkpoint(options.checkpoint, options.device)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
@@ -159,9 +177,19 @@ def serve(options: Namespace) -> int:
             "continuous batching pages keys and values, and a state of Latte has no pages:"
             " expected no --continuous-batching"
         )
+    from latte.serve.server import Serving
     from latte.serve.server import serve as run
 
-    run(options.checkpoint, compiled=options.compile, **picked(options, "host", "port", "device"))
+    serving = Serving(
+        compiled=options.compile,
+        slots=options.max_batch,
+        piece=options.prefill_piece,
+        state_cache=options.state_cache,
+        state_folder=options.state_cache_dir,
+        state_folder_room=options.state_cache_disk,
+        longest=options.max_length,
+    )
+    run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device"))
     return 0
 
 
@@ -186,13 +214,13 @@ def compare(options: Namespace) -> int:
                 raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
     from latte.compare.compare import Comparison
 
-    grid = Comparison(recipe)
+    grid = Comparison(recipe, quiet=options.quiet)
     if options.dry_run:
         print(grid.listing(), end="")
         return 0
     _, text = grid.sweep(report_only=options.report)
-    if text:  # under torchrun one process speaks
-        name = "seeds" if section.seeds else "comparison"
+    if text and not options.quiet:  # under torchrun one process speaks
+        name = grid.report_place().path(grid.report_files[0]).stem
         print(f"{text}written: {name}.csv, .md and .png in {recipe.output_dir}")
     return 0
 
@@ -215,7 +243,7 @@ def convert(options: Namespace) -> int:
             from latte.evaluate.lengths import report
 
             report(options.base, folder, recipe, quiet=options.quiet)
-            print(f"written: {folder} holds the model; evaluation.csv, .md and .png compare it")
+            print(f"written: {folder} holds the model")
         return 0
     if options.overrides:
         raise LatteError(
@@ -223,8 +251,10 @@ def convert(options: Namespace) -> int:
             f" {options.overrides[0]!r}"
         )
     from latte.conversion import convert as run
+    from latte.progress import progress
 
-    model = run(options.base, options.output, **given)
+    with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
+        model = run(options.base, options.output, **given)
     new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
     total = sum(p.numel() for p in model.parameters())
     if not options.quiet:
@@ -241,28 +271,36 @@ def convert(options: Namespace) -> int:
 def inspect(options: Namespace) -> int:
     """latte inspect CHECKPOINT --text ..."""
     from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
-    from latte.inspect.report import inspect_model, outline, page_size, read_text, write_report
-    from latte.train.run_folder import writable_folder
+    from latte.inspect import report
+    from latte.progress import progress
+    from latte.results import results_at
 
     folder = find_checkpoint(options.checkpoint)
-    text = read_text(options.text, options.file)
+    text = report.read_text(options.text, options.file)
     recipe = training_recipe(folder)
+    settings = picked(options, "text", "layers", "tokens", "statistics_tokens", "at", "device")
+    settings |= {"file": contents([options.file] if options.file else ()), **weights(folder)}
+    where = Path(options.output) if options.output else folder / "inspection"
+    given = {"named": bool(options.output), "force": options.force}
+    output = results_at(where, report.FILES, settings, **given)
     model, tokenizer = load_checkpoint(folder, options.device)
-    inspection = inspect_model(
-        model,
-        tokenizer,
-        text,
-        shown=options.tokens,
-        read=options.statistics_tokens,
-        layers=options.layers,
-        at=options.at or (),
-        label=recipe.name if recipe is not None else folder.name,
-    )
-    output = writable_folder(Path(options.output) if options.output else folder / "inspection")
-    written = write_report(inspection, output)
-    print(outline(inspection))
-    print(f"written into {output}: {', '.join(written)}")
-    print(f"open {output / 'index.html'} ({page_size(output)}) in a browser")
+    with progress(0, "layer", label="inspecting", bar=False):
+        inspection = report.inspect_model(
+            model,
+            tokenizer,
+            text,
+            shown=options.tokens,
+            read=options.statistics_tokens,
+            layers=options.layers,
+            at=options.at or (),
+            label=recipe.name if recipe is not None else folder.name,
+        )
+        with output.writing() as staged:
+            written = report.write_report(inspection, staged)
+    print(report.outline(inspection))
+    print(f"written into {output.folder}: {', '.join(written)}")
+    page = output.path("index.html")
+    print(f"open {page} ({report.page_size(output.folder)}) in a browser")
     return 0
 
 
@@ -276,21 +314,71 @@ def benchmark(options: Namespace) -> int:
         if name in given:
             given[name] = () if given[name] == ["none"] else tuple(given[name])
     settings = Settings(**given, memory=not options.no_memory)
-    run(settings, Path(options.output))
-    print(f"written: {Path(options.output) / 'benchmark.csv'}")
+    folder = Path(options.output or "runs/benchmark")
+    found = run(settings, folder, named=bool(options.output), force=options.force)
+    print(f"written: {found.path}")
     return 0
 
 
-def evaluation_folder(options: Namespace, checkpoint: Path) -> Path:
+def doctor(options: Namespace) -> int:
+    """latte doctor [--json]"""
+    import json
+
+    from latte.doctor import report, required_kernels, text
+
+    found = report()
+    print(json.dumps(found, indent=2) if options.json else text(found))
+    required_kernels()
+    return 0
+
+
+def evaluation_results(
+    options: Namespace, checkpoint: Path, files: tuple[str, ...], settings: dict[str, Any]
+) -> Any:
     """Where an evaluation writes: a control's results beside the model's own, not over them.
 
     Of a file's model it writes into the present folder: a file may lie where nothing is written.
+
+    Args:
+        files: that it may write.
+        settings: what its results depend on, but for the weights.
+
+    Raises:
+        LatteError: as :func:`latte.results.results_at`.
     """
+    from latte.results import results_at
+
     if options.output:
-        return Path(options.output)
-    if checkpoint.is_file():
-        return Path(f"{checkpoint.stem}-evaluation")
-    return checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
+        folder = Path(options.output)
+    elif checkpoint.is_file():
+        folder = Path(f"{checkpoint.stem}-evaluation")
+    else:
+        folder = checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
+    every = {**settings, **weights(checkpoint)}
+    return results_at(folder, files, every, named=bool(options.output), force=options.force)
+
+
+def weights(checkpoint: Path) -> dict[str, Any]:
+    """What results depend on of a checkpoint, as a setting."""
+    from latte.evaluate.checkpoint import weights_of
+
+    return {"weights": weights_of(checkpoint)}
+
+
+def contents(files: Iterable[str | Path]) -> str | None:
+    """What results depend on of files that the user named, as a setting; None of no files."""
+    from latte.evaluate.checkpoint import contents_of
+
+    paths = [Path(file).expanduser() for file in files]
+    return contents_of(paths) if paths else None
+
+
+def corpus_files(specs: Iterable[str]) -> list[Path]:
+    """The local files that `--corpus` names."""
+    from latte.data.sources import PREFIX, find_files
+
+    local = [spec for spec in specs if spec != "embedded" and not spec.startswith(PREFIX)]
+    return [path for spec in local for path in find_files(spec)]
 
 
 def picked(options: Namespace, *names: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from latte.errors import OneLineParser
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"
+FORCE = {"action": "store_true", "help": "replace results of other settings"}
 OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
@@ -58,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for add_options in (
         *(_train, _evaluate, _generate, _chat, _serve),
-        *(_compare, _convert, _inspect, _benchmark),
+        *(_compare, _convert, _inspect, _benchmark, _doctor),
     ):
         add_options(command)
     return parser
@@ -83,6 +85,16 @@ def integers(text: str, least: int = 1) -> list[int]:
 def numbers(text: str) -> list[int]:
     """`0,3` -> [0, 3]: numbers that count from 0."""
     return integers(text, least=0)
+
+
+def size(text: str) -> int:
+    """`1GiB`, `500MB` or `4096` -> bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?b?|b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected bytes, such as 1GiB or 500MB, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = 0 if prefix is None else 1 + "kmgt".index(prefix)
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def listed(text: str) -> list[str]:
@@ -160,8 +172,10 @@ def _evaluate(command: Any) -> None:
     add("--device", help=DEVICE)
     add(
         "--output",
-        help="folder of tables and figures; CHECKPOINT/evaluation[-MIXING], FILE-evaluation",
+        help="folder of tables and figures; CHECKPOINT/evaluation[-MIXING], FILE-evaluation, with"
+        " a number where that holds results of other settings",
     )
+    add("--force", **FORCE)
 
 
 def _generate(command: Any) -> None:
@@ -175,7 +189,8 @@ def _generate(command: Any) -> None:
     add("--prompt", default="", help="text to continue")
     add("--file", help="a document before it, which is not printed; the first of several")
     add("--state", help="a state that --save-state wrote: go on from there")
-    add("--save-state", help="write the state after document and prompt to this file")
+    add("--save-state", help="write the state after document and prompt to this new file")
+    add("--force", action="store_true", help="replace the file of --save-state if it exists")
     add("--max-new-tokens", type=int, default=200, help="at most so many; 0 to save a state only")
     add("--temperature", type=float, default=0.8, help="0 is greedy")
     add("--top-k", type=int, help="sample among the k most likely tokens")
@@ -209,14 +224,37 @@ def _serve(command: Any) -> None:
         commands.serve,
         "answer chat and completion requests of OpenAI's clients",
         "Transformers' own server over one checkpoint, whose name in requests is CHECKPOINT as"
-        " written here. Requests are answered one after the other, streaming or not; those whose"
-        " client has gone are dropped. Needs the extra: pip install 'latte-attention[serving]'.",
+        " written here. Requests share a step, and go on from the states of what was read before;"
+        " those whose client has gone are dropped. Needs the extra:"
+        " pip install 'latte-attention[serving]'.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--host", default="localhost", help="address to listen at")
     add("--port", type=int, default=8000, help="0 takes a free one; printed when ready")
-    add("--compile", action="store_true", help="compile a step of decoding first")
+    add("--compile", action="store_true", help="compile a step first; requests then take turns")
     add("--device", help=DEVICE)
+    add("--max-batch", type=int, default=8, help="requests that share a step, at most")
+    add(
+        "--prefill-piece",
+        type=int,
+        help="tokens of a prompt read between two steps, at most: 256 on a CPU, elsewhere 2048",
+    )
+    add("--max-length", type=int, help="tokens of prompt and answer together; more is refused")
+    add(
+        "--state-cache",
+        type=size,
+        default=2**30,
+        metavar="SIZE",
+        help="states kept in memory, such as 1GiB (the default); 0 keeps none",
+    )
+    add("--state-cache-dir", metavar="DIR", help="keep states as files too, for the next start")
+    add(
+        "--state-cache-disk",
+        type=size,
+        default=10 * 2**30,
+        metavar="SIZE",
+        help="bytes of these files, 10GiB by default",
+    )
     add("--continuous-batching", action="store_true", help="refused: states have no pages")
 
 
@@ -245,6 +283,7 @@ def _compare(command: Any) -> None:
         help="context lengths in tokens; 1, 4 and 16 times the block, with --seeds the block",
     )
     add("--max-tokens", type=int, help="held-out tokens scored at the end")
+    add("--quiet", action="store_true", help="no progress bar, no lines and no table")
     add("--dry-run", action="store_true", help="with --seeds, list the runs and do none")
     add("--report", action="store_true", help="with --seeds, report what is done, train nothing")
 
@@ -284,7 +323,12 @@ def _inspect(command: Any) -> None:
     add("--statistics-tokens", type=int, default=4096, help="read for means, CSVs and figures")
     add("--at", type=numbers, help="positions whose weights go into weights.csv, such as 40,80")
     add("--device", help=DEVICE)
-    add("--output", help="folder of the results; CHECKPOINT/inspection")
+    add(
+        "--output",
+        help="folder of the results; CHECKPOINT/inspection, with a number where that holds"
+        " results of other settings",
+    )
+    add("--force", **FORCE)
 
 
 def _benchmark(command: Any) -> None:
@@ -314,4 +358,20 @@ def _benchmark(command: Any) -> None:
     for option, kind, text in options:  # what is not given is left to `evaluate.benchmark`
         add(option, type=kind, default=argparse.SUPPRESS, help=text)
     add("--no-memory", action="store_true", help="times alone; memory costs a process per case")
-    add("--output", default="runs/benchmark", help="folder of benchmark.csv")
+    add(
+        "--output",
+        help="folder of benchmark.csv; runs/benchmark, with a number where that holds results of"
+        " other settings",
+    )
+    add("--force", **FORCE)
+
+
+def _doctor(command: Any) -> None:
+    add = command(
+        commands.doctor,
+        "show what runs here: versions, backends, native kernels, threads, GPU",
+        "Says for every op which backend serves it, and why the native CPU kernels are not used"
+        " where they are not. Ends with exit code 0 whatever it finds, but for LATTE_NATIVE=require"
+        " where there are no native kernels.",
+    ).add_argument
+    add("--json", action="store_true", help="the same for programs")

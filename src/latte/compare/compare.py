@@ -3,6 +3,7 @@
     output_dir/
       PRESET/[seed-N/]   an ordinary run by the recipe, with training.seed = N
         measured.json    what it was worth: parameters, losses, speed, memory, hardware
+                         (measured-2.json ... at other context lengths or tokens)
         failed.json      why there is no result, if its last attempt failed
       comparison.csv, .md, .png; by several seeds seeds.csv, .md, .png
 
@@ -32,10 +33,11 @@ from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, check_positions, evaluate_lengths
 from latte.machine import describe
 from latte.models.registry import find_model, other_models, preset_names
+from latte.results import Results, own_file, results_at, write_json
 from latte.train.metrics import read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
 from latte.train.run import check_model, first_alone, train
-from latte.train.run_folder import FINISHED_FILE, check_same_recipe, write_json
+from latte.train.run_folder import FINISHED_FILE, check_same_recipe
 
 MEASURED_FILE = "measured.json"
 EARLIER_FILE = "lengths.json"  # as comparisons by one seed used to call it, with less in it
@@ -125,13 +127,30 @@ class Comparison(Grid):
     def do(self, run: Run) -> None:
         train_and_measure(run, self.recipe.comparison, self.quiet)
 
+    @property
+    def report_files(self) -> tuple[str, ...]:
+        """Names of the report's files."""
+        if self.recipe.comparison.seeds:
+            return "seeds.csv", "seeds.md", "seeds.png", "positions.csv"
+        return "comparison.csv", "comparison.md", "comparison.png", "positions.csv"
+
+    def report_place(self) -> Results:
+        """Where the report goes: with a number where there is one of other settings."""
+        settings = {
+            "recipe": self.recipe.identity(),
+            "comparison": asdict(self.recipe.comparison),
+        }
+        folder = Path(self.recipe.output_dir)
+        return results_at(folder, self.report_files, settings, named=False, number="files")
+
     def write(self, outcomes: Sequence[Outcome]) -> str:
         from latte.compare import report
 
-        folder = Path(self.recipe.output_dir)
-        if self.recipe.comparison.seeds:
-            return report.write_seeds(folder, outcomes, self.recipe, self.title)
-        return report.write_comparison(folder, outcomes, self.recipe, self.title, self.references)
+        with self.report_place().writing() as folder:
+            if self.recipe.comparison.seeds:
+                return report.write_seeds(folder, outcomes, self.recipe, self.title)
+            shown = (self.recipe, self.title, self.references)
+            return report.write_comparison(folder, outcomes, *shown)
 
     def listing(self) -> str:
         steps = self.recipe.steps()
@@ -221,7 +240,7 @@ def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
     Raises:
         LatteError: a damaged file.
     """
-    file = run.folder / MEASURED_FILE
+    file = measured_file(run, section)
     if not file.exists():
         file = run.folder / EARLIER_FILE
     if not file.exists():
@@ -235,6 +254,17 @@ def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
         return Measured(**{**stored, "rows": [Row(**row) for row in stored["rows"]]})
     except (KeyError, TypeError) as error:
         raise damaged(file, error) from None
+
+
+def measured_file(run: Run, section: ComparisonSection) -> Path:
+    """The file of what is measured at the wanted lengths and tokens, there or not.
+
+    Raises:
+        LatteError: a damaged file.
+    """
+    file = run.folder / MEASURED_FILE
+    wanted = _wanted(run, section)
+    return own_file(file, lambda there: read_json(there, "wanted")["wanted"] == wanted)[0]
 
 
 def _training(folder: Path) -> dict[str, Any]:
@@ -278,6 +308,6 @@ def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None
             rows=rows,
             **_training(run.folder),
         )
-        write_json(run.folder / MEASURED_FILE, {"wanted": wanted, **asdict(measured)})
+        write_json(measured_file(run, section), {"wanted": wanted, **asdict(measured)})
 
     first_alone(measure)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
-from latte.train.run_folder import FolderInUse, checkpoints, writable_folder, write_json
+from latte.results import writable_folder, write_json
+from latte.train.run_folder import FolderInUse, checkpoints
 
 FAILED_FILE = "failed.json"  # why a run's folder has no result, if its last attempt failed
 

@@ -27,9 +27,9 @@ from latte.evaluate.lengths import (
 )
 from latte.evaluate.plots import canvas, draw_curves, lengths_figure, line_style, save
 from latte.evaluate.tables import csv_text, table
+from latte.results import write_text
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
-from latte.train.run_folder import write_text
 
 # Perplexities claimed: the left one above the right one (for the last pair: or equal).
 CLAIMS = (
@@ -235,7 +235,12 @@ def _orders(finished: Sequence[Outcome], length: int) -> list[str]:
         parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n", claimed]
     neighbours = list(zip(order, order[1:], strict=False))
     if pairs := _pairs(found, neighbours, ("neighbours", "interval excludes 0"), excludes_zero):
-        parts += ["The order found: " + " > ".join(f"`{name}`" for name in order) + "\n", pairs]
+        best_first = ", ".join(f"`{name}`" for name in reversed(order))
+        parts += [
+            f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
+            f" {best_first}\n",
+            pairs,
+        ]
     return parts
 
 

@@ -30,7 +30,7 @@ from latte.models.cache import (
     packed_bounds,
 )
 from latte.models.loss import next_token_loss
-from latte.models.modeling import initialise
+from latte.models.modeling import embed, initialise
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 
@@ -102,7 +102,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)  # type: ignore[attr-defined]
+            inputs_embeds = embed(self.embed_tokens, input_ids)  # type: ignore[attr-defined]
         if cu_seq_lens_q is None:
             cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         cache = choose_cache(self, past_key_values, use_cache, cu_seq_lens_q)

@@ -14,8 +14,10 @@ import torch
 
 from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
+from latte.hub import hub_options, unreachable
 from latte.layers.latent_input import HALF_LIFE_RANGE
 from latte.layers.recurrent import DECAY_RANGE
+from latte.results import check_writable
 
 MULTIMODAL = ("gemma3",)
 INITIAL = ("auto", "landmarks", "random")
@@ -152,13 +154,9 @@ def begins_with_landmarks(initial: str, config: Any) -> bool:
 def check_output(output: str | Path) -> Path:
     """A folder that is not there yet, in a place that can be written."""
     target = Path(output)
-    if target.exists():
+    if os.path.lexists(target):
         raise LatteError(f"output {target} exists; expected the name of a new folder")
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise LatteError(f"output {target} cannot be written: {parent} is not a writable folder")
+    check_writable(target, "output")
     return target
 
 
@@ -263,9 +261,13 @@ def read_config(base: str | Path) -> Any:
     if folder.exists() and not (folder / "config.json").is_file():
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
     try:
-        return AutoConfig.from_pretrained(base)
+        return AutoConfig.from_pretrained(base, **hub_options(base))
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise LatteError(f"base {base} cannot be read: {one_line(error)}") from None
+        reason = unreachable(base) or one_line(error)
+        raise LatteError(
+            f"base {base} cannot be read: {reason}; expected a folder, a GGUF file, or a name on"
+            " the Hub"
+        ) from None
 
 
 def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "auto") -> Any:
@@ -277,7 +279,7 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     from latte.conversion.modeling import FAMILIES, NEW_WEIGHTS
 
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
-    file, place, options = gguf_at(base), base, {"dtype": dtype}
+    file, place, options = gguf_at(base), base, {"dtype": dtype, **hub_options(base)}
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         if file is not None:  # its weights have names and orders of their own: the base undoes both
             opened = open_gguf(file)
@@ -357,7 +359,7 @@ def load_tokenizer(base: str | Path) -> Any:
     if folder.is_dir() and not any((folder / name).exists() for name in files):
         raise LatteError(f"base {folder} has no tokenizer; expected tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(base)
+        return AutoTokenizer.from_pretrained(base, **hub_options(base))
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
         raise LatteError(
             f"the tokenizer of base {base} cannot be read: {one_line(error)}"

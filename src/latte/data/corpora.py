@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from latte.data.sources import (
     no_meter,
 )
 from latte.errors import LatteError
+from latte.progress import Progress, progress
 
 Split = Literal["train", "validation"]
 PIECE = 16384  # characters of a text that are sampled together
@@ -56,6 +57,17 @@ class Corpus:
         """A digest that changes when the documents of the split do."""
         return self.source(split).fingerprint()
 
+    def note(self) -> str:
+        """A line about how the text is split, where that is not as usual; else empty."""
+        count = self.train.cut.too_few if isinstance(self.train, SourcePart) else None
+        if count is None:
+            return ""
+        some = "1 document" if count == 1 else f"{count:,} documents"
+        return (
+            f"{self.name}: {some}, too few to hold out whole ones: the last part of each is held"
+            " out (data.validation names other held-out text)"
+        )
+
 
 def _by_hash(text: str, held_out: float) -> tuple[str, str]:
     """All of a document on one side, where its copies fall too, whatever their case and spaces."""
@@ -72,27 +84,68 @@ def _by_tail(text: str, held_out: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
+CUTS = {"hash": (_by_hash, "held out"), "tail": (_by_tail, "last part")}
+
+
+class Cut:
+    """How the documents of a source are shared out between training and held-out text.
+
+    Args:
+        kind: ``hash``, whole documents, or ``tail``, the last part of each.
+        few: where ``hash`` leaves one side without a document, as it does with few documents, it
+            is ``tail`` after all. The documents are read until one of each side is found, when
+            this is first asked for.
+    """
+
+    def __init__(self, source: Source, kind: str, held_out: float, few: bool) -> None:
+        self.source, self.held_out, self._wanted, self._few = source, held_out, kind, few
+
+    @cached_property
+    def kind(self) -> str:
+        return "tail" if self._wanted == "tail" or self.too_few is not None else "hash"
+
+    @cached_property
+    def too_few(self) -> int | None:
+        """The number of documents where they are too few for ``hash``, else None."""
+        if self._wanted == "tail" or not self._few:
+            return None
+        count, sides = 0, set()
+        for text in self.source.documents():
+            if text.strip():
+                count += 1
+                sides.add(bool(_by_hash(text, self.held_out)[1]))
+                if len(sides) == 2:
+                    return None
+        return count
+
+    def part(self, text: str, validation: bool) -> str:
+        """What of a document is on one side."""
+        return CUTS[self.kind][0](text, self.held_out)[validation]
+
+
 class SourcePart(Source):
     """One side of a source whose documents are split in two, the held-out one if ``validation``."""
 
-    def __init__(self, source: Source, kind: str, held_out: float, validation: bool) -> None:
-        cut, held_out_name = {"hash": (_by_hash, "held out"), "tail": (_by_tail, "last part")}[kind]
-        self._source, self._kind, self._cut = source, kind, cut
-        self._held_out, self._validation = held_out, validation
-        self.name = f"{source.name} ({held_out_name if validation else 'train'})"
-        self.unit = source.unit
+    def __init__(self, cut: Cut, validation: bool) -> None:
+        self.cut, self._validation = cut, validation
+        self.unit = cut.source.unit
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        side = CUTS[self.cut.kind][1] if self._validation else "train"
+        return f"{self.cut.source.name} ({side})"
 
     @property
     def total(self) -> int | None:  # type: ignore[override]
-        return self._source.total
+        return self.cut.source.total
 
     def fingerprint(self) -> str:
-        how = f"{self._kind} {self._held_out!r} {self._validation}"
-        return hashlib.sha256(f"{how} {self._source.fingerprint()}".encode()).hexdigest()
+        how = f"{self.cut.kind} {self.cut.held_out!r} {self._validation}"
+        return hashlib.sha256(f"{how} {self.cut.source.fingerprint()}".encode()).hexdigest()
 
     def documents(self, meter: Meter = no_meter) -> Iterator[str]:
-        for text in self._source.documents(meter):
-            if part := self._cut(text, self._held_out)[self._validation]:
+        for text in self.cut.source.documents(meter):
+            if part := self.cut.part(text, self._validation):
                 yield part
 
 
@@ -129,7 +182,8 @@ def open_corpus(
             compressed; or ``"hub:NAME"``, a dataset of the Hugging Face Hub.
         validation: held-out files (for local files), same forms as ``spec``.
         held_out: without them, the fraction of documents, by hash, that is held out. A single
-            text file is one document: its last part is held out instead.
+            text file is one document: its last part is held out instead. So is the last part of
+            each document where the hash holds out none of a few.
         field: the JSON field or Parquet/dataset column that holds the text.
         config, split, validation_split, revision, data_files, cache_dir: passed to
             ``datasets.load_dataset``, for ``hub:`` alone; without ``validation_split``,
@@ -171,33 +225,28 @@ def open_corpus(
             raise LatteError(f"{min(both)}: in both the training and the validation files")
         return Corpus(title, files, FileSource(others, field))
     single_text = len(paths) == 1 and kind_of(paths[0])[0] in TEXT_SUFFIXES
-    return _split(title, files, "tail" if single_text else "hash", held_out)
+    return _split(title, files, "tail" if single_text else "hash", held_out, few=True)
 
 
-def _split(name: str, whole: Source, kind: str, held_out: float) -> Corpus:
-    train, validation = (SourcePart(whole, kind, held_out, side) for side in (False, True))
-    return Corpus(name, train, validation)
+def _split(name: str, whole: Source, kind: str, held_out: float, few: bool = False) -> Corpus:
+    cut = Cut(whole, kind, held_out, few)
+    return Corpus(name, SourcePart(cut, False), SourcePart(cut, True))
 
 
 @contextmanager
 def corpus_bar(
     description: str, source: Source, enabled: bool = True
-) -> Iterator[tuple[Any, Meter]]:
-    """A tqdm bar in the units of a source, bytes on disk or documents; and what moves it on."""
-    from tqdm.auto import tqdm
-
-    unit, total = source.unit, source.total
-    with tqdm(
-        desc=description, total=total, unit=unit, unit_scale=True, disable=not enabled
-    ) as bar:
+) -> Iterator[tuple[Progress, Meter]]:
+    """How far the reading of a source is, in bytes on disk or documents; and what moves it on."""
+    unit = "document" if source.unit.strip() == "documents" else "byte"
+    with progress(source.total or 0, unit, shown=enabled, label=description) as state:
 
         def meter(done: int) -> None:
-            if bar.total is None:  # it may be known only now
-                bar.total = source.total
-            if done > bar.n:
-                bar.update(done - bar.n)
+            state.total = state.total or source.total or 0  # it may be known only now
+            if done > state.done:
+                state.update(done - state.done)
 
-        yield bar, meter
+        yield state, meter
 
 
 def sample_text(

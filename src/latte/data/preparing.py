@@ -85,10 +85,14 @@ class Text:
 
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
-    """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input."""
-    progress = progress and sys.stderr.isatty()  # bars belong on a terminal
+    """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input.
+
+    progress: say what there is to say, and how far it is.
+    """
     cache = cache_folder(section.cache_dir)
     corpus = open_section(section)
+    if progress and (note := corpus.note()):
+        print(note, file=sys.stderr, flush=True)
     tokenizer = make_tokenizer(section, corpus, cache, progress)
     return Text(
         corpus,
@@ -169,6 +173,6 @@ def held_out_text(
 def _tokenized(
     corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
 ) -> EvaluationText:
-    bar = sys.stderr.isatty()
-    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=bar)
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun one process speaks
+    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=first)
     return data.EvaluationText(tokens, join=join, max_tokens=max_tokens)

@@ -38,6 +38,7 @@ COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN = f"{', '.join(SUFFIXES)}, each plain or {', '.join(COMPRESSIONS)}"
 
 PREFIX = "hub:"
+BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, for local files
 # Files up to this size are identified by all their bytes, larger ones by samples and their date.
 FULL_DIGEST_BYTES = 256 << 20
 
@@ -350,14 +351,22 @@ def load_split(dataset: str, config: str | None, name: str, **arguments: Any) ->
         raise LatteError(
             f"{name}: reading it needs the package datasets: pip install 'latte-attention[train]'"
         ) from error
+    from latte.hub import unreachable
+
+    offline = datasets.config.HF_HUB_OFFLINE
+    away = dataset not in BUILDERS and unreachable(dataset)
     try:
+        datasets.config.HF_HUB_OFFLINE = offline or bool(away)
         return datasets.load_dataset(dataset, config, streaming=False, **arguments)
     # load_dataset raises two dozen types (network, hub, parsing): all of them are the answer
     # "this dataset cannot be had", whose reason is for the user to read.
     except Exception as error:
         raise LatteError(
-            f"{name}: cannot be loaded: {type(error).__name__}: {one_line(error, first=True)}"
+            f"{name}: cannot be loaded: "
+            + (away or f"{type(error).__name__}: {one_line(error, first=True)}")
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
 
 
 def require_columns(dataset: Any, columns: Sequence[str], name: str) -> None:

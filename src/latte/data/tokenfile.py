@@ -204,7 +204,7 @@ def _write(
                 file.write(document.tobytes())
                 offsets.append(offsets[-1] + len(document))
                 sizes.append(len(text.encode()))
-            bar.set_postfix_str(f"{offsets[-1] / 1e6:.1f}M tokens", refresh=False)
+            bar.note(f"{offsets[-1] / 1e6:.1f}M tokens")
         file.flush()
         os.fsync(file.fileno())
     if not sizes:

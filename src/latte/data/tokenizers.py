@@ -18,6 +18,8 @@ import numpy as np
 
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_tokenizer, open_gguf
+from latte.hub import hub_options, unreachable
+from latte.progress import progress as show_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -79,7 +81,6 @@ def train_bpe(
     documents give the same tokeniser. ``total_bytes`` only scales the progress bar.
     """
     from tokenizers import trainers
-    from tqdm.auto import tqdm
 
     if vocab_size < 256 + 3:
         raise LatteError(f"vocab_size must be at least 259 (256 bytes, 3 specials): {vocab_size}")
@@ -91,29 +92,22 @@ def train_bpe(
         initial_alphabet=list(byte_alphabet()),
         show_progress=False,
     )
-    bar = tqdm(
-        desc="Training BPE: counting words",
-        total=total_bytes,
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
+    with show_progress(total_bytes or 0, "byte", shown=progress) as state:
+        state.describe("Training BPE: counting words")
 
-    def counted() -> Iterator[str]:
-        for text in documents:
-            bar.update(len(text.encode()))
-            yield text
-        bar.set_description("Training BPE: merging")
+        def counted() -> Iterator[str]:
+            for text in documents:
+                state.update(len(text.encode()))
+                yield text
+            state.describe("Training BPE: merging")
 
-    with bar:
         backend.train_from_iterator(counted(), trainer)
-        seen = bar.n
-        bar.set_description("Training BPE: done")
+        state.describe("Training BPE: done")
     size = backend.get_vocab_size()
     if size != vocab_size:
         raise LatteError(
             f"the text is too small for a vocabulary of {vocab_size}: only {size} entries occur at "
-            f"least {min_frequency} times" + (f" in {seen:,} bytes" if progress else "")
+            f"least {min_frequency} times in {state.done:,} bytes"
         )
     return _wrapped(backend)
 
@@ -138,10 +132,11 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         document_ends(tokenizer)
         return tokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+        place = str(path) if path.is_dir() else name
+        tokenizer = AutoTokenizer.from_pretrained(place, **hub_options(place))
     # The hub, the network and every tokeniser class have errors of their own; each says "no".
     except Exception as error:
-        reason = one_line(error, first=True)
+        reason = unreachable(place) or one_line(error, first=True)
         raise LatteError(
             f"tokenizer {name}: expected 'byte', a folder or a Hugging Face name: {reason}"
         ) from error
@@ -173,6 +168,22 @@ def model_vocab_size(
     largest = max(tokenizer.get_vocab().values(), default=-1)
     needed = max(len(tokenizer), largest + 1, at_least)
     return -(-needed // multiple_of) * multiple_of
+
+
+def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise LatteError if a model with so many embeddings cannot read what a tokenizer writes.
+
+    Marks that no text becomes may lie beyond: Gemma 3's text models have such one, of images.
+    """
+    marks = {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
+    used = [i for i in tokenizer.get_vocab().values() if i not in marks]
+    used += [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
+    largest = max(used, default=-1)
+    if largest >= vocab_size:
+        raise LatteError(
+            f"its tokenizer has token ids up to {largest}, but the model's vocabulary has"
+            f" {vocab_size:,} entries: it is not the tokenizer that the model was trained with"
+        )
 
 
 def _backend_json(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:

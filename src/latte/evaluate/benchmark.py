@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +28,11 @@ from latte.errors import LatteError, one_line
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
 from latte.models.registry import find_model, other_models
+from latte.ops.backend import watch_choices
+from latte.progress import progress
+from latte.results import results_at, writable_folder
 from latte.train.recipe import ModelSection, Recipe
 from latte.train.run import model_config
-from latte.train.run_folder import writable_folder
 
 OPS = ("latte", "macchiato", "window", "linear", "rg-lru", "softmax")
 MODES = ("forward", "forward+backward", "decode")
@@ -104,6 +106,7 @@ def check(settings: Settings) -> list[Case]:
         raise LatteError(f"device {settings.device!r} cannot be used: {one_line(error)}") from None
     for name in settings.models:
         find_model(name).check()
+    check_memory(settings)
     cases = [Case("op", n, m) for m in settings.modes for n in settings.ops if m != "decode"]
     cases += [
         Case("model", name, mode)
@@ -116,22 +119,74 @@ def check(settings: Settings) -> list[Case]:
     return cases
 
 
-def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Measure all cases; writes output/benchmark.csv as it goes and returns its rows.
+def check_memory(settings: Settings) -> None:
+    """Raise LatteError for inputs that are larger than the device's memory.
+
+    A bound from below: of ops their values, of models the tokens.
+    """
+    if not settings.lengths:
+        return
+    width = settings.heads * settings.head_dim * DTYPES[settings.dtype].itemsize
+    if not settings.ops:
+        width = torch.long.itemsize
+    size = settings.batch * max(settings.lengths) * width
+    there = machine.memory_there_is(settings.place)
+    if there is not None and size > there:
+        raise LatteError(
+            f"inputs of batch {settings.batch:,} and {max(settings.lengths):,} tokens take at least"
+            f" {machine.size_text(size)}, and there are {machine.size_text(there)} of memory;"
+            " expected a smaller --batch, --lengths, --heads or --head-dim"
+        )
+
+
+class Measured(NamedTuple):
+    """The rows of a benchmark, and the file that has them."""
+
+    rows: list[dict[str, Any]]
+    path: Path
+
+
+def benchmark(
+    settings: Settings,
+    output: Path,
+    *,
+    quiet: bool = False,
+    named: bool = True,
+    force: bool = False,
+) -> Measured:
+    """Measure all cases; writes benchmark.csv in a folder.
+
+    Until all is measured the rows so far are in benchmark.partial.csv.
+
+    Args:
+        output, named, force: the folder, as of :func:`latte.results.results_at`. Device, threads,
+            versions and date are settings too.
 
     Raises:
-        LatteError: as `check`, a folder that cannot be written, or an op that refuses its
-            arguments (such as a backend that this machine has not).
+        LatteError: as `check`, a folder that cannot be written or holds other results, or an op
+            that refuses its arguments (such as a backend that this machine has not).
     """
     cases = check(settings)
+    backends = {}
     for case in cases:  # what cannot run here says so before anything is written
         try:
-            _maker(case, settings)(WARM_UP)()
+            with watch_choices() as chosen:
+                _maker(case, settings)(WARM_UP)()
+            backends[case] = "+".join(sorted(chosen))
         except (ValueError, TypeError) as error:
             raise LatteError(f"{case.name}, {case.mode}: {one_line(error)}") from None
     place = machine.describe(settings.place)
+    files = ("benchmark.csv", "benchmark.partial.csv")
+    results = results_at(output, files, asdict(settings) | place, named=named, force=force)
+    partial = results.path("benchmark.partial.csv")
+    writable_folder(results.folder)
+    results.keep_settings()
     rows = []
-    with open(writable_folder(output) / "benchmark.csv", "w", newline="", encoding="utf-8") as file:
+    total = len(cases) * len(set(settings.lengths))
+    with (
+        open(partial, "w", newline="", encoding="utf-8") as file,
+        progress(total, "case", shown=not quiet, bar=False) as state,
+    ):
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for kind, mode in dict.fromkeys((case.kind, case.mode) for case in cases):
@@ -141,12 +196,16 @@ def benchmark(settings: Settings, output: Path, *, quiet: bool = False) -> list[
             for length in sorted(set(settings.lengths)):
                 for case, times in _times(makers, length, settings.budget).items():
                     row = _row(case, length, times, peaks[case], settings) | place
+                    row["backend"] = backends[case]
                     writer.writerow(row)
                     file.flush()
                     rows.append(row)
+                    state.update(1)
                     if not quiet:
                         print(line(row), flush=True)
-    return rows
+                        state.spoke()
+    partial.replace(results.path("benchmark.csv"))
+    return Measured(rows, results.path("benchmark.csv"))
 
 
 def line(row: dict[str, Any]) -> str:
@@ -179,7 +238,7 @@ def _row(
     if case.kind == "model":
         return row | {"size": settings.size}
     sizes = {name: getattr(settings, name) for name in ("heads", "latents", "head_dim", "window")}
-    return row | sizes | {"backend": settings.backend or ""}
+    return row | sizes
 
 
 def _times(

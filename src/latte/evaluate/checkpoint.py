@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from latte.conversion.pretrained import LORA, load_whole, own_weights
+from latte.data.tokenfile import checksum
+from latte.data.tokenizers import check_fits
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.models.registry import make_known
@@ -20,6 +23,8 @@ from latte.train.run_folder import (
     checkpoint_problem,
     newest_checkpoint,
 )
+
+SMALL_FILE = 16 << 20  # bytes of a file that is read whole to tell it from others
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -71,8 +76,9 @@ def load_checkpoint(
 
     Raises:
         LatteError: no such folder, no config or weights, a truncated or edited file, weights
-            that do not fit the config, no tokenizer; a mixing for a model that has none; a field
-            that the config does not have, or a value that it refuses.
+            that do not fit the config, no tokenizer or one of more tokens than the model has; a
+            mixing for a model that has none; a field that the config does not have, or a value that
+            it refuses.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -117,7 +123,12 @@ def load_checkpoint(
         raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
     if opened is None and model.device.type == "cpu":
         own_weights(model)
-    return model, _load_tokenizer(folder) if opened is None else gguf_tokenizer(opened)
+    tokenizer = _load_tokenizer(folder) if opened is None else gguf_tokenizer(opened)
+    try:
+        check_fits(tokenizer, model.config.get_text_config().vocab_size)
+    except LatteError as error:
+        raise LatteError(f"checkpoint {folder}: {error}") from None
+    return model, tokenizer
 
 
 def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
@@ -132,6 +143,21 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
             config.validate()
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
+
+
+def contents_of(paths: Iterable[Path]) -> str:
+    """A short digest of files, by name and content: what results of them depend on.
+
+    Of a large file it reads samples.
+    """
+    found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+
+
+def weights_of(checkpoint: Path) -> str:
+    """A short digest of a checkpoint's weights: a folder's, or a GGUF file's."""
+    folder = checkpoint.is_dir()
+    return contents_of(sorted(checkpoint.glob("*.safetensors")) if folder else [checkpoint])
 
 
 def training_recipe(path: str | Path) -> Recipe | None:
@@ -195,6 +221,10 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise LatteError(f"checkpoint {folder} has no tokenizer; expected tokenizer.json")
+    if (folder / MANIFEST_FILE).exists():
+        problem = checkpoint_problem(folder, only="tokenizer*")
+        if problem is not None:
+            raise LatteError(f"checkpoint is damaged: {problem}")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file

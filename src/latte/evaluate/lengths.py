@@ -25,10 +25,10 @@ from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.plots import conversion_figure
 from latte.machine import peak_memory_bytes
 from latte.progress import progress as show_progress
+from latte.results import numbered, own_file, write_json, write_text
 from latte.train.convert import ConversionRecipe
 from latte.train.converted import mixing
 from latte.train.run import data_section
-from latte.train.run_folder import write_json
 from latte.train.scoring import score
 
 CACHE_FILE = "evaluation.json"
@@ -168,8 +168,9 @@ def report(
 ) -> dict[str, list[Row]]:
     """What a conversion did, all scored on the same held-out tokens.
 
-    Writes evaluation.csv, .md (perplexities) and .png. What an earlier call has scored on the same
-    text at the same lengths is not scored again.
+    Writes evaluation.csv, .md (perplexities) and .png, with a number in their names where the
+    folder has those of other lengths. What an earlier call has scored on the same text at the same
+    lengths is not scored again.
     """
     section = recipe.evaluation
     block = recipe.data.block_length
@@ -178,11 +179,9 @@ def report(
     held_out = prepared.held_out(section.max_tokens, join=section.join)
     lengths = section.lengths or [block, 2 * block, 4 * block, 8 * block]
     wanted = {"lengths": lengths, "max_tokens": section.max_tokens, "join": section.join}
-    file = folder / CACHE_FILE
-    stored: dict[str, Any] = {"wanted": wanted, "rows": {}}
-    if file.exists():
-        earlier = json.loads(file.read_text(encoding="utf-8"))
-        stored = earlier if earlier["wanted"] == wanted else stored
+    file, number = own_file(folder / CACHE_FILE, lambda there: _read(there)["wanted"] == wanted)
+    stored: dict[str, Any]
+    stored = _read(file) if file.exists() else {"wanted": wanted, "rows": {}}
 
     def score_due(mixings: Mapping[str, str], load: Callable[[], Any]) -> None:
         due = {name: how for name, how in mixings.items() if name not in stored["rows"]}
@@ -201,11 +200,25 @@ def report(
     found = {named[name]: [Row(**row) for row in stored["rows"][name]] for name in named}
     lines = [["model", *(f"{length:,}" for length in lengths)]]
     lines += [[name, *(f"{row.perplexity:.4g}" for row in found[name])] for name in found]
-    write_rows(folder / "evaluation.csv", found)
     text = tables.table(lines)
-    (folder / "evaluation.md").write_text(text, encoding="utf-8")
     close = (named["base, window only"], named["converted"])
-    conversion_figure(folder / "evaluation.png", found, close=close, train_length=block)
+    # The record of these is the file of the scores.
+    table, words, figure = (
+        numbered(folder / f"evaluation{suffix}", number) for suffix in (".csv", ".md", ".png")
+    )
+    write_rows(table, found)
+    write_text(words, text)
+    conversion_figure(figure, found, close=close, train_length=block)
     if not quiet:
         print(text, end="", flush=True)
+        print(f"written: {table}, .md and .png", flush=True)
     return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What an earlier call has scored. Raises LatteError if the file is damaged."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return {"wanted": stored["wanted"], "rows": dict(stored["rows"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LatteError(f"{file} is damaged ({error}); delete it to score again") from None

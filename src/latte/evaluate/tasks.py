@@ -36,6 +36,8 @@ from latte.errors import LatteError, one_line
 from latte.evaluate.tables import write_csv
 
 INSTALL = 'pip install "latte-attention[eval]"'
+# Names that the harness knows for the most tokens of a generated answer.
+ANSWER_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
 
@@ -145,6 +147,8 @@ def evaluate_tasks(
             found: Any = evaluator.evaluate(
                 lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
             )
+        except LatteError:
+            raise
         except (ValueError, KeyError, AssertionError, TypeError) as error:
             raise LatteError(f"the harness gave up: {one_line(error)}") from error
     assert found is not None  # there is one process
@@ -273,9 +277,34 @@ def _harness_model(
 
         adds_start: bool
         add_bos_token: bool | None
+        task_of: dict[Any, str | None] = {}
 
         def get_model_info(self) -> dict[str, Any]:
             return {"model_num_parameters": self._model.num_parameters()}
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            self.task_of = {request.args: request.task_name for request in requests}
+            return super().loglikelihood(requests, disable_tqdm)
+
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            # The harness has an assertion for these.
+            texts, _, answer = max(requests, key=lambda request: len(request[2]))
+            if (length := len(answer)) > self.max_length:
+                task = self.task_of.get(texts)
+                raise _too_long(task, "an answer", length, self.max_length, length)
+            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            def wanted(request: Any) -> int:
+                options = request.args[1]
+                given = (options[name] for name in ANSWER_LENGTH if name in options)
+                return next(given, self.max_gen_toks)
+
+            longest = max(requests, key=wanted)
+            if (length := wanted(longest)) >= self.max_length:
+                what = "an answer to be generated"
+                raise _too_long(longest.task_name, what, length, self.max_length, length + 1)
+            return super().generate_until(requests, disable_tqdm)
 
         def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
             # The harness puts the start token before each window itself; ours would be scored.
@@ -298,6 +327,14 @@ def _harness_model(
     )
     lm.adds_start = adds_start
     return lm
+
+
+def _too_long(task: str | None, what: str, length: int, most: int, least: int) -> LatteError:
+    where = f"task {task}" if task else "tasks"
+    return LatteError(
+        f"{where}: {what} has {length} tokens, and the model sees {most}; expected --max-length"
+        f" of at least {least}, with room for the question"
+    )
 
 
 @contextmanager

@@ -52,6 +52,10 @@ MOST_READ = 65536
 MOST_PAGE_BYTES = 64 << 20
 # Sources in weights.csv, for each state of a token: the largest.
 MOST_SOURCES = 16
+FILES = (  # that `write_report` may write
+    *("summary.csv", "index.html", "usage.csv", "collapse.png", "effective.png"),
+    *("window_share.csv", "window_share.png", "weights.csv"),
+)
 WEIGHTS = (
     *("layer", "head", "position", "token", "state", "p_state"),
     *("source", "source_token", "p_source"),

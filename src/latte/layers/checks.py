@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -54,8 +55,24 @@ def _check_range(what: str, value: Sequence[float], bound: float, wanted: str) -
     raise ValueError(f"{what} must be two numbers with {wanted}, got {value!r}")
 
 
-def check_input(layer: str, x: Tensor, hidden_size: int) -> None:
+def check_input(layer: str, x: Tensor, hidden_size: int, weight: Tensor | None = None) -> None:
+    """The shape of a layer's input; beside one of the layer's weights, its dtype and device too.
+
+    Under autocast a layer casts for itself. Quantised weights have a dtype of their own, and those
+    that are loaded when they are needed lie on the device "meta" until then.
+    """
     if x.ndim != 3 or x.shape[-1] != hidden_size:
         raise ValueError(
             f"{layer}: x must have shape (B, T, hidden_size={hidden_size}), got {tuple(x.shape)}"
+        )
+    if weight is None or not weight.is_floating_point():
+        return
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"{layer}: x must have the dtype of the layer's weights, {weight.dtype}, got {x.dtype}"
+        )
+    if x.device != weight.device and weight.device.type != "meta":
+        raise ValueError(
+            f"{layer}: x must be on the device of the layer's weights, {weight.device}, got"
+            f" {x.device}"
         )

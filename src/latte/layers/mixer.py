@@ -308,7 +308,7 @@ class Mixer(Drawn):
     ) -> Piece:
         """The arguments of a call, checked."""
         name = type(self).__name__
-        check_input(name, x_BTE, self.hidden_size)
+        check_input(name, x_BTE, self.hidden_size, getattr(self.v_proj, "weight", None))
         if state is not None and not isinstance(state, MixerState):
             raise ValueError(
                 f"{name}: state must be the MixerState that came out, got {type(state).__name__}"

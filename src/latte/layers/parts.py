@@ -77,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
         exact = x_BTE.dtype == self.weight.dtype and x_BTE.dtype in (torch.float32, torch.float64)
         if not exact or eps is None or not on_cpu(x_BTE):
             return super().forward(x_BTE)
-        single = x_BTE.ndim == 2 or x_BTE.shape[1] == 1
+        single = x_BTE.ndim <= 2 or x_BTE.shape[1] == 1
         if not single or torch.is_grad_enabled():
             return _RMSNorm.apply(x_BTE, self.weight, eps)
         size = torch.linalg.vector_norm(x_BTE, dim=-1, keepdim=True)

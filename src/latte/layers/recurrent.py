@@ -112,7 +112,7 @@ class RGLRU(Drawn):
 
         With ``full_precision`` the output is at least fp32, as the state is.
         """
-        check_input("RGLRU", x_BTE, self.hidden_size)
+        check_input("RGLRU", x_BTE, self.hidden_size, self.recurrence_gate.weight)
         dtype = x_BTE.dtype
         if full_precision:
             dtype = torch.promote_types(dtype, torch.float32)

@@ -58,6 +58,28 @@ def initialise(module: nn.Module) -> None:
             init.copy_(module.get_parameter(name), value)
 
 
+def embed(table: nn.Module, input_ids: Any) -> Tensor:
+    """The embeddings of token ids.
+
+    Raises:
+        ValueError: an id that the vocabulary does not have. On a CPU alone: a GPU would have to
+            wait for the answer, and a compiled graph cannot.
+    """
+    if torch.compiler.is_compiling():
+        return table(input_ids)
+    try:
+        return table(input_ids)
+    except IndexError:  # what PyTorch's own check says does not name the id: found out here
+        entries = getattr(table, "num_embeddings", 0)
+        wrong = input_ids[(input_ids < 0) | (input_ids >= entries)]
+        if not wrong.numel():
+            raise
+        raise LatteError(
+            f"input_ids: expected ids from 0 to {entries - 1} (a vocabulary of {entries:,}),"
+            f" got {int(wrong[0])}"
+        ) from None
+
+
 def make_norm(config: LatteConfig) -> nn.Module:
     norm = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[config.norm]
     return norm(config.hidden_size, eps=config.norm_eps)
@@ -211,7 +233,8 @@ class LatteModel(LattePreTrainedModel):
                 own, without a mask or a cache, are such bounds, outside ``torch.compile``.
 
         Raises:
-            ValueError: the arguments do not fit together.
+            ValueError: the arguments do not fit together, or a token id that the vocabulary does
+                not have (see :func:`embed`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -225,7 +248,7 @@ class LatteModel(LattePreTrainedModel):
             self, past_key_values, use_cache, cu_seq_lens_q, causal=self.config.is_causal
         )
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            inputs_embeds = embed(self.embed_tokens, input_ids)
         self._check(inputs_embeds, cache, output_attentions)
         key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
 

@@ -6,6 +6,7 @@ that read the text from others, its configuration and a sample of its weights.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ NOT_KEPT = ("sources", "undo")  # they tell tokens apart, and grow with their nu
 IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
 
 
-def save_state(cache: LatteCache, path: str | Path) -> None:
+def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -> None:
     """Write the states of all layers, with the identity of the model that they are of.
 
         cache = LatteCache(model.config)
@@ -49,6 +50,9 @@ def save_state(cache: LatteCache, path: str | Path) -> None:
     Any cache serves: of a batch, with padding, static, offloaded, in the middle of decoding. It
     stays as it is. What is recorded to take tokens back, or to show weights over the past, is not
     written: a loaded state begins anew there. The file appears whole or not at all.
+
+    Args:
+        ids: the tokens that were read, to be kept in the file: see :func:`load_ids`.
 
     Raises:
         LatteError: another kind of cache, one that has read nothing, or whose model is gone; a
@@ -61,6 +65,8 @@ def save_state(cache: LatteCache, path: str | Path) -> None:
         what = "has read nothing" if decoder is not None else "is of no model that is still there"
         raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
     tensors = {"weights": _sample(decoder)}
+    if ids is not None:
+        tensors["ids"] = ids
     for index, layer in enumerate(cache.layers):
         for name, x in _named(layer.state):
             # A copy: safetensors takes no two names for one memory.
@@ -136,6 +142,26 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
         parts = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
         layer.update(MixerState(**parts), tokens)
     return cache
+
+
+def load_ids(path: str | Path) -> Tensor:
+    """The tokens that the state in this file has read, where :func:`save_state` was given them.
+
+    Raises:
+        LatteError: no such file, a damaged one, or one without its tokens.
+    """
+    try:
+        with safe_open(Path(path).expanduser(), framework="pt") as file:
+            return file.get_tensor("ids")
+    except (OSError, SafetensorError) as error:
+        raise LatteError(f"state {path} has no tokens to read: {one_line(error)}") from None
+
+
+def fingerprint(model: Any) -> str:
+    """A hash of what a state file compares: the configuration, the dtype, some of each weight."""
+    decoder = model.get_decoder()
+    about = json.dumps([_identity(decoder), str(decoder.dtype)], sort_keys=True).encode()
+    return hashlib.sha256(about + _sample(decoder).numpy().tobytes()).hexdigest()
 
 
 def _named(state: MixerState) -> Iterator[tuple[str, Tensor]]:

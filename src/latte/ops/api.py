@@ -324,14 +324,13 @@ def macchiato_attention(
         return unavailable(q, L, D)
 
     serves = _natively(MACCHIATO, causal)
-    if sinks is not None or delay:
-        op, serves = _without_triton(op, serves)
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
     seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    if joint and chosen != "cpu":  # whose kernel has the log-mass at hand
+    fused = chosen in ("cpu", "triton")  # whose kernels have the log-mass at hand
+    if joint and not fused:
         mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
         latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     if step and chosen == "triton":
@@ -340,9 +339,14 @@ def macchiato_attention(
         before = tail or WindowState.empty(k, v, window)
         (A, mu, *_), decay = as_given
         step_inputs = (latent_q, latent_k, q, k, v, key_mask, A, mu, *before)
-        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay)
-        state = (state_of(A, mu, forgotten), WindowState(*after))
-        return out, state if output_final_state else None
+        waiting = earlier_pending
+        if delay and waiting is None:
+            waiting = WindowState.empty(latent_k, v, window + 1)
+        more = (*(seen_sinks or (None,) * 5), *(waiting or (None,) * 3), joint)
+        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay, *more)
+        both = (state_of(A, mu, forgotten), WindowState(*after[:3]))
+        step_state = (*both, WindowState(*after[3:])) if delay else both
+        return out, step_state if output_final_state else None
     window_state = pending = None
     if output_final_state:
         window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
@@ -361,7 +365,7 @@ def macchiato_attention(
             options["sinks"] = seen_sinks
         if delay:
             options |= {"delay": True, "pending": earlier_pending}
-        if joint and chosen == "cpu":
+        if joint and fused:
             options["joint"] = True
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
     if window_state is None:
@@ -407,11 +411,6 @@ def window_log_mass(
     local = Local.of(window, scale, softcap, sizes["K"])
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
     return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
-
-
-def _without_triton(op: str, serves: Collection[str]) -> tuple[str, list[str]]:
-    """Who serves sinks and delayed latents, for which there are no Triton kernels."""
-    return f"{op} with sinks or delay", [name for name in serves if name != "triton"]
 
 
 @full_precision
@@ -471,8 +470,6 @@ def sliding_window_attention(
         raise ValueError(f"{op}: sinks need a window, got window=None, which sees every token")
     every = (q, k, v, *(initial_state or ()), *(sinks or ()))
     serves = _natively(WINDOW, causal and window is not None)
-    if sinks is not None:
-        op, serves = _without_triton(op, serves)
     serves = FULL if window is None and backend is None else serves
     at = (q.device, lambda: window_unavailable(q, window, K, D))
     chosen = choose(op, backend, serves, *at, inputs=every)

@@ -4,8 +4,8 @@ Where a caller names none (``backend=None``), the default does: ``LATTE_BACKEND`
 environment, else ``"cpu"``, the native kernels, on CPU tensors if the library is there and has the
 op, else ``"torch"``. Models and layers name no backend, so this is the one place that
 decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
-have (full softmax attention, sinks and delayed latents have no Triton kernels, say) take
-``"torch"``; an op that has it uses it, or raises ``ValueError`` where it cannot serve the inputs.
+have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
+it, or raises ``ValueError`` where it cannot serve the inputs.
 On a GPU ``"torch"`` takes the place of a default ``"triton"`` that cannot serve the card or the
 widths, with one warning. Nothing switches by size, but for one token at a time:
 
@@ -22,7 +22,8 @@ The native kernels are no default inside a transform of ``torch.func`` and for i
 forward-mode tangents, which custom ops do not have: ``torch`` serves these. Gradients of gradients
 come from PyTorch's operations, whichever served the first. ``backend="cpu"`` without the library,
 or for tensors elsewhere, raises ``ValueError``, forward mode ``NotImplementedError``; the steps of
-decoding in place (:mod:`latte.ops.step`) are native kernels unless another backend is named.
+decoding in place (:mod:`latte.ops.step`) are native kernels unless another backend is named. Where
+the library is not there but could be, the first op that it would serve warns, once.
 
 What the kernel cannot serve when a call asked for it raises ``ValueError``. The RG-LRU and the
 convolution follow the same rule with their own kernels. ``LATTE_BACKEND=torch`` or ``with
@@ -32,7 +33,6 @@ use_backend("torch"):`` keeps steps off the kernels.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,22 +41,30 @@ import torch
 from torch import Tensor
 
 from latte.ops import cpp_backend
+from latte.ops.notices import warn_once
 from latte.ops.tensors import Sequences
 
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
-_warnings: set[str] = set()  # that have been given
 # None: nobody has named one. A plain value, so that torch.compile can guard on it.
 _default: str | None = os.environ.get("LATTE_BACKEND")
+_watched: set[str] | None = None  # see `watch_choices`
 
 
-def default_backend() -> str:
-    """The backend of ops whose caller names none, where no native kernel takes its place.
+def default_backend(device: torch.device | str = "cpu") -> str:
+    """The backend of ops whose caller names none.
+
+    Of ops that have it: ``"torch"`` serves the others. On a CPU that is ``"cpu"`` where the native
+    kernels are there. On a GPU a step of decoding is Triton's where Triton can serve it.
+
+    Args:
+        device: of the inputs.
 
     Raises:
         ValueError: ``LATTE_BACKEND`` names no backend.
     """
-    return named_backend() or "torch"
+    native = torch.device(device).type == "cpu" and cpp_backend.ABSENT is None
+    return named_backend() or ("cpu" if native else "torch")
 
 
 def named_backend() -> str | None:
@@ -98,7 +106,26 @@ def use_backend(backend: str) -> Iterator[None]:
         _default = before
 
 
-def choose(
+@contextmanager
+def watch_choices() -> Iterator[set[str]]:
+    """Within it, the backends that ops run on are collected, for telling which they were."""
+    global _watched
+    before, _watched = _watched, set()
+    try:
+        yield _watched
+    finally:
+        _watched = before
+
+
+def choose(op: str, backend: str | None, *given: Any, **named: Any) -> str:
+    """As :func:`_choose`, seen by :func:`watch_choices`."""
+    chosen = _choose(op, backend, *given, **named)
+    if _watched is not None:
+        _watched.add(chosen)
+    return chosen
+
+
+def _choose(
     op: str,
     backend: str | None,
     serves: Collection[str],
@@ -146,14 +173,6 @@ def choose(
     if backend == "cpu" and (reason := cpp_backend.unavailable(inputs[0])) is not None:
         raise ValueError(f"{op}: backend 'cpu' is not available {reason}")
     return backend
-
-
-@torch.compiler.assume_constant_result
-def warn_once(message: str) -> None:
-    """Not again for the next layer, the next step, or a function that is compiled."""
-    if message not in _warnings:
-        _warnings.add(message)
-        warnings.warn(message, stacklevel=4)
 
 
 def steps_in_place(device_type: str, compiled: bool) -> bool:

@@ -28,6 +28,12 @@ SEQUENCES = "Tensor? key_mask, Tensor? cu_seqlens"
 LATTE = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, Tensor? log_mass, Tensor? mean"
 TAIL = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask"
 SINKS = "Tensor? sink_q, Tensor? sink_k, Tensor? sink_v, Tensor? sink_mask, Tensor? sinks_seen"
+# Latents that see a source late take keys in the place of latent_k, and these.
+LATE = "Tensor? late_v, Tensor? late_mask, Tensor? begun"
+MACCHIATO = LATTE.replace(
+    "Tensor q, Tensor k", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k"
+)
+MACCHIATO = f"{MACCHIATO}, {TAIL}, Tensor? log_decay, {SINKS}, {LATE}"
 WINDOW = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, {TAIL}"
 LOCAL = "int window, float scale, float softcap, bool causal"
 

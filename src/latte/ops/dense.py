@@ -38,9 +38,11 @@ def serves(x: Tensor) -> bool:
 
 def serves_step(x: Tensor) -> bool:
     """The same in a step of :mod:`latte.ops.step`, which may be compiled."""
-    if cpp_backend.ABSENT is not None or named_backend() not in (None, "cpu"):
+    if named_backend() not in (None, "cpu"):
         return False
-    return x.dtype in DTYPES and type(x) is Tensor and x.device.type == "cpu"
+    if x.dtype not in DTYPES or type(x) is not Tensor or x.device.type != "cpu":
+        return False
+    return cpp_backend.ready()
 
 
 def fits(x: Tensor, *weights: Any) -> bool:

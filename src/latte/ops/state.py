@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from latte.ops.tensors import (
     Sequences,
+    sequence_bounds,
     sequence_ids,
     sequence_starts,
     token_positions,
@@ -263,7 +264,8 @@ def last_tokens(
             x_BTX = torch.cat([earlier_NPX, x_BTX], 1)
         return x_BTX.narrow(1, x_BTX.shape[1] - P, P).clone()
     # Slot j of sequence n holds its token end - P + j, or the earlier tail's slot.
-    start_N1, end_N1 = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
+    bounds = sequence_bounds(cu_seqlens)
+    start_N1, end_N1 = bounds[:-1, None], bounds[1:, None]
     token_NP = end_N1 - P + torch.arange(P, device=x_BTX.device)
     if T == 0:
         x_BTX = x_BTX.new_zeros(1, 1, *x_BTX.shape[2:])
@@ -353,7 +355,7 @@ def begun(state_NE: Tensor, sequences: Sequences) -> Tensor:
     dtype, (key_mask, cu_seqlens, _) = state_NE.dtype, sequences
     tiny = torch.finfo(dtype).tiny
     if cu_seqlens is not None:
-        bounds = cu_seqlens.long()
+        bounds = sequence_bounds(cu_seqlens)
         if key_mask is not None:
             bounds = F.pad(key_mask[0].long().cumsum(0), (1, 0))[bounds]
         read_N = bounds.diff() > 0

@@ -293,7 +293,7 @@ def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
         state: of the precision of the sums; None if there is none.
         first, others: all of one dtype.
     """
-    if cpp_backend.ABSENT is not None or first.device.type != "cpu":
+    if first.device.type != "cpu":
         return False
     dtype = first.dtype
     for x in others:
@@ -301,7 +301,9 @@ def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
             return False
     if named_backend() not in (None, "cpu"):
         return False
-    return state is None or state.dtype == computation_dtype(dtype)
+    if state is not None and state.dtype != computation_dtype(dtype):
+        return False
+    return cpp_backend.ready()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -91,6 +91,11 @@ def count_sequences(B: int, cu_seqlens: Tensor | None) -> int:
     return B if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def sequence_bounds(cu_seqlens: Tensor) -> Tensor:
+    """(N+1,) int64, contiguous: what every op reads, whichever dtype and strides came."""
+    return cu_seqlens.long().contiguous()
+
+
 def sequence_ids(cu_seqlens: Tensor, T: int) -> Tensor:
     """(T,) int64: the sequence that each token of the packed row belongs to.
 
@@ -102,7 +107,7 @@ def sequence_ids(cu_seqlens: Tensor, T: int) -> Tensor:
 
 def sequence_starts(cu_seqlens: Tensor, T: int) -> Tensor:
     """(T,) int64: where the sequence of each token begins."""
-    return cu_seqlens[:-1].long()[sequence_ids(cu_seqlens, T)]
+    return sequence_bounds(cu_seqlens)[:-1][sequence_ids(cu_seqlens, T)]
 
 
 def token_positions(
@@ -119,8 +124,9 @@ def token_positions(
     T, device = x_BTE.shape[1], x_BTE.device
     if cu_seqlens is not None:
         token = torch.arange(T, device=device)
-        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
-        first = cu_seqlens.long()[sequence.clamp_min(0)]
+        bounds = sequence_bounds(cu_seqlens)
+        sequence = torch.searchsorted(bounds, token, right=True) - 1
+        first = bounds[sequence.clamp_min(0)]
         if key_mask is None:
             positions = (token - first)[None]
         else:

@@ -60,7 +60,8 @@ class ComparatorMixer(Drawn):
 
     def _check(self, x_BTE: Tensor, key_mask: Tensor | None) -> None:
         name = type(self).__name__
-        check_input(name, x_BTE, self.hidden_size)
+        weight = next((p for p in self.parameters() if p.ndim >= 2), None)
+        check_input(name, x_BTE, self.hidden_size, weight)
         if key_mask is not None and (
             key_mask.shape != x_BTE.shape[:2] or key_mask.dtype != torch.bool
         ):

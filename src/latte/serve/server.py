@@ -2,35 +2,68 @@
 
 Endpoints, requests and answers are those of ``transformers serve``. What is different: the one
 model is loaded and checked as by every command here, prompts begin with the start token as
-documents did in training, and a request whose client has gone is not computed any further.
+documents did in training, requests are checked (:mod:`latte.serve.requests`), share a step
+(:mod:`latte.serve.engine`) and go on from what was read before (:mod:`latte.serve.states`), and one
+whose client has gone is not computed any further.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
-import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import StoppingCriteriaList
 from transformers.utils.import_utils import is_serve_available
 
-from latte.data.tokenizers import document_ends
 from latte.errors import LatteError, one_line
 from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.generate import compile_step, has_steps, text_ends
+from latte.evaluate.generate import compile_step, has_steps, keeps_state, text_ends
 
-# For tokenizers without one. The start token comes by itself.
-PLAIN_CHAT = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
+# A CPU reads 256 tokens at once nearly as fast as many; others wait for a quarter of a second.
+PIECES = {"cpu": 256, "other": 2048}
+GRACE = 3  # seconds in which answers may end when the server is asked to
+
+
+@dataclass
+class Serving:
+    """How requests are served.
+
+    Attributes:
+        compiled: compile a step of decoding before the first request, and answer one by one.
+        slots: requests that share a step, at most.
+        piece: tokens of a prompt that are read between two steps, at most; None: :data:`PIECES`.
+        state_cache: bytes of states that are kept in memory; 0 keeps none.
+        state_folder: keep them here too, for the next start.
+        state_folder_room: bytes of files there.
+        longest: tokens that prompt and answer may have together; None: no bound.
+    """
+
+    compiled: bool = False
+    slots: int = 8
+    piece: int | None = None
+    state_cache: int = 2**30
+    state_folder: str | Path | None = None
+    state_folder_room: int = 10 * 2**30
+    longest: int | None = None
+
+    def check(self) -> None:
+        """Raise LatteError for numbers that serve nobody."""
+        for name, least in (("slots", 1), ("piece", 1), ("state_cache", 0), ("longest", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                said = {"slots": "max-batch", "piece": "prefill-piece", "longest": "max-length"}
+                raise LatteError(
+                    f"{said.get(name, 'state-cache')}: expected at least {least}, got {value}"
+                )
+        if self.state_folder is not None and not self.state_cache:
+            raise LatteError("state-cache-dir: expected a --state-cache above 0 beside it, got 0")
 
 
 def serve(
@@ -39,30 +72,39 @@ def serve(
     host: str = "localhost",
     port: int = 8000,
     device: str | None = None,
-    compiled: bool = False,
+    serving: Serving | None = None,
 ) -> None:
     """Answer requests until interrupted.
 
     Args:
         checkpoint: a folder; as it is written here it is the model's name in requests.
         port: 0 takes a free one. The address is printed once requests are taken.
-        compiled: compile a step of decoding before the first request.
 
     Raises:
         LatteError: the extra is not installed, the port is in use, no such checkpoint or no
-            tokenizer in it, a model whose step cannot be compiled.
+            tokenizer in it, a model whose step cannot be compiled, a folder for states that cannot
+            be written.
     """
-    if not is_serve_available() or find_spec("transformers.cli.serving.systemone") is None:
+    parts = ("transformers.cli.serving.systemone", "prometheus_client")
+    if not is_serve_available() or any(find_spec(part) is None for part in parts):
         raise LatteError("serve needs its extra: pip install 'latte-attention[serving]'")
+    serving = serving or Serving()
+    serving.check()
     with contextlib.closing(listen(host, port)) as listening:
         model, tokenizer = load_checkpoint(checkpoint, device)
-        if compiled:
+        if serving.compiled:
             _check_compiled(model)
-        server = make_server(str(checkpoint), model, tokenizer, compiled)
+        server, close = make_server(str(checkpoint), model, tokenizer, serving)
         at = listening.getsockname()[1]
         print(f"serving {checkpoint} at http://{host}:{at}/v1 (Ctrl-C ends it)", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[listening])
+        # uvicorn ends in good order, and then raises the signal again: so that states are written.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                server.run(sockets=[listening])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -80,105 +122,169 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def make_server(name: str, model: Any, tokenizer: Any, compiled: bool) -> Any:
-    """A uvicorn server with Transformers' handlers over one model."""
+def make_server(
+    name: str, model: Any, tokenizer: Any, serving: Serving
+) -> tuple[Any, Callable[[], None]]:
+    """A uvicorn server with Transformers' handlers over one model, and what ends its threads."""
     import uvicorn
-    from fastapi.responses import JSONResponse
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.systemone import SystemOneHandler
-    from transformers.cli.serving.transcription import TranscriptionHandler
-    from transformers.cli.serving.utils import GenerateManager, GenerationState
+    from transformers.cli.serving.utils import GenerationState
+
+    from latte.serve.handlers import Chats, Completions, Responses
+    from latte.serve.prompts import Prompts
+
+    _prepare(model, tokenizer)
+    prompts = Prompts(tokenizer)
+    manager, counters, close = make_answers(model, prompts, serving)
 
     class OneModel(ModelManager):
-        """The model and its tokenizer; requests that name another are refused."""
+        """The model; nothing else is ever loaded."""
 
         def __init__(self) -> None:
             super().__init__(model_timeout=-1)
-            self.force_model = name
-
-        def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-            return model, tokenizer
 
         def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override]
             return [{"id": name, "object": "model", "created": 0, "owned_by": "latte"}]
 
-    class Requests(GenerateManager):
-        """One after the other in one thread, each with the start token before its prompt."""
+        @staticmethod
+        def get_model_modality(*_: Any, **__: Any) -> Any:
+            from transformers.cli.serving.utils import Modality
 
-        def generate_streaming(self, model: Any, processor: Any, inputs: Any, *rest, **options):  # type: ignore
-            return super().generate_streaming(model, processor, begin(inputs), *rest, **options)
-
-        async def generate_non_streaming(  # type: ignore[override]
-            self, model: Any, processor: Any, inputs: Any, *rest: Any, **options: Any
-        ) -> tuple[str, int, Tensor]:
-            gone = threading.Event()
-
-            def stops(ids: Tensor, scores: Tensor) -> Tensor:
-                return torch.full(ids.shape[:1], gone.is_set(), device=ids.device)
-
-            begun = {**begin(inputs), "stopping_criteria": StoppingCriteriaList([stops])}
-            work = super().generate_non_streaming(model, processor, begun, *rest, **options)
-            try:
-                text, _, ids = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                gone.set()
-                raise
-            return text, inputs["input_ids"].shape[-1], ids
+            return Modality.LLM
 
     class State(GenerationState):
         def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-            return requests
+            return manager
 
-    begin, requests = _prepare(model, tokenizer), Requests()
-    if compiled:  # in the thread that answers requests; no length matters where no state grows
-        step = requests.submit(compile_step, model, 2).result()
-        model.generation_config.compile_config = step
     parts: dict[str, Any] = {
         "model_manager": OneModel(),
-        "generation_state": State(compile=compiled),
+        "generation_state": State(),
     }
-    app = build_server(
-        **parts,
-        chat_handler=ChatCompletionHandler(**parts),
-        completion_handler=CompletionHandler(**parts),
-        response_handler=ResponseHandler(**parts),
-        transcription_handler=TranscriptionHandler(**parts),
-        systemone_handler=SystemOneHandler(**parts),
+    handlers = {"chat": Chats, "completion": Completions, "response": Responses}
+    made: dict[str, Any] = {f"{kind}_handler": own(**parts) for kind, own in handlers.items()}
+    for handler in made.values():
+        handler.one_model, handler.longest = (name, model, prompts), serving.longest
+    absent: Any = {"transcription_handler": None, "systemone_handler": None}
+    app = build_server(**parts, **made, **absent)
+    # The others load models by name, or are for models of another kind.
+    served = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    app.router.routes[:] = served
+    add_metrics(app, counters)
+    add_errors(app)
+
+    class Ending(uvicorn.Server):
+        """Answers that are not whole after some seconds end in an error, so that it can end."""
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            asyncio.get_running_loop().call_later(GRACE, manager.stop)
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        _until_gone(app, counters), log_level="warning", timeout_graceful_shutdown=2 * GRACE
     )
-
-    @app.exception_handler(ValueError)
-    async def refuse(_: Any, error: ValueError) -> Any:
-        return JSONResponse({"error": {"message": one_line(error)}}, status_code=400)
-
-    return uvicorn.Server(uvicorn.Config(_until_gone(app), log_level="warning"))
+    return Ending(config), close
 
 
-def _prepare(model: Any, tokenizer: Any) -> Callable[[Any], dict[str, Tensor]]:
-    """Give a model and its tokenizer what requests leave open; how a prompt's tokens begin.
+def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, Callable[[], None]]:
+    """What answers requests, its counters, and what ends its threads."""
+    from latte.models import LatteCache
+    from latte.serve.answers import Answers, OneByOne
+    from latte.serve.counters import Counters
+    from latte.serve.engine import Engine
+    from latte.serve.reading import Reader
+    from latte.serve.state_folder import StateFolder
+    from latte.serve.states import StateStore
+
+    if not keeps_state(model):
+        counters = Counters()
+        return OneByOne(model, prompts, None, counters), counters, lambda: None
+    folder = None
+    if serving.state_folder is not None:
+        folder = StateFolder(serving.state_folder, model, serving.state_folder_room)
+    store = StateStore(serving.state_cache, folder)
+    piece = serving.piece or PIECES.get(model.device.type, PIECES["other"])
+    counters = Counters(store, folder)
+
+    def close() -> None:
+        if folder is not None:
+            folder.close()
+
+    if serving.compiled:
+        # No length matters where no state grows.
+        reader = Reader(model, piece, store, lambda: LatteCache(model.config, max_cache_len=2))
+        manager = OneByOne(model, prompts, reader, counters)
+        # In the thread that answers requests.
+        step = manager.submit(compile_step, model, 2).result()
+        model.generation_config.compile_config = step
+        return manager, counters, close
+    engine = Engine(Reader(model, piece, store), serving.slots, counters)
+
+    def close_all() -> None:
+        engine.close()
+        close()
+
+    return Answers(engine, prompts), counters, close_all
+
+
+def _prepare(model: Any, tokenizer: Any) -> None:
+    """Give a model what requests leave open.
 
     Sampling at temperature 1 unless the checkpoint says otherwise, as clients expect; the end of
-    the text; a template of chats. A tokenizer with a template of its own says how texts begin.
+    the text.
     """
-    start, _ = document_ends(tokenizer)
     defaults = model.generation_config
     defaults.update(**text_ends(model, tokenizer))
     if defaults.do_sample is None or not defaults.do_sample:
         defaults.do_sample, defaults.top_k = True, 0
-    own_template = tokenizer.chat_template is not None
-    if not own_template:
-        tokenizer.chat_template = PLAIN_CHAT
 
-    def begin(inputs: Any) -> dict[str, Tensor]:
-        ids = inputs["input_ids"].long()
-        if not own_template and (ids.shape[1] == 0 or int(ids[0, 0]) != start):
-            ids = torch.cat([ids.new_full((1, 1), start), ids], 1)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    return begin
+def add_metrics(app: Any, counters: Any) -> None:
+    """/metrics, in Prometheus' text format."""
+    from fastapi.responses import Response
+
+    @app.get("/metrics")
+    def metrics() -> Any:
+        return Response(counters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def add_errors(app: Any) -> None:
+    """Every error is one line of JSON, as OpenAI's are, with its status."""
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+    from starlette.exceptions import HTTPException
+
+    from latte.serve.requests import BadRequest, error_body
+
+    def answer(status: int, error: Any, **about: Any) -> Any:
+        return JSONResponse(error_body(error, **about), status_code=status)
+
+    @app.exception_handler(RequestValidationError)
+    async def no_object(_: Any, error: Any) -> Any:
+        return answer(400, ValueError("body: expected a JSON object, got something else"))
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Any, error: HTTPException) -> Any:
+        status = 400 if error.status_code == 422 else error.status_code
+        return answer(status, ValueError(str(error.detail)))
+
+    @app.exception_handler(BadRequest)
+    async def bad(_: Any, error: BadRequest) -> Any:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return answer(error.status, error, kind=kind, param=error.param, code=error.code)
+
+    @app.exception_handler(ValueError)
+    async def wrong(_: Any, error: ValueError) -> Any:
+        return answer(400, error)
+
+    @app.exception_handler(TemplateError)
+    async def no_chat(_: Any, error: TemplateError) -> Any:
+        return answer(400, ValueError(f"messages: {error}"), param="messages")
+
+    @app.exception_handler(Exception)
+    async def failed(_: Any, error: Exception) -> Any:
+        return answer(500, error, kind="server_error")
 
 
 def _check_compiled(model: Any) -> None:
@@ -188,7 +294,9 @@ def _check_compiled(model: Any) -> None:
         raise LatteError("compile: this model's state grows, so each length would be compiled anew")
 
 
-def _until_gone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _until_gone(
+    app: Callable[..., Awaitable[None]], counters: Any
+) -> Callable[..., Awaitable[None]]:
     """The application, whose work on a request is cancelled when its client has gone."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -196,6 +304,7 @@ def _until_gone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[
             await app(scope, receive, send)
             return
         messages: asyncio.Queue[Any] = asyncio.Queue(1)
+        status = 499  # the client has gone before any answer
 
         async def listen() -> None:
             while True:
@@ -204,12 +313,21 @@ def _until_gone(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[
                 if message["type"] == "http.disconnect":
                     return
 
-        work = asyncio.ensure_future(app(scope, messages.get, send))
+        async def noted(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        work = asyncio.ensure_future(app(scope, messages.get, noted))
         listening = asyncio.ensure_future(listen())
-        await asyncio.wait({work, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-        listening.cancel()
+        try:
+            await asyncio.wait({work, listening}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when the server ends, and cancels this
+            if not work.done():
+                work.cancel()
+            listening.cancel()
+            path = scope["path"]
+            counters.request(path if path in ROUTES else "other", status)
         with contextlib.suppress(asyncio.CancelledError):
             await work
 

@@ -38,10 +38,10 @@ from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
 from latte.memory import keep_memory
 from latte.progress import progress
+from latte.results import write_json
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
-from latte.train.run import calibration_rows, data_section
-from latte.train.run_folder import write_json
+from latte.train.run import calibration_rows, data_section, repetition
 
 COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
 
@@ -105,25 +105,27 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length
-    if not quiet:
-        print(f"layers: recording {every} rows of {length:,} tokens", file=sys.stderr, flush=True)
-    with progress(every, "row", shown=not quiet) as bar:
-        bar.describe("layers: recording")
-        files = record(model, [*rows, *judges], folder / "rows", lambda _: bar.update(1))
+
+    def tell(line: str) -> None:
+        if not quiet:
+            print(f"layers: {line}", file=sys.stderr, flush=True)
+
+    if note := repetition(len(text.train), section.rows * length):
+        tell(note)
+    tell(f"recording {every} rows of {length:,} tokens")
+    with progress(every, "row", shown=not quiet, label="layers") as state:
+        files = record(model, [*rows, *judges], folder / "rows", lambda _: state.update(1))
     options = section.options(recipe.conversion.mass_weight)
     layers = {layer.self_attn.layer_idx: layer.self_attn for layer in converted_layers(model)}
-    with progress(len(layers), "layer", shown=not quiet) as bar:
-        bar.describe("layers: fitting")
+    with progress(len(layers), "layer", shown=not quiet, label="layers", bar=False) as state:
         for index, scores in _fit_all(model, layers, files, section, options, folder):
-            bar.update(1)
+            state.update(1)
             first, last = scores[0], min(scores, key=lambda score: score.output)
-            if not quiet:
-                print(
-                    f"layers: layer {index} ({bar.done} of {len(layers)}), output error"
-                    f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            tell(
+                f"layer {index} ({state.done} of {len(layers)}), output error"
+                f" {first.output:.4f} -> {last.output:.4f} (window alone {first.window:.4f})"
+            )
+            state.spoke()
     for index, layer in layers.items():
         layer.latents.load_state_dict(load_file(_fitted(folder, index)))
     _write_scores(folder)

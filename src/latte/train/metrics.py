@@ -13,8 +13,9 @@ import torch
 from transformers import TrainerCallback
 
 from latte import machine
+from latte.progress import progress
+from latte.results import write_text
 from latte.train.recipe import Recipe
-from latte.train.run_folder import write_text
 
 METRICS_FILE = "metrics.jsonl"
 # What a log line shows beside the loss, if the run's objective has it: key, name, format.
@@ -42,6 +43,8 @@ class Progress(TrainerCallback):
         self.seconds = 0.0  # wall time of the run up to the last report, over all resumes
         self._writer: Any = None
         self._bar: Any = None
+        self._lines: Any = None
+        self._open = contextlib.ExitStack()
         self._file: Any = None
         self._last_time = 0.0
         self._last_step = 0
@@ -81,10 +84,16 @@ class Progress(TrainerCallback):
                 dynamic_ncols=True,
                 disable=None,  # no bar where stderr is not a terminal
             )
+            # There a line, where a minute has passed without one.
+            lines = progress(state.max_steps, "step", label=self.label, bar=False)
+            self._lines = self._open.enter_context(lines)
+            self._lines.skip(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self._bar is not None:
             self._bar.update(1)
+        if self._lines is not None:
+            self._lines.update(1)
         if state.global_step >= state.max_steps:
             control.should_log = control.should_evaluate = True
         limit = self.recipe.training.max_minutes
@@ -132,10 +141,15 @@ class Progress(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds = self._elapsed()
         self._last_time = 0.0
+        self.close()
+
+    def close(self) -> None:
+        """Let go of bar, files and thread, also where training has failed."""
         for resource in (self._bar, self._writer, self._file):
             if resource is not None:
                 resource.close()
-        self._bar = self._writer = self._file = None
+        self._open.close()
+        self._bar = self._writer = self._file = self._lines = None
 
     # ---- details
 
@@ -174,6 +188,8 @@ class Progress(TrainerCallback):
             self._bar.write(line)
         elif not self.quiet:
             print(line, flush=True)
+            if self._lines is not None:
+                self._lines.spoke()
 
 
 def train_line(record: dict[str, Any], max_steps: int) -> str:

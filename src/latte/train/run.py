@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -21,13 +22,17 @@ from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
 from latte.models.registry import carries_state, find_model, language_model
 from latte.parallel.context import find_decoder
+from latte.results import write_json
+from latte.train.footprint import check_memory
 from latte.train.metrics import Progress, read_metrics
 from latte.train.recipe import DataSection, Recipe
-from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_json, write_manifest
+from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_manifest
 from latte.train.speed import check_speed, chosen_backend
 from latte.train.trainer import LatteTrainer
 
 T = TypeVar("T")
+# Of a finished run: what is looked at before it is used.
+MANIFEST_FILES = ("*.safetensors", "tokenizer*", "special_tokens*", "chat_template*")
 STOPPED_FILE = "stopped.json"  # what `max_minutes` left, until the run is finished
 
 
@@ -96,10 +101,13 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     )
     if first and not quiet:
         _announce(recipe, model, owner, steps, processes)
+        if note := repetition(len(text.train), steps * recipe.tokens_per_step(processes)):
+            print(note, flush=True)
     # Dropout differs between processes; a resumed run restores these states afterwards.
     torch.manual_seed(recipe.training.seed + 1_000_003 * trainer.args.process_index)
-    with chosen_backend(recipe):
-        trainer.train(resume_from_checkpoint=None if owner.resume is None else str(owner.resume))
+    resume = None if owner.resume is None else str(owner.resume)
+    with chosen_backend(recipe), contextlib.closing(progress):
+        trainer.train(resume_from_checkpoint=resume)
     finished = trainer.state.global_step >= steps
     return _finish(trainer, recipe, progress, finished)
 
@@ -153,15 +161,15 @@ def first_alone(action: Callable[[], T]) -> T:
 def check_model(recipe: Recipe) -> None:
     """Raise LatteError for a model that cannot be built, before any folder or text is touched.
 
-    Imports the recipe's plugins first.
+    So is one that cannot be trained in this machine's memory. Imports the recipe's plugins first.
     """
     recipe.import_plugins()
     if recipe.conversion.base is None:
-        model_config(recipe, {})
+        check_memory(recipe, model_config(recipe, {}))
     else:
         from latte.train.converted import starting_config
 
-        starting_config(recipe.conversion)
+        check_memory(recipe, starting_config(recipe.conversion))
 
 
 def data_section(recipe: Recipe) -> DataSection:
@@ -236,6 +244,16 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     return language_model(config)
 
 
+def repetition(tokens: int, wanted: int) -> str:
+    """A line where a run reads more tokens than the training text has; else empty."""
+    if wanted <= tokens:
+        return ""
+    return (
+        f"the training text has {tokens:,} tokens and the run reads {wanted:,}:"
+        f" it is read {wanted / tokens:,.1f} times"
+    )
+
+
 def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
     """Blocks of training text, (T,) each, of some 8,000 tokens: what landmarks are made of."""
     count = max(1, 8192 // section.block_length)
@@ -249,7 +267,8 @@ def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished:
         trainer.save_model(str(folder))
     if trainer.args.should_save:
         if finished:
-            write_manifest(folder, sorted(folder.glob("*.safetensors")))
+            files = (path for pattern in MANIFEST_FILES for path in folder.glob(pattern))
+            write_manifest(folder, sorted(files))
         evaluations = read_metrics(folder, "eval")
         last = evaluations[-1] if evaluations else {}
         result = {

@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -26,6 +25,7 @@ from typing import IO, Any, Protocol
 
 from latte.data.tokenfile import checksum
 from latte.errors import LatteError
+from latte.results import first_difference, writable_folder, write_json
 
 RUN_FILE = "run.json"
 FINISHED_FILE = "finished.json"
@@ -154,19 +154,6 @@ def take(
     return Claim(folder, lock=lock or _lock(folder), file=name), False
 
 
-def writable_folder(folder: Path) -> Path:
-    """Create a folder for results, or say in one line that it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise LatteError(
-            f"output folder {folder} cannot be written: {error.strerror or error}"
-        ) from None
-    return folder
-
-
 def _lock(folder: Path) -> IO[str]:
     """Hold the folder until this process ends, however it ends."""
     lock = open(folder / LOCK_FILE, "w")  # noqa: SIM115  held open on purpose
@@ -213,18 +200,6 @@ def check_same(
             f"output folder {file.parent} holds another {what}: {key} is {there!r} there and"
             f" {here!r} here; choose another output_dir"
         )
-
-
-def first_difference(stored: Any, wanted: Any, key: str = "") -> tuple[str, Any, Any] | None:
-    """(dotted key, stored value, wanted value) of the first difference of two JSON trees."""
-    if isinstance(stored, dict) and isinstance(wanted, dict):
-        for name in [*stored, *(n for n in wanted if n not in stored)]:
-            dotted = f"{key}.{name}" if key else name
-            found = first_difference(stored.get(name), wanted.get(name), dotted)
-            if found:
-                return found
-        return None
-    return None if stored == wanted else (key.removeprefix("recipe."), stored, wanted)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
@@ -300,18 +275,6 @@ def rotate(newest: Path, keep: int) -> None:
     found = checkpoints(newest.parent)
     for path in found[: found.index(newest) + 1][:-keep]:
         shutil.rmtree(path)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file as `write_text` does."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write aside and rename: a reader sees the old file or the new one, other writers or not."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _flush(path: Path) -> None:

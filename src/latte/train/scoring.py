@@ -31,6 +31,7 @@ from latte.parallel import context_parallel, shard_batch
 from latte.parallel.batch import context_group
 
 LOGIT_BYTES = 256 * 2**20  # fp32 logits held at a time
+BATCH_LOGIT_BYTES = 2**30  # of what a model returns for a segment of a batch, counted in fp32
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def score(
         length: window length n, in tokens.
         segment: tokens read at a time; longer windows carry the cache from segment to segment.
             Comparators, which name and keep their states in ways of their own, read all at once.
-        batch_tokens: inputs side by side in a batch (one window at least).
+        batch_tokens: inputs side by side in a batch (one window at least); fewer if the logits of
+            a segment would take more than 1 GiB.
         bf16: autocast to bfloat16; the NLL is computed in fp32 and summed in fp64.
         rank, processes: with several processes each takes every `processes`-th batch, all make
             the same number of forward passes (sharded models need that), and the sums are
@@ -108,7 +110,10 @@ def score(
     model.eval()
     edges = [0, *(position for position in positions if position < length)]
     total = torch.zeros(len(edges), 3, dtype=torch.float64, device=device)  # NLL, tokens, bytes
-    source = text.batches(length, max(1, batch_tokens // length))
+    config: Any = model.config
+    logits = 4 * min(segment, length) * config.vocab_size  # bytes of one window's
+    rows = min(batch_tokens // length, BATCH_LOGIT_BYTES // logits)
+    source = text.batches(length, max(1, rows))
     try:
         with torch.no_grad(), autocast:
             for batch, mine in _share(source, rank, processes):

@@ -40,11 +40,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
 from latte.data.preparing import Text
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 from latte.parallel import context_parallel, shard_batch
 from latte.parallel.batch import context_group
+from latte.results import write_json
 from latte.train.recipe import Recipe
-from latte.train.run_folder import STAGING, rotate, seal, write_json
+from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
 from latte.train.speed import of_own_blocks, quicken
 
@@ -243,6 +244,11 @@ class LatteTrainer(Trainer):
         self.args.output_dir = str(folder / STAGING)
         try:
             super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:  # PyTorch's writer has errors of its own
+            raise LatteError(
+                f"checkpoint {folder / name} cannot be written: {one_line(error, first=True)};"
+                " run again to go on from the one before"
+            ) from error
         finally:
             self.args.output_dir = str(folder)
         self.accelerator.wait_for_everyone()

@@ -1,64 +1,176 @@
-"""The native library: who serves where it is there, where it is not, and how it comes to be."""
+"""How the native library comes to be: compiler, flags, name and place, and a wheel with it."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import platform
+import re
 import subprocess
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import randn
 
-from latte.ops import causal_conv1d, cpp_backend, rg_lru, use_backend
+from latte.ops import cpp_backend
 from latte.ops.cpp_backend import build
 
 ROOT = Path(__file__).parents[3]
 INCLUDE = Path(torch.__file__).parent / "include"
 
 
-def conv(**options):
-    return causal_conv1d(randn(1, 5, 2), randn(2, 3), **options)[0]
+SOURCE = 'extern "C" __attribute__((visibility("default"))) int number() { return NUMBER; }\n'
 
 
-def test_it_serves_cpu_tensors_unless_somebody_says_otherwise():
-    assert cpp_backend.serves(randn(1))
-    with use_backend("torch"):
-        torch_says = conv()
-    assert torch.equal(conv(), conv(backend="cpu"))
-    torch.testing.assert_close(conv(), torch_says)
-    x = torch.zeros(1, 4, 2, device="meta")
-    with pytest.raises(ValueError, match="'cpu' is not available for tensors on meta"):
-        rg_lru(x, x, x, torch.zeros(2, device="meta"), backend="cpu")
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """A folder with one small source, which is compiled in the place of the kernels."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.cpp").write_text(SOURCE.replace("NUMBER", "7"))
+    monkeypatch.setattr(build, "HERE", folder)
+    monkeypatch.setenv("LATTE_CACHE", str(tmp_path / "cache"))
+    for name in ("LATTE_NATIVE", "CXXFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    # As in pip's build environment, and quicker: the library is loaded without PyTorch.
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "torch.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
+    return folder
+
+
+def libraries(folder):
+    return sorted(path.name for path in folder.glob("native-*"))
+
+
+def test_the_name_tells_system_architecture_and_sources(tiny):
+    path = build.build_library()
+    assert path == tiny / build.library_name() and libraries(tiny) == [path.name]
+    assert path.name.startswith(f"native-{sys.platform}-{platform.machine()}-")
+    assert ctypes.CDLL(path).number() == 7
+    elsewhere = tiny / path.name.replace(platform.machine(), "riscv64")
+    earlier = tiny / "native-0123456789ab.so"
+    elsewhere.touch()  # of another machine that shares this folder
+    earlier.touch()  # when names had only the digest
+    (tiny / "one.cpp").write_text("// other sources\n")
+    assert build.build_library().name != path.name
+    assert not path.exists() and not earlier.exists() and elsewhere.exists()
+
+
+def test_flags_of_the_environment_are_respected(tiny, monkeypatch):
+    (tiny / "one.cpp").write_text(SOURCE)
+    monkeypatch.setenv("CXXFLAGS", "-DNUMBER=8")
+    assert ctypes.CDLL(build.build_library()).number() == 8
+    monkeypatch.setenv("LDFLAGS", "-lno_such_library")
+    build.build_library()  # which is there
+    with pytest.raises(build.BuildError, match="no_such_library"):
+        build.build_library(force=True)
+
+
+def test_what_cannot_be_loaded_is_no_success(tiny, capsys):
+    (tiny / "one.cpp").write_text("void nowhere();\nvoid call() { nowhere(); }\n")
+    build.main([])
+    said = capsys.readouterr().out
+    assert said.startswith("no native CPU kernels") and "nowhere" in said and said.count("\n") == 1
+    assert libraries(tiny) == []
+
+
+def test_a_library_that_is_there_but_does_not_load_is_built_anew(tiny, tmp_path):
+    path = tiny / build.library_name()
+    path.write_text("damaged")
+    stand_in = build._stand_in(build.find_compiler(), tmp_path)
+    torch = f"import ctypes\nctypes.CDLL({str(stand_in)!r}, ctypes.RTLD_GLOBAL)\n"
+    (tmp_path / "hidden" / "torch.py").write_text(torch)
+    assert build.build_library() == path and ctypes.CDLL(path).number() == 7
+
+
+def test_two_builds_at_once_do_not_meet(tiny, monkeypatch):
+    both, copy = threading.Barrier(2, timeout=60), build.shutil.copy
+
+    def slow_copy(*args):
+        copy(*args)
+        both.wait()
+
+    monkeypatch.setattr(build.shutil, "copy", slow_copy)
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(build.compile_library, tiny) for _ in range(2)]
+        assert {x.result() for x in done} == {tiny / build.library_name()}
+    assert libraries(tiny) == [build.library_name()]
+
+
+def read_only(monkeypatch, *folders):
+    """Nothing can be written there, also not by root."""
+    temporary = build.tempfile.TemporaryFile
+
+    def refuse(dir):
+        if dir in folders:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return temporary(dir=dir)
+
+    monkeypatch.setattr(build.tempfile, "TemporaryFile", refuse)
+
+
+def test_where_the_sources_cannot_be_written_the_users_folder_is_taken(tiny, monkeypatch):
+    read_only(monkeypatch, tiny)
+    path = build.build_library()
+    assert path == tiny.parent / "cache" / "native" / build.library_name()
+    assert libraries(tiny) == [] and build.found_libraries() == [path]
+    assert build.build_library() == path
+    if os.getuid() == 0:  # who else can give files away?
+        os.chown(path, 12345, -1)
+        assert build.found_libraries() == []
+
+
+def test_that_nothing_can_be_written_is_found_out_before_compiling(tiny, monkeypatch):
+    read_only(monkeypatch, tiny, build.user_folder())
+    monkeypatch.setattr(build, "compile_library", lambda folder: pytest.fail("compiled"))
+    with pytest.raises(build.BuildError, match="neither .* can be written"):
+        build.build_library()
+
+
+def test_the_users_folder(monkeypatch):
+    monkeypatch.delenv("LATTE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/here")
+    assert build.user_folder() == Path("/here/latte/native")
+    monkeypatch.setenv("LATTE_CACHE", "~/there")
+    assert build.user_folder() == Path.home() / "there" / "native"
 
 
 @pytest.mark.absent
-def test_without_the_library_pytorch_serves_and_asking_for_it_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr(cpp_backend, "ABSENT", "the native kernels are not built: python -m x")
-    torch.testing.assert_close(conv(), conv(backend="torch"), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="backend 'cpu' is not available here: the native"):
-        conv(backend="cpu")
+@pytest.mark.parametrize("wrong", ["/bin/false", "/no/such/compiler"])
+def test_without_a_compiler_there_is_one_line(tiny, monkeypatch, tmp_path, capsys, wrong):
+    monkeypatch.setenv("CXX", wrong)
+    with pytest.raises(build.BuildError) as told:
+        build.compile_library(tiny)
+    assert wrong in str(told.value) and "\n" not in str(told.value)
+    assert build.main([]) == 0 and libraries(tiny) == []
+    said = capsys.readouterr().out
+    assert said.startswith("no native CPU kernels, ") and said.count("\n") == 1
 
 
 @pytest.mark.absent
-def test_without_a_compiler_there_is_one_line(monkeypatch, tmp_path, capsys):
-    for wrong in ("/bin/false", "/no/such/compiler"):
-        monkeypatch.setenv("CXX", wrong)
-        with pytest.raises(build.BuildError) as told:
-            build.compile_library(tmp_path)
-        assert wrong in str(told.value) and "\n" not in str(told.value)
-    monkeypatch.setattr(build, "library_name", lambda: "native-other.so")
-    build.main()
-    assert capsys.readouterr().out.startswith("no native CPU kernels, ") and not any(
-        tmp_path.iterdir()
-    )
+def test_what_an_installation_wants(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/bin/false")
+    for mode, code, said in (
+        ("require", 1, "error: LATTE_NATIVE=require, no native CPU kernels: /bin/false failed"),
+        ("skip", 0, "no native CPU kernels: LATTE_NATIVE=skip"),
+        ("always", 1, "error: LATTE_NATIVE must be one of auto, require, skip, got 'always'"),
+    ):
+        monkeypatch.setenv("LATTE_NATIVE", mode)
+        assert build.main([]) == code
+        out, err = capsys.readouterr()
+        assert (out + err).startswith(said) and (out + err).count("\n") == 1
+    assert libraries(tiny) == []
 
 
-@pytest.mark.absent
-def test_the_build_hook_goes_on_without_a_compiler(monkeypatch):
+@pytest.fixture
+def hook(monkeypatch):
+    """The package's build hook; what it says is in ``said``."""
     interface = types.ModuleType("hatchling.builders.hooks.plugin.interface")
     interface.BuildHookInterface = type(
         "Hook", (), {"__init__": lambda self, root, app: vars(self).update(root=root, app=app)}
@@ -72,12 +184,44 @@ def test_the_build_hook_goes_on_without_a_compiler(monkeypatch):
     class App:
         display_warning = said.append
 
-    hook = module.CustomBuildHook(str(ROOT), App())
+        @staticmethod
+        def abort(message):
+            said.append(message)
+            raise SystemExit(1)
+
+    made = module.CustomBuildHook(str(ROOT), App())
+    made.said = said
     monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.delenv("LATTE_NATIVE", raising=False)
+    return made
+
+
+@pytest.mark.absent
+def test_the_build_hook_goes_on_without_a_compiler(hook):
     data = {"force_include": {}}
     hook.initialize("standard", data)
     hook.finalize("standard", data, "")
-    assert data == {"force_include": {}} and len(said) == 1 and "/bin/false" in said[0]
+    assert data == {"force_include": {}} and len(hook.said) == 1 and "/bin/false" in hook.said[0]
+
+
+@pytest.mark.absent
+def test_the_build_hook_does_as_it_is_told(hook, monkeypatch):
+    data = {"force_include": {}}
+    monkeypatch.setenv("LATTE_NATIVE", "skip")
+    hook.initialize("standard", data)
+    hook.finalize("standard", data, "")
+    assert data == {"force_include": {}} and hook.said == []
+    for mode, told in (("require", "LATTE_NATIVE=require.*/bin/false"), ("x", "got 'x'")):
+        monkeypatch.setenv("LATTE_NATIVE", mode)
+        with pytest.raises(SystemExit):
+            hook.initialize("standard", data)
+        assert re.search(told, hook.said.pop()) and hook.said == []
+
+
+def test_the_stand_in_has_all_of_pytorch_that_the_library_needs(tiny, monkeypatch, tmp_path):
+    """So that pip's build environment, which has no PyTorch, can try what it made."""
+    monkeypatch.setattr(build, "HERE", Path(build.__file__).parent)
+    build.check_loads(cpp_backend.LIBRARY, build._stand_in(build.find_compiler(), tmp_path))
 
 
 def test_declarations_are_pytorchs(tmp_path):
@@ -88,31 +232,6 @@ def test_declarations_are_pytorchs(tmp_path):
     command = [*build.find_compiler(), "-std=c++17", "-fsyntax-only", *places, str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_baseline_computes_the_same():
-    """Without the processor's better instructions: in a process of its own, as PyTorch has it."""
-    code = (
-        "import torch\nfrom latte.ops import macchiato_attention, rg_lru\n"
-        "torch.manual_seed(0)\nx = torch.randn(4, 2, 40, 21, dtype=torch.float64)\n"
-        "for dtype, worst in ((torch.float64, 1e-12), (torch.float32, 1e-5)):\n"
-        "    z = [y.to(dtype).requires_grad_() for y in (*x[:3], x[3, 0, 0])]\n"
-        "    outs = []\n"
-        "    for b in ('cpu', 'reference'):\n"
-        "        h = rg_lru(*z, backend=b)[0]\n"
-        "        outs.append([h, *torch.autograd.grad(h.sum(), z)])\n"
-        "    z = [torch.randn(2, 70, 2, n).to(dtype) for n in (4, 3, 5, 5, 9)]\n"
-        "    z = [y.requires_grad_() for y in z]\n"
-        "    for b in ('cpu', 'reference'):\n"
-        "        y = macchiato_attention(*z, window=20, backend=b)[0]\n"
-        "        outs.append([y, *torch.autograd.grad(y.sum(), z)])\n"
-        "    for pair in (outs[:2], outs[2:]):\n"
-        "        for a, b in zip(*pair):\n"
-        "            assert (a - b).abs().max() < worst * (1 + b.abs().max())\n"
-    )
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.slow

@@ -119,5 +119,5 @@ def test_threads_change_nothing():
 def test_a_state_that_is_not_contiguous_is_refused():
     q, k, v = (x[:, 0].float() for x in latte_inputs(2, 1, H, L, D))
     state = LatteState(randn(2, L, H).float().mT, randn(2, H, L, D).float())
-    with pytest.raises(RuntimeError, match="must be contiguous"):
+    with pytest.raises(ValueError, match="log_mass must be contiguous"):
         latte_step(q, k, v, *state)

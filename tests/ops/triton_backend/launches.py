@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from latte.ops import (
     LatteState,
+    Sinks,
     WindowState,
     causal_conv1d,
     latte_attention,
@@ -105,6 +106,9 @@ class Case(NamedTuple):
     heads: tuple[int, int] = (4, 2)
     window: int = 33
     forgets: bool = False  # the latents
+    sinks: int = 0
+    delay: bool = False
+    joint: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -142,6 +146,16 @@ class Case(NamedTuple):
         mean = torch.randn(N, H, self.L, self.D).requires_grad_()
         return LatteState(torch.randn(N, H, self.L).requires_grad_(), mean)
 
+    def far(self, K: int) -> Sinks | None:
+        """Sinks whose queries, keys and values have gradients."""
+        if not self.sinks:
+            return None
+        B, T, H, G = self.sizes
+        N, n = (B if self.kind != "packed" else 2), self.sinks
+        keys, values = self.randn(N, n, G, K), self.randn(N, n, G, self.D)
+        mask = torch.ones(N, n, dtype=torch.bool)
+        return Sinks(self.randn(B, T, H, K), keys, values, mask, None)
+
     def local(self, window: int, N: int = 2) -> WindowState:
         _, _, _, G = self.sizes
         keys = self.randn(N, window - 1, G, self.K or self.D)
@@ -167,9 +181,20 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     options, state = case.options(), ()
     if case.causal and case.kind != "plain":
         latents, local = case.latents(), case.local(window)
-        options |= {"initial_state": (latents, local), "output_final_state": True}
-        state = (*latents, local.keys, local.values)
+        # Packed sequences whose window's mass is wanted carry on one by one.
+        if not (case.joint and case.kind == "packed"):
+            both = (latents, local)
+            if case.delay:
+                keys, values = case.randn(2, window, H, case.L), case.randn(2, window, G, case.D)
+                pending = WindowState(keys, values, torch.ones(2, window, dtype=torch.bool))
+                both = (*both, pending)
+            options |= {"initial_state": both}
+            state = (*latents, local.keys, local.values)
+        options["output_final_state"] = True
+    sinks = case.far(K)
+    state = (*state, *(sinks[:3] if sinks else ()))
     options |= {"window": window, "softcap": case.softcap, "causal": case.causal}
+    options |= {"sinks": sinks, "delay": case.delay, "joint": case.joint}
     state = (*state, *case.decays(options))
     return macchiato_attention(*inputs, **options), [*inputs, *state]
 
@@ -182,7 +207,9 @@ def window(case: Case) -> tuple[Any, list[Tensor]]:
     if case.kind != "plain":
         options |= {"initial_state": (local := case.local(window)), "output_final_state": True}
         state = local[:2]
-    options |= {"window": window, "softcap": case.softcap}
+    sinks = case.far(K)
+    state = (*state, *(sinks[:3] if sinks else ()))
+    options |= {"window": window, "softcap": case.softcap, "sinks": sinks}
     return sliding_window_attention(*inputs, **options), [*inputs, *state]
 
 
@@ -253,6 +280,7 @@ COMMON = [
     Case("macchiato", BF16, softcap=20.0),
     Case("macchiato", BF16, "plain", cut=True),
     Case("macchiato", BF16, softcap=20.0, causal=False),
+    Case("macchiato", BF16, "state", L=16, heads=(9, 3), sinks=4, delay=True, joint=True),
     Case("window", BF16, softcap=20.0),
     Case("window", BF16, "plain", L=1, D=64, one=True),
     Case("recurrent", BF16, D=48, cut=True),
@@ -292,13 +320,25 @@ def rare() -> Iterator[Case]:
         for L in LATENTS:
             yield Case("macchiato", dtype, L=L, cut=True, softcap=20.0, forgets=True)
         yield Case("latte", dtype, L=31, D=63, strided=True)
+        far = {"sinks": 4, "delay": True, "joint": True}
+        for L in LATENTS:
+            for D in (64, 128):
+                yield Case("macchiato", dtype, L=L, D=D, softcap=20.0, **far)
+        yield Case("macchiato", dtype, "plain", L=3, D=5, cut=True, **far)
+        yield Case("macchiato", dtype, "state", L=16, D=96, cut=True, **far)
+        yield Case("macchiato", dtype, "plain", cut=True, forgets=True, **far)
+        for one in ("sinks", "delay", "joint"):
+            yield Case("macchiato", dtype, "plain", **{one: far[one]})
         for D in (64, 128, 256):
             yield Case("window", dtype, D=D, softcap=20.0)
+            yield Case("window", dtype, D=D, softcap=20.0, sinks=4)
         yield Case("window", dtype, "plain")
     yield Case("latte", BF16, "plain", cut=True)
     yield Case("latte", BF16, "plain", L=1, D=1, cut=True, one=True)
     yield Case("macchiato", BF16, cut=True, softcap=20.0)
     yield Case("macchiato", BF16, "plain", L=1, D=1, one=True)
+    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **(far | {"sinks": 1}))
+    yield Case("macchiato", BF16, strided=True, L=31, D=63, **far)
     for D in (5, 256):
         yield Case("window", BF16, D=D, softcap=20.0)
     for cut in (False, True):

@@ -240,7 +240,7 @@ TRIPS = {
 TOKENS = 65536
 RARELY = dict.fromkeys(WALKS, ("token_ref_ptr", "token_mass_ptr"))  # of tokens beyond reach
 TAILS = ("final_tail", "tail_gradients")  # which read the ends of their inputs
-BACKWARD = ("back", "gradients", "query_walk", "source_walk", "queries_ask", "add_up")
+BACKWARD = ("back", "gradients", "query_walk", "source_walk", "queries_ask", "add_up", "add_sinks")
 
 
 class Row(NamedTuple):
@@ -310,6 +310,18 @@ TIMED |= {
     f"macchiato, L = {L}, D = 64": Case("macchiato", BF16, "plain", L=L, window=128, **HEADS)
     for L in (32, 16)
 }
+TIMED["converted, L = 16, D = 64"] = Case(
+    "macchiato",
+    BF16,
+    "plain",
+    L=16,
+    window=128,
+    heads=(9, 3),
+    T=4096,
+    sinks=4,
+    delay=True,
+    joint=True,
+)
 TIMED |= {
     "latte, both directions": Case("latte", BF16, "plain", causal=False, **HEADS),
     "rg_lru": Case("recurrent", BF16, "plain", D=2048, T=4096),

@@ -195,7 +195,7 @@ def test_compiles_in_one_graph(causal):
 def test_custom_op_keeps_its_contract():
     inputs = [x.requires_grad_() for x in fp32_inputs(1, 5, 1, 1)]
     cu = torch.tensor([0, 2, 5], device=DEVICE)
-    options = (key_mask(1, 5).to(DEVICE), cu, *[None] * 6, 16, 0.4, 0.0, True)
+    options = (key_mask(1, 5).to(DEVICE), cu, *[None] * 14, 16, 0.4, 0.0, True, False)
     checks = torch.library.opcheck(macchiato_op, (*inputs, *options))
     assert set(checks.values()) == {"SUCCESS"}
 
@@ -276,10 +276,10 @@ def test_rows_beyond_reach_keep_the_windows_part():
 def test_nothing_is_saved_between_chunks(monkeypatch):
     """One segment: the inputs and the final mean alone. Several: one state for each."""
     inputs = fp32_inputs(1, 60, 2, 1)
-    options = (*[None] * 8, 16, 0.4, 0.0, True)
+    options = (*[None] * 16, 16, 0.4, 0.0, True, False)
     assert all(x.numel() == 0 for x in macchiato_op(*inputs, *options)[4:])
     monkeypatch.setattr(segments, "SHORTEST", 2)
-    *between, falls = macchiato_op(*inputs, *options)[4:]
+    *between, falls = macchiato_op(*inputs, *options)[5:]
     assert [x.shape[0] for x in between] == [2, 2, 2, 1, 1] and falls.numel() == 0
 
 

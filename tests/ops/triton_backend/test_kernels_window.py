@@ -177,7 +177,7 @@ def test_compiles_in_one_graph():
 
 def test_custom_op_keeps_its_contract():
     inputs = [x.requires_grad_() for x in fp32_inputs(1, 5, 1, 1)]
-    options = (key_mask(1, 5).to(DEVICE), None, None, None, None, 16, 0.4, 0.0, True)
+    options = (key_mask(1, 5).to(DEVICE), *[None] * 9, 16, 0.4, 0.0, True)
     checks = torch.library.opcheck(window_op, (*inputs, *options))
     assert set(checks.values()) == {"SUCCESS"}
 

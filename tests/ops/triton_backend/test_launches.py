@@ -33,7 +33,13 @@ from launches import (  # noqa: E402
 )
 from machine_code import CARDS, WALKS, Resources, carried_sums, resources  # noqa: E402
 
-from latte.ops import LatteState, WindowState, latte_attention, macchiato_attention  # noqa: E402
+from latte.ops import (  # noqa: E402
+    LatteState,
+    Sinks,
+    WindowState,
+    latte_attention,
+    macchiato_attention,
+)
 from latte.ops.triton_backend import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -45,6 +51,7 @@ BY_CHUNK = ("mixtures", "queries_ask", "mixture_gradients")
 LATTE_WALKS = ("walk", "query_walk", "source_walk")
 WINDOW = ("window_outputs", "window_query_gradients", "window_source_gradients")
 EARLIER = "window_source_gradients_earlier"
+SINKS = ("sink_gradients", "add_sinks")
 LRU_CHUNKS = ("ends", "carry", "apply", "ends_back", "apply_back")
 LRU_WALKS = ("lru_walk", "lru_walk_back")
 CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
@@ -57,6 +64,7 @@ MOST = {
 }
 MOST_UNEVEN = 1408
 FORGETTING = 304  # more in each kernel, for latents that forget
+FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
 
 def most_stack(
@@ -87,7 +95,9 @@ def most_stack(
         return 128 if beside and common and not cut else most
     if kernel == "macchiato_walk":
         return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
-    if kernel in (*WINDOW, EARLIER):
+    if kernel == "add_sinks":
+        return 0
+    if kernel in (*WINDOW, EARLIER, SINKS[0]):
         if dtype != BF16:
             return 1600 if kernel == WINDOW[0] and D > 128 else 640
         if uneven and beside:
@@ -127,7 +137,9 @@ def expected(case: Case) -> set[str]:
         state = ("final_tail",) if case.taps > 1 else ()
         state += ("tail_gradients",) if state and case.kind != "plain" else ()
         return {"convolve", "convolve_back", *state}
-    earlier = {EARLIER} if case.causal and case.kind != "plain" and not case.one else set()
+    goes_on = case.kind != "plain" and not (case.joint and case.kind == "packed")
+    earlier = {EARLIER} if case.causal and goes_on and not case.one else set()
+    earlier |= {*SINKS} if case.sinks else set()
     if case.op == "window":
         return {*WINDOW} | earlier
     if not case.causal:
@@ -152,6 +164,7 @@ def test_kernels_stay_within_their_bounds(case):
     """The ones that the case is there for, and no others."""
     launched = report(case)
     more = FORGETTING if case.forgets else 0
+    more += FAR if case.sinks or case.delay or case.joint else 0
     check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut, more)
     assert {r.kernel for r in launched} == expected(case)
 
@@ -246,7 +259,7 @@ def test_bidirectional_training_fits_consumer_cards():
 
 
 def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool) -> None:
-    """One token per sequence, with and without a window."""
+    """One token per sequence: without a window, with one, and as a converted layer calls it."""
     case, B, P, H, G = Case("step", dtype, L=L, D=D, K=K, one=plain), 3, 127, 4, 2
     if plain:
         B, P, H, G = 1, 1, 1, 1
@@ -263,6 +276,14 @@ def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool)
         latte_attention(*latte, initial_state=latents, **options)
         macchiato_attention(
             *macchiato, window=P + 1, softcap=softcap, initial_state=both, **options
+        )
+        slots = torch.ones(B, P + 1, dtype=torch.bool)
+        late = WindowState(case.randn(B, P + 1, H, L), case.randn(B, P + 1, G, D), slots)
+        n = 1 if plain else 4
+        kept = case.randn(B, n, G, K), case.randn(B, n, G, D), torch.ones(B, n, dtype=torch.bool)
+        options |= {"sinks": Sinks(case.randn(B, 1, H, K), *kept), "delay": True, "joint": True}
+        macchiato_attention(
+            *macchiato, window=P + 1, softcap=softcap, initial_state=(*both, late), **options
         )
 
 
@@ -281,7 +302,7 @@ def test_a_step_of_decoding(dtype, L, K, D, plain):
     launched: list[Resources] = []
     steps(compiling(launched), dtype, L, K, D, plain)
     check(launched, dtype, L, D, True)
-    assert [r.kernel for r in launched] == ["step", "step"]
+    assert [r.kernel for r in launched] == ["step"] * 3
 
 
 def test_few_configurations_whatever_the_length():

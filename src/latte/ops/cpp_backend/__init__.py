@@ -1,9 +1,9 @@
 """Native CPU kernels: C++ where PyTorch's operations cannot reach what the machine can do.
 
 Each op is a file, ``rg_lru.cpp`` and so on, compiled when the package is installed (:mod:`.build`)
-into one library that registers the kernels of the ops ``latte::cpu_*``. What is said of them here
-is the rest of an op: schema, shapes of the results, gradients. Without the library the package
-works; :data:`ABSENT` says why it is not there.
+into one library that registers the kernels of the ops ``latte::cpu_*`` (:mod:`.library` finds it).
+What is said of them here is the rest of an op: schema, shapes of the results, gradients. The
+package works without the library; :data:`ABSENT` says why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
 ones), H query heads, G key/value heads, L latents, D value width.
@@ -12,7 +12,6 @@ ones), H query heads, G key/value heads, L latents, D value width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from latte.ops import reference
-from latte.ops.cpp_backend.build import library_name
+from latte.ops.cpp_backend import library
 from latte.ops.custom_ops import (
     SINKS,
     connect_gradients,
@@ -28,8 +27,9 @@ from latte.ops.custom_ops import (
     final_buffers,
     maybe_sinks,
 )
+from latte.ops.notices import warn_once
 from latte.ops.state import LatteState, SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences
+from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
 from latte.ops.torch_backend import log_mass as log_mass_of
 from latte.ops.torch_backend import recurrence
 
@@ -37,22 +37,21 @@ from latte.ops.torch_backend import recurrence
 SEGMENT = 256
 
 
-def _load() -> str | None:
-    """Load the library; why it is not there, or None if it is."""
-    path = Path(__file__).parent / library_name()
-    if not path.exists():
-        return (
-            "the native kernels are not built: python -m latte.ops.cpp_backend.build builds them "
-            "or says why it cannot"
+# The library that is loaded, or None; why there is none; whether that is worth a warning.
+LIBRARY, ABSENT = library.load()
+WARNS = library.warns()
+
+
+def ready() -> bool:
+    """The kernels are there. Where they are not but could be, the first call for them warns."""
+    if ABSENT is None:
+        return True
+    if WARNS:
+        warn_once(
+            f"latte: PyTorch's operations do the work of the native CPU kernels: {ABSENT}"
+            " (LATTE_NATIVE=skip: without them, and without this warning)"
         )
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        return f"{path.name} cannot be loaded: {error}"
-    return None
-
-
-ABSENT: str | None = _load()
+    return False
 
 
 def unavailable(x: Tensor) -> str | None:
@@ -68,13 +67,15 @@ def serves(*tensors: Tensor | None) -> bool:
     They are not where derivatives are taken in ways that custom ops lack, forward mode or a
     transform of ``torch.func``: PyTorch's own operations have them.
     """
-    if ABSENT is not None or any(x is not None and x.device.type != "cpu" for x in tensors):
+    if any(x is not None and x.device.type != "cpu" for x in tensors):
         return False
     if torch.compiler.is_compiling():
-        return True
+        return ready()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(x is None or forward_ad.unpack_dual(x).tangent is None for x in tensors)
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return False
+    return ready()
 
 
 def _op(
@@ -203,8 +204,8 @@ def _contiguous(state: tuple[Tensor, ...] | None, count: int) -> tuple[Tensor | 
 def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, ...]:
     """State, mask and bounds as the kernels read them: contiguous, and int64."""
     key_mask, cu_seqlens, _ = sequences
-    bounds = None if cu_seqlens is None else cu_seqlens.long()
-    return tuple(None if x is None else x.contiguous() for x in (state, key_mask, bounds))
+    bounds = None if cu_seqlens is None else sequence_bounds(cu_seqlens)
+    return *(None if x is None else x.contiguous() for x in (state, key_mask)), bounds
 
 
 def _rg_lru_fake(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):

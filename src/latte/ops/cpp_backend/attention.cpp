@@ -49,6 +49,7 @@
 #ifndef LATTE_ATTENTION
 #define LATTE_ATTENTION
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
@@ -150,12 +151,73 @@ static void numbers(Stack& stack, Attention& op) {
     op.joint = both && stack.flag();
 }
 
+static void check_inputs(const Expect& expect, const Attention& op) {
+    const int32_t dtype = op.v.dtype, boolean = aoti_torch_dtype_bool();
+    const Layout plain = Layout::contiguous;
+    expect(op.v, "v", FLOATS, {ANY, ANY, ANY, ANY});
+    expect(op.far() ? op.latent_k : op.q, op.far() ? "latent_k" : "q", dtype, {ANY, ANY, ANY, ANY});
+    const int64_t B = op.batch(), T = op.tokens(), H = op.heads(), G = op.groups();
+    const int64_t L = op.latents(), D = op.v.sizes[3];
+    const int32_t sums = wide(op.v);
+    expect.that(H >= 1 && G >= 1 && D >= 1 && (L >= 1 || !op.far()),
+                "heads, latents and widths must be at least 1");
+    expect.that(H % G == 0, "the heads of v must divide those of the queries");
+    expect.sequences(op.v, op.mask, op.bounds);
+    const int64_t N = op.sequences();
+    expect(op.latent_k, "latent_k", dtype, {B, T, H, L});
+    expect(op.latent_q, "latent_q", dtype, {B, T, H, L + op.near()});
+    expect.together({&op.log_mass, &op.mean}, "log_mass and mean");
+    expect(op.log_mass, "log_mass", sums, {N, H, L}, plain);
+    expect(op.mean, "mean", sums, {N, H, L, D}, plain);
+    expect(op.log_decay, "log_decay", sums, {B, T, H, L});
+    if (!op.near()) return;
+    expect(op.q, "q", dtype, {B, T, H, ANY});
+    const int64_t K = op.key_width(), W = op.window, S = op.sink_k.size(1);
+    expect.that(K >= 1 && W >= 1, "the window and the width of its keys must be at least 1");
+    expect(op.k, "k", dtype, {B, T, G, K});
+    expect.together({&op.tail_k, &op.tail_v, &op.tail_mask}, "tail_k, tail_v and tail_mask");
+    expect(op.tail_k, "tail_k", dtype, {N, W - 1, G, K});
+    expect(op.tail_v, "tail_v", dtype, {N, W - 1, G, D});
+    expect(op.tail_mask, "tail_mask", boolean, {N, W - 1}, plain);
+    expect.together({&op.sink_q, &op.sink_k, &op.sink_v, &op.sink_mask, &op.sinks_seen},
+                    "sink_q, sink_k, sink_v, sink_mask and sinks_seen");
+    expect(op.sink_q, "sink_q", dtype, {B, T, H, K});
+    expect(op.sink_k, "sink_k", dtype, {N, S, G, K}), expect(op.sink_v, "sink_v", dtype, {N, S, G, D});
+    expect(op.sink_mask, "sink_mask", boolean, {N, S}, plain);
+    expect(op.sinks_seen, "sinks_seen", aoti_torch_dtype_int64(), {B, T}, plain);
+    expect.between(op.sinks_seen, "sinks_seen", 0, S);
+    expect.together({&op.pending_k, &op.pending_v, &op.pending_mask},
+                    "pending_k, pending_v and pending_mask");
+    expect(op.pending_k, "pending_k", dtype, {N, W, H, L});
+    expect(op.pending_v, "pending_v", dtype, {N, W, G, D});
+    expect(op.pending_mask, "pending_mask", boolean, {N, W}, plain);
+}
+
+static void check_gradients(const Expect& expect, const Attention& op) {
+    const int64_t H = op.heads(), L = op.latents(), D = op.v.sizes[3];
+    const int64_t N = op.sequences(), M = op.segments();
+    const int32_t sums = wide(op.v);
+    expect(op.dout, "grad of y", op.v.dtype, {op.batch(), op.tokens(), H, D});
+    expect(op.dlast_mass, "grad of log_mass", sums, {N, H, L});
+    expect(op.dlast_mean, "grad of mean", sums, {N, H, L, D});
+    expect(op.kept_top, "kept_top", sums, {M, H, L}, Layout::contiguous);
+    expect(op.kept_mass, "kept_mass", sums, {M, H, L}, Layout::contiguous);
+    expect(op.kept_sum, "kept_sum", sums, {M, H, L, D}, Layout::contiguous);
+}
+
+static const char* name_of(Parts parts, bool back) {
+    if (parts.far && parts.near) return back ? "cpu_macchiato_backward" : "cpu_macchiato";
+    if (parts.far) return back ? "cpu_latte_backward" : "cpu_latte";
+    return back ? "cpu_window_backward" : "cpu_window";
+}
+
 // (inputs, window, scale, softcap, delay, joint) -> y and, if there are latents, log_mass, mean, kept x 3
 template <bool far, bool near>
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Attention op = inputs(stack, {far, near});
     numbers(stack, op);
+    check_inputs(Expect(name_of({far, near}, false)), op);
     const int64_t H = op.heads(), L = op.latents(), D = op.v.sizes[3];
     const int64_t N = op.sequences(), M = op.segments();
     const int32_t dtype = wide(op.v);
@@ -171,7 +233,7 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     // Packed sequences may need fewer segments than there are: what they keep is defined there too.
     if (op.bounds)
         for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum})
-            std::memset(x->data, 0, size_t(x->bytes()));
+            x->clear();
     LATTE_CHOOSE(run_forward)(op);
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
 }
@@ -190,6 +252,8 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     if (far)
         op.kept_top = stack.tensor(), op.kept_mass = stack.tensor(), op.kept_sum = stack.tensor();
     numbers(stack, op);
+    const Expect expect(name_of({far, near}, true));
+    check_inputs(expect, op), check_gradients(expect, op);
     const int64_t B = op.batch(), T = op.tokens(), H = op.heads(), G = op.groups();
     const int64_t L = op.latents(), K = op.key_width(), D = op.v.sizes[3], N = op.sequences();
     const int32_t dtype = op.v.dtype, sums = wide(op.v);
@@ -218,8 +282,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
         op.dpending_k = pending ? Tensor::empty({N, P, H, L}, dtype) : Tensor::empty({0}, dtype);
         op.dpending_v = pending ? Tensor::empty({N, P, H, D}, each) : Tensor::empty({0}, dtype);
         // Of those that stay pending no latent has heard.
-        for (Tensor* x : {&op.dpending_k, &op.dpending_v})
-            std::memset(x->data, 0, size_t(pending ? x->bytes() : 0));
+        for (Tensor* x : {&op.dpending_k, &op.dpending_v}) x->clear();
     }
     LATTE_CHOOSE(run_backward)(op);
     if (H != G) {

@@ -9,6 +9,7 @@
 #ifndef LATTE_CONVOLUTION
 #define LATTE_CONVOLUTION
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
@@ -63,6 +64,19 @@ static Convolution inputs(Stack& stack) {
     op.x = stack.tensor(), op.weight = stack.tensor(), op.bias = stack.maybe_tensor();
     op.initial = stack.maybe_tensor(), op.mask = stack.maybe_tensor();
     op.bounds = stack.maybe_tensor();
+    return op;
+}
+
+static void check_inputs(const Expect& expect, const Convolution& op) {
+    expect(op.x, "x", FLOATS, {ANY, ANY, ANY});
+    const int64_t E = op.channels();
+    expect(op.weight, "weight", wide(op.x), {E, ANY}), expect(op.bias, "bias", wide(op.x), {E});
+    expect.that(op.width() >= 1, "weight must have at least one tap");
+    expect.sequences(op.x, op.mask, op.bounds);
+    expect(op.initial, "initial", op.x.dtype, {op.sequences(), op.width() - 1, E});
+}
+
+static void widen_taps(Convolution& op) {
     const int64_t E = op.channels(), K = op.width();
     auto number = [](const Tensor& x, int64_t at) {
         return x.type() == Type::F64 ? x.at<double>()[at] : double(x.at<float>()[at]);
@@ -74,13 +88,14 @@ static Convolution inputs(Stack& stack) {
                 number(op.weight, e * op.weight.strides[0] + i * op.weight.strides[1]);
         if (op.bias) op.taps[size_t(K * E + e)] = number(op.bias, e * op.bias.strides[0]);
     }
-    return op;
 }
 
 // (x, weight, bias?, initial?, mask?, bounds?) -> (y, tail)
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Convolution op = inputs(stack);
+    check_inputs(Expect("cpu_convolution"), op);
+    widen_taps(op);
     op.out = Tensor::empty({op.x.sizes[0], op.tokens(), op.channels()}, op.x.dtype);
     op.tail = Tensor::empty({op.sequences(), op.width() - 1, op.channels()}, op.x.dtype);
     LATTE_CHOOSE(run_forward)(op);
@@ -93,7 +108,12 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Tensor dout = stack.tensor(), dtail = stack.tensor();
     Convolution op = inputs(stack);
     op.dout = static_cast<Tensor&&>(dout), op.dtail = static_cast<Tensor&&>(dtail);
+    const Expect expect("cpu_convolution_backward");
+    check_inputs(expect, op);
     const int64_t E = op.channels(), K = op.width(), N = op.sequences();
+    expect(op.dout, "grad of y", op.x.dtype, op.x);
+    expect(op.dtail, "grad of tail", op.x.dtype, {N, K - 1, E});
+    widen_taps(op);
     op.dx = Tensor::empty({op.x.sizes[0], op.tokens(), E}, op.x.dtype);
     Tensor dweight = Tensor::empty({E, K}, op.weight.dtype);
     Tensor dbias = op.bias ? Tensor::empty({E}, op.bias.dtype) : Tensor::empty({0}, wide(op.x));
@@ -121,7 +141,14 @@ static void step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Convolution op;
     op.x = stack.tensor(), op.weight = stack.tensor(), op.bias = stack.maybe_tensor();
-    op.tail = stack.tensor(), op.mask = stack.maybe_tensor();
+    op.tail = stack.tensor(true), op.mask = stack.maybe_tensor();
+    const Expect expect("cpu_convolution_step");
+    expect(op.x, "x", FLOATS, {ANY, ANY});
+    const int64_t B = op.x.sizes[0], E = op.x.sizes[1];
+    expect(op.weight, "weight", FLOATS, {E, ANY}), expect(op.bias, "bias", FLOATS, {E});
+    expect.that(op.width() >= 1, "weight must have at least one tap");
+    expect(op.tail, "tail", op.x.dtype, {B, op.width() - 1, E});
+    expect(op.mask, "real", aoti_torch_dtype_bool(), {B});
     op.out = Tensor::empty({op.x.sizes[0], op.x.sizes[1]}, op.x.dtype);
     LATTE_CHOOSE(run_step)(op);
     stack.give(op.out);

@@ -12,6 +12,7 @@
 #ifndef LATTE_DENSE
 #define LATTE_DENSE
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
@@ -52,12 +53,20 @@ struct Recurrence {
 
 namespace latte {
 
-// Like x, with another width.
-static Tensor output(const Tensor& x, int64_t width) {
-    int64_t sizes[5];
-    std::copy(x.sizes, x.sizes + x.dims, sizes);
-    sizes[x.dims - 1] = width;
-    return Tensor::empty(sizes, x.dims, x.dtype);
+static void check_rows(const Expect& expect, const Tensor& x) {
+    expect(x, "x", FLOATS, x);
+    expect.that(x.dims > 0, "x must have at least one dimension");
+}
+
+// The rows and the weights of maps, then their outputs.
+static void check_maps(const Expect& expect, Maps& op, std::initializer_list<const char*> names) {
+    check_rows(expect, op.x);
+    for (int64_t m = 0; m < op.count; ++m)
+        expect(op.weights[m], names.begin()[m], op.x.dtype,
+               {op.gate != Gate::none && m ? op.weights[0].sizes[0] : ANY, width_of(op.x)});
+    for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m)
+        op.outs[m] = Tensor::like(op.x, op.weights[m].sizes[0]);
+    expect(op.residual, "residual", op.x.dtype, op.outs[0], Layout::contiguous);
 }
 
 static Maps maps(StableIValue* arguments, int64_t count) {
@@ -72,7 +81,8 @@ static Maps maps(StableIValue* arguments, int64_t count) {
 template <int64_t count>
 static void linear(StableIValue* arguments, uint64_t, uint64_t) {
     Maps op = maps(arguments, count);
-    for (int64_t m = 0; m < count; ++m) op.outs[m] = output(op.x, op.weights[m].sizes[0]);
+    check_maps(Expect(count == 1 ? "cpu_linear" : count == 2 ? "cpu_linear2" : "cpu_linear3"), op,
+               {"a", "b", "c"});
     LATTE_CHOOSE(run_maps)(op);
     Stack results(arguments);
     if constexpr (count == 1) results.give(op.outs[0]);
@@ -85,7 +95,8 @@ static void linear_add(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Maps op;
     op.x = stack.tensor(), op.weights[0] = stack.tensor(), op.residual = stack.tensor();
-    op.count = 1, op.outs[0] = output(op.x, op.weights[0].sizes[0]);
+    op.count = 1;
+    check_maps(Expect("cpu_linear_add"), op, {"weight"});
     LATTE_CHOOSE(run_maps)(op);
     stack.give(op.outs[0]);
 }
@@ -94,7 +105,8 @@ static void linear_add(StableIValue* arguments, uint64_t, uint64_t) {
 template <Gate gate>
 static void gated(StableIValue* arguments, uint64_t, uint64_t) {
     Maps op = maps(arguments, 2);
-    op.gate = gate, op.outs[0] = output(op.x, op.weights[0].sizes[0]);
+    op.gate = gate;
+    check_maps(Expect(gate == Gate::silu ? "cpu_swiglu" : "cpu_geglu"), op, {"gate", "up"});
     LATTE_CHOOSE(run_maps)(op);
     Stack(arguments).give(op.outs[0]);
 }
@@ -104,7 +116,11 @@ static void rms_norm(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Norm op;
     op.x = stack.tensor(), op.weight = stack.tensor(), op.eps = stack.number();
-    op.offset = stack.number(), op.out = output(op.x, width_of(op.x));
+    op.offset = stack.number();
+    const Expect expect("cpu_rms_norm");
+    check_rows(expect, op.x);
+    expect(op.weight, "weight", op.x.dtype, {width_of(op.x)});
+    op.out = Tensor::like(op.x, width_of(op.x));
     LATTE_CHOOSE(run_norm)(op);
     stack.give(op.out);
 }
@@ -117,8 +133,22 @@ static void rg_lru(StableIValue* arguments, uint64_t, uint64_t) {
     op.x = stack.tensor();
     for (int gate : {0, 1}) op.weights[gate] = stack.tensor(), op.biases[gate] = stack.tensor();
     op.theta = stack.tensor(), op.norm = stack.tensor(), op.eps = stack.number();
-    op.state = stack.tensor(), op.real = stack.maybe_tensor();
-    op.out = output(op.x, width_of(op.x));
+    op.state = stack.tensor(true), op.real = stack.maybe_tensor();
+    const Expect expect("cpu_rg_lru_step");
+    expect(op.x, "x", FLOATS, {ANY, ANY});
+    const int64_t R = op.x.sizes[0], E = op.x.sizes[1];
+    const int32_t dtype = op.x.dtype;
+    expect(op.weights[0], "recurrence_weight", dtype, {ANY, ANY, ANY}, Layout::contiguous);
+    const int64_t N = op.weights[0].sizes[0], P = op.weights[0].sizes[1];
+    expect(op.weights[0], "recurrence_weight", dtype, {N, P, P});
+    expect.that(N * P == E, "recurrence_weight's blocks must have the channels of x together");
+    expect(op.weights[1], "input_weight", dtype, {N, P, P}, Layout::contiguous);
+    expect(op.biases[0], "recurrence_bias", dtype, {E}, Layout::contiguous);
+    expect(op.biases[1], "input_bias", dtype, {E}, Layout::contiguous);
+    expect(op.theta, "theta", dtype, {E}, Layout::contiguous), expect(op.norm, "norm", dtype, {E});
+    expect(op.state, "state", wide(op.x), {R, E}, Layout::contiguous);
+    expect(op.real, "real", aoti_torch_dtype_bool(), {R});
+    op.out = Tensor::like(op.x, E);
     LATTE_CHOOSE(run_recurrence)(op);
     stack.give(op.out);
 }
@@ -153,7 +183,8 @@ struct Rows {
     int64_t count, size, step;
     std::vector<T> numbers;
 
-    Rows(const Tensor& x, V<T> (*read)(const S*, int64_t, int64_t)) : count(rows_of(x)), size(width_of(x)) {
+    template <class Read>
+    Rows(const Tensor& x, const Read& read) : count(rows_of(x)), size(width_of(x)) {
         step = (size + width<T> - 1) / width<T> * width<T>;
         numbers.resize(size_t(count * step));
         const int64_t stride = x.strides[x.dims - 1];
@@ -237,7 +268,7 @@ static void apply_rows(Maps& op, const Rows<S>& x, int64_t m, int64_t o) {
 
 template <class S>
 static void apply_maps(Maps& op) {
-    const Rows<S> x(op.x, read_shuffled<S>);
+    const Rows<S> x(op.x, [](auto... from) { return read_shuffled<S>(from...); });
     int64_t tasks = 0;
     for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m) tasks += op.weights[m].sizes[0];
     parallel(tasks, 1 + WEIGHTS / (1 + x.size), [&](int64_t begin, int64_t end) {
@@ -266,7 +297,7 @@ static void normalise(
 
 template <class S>
 static void apply_norm(Norm& op) {
-    const Rows<S> x(op.x, load<S>);
+    const Rows<S> x(op.x, [](auto... from) { return load<S>(from...); });
     for (int64_t r = 0; r < x.count; ++r)
         normalise(x[r], op.weight, op.eps, op.offset, x.size, op.out.at<S>() + r * x.size);
 }
@@ -305,8 +336,9 @@ static void gate(Recurrence& op, int64_t r, int64_t n, const T* x, T* h) {
 template <class S>
 static void recur(Recurrence& op) {
     using T = typename Computed<S>::type;
-    const Rows<S> x(op.x, load<S>);
-    Rows<S> h(op.x, load<S>);
+    auto read = [](auto... from) { return load<S>(from...); };
+    const Rows<S> x(op.x, read);
+    Rows<S> h(op.x, read);
     const int64_t N = op.weights[0].sizes[0], P = op.weights[0].sizes[1];
     parallel(x.count * N, 1 + WEIGHTS / (1 + 2 * P * P), [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; ++task)

@@ -12,18 +12,13 @@
 #ifndef LATTE_POINTWISE
 #define LATTE_POINTWISE
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
 
 constexpr int64_t ROWS = 64;
 constexpr int64_t ELEMENTS = 8192;  // that are worth a thread of their own
-
-inline int64_t count_of(const Tensor& x) {
-    int64_t count = 1;
-    for (int64_t d = 0; d < x.dims; ++d) count *= x.sizes[d];
-    return count;
-}
 
 struct Glu {
     Tensor gate, up, out, dout, dgate, dup;  // alike
@@ -53,11 +48,19 @@ namespace latte {
 
 static Tensor like(const Tensor& x) { return Tensor::empty(x.sizes, x.dims, x.dtype); }
 
+static void check_glu(const Expect& expect, const Glu& op) {
+    expect(op.gate, "gate", FLOATS, op.gate, Layout::contiguous);
+    expect(op.up, "up", op.gate.dtype, op.gate, Layout::contiguous);
+    expect(op.dout, "dy", op.gate.dtype, op.gate, Layout::contiguous);
+}
+
 // (gate, up) -> silu(gate) up
 static void glu(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Glu op;
-    op.gate = stack.tensor(), op.up = stack.tensor(), op.out = like(op.gate);
+    op.gate = stack.tensor(), op.up = stack.tensor();
+    check_glu(Expect("cpu_glu"), op);
+    op.out = like(op.gate);
     LATTE_CHOOSE(run_glu)(op);
     stack.give(op.out);
 }
@@ -67,9 +70,19 @@ static void glu_backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Glu op;
     op.dout = stack.tensor(), op.gate = stack.tensor(), op.up = stack.tensor();
+    check_glu(Expect("cpu_glu_backward"), op);
     op.dgate = like(op.gate), op.dup = like(op.up);
     LATTE_CHOOSE(run_glu)(op);
     stack.give(op.dgate, op.dup);
+}
+
+static void check_norm(const Expect& expect, const NormRows& op) {
+    expect(op.x, "x", FLOATS, op.x, Layout::contiguous);
+    expect.that(op.x.type() == Type::F32 || op.x.type() == Type::F64,
+                "x must be float32 or float64");
+    expect.that(op.x.dims > 0, "x must have at least one dimension");
+    expect(op.weight, "weight", op.x.dtype, {op.x.sizes[op.x.dims - 1]}, Layout::contiguous);
+    expect(op.dout, "dy", op.x.dtype, op.x, Layout::contiguous);
 }
 
 // (x, weight, eps) -> (y, scale)
@@ -77,10 +90,8 @@ static void norm(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     NormRows op;
     op.x = stack.tensor(), op.weight = stack.tensor(), op.eps = stack.number();
-    int64_t sizes[5];
-    std::copy(op.x.sizes, op.x.sizes + op.x.dims, sizes);
-    sizes[op.x.dims - 1] = 1;
-    op.scale = Tensor::empty(sizes, op.x.dims, op.x.dtype), op.out = like(op.x);
+    check_norm(Expect("cpu_norm_rows"), op);
+    op.scale = Tensor::like(op.x, 1), op.out = like(op.x);
     LATTE_CHOOSE(run_norm)(op);
     stack.give(op.out, op.scale);
 }
@@ -90,7 +101,13 @@ static void norm_backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     NormRows op;
     op.dout = stack.tensor(), op.x = stack.tensor(), op.weight = stack.tensor();
-    op.scale = stack.tensor(), op.dx = like(op.x);
+    op.scale = stack.tensor();
+    const Expect expect("cpu_norm_rows_backward");
+    check_norm(expect, op);
+    std::vector<int64_t> rows(op.x.sizes, op.x.sizes + op.x.dims);
+    rows.back() = 1;
+    expect(op.scale, "scale", op.x.dtype, rows, Layout::contiguous);
+    op.dx = like(op.x);
     op.sums.assign(size_t(op.runs() * op.width()), 0.0);
     LATTE_CHOOSE(run_norm)(op);
     Tensor dweight = like(op.weight);
@@ -108,7 +125,15 @@ static void rotate(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Rotation op;
     op.x = stack.tensor(), op.cos = stack.tensor(), op.sin = stack.tensor();
-    op.sign = stack.number(), op.out = like(op.x);
+    op.sign = stack.number();
+    const Expect expect("cpu_rotate");
+    expect(op.x, "x", FLOATS, {ANY, ANY, ANY, ANY}, Layout::contiguous);
+    const int64_t B = op.x.sizes[0], T = op.x.sizes[1], K = op.x.sizes[3];
+    expect.that(K % 2 == 0, "heads of x must have an even width");
+    expect(op.cos, "cos", wide(op.x), {op.cos.dims && op.cos.sizes[0] == 1 ? 1 : B, T, 1, K / 2},
+           Layout::contiguous);
+    expect(op.sin, "sin", wide(op.x), op.cos, Layout::contiguous);
+    op.out = like(op.x);
     LATTE_CHOOSE(run_rotation)(op);
     stack.give(op.out);
 }
@@ -134,6 +159,8 @@ static void apply_glu(Glu& op) {
         for (int64_t c = begin * W; c < end * W; c += W) {
             const int64_t left = count - c;
             V<T> g = load(gate + c, 1, left), u = load(up + c, 1, left), s = sigmoid(g);
+            // Of -infinity 0, so that the product is NaN: as PyTorch's, and nobody overlooks it.
+            s = select(g < -std::numeric_limits<T>::max(), V<T>{}, s);
             if (out) {
                 store(out + c, g * s * u, left);
                 continue;

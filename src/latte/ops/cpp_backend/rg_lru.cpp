@@ -14,6 +14,7 @@
 #ifndef LATTE_RG_LRU
 #define LATTE_RG_LRU
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
@@ -68,6 +69,7 @@ struct Walk {
 template <void (*pass)(RgLru&, int64_t, int64_t, int64_t)>
 void every_sequence(RgLru& op) {
     const int64_t N = op.sequences(), E = op.channels(), threads = thread_count();
+    if (!N || !E) return;
     // Wide blocks read memory best; narrower ones, of whole cache lines, if threads had no work.
     const int64_t narrowest = (E + 31) / 32, wanted = (threads + N - 1) / N;
     int64_t blocks = (E + BLOCK - 1) / BLOCK;
@@ -96,11 +98,21 @@ static RgLru inputs(Stack& stack) {
     return op;
 }
 
+static void check_inputs(const Expect& expect, const RgLru& op) {
+    expect(op.x, "x", FLOATS, {ANY, ANY, ANY});
+    expect(op.r, "recurrence_gate", op.x.dtype, op.x);
+    expect(op.i, "input_gate", op.x.dtype, op.x);
+    expect(op.theta, "theta", wide(op.x), {op.channels()});
+    expect.sequences(op.x, op.mask, op.bounds);
+    expect(op.initial, "initial", wide(op.x), {op.sequences(), op.channels()}, Layout::contiguous);
+}
+
 // (x, recurrence gate, input gate, theta, initial?, mask?, bounds?, reverse) -> (h, last)
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     RgLru op = inputs(stack);
     op.reverse = stack.flag();
+    check_inputs(Expect("cpu_rg_lru"), op);
     const int64_t B = op.x.sizes[0], T = op.tokens(), E = op.channels();
     op.out = Tensor::empty({B, T, E}, op.x.dtype);
     op.last = Tensor::empty({op.sequences(), E}, wide(op.x));
@@ -115,7 +127,13 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     RgLru op = inputs(stack);
     op.dout = static_cast<Tensor&&>(dout), op.dlast = static_cast<Tensor&&>(dlast);
     op.out = stack.tensor(), op.last = stack.tensor(), op.reverse = stack.flag();
+    const Expect expect("cpu_rg_lru_backward");
+    check_inputs(expect, op);
     const int64_t B = op.x.sizes[0], T = op.tokens(), E = op.channels(), N = op.sequences();
+    expect(op.dout, "grad of h", op.x.dtype, op.x);
+    expect(op.dlast, "grad of last", wide(op.x), {N, E});
+    expect(op.out, "h", op.x.dtype, op.x, Layout::contiguous);
+    expect(op.last, "last", wide(op.x), {N, E});
     for (Tensor* gradient : {&op.dx, &op.dr, &op.di})
         *gradient = Tensor::empty({B, T, E}, op.x.dtype);
     Tensor dtheta = Tensor::empty({E}, wide(op.x));
@@ -263,20 +281,20 @@ static void walk_backward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
         for (int64_t c = 0; c < size; c += W) {
             const int64_t left = size - c;
             ask_for(next_x + c * xs), ask_for(next_h + c), ask_for(next_dout + c * ds);
-            V<T> r = load_all(opened_r + c), i = load_all(opened_i + c);
+            V<T> decays = load_all(opened_r + c), opened = load_all(opened_i + c);
             const V<T> strong = load_all(strength + c);
-            Kept<T> now = kept(r, strong);
-            if (step == start) r = now.a = V<T>{}, now.factor = all(T(1));
+            Kept<T> now = kept(decays, strong);
+            if (step == start) decays = now.a = V<T>{}, now.factor = all(T(1));
             V<T> before = step ? load(h + c, 1, left) : load_all(initial + c);
             V<T> g = load_all(later + c) + load(dout + c * ds, ds, left), moved = g * now.factor;
-            V<T> gated = i * load(x + c * xs, xs, left), log_a = -r * strong;
+            V<T> gated = opened * load(x + c * xs, xs, left), log_a = -decays * strong;
             V<T> dlog = g * (now.a * before - gated * (now.a * now.a / now.factor));
             // Where it is cut off, a is fixed.
             dlog = select(all(LEAST_DECAY<T>) < log_a, V<T>{}, dlog);
-            store(dx + c, moved * i, left);
-            store(di + c, moved * gated * (T(1) - i), left);
-            store(dr + c, dlog * log_a * (T(1) - r), left);
-            store_all(sums + c, load_all(sums + c) + dlog * r);
+            store(dx + c, moved * opened, left);
+            store(di + c, moved * gated * (T(1) - opened), left);
+            store(dr + c, dlog * log_a * (T(1) - decays), left);
+            store_all(sums + c, load_all(sums + c) + dlog * decays);
             store_all(later + c, g * now.a);
         }
     }

@@ -19,6 +19,7 @@
 #ifndef LATTE_STEP
 #define LATTE_STEP
 
+#include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
@@ -38,19 +39,12 @@ struct Step {
 
     bool latents() const { return bool(mean); }
     bool window() const { return bool(keys); }
-    int64_t sinks() const { return sink_keys ? sink_keys.sizes[2] : 0; }
+    int64_t sinks() const { return sink_keys.size(2); }
     int64_t place(int64_t b) const { return position.at<int64_t>()[b * position.strides[0]]; }
     int64_t heads() const { return latents() ? mean.sizes[1] : q.sizes[1]; }
     int64_t group(int64_t head) const { return head / (heads() / v.sizes[1]); }
     bool is_real(int64_t b) const { return !real || real.at<bool>()[b * real.strides[0]]; }
 };
-
-inline void expect_contiguous(const Tensor& x) {
-    int64_t step = 1;
-    for (int64_t d = x.dims - 1; d >= 0; step *= x.sizes[d--])
-        if (x.sizes[d] > 1 && x.strides[d] != step)
-            throw std::runtime_error("latte: a step's state must be contiguous");
-}
 
 }  // namespace latte
 
@@ -60,27 +54,76 @@ inline void expect_contiguous(const Tensor& x) {
 namespace latte {
 
 static void latents(Stack& stack, Step& step) {
-    step.log_mass = stack.tensor(), step.mean = stack.tensor();
+    step.log_mass = stack.tensor(true), step.mean = stack.tensor(true);
     step.log_decay = stack.maybe_tensor();
-    expect_contiguous(step.log_mass), expect_contiguous(step.mean);
 }
 
 static void ring(Stack& stack, Step& step) {
-    step.keys = stack.tensor(), step.values = stack.tensor(), step.mask = stack.maybe_tensor();
-    step.slot = stack.tensor(), step.cos = stack.maybe_tensor(), step.sin = stack.maybe_tensor();
-    expect_contiguous(step.keys), expect_contiguous(step.values);
-    if (step.mask) expect_contiguous(step.mask);
-    step.length = step.keys.sizes[2];
+    step.keys = stack.tensor(true), step.values = stack.tensor(true);
+    step.mask = stack.maybe_tensor(true), step.slot = stack.tensor();
+    step.cos = stack.maybe_tensor(), step.sin = stack.maybe_tensor();
 }
 
 static void far(Stack& stack, Step& step) {
-    step.sink_keys = stack.maybe_tensor(), step.sink_values = stack.maybe_tensor();
+    step.sink_keys = stack.maybe_tensor(true), step.sink_values = stack.maybe_tensor(true);
     step.position = stack.maybe_tensor();
     step.sink_cos = stack.maybe_tensor(), step.sink_sin = stack.maybe_tensor();
-    if (step.sink_keys) expect_contiguous(step.sink_keys), expect_contiguous(step.sink_values);
 }
 
-static void finish(Stack& stack, Step& step) {
+static void check_latents(const Expect& expect, const Step& step) {
+    expect(step.mean, "mean", wide(step.v), {ANY, ANY, ANY, ANY}, Layout::contiguous);
+    const int64_t B = step.v.sizes[0], H = step.mean.sizes[1], L = step.mean.sizes[2];
+    expect(step.mean, "mean", wide(step.v), {B, H, L, step.v.sizes[2]});
+    expect(step.log_mass, "log_mass", wide(step.v), {B, H, L}, Layout::contiguous);
+    expect(step.latent_q, "latent_q", FLOATS, {B, H, L + step.window()});
+    expect(step.latent_k, "latent_k", FLOATS, {B, H, L});
+    if (step.log_decay.dims == 2) expect(step.log_decay, "log_decay", FLOATS, {H, L});
+    else expect(step.log_decay, "log_decay", FLOATS, {B, H, L});
+}
+
+static void check_angles(
+    const Expect& expect, const Step& step, const Tensor& cos, const Tensor& sin) {
+    expect.together({&cos, &sin}, "cosines and sines");
+    if (!cos) return;
+    const int64_t rows = cos.dims && cos.sizes[0] == 1 ? 1 : step.v.sizes[0];
+    expect(cos, "cos", wide(step.v), {rows, 1, ANY, ANY});
+    expect(sin, "sin", wide(step.v), {sin.dims && sin.sizes[0] == 1 ? 1 : rows, 1, ANY, cos.sizes[3]});
+    expect.that(cos.sizes[2] >= 1 && sin.sizes[2] >= 1, "angles must have at least one row");
+    expect.that(2 * cos.sizes[3] <= step.keys.sizes[3], "angles must be for the width of the keys");
+}
+
+static void check_window(const Expect& expect, const Step& step) {
+    const int32_t dtype = step.v.dtype, whole = aoti_torch_dtype_int64();
+    expect(step.keys, "keys", dtype, {ANY, ANY, ANY, ANY}, Layout::contiguous);
+    const int64_t B = step.v.sizes[0], G = step.v.sizes[1], D = step.v.sizes[2];
+    const int64_t W = step.keys.sizes[2], K = step.keys.sizes[3], n = step.sinks();
+    expect(step.keys, "keys", dtype, {B, G, W, K});
+    expect(step.values, "values", dtype, {B, G, W, D}, Layout::contiguous);
+    expect(step.mask, "mask", aoti_torch_dtype_bool(), {B, W}, Layout::contiguous);
+    expect(step.q, "q", dtype, {B, step.heads(), K}), expect(step.k, "k", dtype, {B, G, K});
+    expect.that(step.length >= 1 && step.length <= W, "length must be from 1 to the window's slots");
+    expect(step.slot, "slot", whole, {1}), expect.between(step.slot, "slot", 0, W - 1);
+    check_angles(expect, step, step.cos, step.sin);
+    expect(step.pending, "pending", dtype, {B, step.heads(), W, step.mean.size(2)},
+           Layout::contiguous);
+    expect.together({&step.sink_keys, &step.sink_values, &step.position},
+                    "sink_keys, sink_values and position");
+    expect(step.sink_keys, "sink_keys", dtype, {B, G, n, K}, Layout::contiguous);
+    expect(step.sink_values, "sink_values", dtype, {B, G, n, D}, Layout::contiguous);
+    expect(step.position, "position", whole, {B}, Layout::contiguous);
+    expect.between(step.position, "position", 0, std::numeric_limits<int64_t>::max());
+    check_angles(expect, step, step.sink_cos, step.sink_sin);
+}
+
+static void finish(Stack& stack, Step& step, const char* name) {
+    const Expect expect(name);
+    expect(step.v, "v", FLOATS, {ANY, ANY, ANY});
+    if (step.latents()) check_latents(expect, step);
+    else expect(step.q, "q", FLOATS, {ANY, ANY, ANY});
+    const int64_t H = step.heads(), G = step.v.sizes[1];
+    expect.that(G >= 1 && H % G == 0, "the heads of v must divide those of the queries");
+    expect(step.real, "real", aoti_torch_dtype_bool(), {step.v.sizes[0]});
+    if (step.window()) check_window(expect, step);
     step.out = Tensor::empty({step.v.sizes[0], step.heads(), step.v.sizes[2]}, step.v.dtype);
     LATTE_CHOOSE(run)(step);
     stack.give(step.out);
@@ -93,7 +136,7 @@ static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
     step.latent_q = stack.tensor(), step.latent_k = stack.tensor(), step.v = stack.tensor();
     latents(stack, step);
     step.real = stack.maybe_tensor();
-    finish(stack, step);
+    finish(stack, step, "cpu_latte_step");
 }
 
 // (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
@@ -108,10 +151,10 @@ static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
     ring(stack, step);
     step.real = stack.maybe_tensor();
     step.scale = stack.number(), step.softcap = stack.number();
-    step.pending = stack.maybe_tensor();
-    if (step.pending) expect_contiguous(step.pending);
+    step.pending = stack.maybe_tensor(true);
     far(stack, step), step.joint = stack.flag();
-    finish(stack, step);
+    step.length = step.keys.size(2);
+    finish(stack, step, "cpu_macchiato_step");
 }
 
 // (q, k, v, keys!, values!, mask?!, slot, cos?, sin?, real?, scale, softcap, length, sink_keys?!,
@@ -125,7 +168,7 @@ static void window_step(StableIValue* arguments, uint64_t, uint64_t) {
     step.scale = stack.number(), step.softcap = stack.number();
     step.length = stack.integer();
     far(stack, step);
-    finish(stack, step);
+    finish(stack, step, "cpu_window_step");
 }
 
 static Register registered_latte("cpu_latte_step", latte_step);
@@ -369,9 +412,6 @@ static void run_as(Step& step) {
     using T = typename Computed<S>::type;
     Leaving<T> left;
     if (step.window()) {
-        const int64_t slot = *step.slot.at<int64_t>();
-        if (slot < 0 || slot >= step.keys.sizes[2])
-            throw std::runtime_error("latte: a window's slot is out of range");
         left = leaving<S, T>(step), take_in<S>(step);
     }
     const int64_t D = step.v.sizes[2], L = step.latents() ? step.mean.sizes[2] : 0;

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include <sys/mman.h>
@@ -31,6 +32,9 @@ int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float64();
+int32_t aoti_torch_dtype_int32();
+int32_t aoti_torch_dtype_int64();
+int32_t aoti_torch_dtype_bool();
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* ret_dim);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** ret_sizes);
@@ -46,37 +50,57 @@ AOTITorchError torch_library_impl(
     TorchLibraryHandle self, const char* name,
     void (*fn)(StableIValue*, uint64_t, uint64_t), uint64_t extension_build_version);
 AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** ret_data_ptr);
+AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** ret_data_ptr);
 AOTITorchError torch_get_num_threads(uint32_t* out_num_threads);
 AOTITorchError torch_parallel_for(
     int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
+// Of the last call that failed on this thread. From PyTorch 2.13 on; before it null, and PyTorch
+// writes the reason to stderr.
+__attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 }
 
 namespace latte {
 
+// Says with PyTorch's own words what it has refused.
 inline void check(AOTITorchError error) {
-    if (error) throw std::runtime_error("latte: PyTorch refused a call of its C interface");
+    if (!error) return;
+    const char* what = torch_exception_get_what_without_backtrace
+                           ? torch_exception_get_what_without_backtrace()
+                           : "PyTorch refused a call of its C interface, see its message on stderr";
+    throw std::runtime_error(std::string("latte: ") + what);
 }
 
 enum class Type { F32, F64, BF16, F16 };
 
-// A tensor of at most 5 dimensions, or none (data == nullptr).
+inline constexpr int64_t NOTHING[5] = {};  // sizes and strides of a tensor that is not there
+
+// A tensor, or none (handle == nullptr).
 struct Tensor {
     AtenTensorHandle handle = nullptr;
     char* data = nullptr;
-    int64_t dims = 0, sizes[5] = {}, strides[5] = {};
+    int64_t dims = 0;
+    const int64_t *sizes = NOTHING, *strides = NOTHING;  // PyTorch's own: of any number of dimensions
     int32_t dtype = 0;
 
     Tensor() = default;
-    explicit Tensor(AtenTensorHandle owned) : handle(owned) {
+    // To be read, unless it is `written`: asking for memory to write in makes a copy of a tensor
+    // that shares it until then (copy-on-write).
+    explicit Tensor(AtenTensorHandle owned, bool written = false) : handle(owned) {
         int64_t *size, *stride;
-        void* pointer;
-        check(torch_get_mutable_data_ptr(handle, &pointer));
+        if (written) {
+            void* pointer;
+            check(torch_get_mutable_data_ptr(handle, &pointer));
+            data = static_cast<char*>(pointer);
+        } else {
+            const void* pointer;
+            check(torch_get_const_data_ptr(handle, &pointer));
+            data = static_cast<char*>(const_cast<void*>(pointer));
+        }
         check(aoti_torch_get_dim(handle, &dims));
         check(aoti_torch_get_sizes(handle, &size));
         check(aoti_torch_get_strides(handle, &stride));
         check(aoti_torch_get_dtype(handle, &dtype));
-        data = static_cast<char*>(pointer);
-        for (int64_t d = 0; d < dims; ++d) sizes[d] = size[d], strides[d] = stride[d];
+        sizes = size, strides = stride;
     }
     Tensor(Tensor&& other) noexcept { *this = static_cast<Tensor&&>(other); }
     Tensor& operator=(Tensor&& other) noexcept {
@@ -93,29 +117,43 @@ struct Tensor {
     static Tensor empty(std::initializer_list<int64_t> shape, int32_t dtype) {
         return empty(shape.begin(), static_cast<int64_t>(shape.size()), dtype);
     }
+    // Like another one, with that last size.
+    static Tensor like(const Tensor& x, int64_t last) {
+        std::vector<int64_t> shape(x.sizes, x.sizes + x.dims);
+        shape.back() = last;
+        return empty(shape.data(), x.dims, x.dtype);
+    }
     static Tensor empty(const int64_t* shape, int64_t count, int32_t dtype) {
-        int64_t strides[5], step = 1, d = count;
-        while (d-- > 0) strides[d] = step, step *= shape[d] > 1 ? shape[d] : 1;
+        std::vector<int64_t> strides(static_cast<size_t>(count));
+        int64_t step = 1, d = count;
+        while (d-- > 0) strides[size_t(d)] = step, step *= shape[d] > 1 ? shape[d] : 1;
         AtenTensorHandle made;
         check(aoti_torch_empty_strided(
-            count, shape, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
-        Tensor result(made);
+            count, shape, strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &made));
+        Tensor result(made, true);
         result.expect_huge_pages();
         return result;
     }
     // Memory that comes fresh from the system costs more to map in small pages than to write.
     void expect_huge_pages() const {
+#ifdef MADV_HUGEPAGE  // Linux's
         const uintptr_t page = uintptr_t(1) << 21, at = reinterpret_cast<uintptr_t>(data);
         const uintptr_t begin = (at + page - 1) & ~(page - 1);
         const uintptr_t end = (at + uintptr_t(bytes())) & ~(page - 1);
         if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
     }
     // Whether there is a tensor: one without an element has no memory.
     explicit operator bool() const { return handle != nullptr; }
+    // 0 where there is no such dimension.
+    int64_t size(int64_t d) const { return d < dims ? sizes[d] : 0; }
     // Of a contiguous tensor.
     int64_t bytes() const {
         int64_t count = dims ? strides[0] * sizes[0] : 1;
         return count * bytes_each();
+    }
+    void clear() const {
+        if (bytes()) std::memset(data, 0, size_t(bytes()));
     }
     int64_t bytes_each() const { return type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2; }
     Type type() const {
@@ -137,16 +175,19 @@ inline int32_t wide(const Tensor& x) {
 }
 
 // The arguments of a kernel, taken off the stack one after the other; then its results, put there.
+// A tensor that is not taken is never freed: all of them come off before any of them is looked at.
 class Stack {
   public:
-    explicit Stack(StableIValue* stack) : stack(stack) {}
-    Tensor tensor() { return Tensor(read<AtenTensorHandle>(stack[next++])); }
-    Tensor maybe_tensor() {
+    explicit Stack(StableIValue* arguments) : stack(arguments) {}
+    Tensor tensor(bool written = false) {
+        return Tensor(read<AtenTensorHandle>(stack[next++]), written);
+    }
+    Tensor maybe_tensor(bool written = false) {
         auto* boxed = read<StableIValue*>(stack[next++]);
         if (!boxed) return Tensor();
         auto* handle = read<AtenTensorHandle>(*boxed);
         delete boxed;
-        return Tensor(handle);
+        return Tensor(handle, written);
     }
     int64_t integer() { return read<int64_t>(stack[next++]); }
     double number() { return read<double>(stack[next++]); }

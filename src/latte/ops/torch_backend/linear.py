@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops.state import LinearState
-from latte.ops.tensors import Sequences, sequence_ids, without_masked
+from latte.ops.tensors import Sequences, sequence_bounds, sequence_ids, without_masked
 from latte.ops.torch_backend.recurrence import linear_recurrence
 
 CHUNK = 64
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 def packed_layout(cu_seqlens: Tensor, T: int, C: int) -> Layout:
     """Chunks for sequences packed into one row."""
-    cu = cu_seqlens.long()
+    cu = sequence_bounds(cu_seqlens)
     N = cu.shape[0] - 1
     chunks_N = (cu[1:] - cu[:-1] + C - 1) // C
     bounds = torch.cat([chunks_N.new_zeros(1), chunks_N.cumsum(0)])

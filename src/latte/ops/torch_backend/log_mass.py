@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops.state import SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, computation_dtype
+from latte.ops.tensors import Local, Sequences, computation_dtype, sequence_bounds
 
 BLOCKS_AT_ONCE = 32  # without gradients, the blocks whose logits are held together
 
@@ -45,7 +45,8 @@ def window_log_mass(
     sequence_BT = None
     if sequences.cu_seqlens is not None:
         token = torch.arange(T, device=q_BTHK.device)
-        sequence_BT = torch.searchsorted(sequences.cu_seqlens.long(), token, right=True)[None] - 1
+        bounds = sequence_bounds(sequences.cu_seqlens)
+        sequence_BT = torch.searchsorted(bounds, token, right=True)[None] - 1
     # The keys before the first query: the state's, or none.
     k_BSGK, real_BS = _after(tail, k_BTGK, real, window)
     found = []

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.custom_ops import (
-    LATTE,
-    SINKS,
-    TAIL,
+    MACCHIATO,
     Earlier,
     connect_gradients,
     custom_op,
@@ -31,14 +29,7 @@ from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences
 from latte.ops.torch_backend import latte, window
 
-INPUTS = LATTE.replace(
-    "Tensor q, Tensor k,", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k,"
-)
-# Latents that see a source late take keys in the place of latent_k, and these.
-LATE = "Tensor? late_v, Tensor? late_mask, Tensor? begun"
-SCHEMA = (
-    f"{INPUTS}, {TAIL}, Tensor? log_decay, {SINKS}, {LATE}, int window, float scale, float softcap"
-)
+SCHEMA = f"{MACCHIATO}, int window, float scale, float softcap"
 TENSORS = SCHEMA.count("Tensor")
 Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 

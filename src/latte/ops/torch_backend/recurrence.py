@@ -22,6 +22,7 @@ from latte.ops.tensors import (
     computation_dtype,
     count_sequences,
     full_precision,
+    sequence_bounds,
     sequence_ids,
     sequence_starts,
     without_masked,
@@ -76,8 +77,9 @@ def rg_lru(
     h = linear_recurrence(a, b, first_BE)
     last_NE = h[:, -1]
     if cu_seqlens is not None:
-        end = (cu_seqlens[1:] - 1).clamp(min=0).long()
-        empty = (cu_seqlens[1:] == cu_seqlens[:-1])[:, None]
+        bounds = sequence_bounds(cu_seqlens)
+        end = (bounds[1:] - 1).clamp(min=0)
+        empty = (bounds.diff() == 0)[:, None]
         last_NE = torch.where(empty, h0_NE, h[0, end])
         last_NE = last_NE.flip(0) if reverse else last_NE
     return (h.flip(1) if reverse else h).to(x_BTE.dtype), last_NE

@@ -10,11 +10,15 @@ width, E channels, N sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from latte.ops.custom_ops import run_latte, run_window
-from latte.ops.state import LatteState, WindowState
+from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, without_masked
+
+NO_SINKS = (None,) * len(SeenSinks._fields)
 
 
 def latte_attention(
@@ -46,17 +50,26 @@ def macchiato_attention(
     earlier: tuple[Tensor, Tensor] | None,
     tail: WindowState | None,
     log_decay: Tensor | None = None,
+    sinks: SeenSinks | None = None,
+    delay: bool = False,
+    pending: WindowState | None = None,
+    joint: bool = False,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     from latte.ops.triton_backend.macchiato import macchiato_op
 
-    q_BTHK, local = _rising(q_BTHK, local)
+    q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
+    late: Sequence[Tensor | None] = (None, None, None)
+    if delay:
+        assert local.window is not None
+        around = (sequences, _without_masked(pending), None if earlier is None else earlier[0])
+        latent_k_BTHL, *late = LateSources.of(latent_k_BTHL, v_BTGD, local.window, *around)
     out, log_mass, mean = macchiato_op(
         *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
         *(earlier or (None, None)),
         *(_without_masked(tail) or (None, None, None)),
-        *(log_decay, *local, sequences.causal),
+        *(log_decay, *(sinks or NO_SINKS), *late, *local, sequences.causal, joint),
     )[:3]
     return out, LatteState(log_mass, mean)
 
@@ -68,21 +81,26 @@ def sliding_window_attention(
     local: Local,
     sequences: Sequences,
     tail: WindowState | None,
+    sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`."""
     from latte.ops.triton_backend.window import window_op
 
-    q_BTHK, local = _rising(q_BTHK, local)
+    q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
-    return run_window(window_op, q_BTHK, k_BTGK, v_BTGD, local, sequences, _without_masked(tail))
+    around = (local, sequences, _without_masked(tail), *(sinks or NO_SINKS))
+    return run_window(window_op, q_BTHK, k_BTGK, v_BTGD, *around)
 
 
-def _rising(q_BTHK: Tensor, local: Local) -> tuple[Tensor, Local]:
+def _rising(
+    q_BTHK: Tensor, sinks: SeenSinks | None, local: Local
+) -> tuple[Tensor, SeenSinks | None, Local]:
     """With a scale above 0, as the kernels take the largest logit before they scale it."""
     if local.scale > 0:
-        return q_BTHK, local
+        return q_BTHK, sinks, local
     sign = -1.0 if local.scale < 0 else 0.0
-    return q_BTHK * sign, local._replace(scale=abs(local.scale) or 1.0)
+    sinks = None if sinks is None else sinks._replace(q=sinks.q * sign)
+    return q_BTHK * sign, sinks, local._replace(scale=abs(local.scale) or 1.0)
 
 
 def _without_masked(tail: WindowState | None) -> WindowState | None:

@@ -131,7 +131,7 @@ def backward(
     other."""
     dq, dk, dv, dg = empty_gradients(*qkv, log_decay)
     (dout, dlog_mass, dmean), (final_mu, *between) = grads, saved
-    after = latent_gradients(
+    *after, _ = latent_gradients(
         Walker(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens, log_decay is not None),
         (*qkv, readable(sequences.key_mask), dout),
         earlier,
@@ -167,16 +167,18 @@ def latent_gradients(
     window_delta: Tensor | None = None,
     R: int = 1,
     forgetting: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Write ``results``, (dq, dk, dv) with all heads; return dmean and ``lost`` at the start.
+    window_logit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write ``results``, (dq, dk, dv) with all heads; return dmean and ``lost`` at the start; c.
 
     ``inputs``: q, k, v, the mask, dy. ``earlier``: the initial state. ``between``: see
     :func:`between_segments`. ``later``: the gradient of the final mean, that mean, the gradient of
     the final log-mass.
 
     With a window as state 0, whose delta (B, T, H) is ``window_delta``, q and dq have its logit as
-    column 0. ``R`` heads share one head of v. ``forgetting``: ``log_decay``, and where its gradient
-    is written.
+    column 0; ``window_logit`` (B, T, H) takes its place if it is given. c (B, T, H) is then the
+    delta of the whole mixture. ``R`` heads share one head of v. ``forgetting``: ``log_decay``, and
+    where its gradient is written.
     """
     q, k, v, mask, dy = inputs
     dmean, final_mu, dlog_mass = later
@@ -189,7 +191,7 @@ def latent_gradients(
         parts: tuple[Tensor, ...] = (dq, dk, *(forgetting or ())[1:])
         if len(tiles) > 1:
             parts = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts)
-        lost_0 = _tile_gradients(
+        lost_0, c = _tile_gradients(
             run,
             (q, k, v[..., tile], mask, dy[..., tile]),
             (earlier[0], None if earlier[1] is None else earlier[1][..., tile]),
@@ -200,13 +202,15 @@ def latent_gradients(
             torch.zeros_like(window_delta) if sums and window_delta is not None else window_delta,
             R,
             None if forgetting is None else (forgetting[0], parts[2]),
+            window_logit,
         )
-        new = [*parts, lost_0] if len(tiles) > 1 else [lost_0]
+        new = [*parts, lost_0, c] if len(tiles) > 1 else [lost_0, c]
         sums = [x + y for x, y in zip(sums, new, strict=True)] if sums else new
     if len(tiles) > 1:
         for x, total in zip((dq, dk, *(forgetting or ())[1:]), sums, strict=False):
             x.copy_(total)
-    return dmean_0, sums[-1]
+    lost, c = sums[-2:]
+    return dmean_0, lost, c
 
 
 def _tile_gradients(
@@ -219,11 +223,13 @@ def _tile_gradients(
     window_delta: Tensor | None,
     R: int,
     forgetting: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Write (dq, dk, dv, dmean_0) of one tile of D; return what it adds to ``lost`` at the start.
+    window_logit: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Write (dq, dk, dv, dmean_0) of one tile of D; return what it adds to ``lost`` at the start,
+    and to c.
 
     ``later``: the gradient of the final mean, that mean, the gradient of the final log-mass.
-    ``forgetting``: as for :func:`latent_gradients`.
+    ``forgetting``, ``window_logit``: as for :func:`latent_gradients`.
     """
     q, k, v, mask, dy = inputs
     dmean, final_mu, dlog_mass = later
@@ -258,6 +264,7 @@ def _tile_gradients(
         *(q, k, v, mask, table, *before, *contiguous(*earlier), dy),
         *(dq, c, *at_slots, *at_ends, *(asked or (None, None)), *strides),
         window_delta_ptr=window_delta,
+        window_logit_ptr=window_logit,
         R=R,
         **decays(log_decay),
         **told,
@@ -278,12 +285,13 @@ def _tile_gradients(
         *((None, None) if run.cut else starts),
         *(*strides, dv.stride(1), dv.stride(2)),
         GATED=gated,
+        window_logit_ptr=window_logit,
         R=R,
         **decays(log_decay),
         **told,
     )
     dmean_0.copy_(starts[0])
-    return starts[1]
+    return starts[1], c
 
 
 @triton.jit
@@ -451,7 +459,7 @@ def query_walk(
     C: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
     STAGES: tl.constexpr, window_delta_ptr=None, R: tl.constexpr = 1,
     g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, slot_fall_ptr=None, slot_step_ptr=None,
-    token_ref_ptr=None, token_mass_ptr=None,
+    token_ref_ptr=None, token_mass_ptr=None, window_logit_ptr=None,
 ):  # fmt: skip
     """dq (B, T, H, L), c (B, T, H), (ref, mass) before each chunk and after the segment.
 
@@ -459,7 +467,8 @@ def query_walk(
     and ``lost`` (M, H, L) the same sum of p_t delta_t.
 
     With a window as state 0: ``window_delta`` (B, T, H) is its delta; its logit stands before the
-    latents', in q and in dq. ``R`` heads share one head of the values.
+    latents', in q and in dq, or in ``window_logit`` (B, T, H). ``R`` heads share one head of the
+    values.
 
     Where latents forget: what they have forgotten before each chunk since its reference was chosen,
     and the logarithm of what one unit before a chunk is worth after it: -inf where tokens are
@@ -483,6 +492,8 @@ def query_walk(
     c_ptr += batch * T * H + h
     if GATED:
         window_delta_ptr += batch * T * H + h
+    if window_logit_ptr is not None:
+        window_logit_ptr += batch * T * H + h
     if FORGETS:
         g_ptr += batch * g_b + h * g_h
         token_ref_ptr += (batch * T * H + h) * L
@@ -505,7 +516,7 @@ def query_walk(
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + j * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
-        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
+        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED, window_logit_ptr, H)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
         dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
         if FORGETS:
@@ -552,7 +563,9 @@ def query_walk(
             lost_after, lost_s, fall_s = lost, tl.zeros((BL,), tl.float32), tl.max(fall, 0)
             for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
-                p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
+                p_s, gate_s = load_one_share(
+                    q_ptr, q_t, q_l, at + s, L, BL, GATED, window_logit_ptr, H
+                )
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
                 if FORGETS:
@@ -631,11 +644,13 @@ def source_walk(
     STAGES: tl.constexpr, GATED: tl.constexpr = False, R: tl.constexpr = 1,
     g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None, slot_fall_ptr=None, slot_step_ptr=None,
     token_ref_ptr=None, token_mass_ptr=None, dlog_mass1_ptr=None, dg_ptr=None,
+    window_logit_ptr=None,
 ):  # fmt: skip
     """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
 
     ``dmean0``, ``lost0``: of the state before it, unless None. Sums over the tokens of a chunk
-    never come as total - prefix: that cancels. ``GATED``, ``R``: see :func:`query_walk`.
+    never come as total - prefix: that cancels. ``GATED``, ``R``, ``window_logit``: see
+    :func:`query_walk`.
 
     Where latents forget: dg (B, T, H, L) from ``dlog_mass1``, the gradient of the log-mass after
     the segment. It is the one before a token, so it loses dk from each token to the one before.
@@ -657,6 +672,8 @@ def source_walk(
     dk_ptr += batch * T * H * L + h * L
     dv_ptr += batch * T * dv_t + h * dv_h
     c_ptr += batch * T * H + h
+    if window_logit_ptr is not None:
+        window_logit_ptr += batch * T * H + h
     if FORGETS:
         g_ptr += batch * g_b + h * g_h
         dg_ptr += batch * T * H * L + h * L
@@ -678,7 +695,7 @@ def source_walk(
     for j in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         at = start + (count - 1 - j) * C
         k = load_keys(k_ptr, mask_ptr, k_t, k_l, at, stop, L, C, BL)
-        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED)
+        p, gate = load_shares(q_ptr, q_t, q_l, at, stop, L, C, BL, GATED, window_logit_ptr, H)
         v = load_inputs(v_ptr, v_t, v_d, at, stop, 0, D, C, BD)
         dy = load_inputs(dy_ptr, dy_t, dy_d, at, stop, 0, D, C, BD)
         dq = load_tile(dq_ptr, H * width, 1, at, stop, 0, L, C, BL)
@@ -730,7 +747,9 @@ def source_walk(
             for back in range(0, tokens):
                 s = tokens - 1 - back
                 k_s = load_key(k_ptr, mask_ptr, k_t, k_l, at + s, L, BL)
-                p_s, gate_s = load_one_share(q_ptr, q_t, q_l, at + s, L, BL, GATED)
+                p_s, gate_s = load_one_share(
+                    q_ptr, q_t, q_l, at + s, L, BL, GATED, window_logit_ptr, H
+                )
                 v_s = load_value(v_ptr, v_t, v_d, at + s, 0, D, BD)
                 dy_s = load_value(dy_ptr, dy_t, dy_d, at + s, 0, D, BD)
                 dq_s = load_value(dq_ptr, H * width, 1, at + s, 0, L, BL)

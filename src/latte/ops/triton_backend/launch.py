@@ -167,6 +167,10 @@ WINDOW_ELSEWHERE = WINDOW | {torch.bfloat16: (_NARROW_WINDOW, _NARROW_WINDOW)}
 FARTHEST_TOKENS = 1 << 24
 
 
+# What chunks of queries add to the gradients of sinks: U chunks at a time, and the tile of a width.
+SINK_SUMS = {"U": 32, "BX": 64, "num_warps": 4}
+
+
 class MacchiatoTiles(NamedTuple):
     """``macchiato_walk``, beside the chunk of ``Walk``."""
 
@@ -291,9 +295,11 @@ def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:
 def step_tiles(L: int, K: int, D: int) -> dict[str, int]:
     """What is fixed when the kernel of a step is compiled; the window does not matter."""
     BK, BD = (max(16, 1 << (width - 1).bit_length()) for width in (K, D))
+    BL = min(1 << (L - 1).bit_length(), STEP_ELEMENTS // BD)
     return {
         "BQ": 1 << L.bit_length(),  # at least L + 1
-        "BL": min(1 << (L - 1).bit_length(), STEP_ELEMENTS // BD),
+        "BL": BL,
+        "BS": min(STEP_ELEMENTS // BL, 128),
         "BP": min(STEP_ELEMENTS // max(BK, BD), 128),
         "BK": BK,
         "BD": BD,

@@ -9,8 +9,15 @@ the states before its segments. Backward: Latte's walks, beside the window's own
 
 Bidirectional: the states of Latte's, then outputs and gradients by chunk.
 
+Sinks are more keys of the window (softmax.py, sinks.py). Latents that are late read, at each token,
+the source that leaves the window: keys and values of their own, so that the two branches have a
+product with the values each. Where window and latents share one softmax, the window's logit gets
+its log-mass added, which the walk has at hand when it mixes; backward its kernels need the delta of
+the whole mixture, so that dq comes after the latents' walk, in a launch of its own.
+
 Saved for the backward pass: the inputs, the final mean, where sequences are cut one state per
-segment, and one fp32 number per token and head, the window's share p(0|t).
+segment, and one fp32 number per token and head, the window's share p(0|t); for late latents and one
+softmax a second one, the window's logit.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
 D value width, N sequences, M segments of all sequences, C tokens of a chunk.
@@ -18,13 +25,23 @@ D value width, N sequences, M segments of all sequences, C tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import connect_gradients, empty_gradients, final_buffers
-from latte.ops.tensors import Local, Sequences, count_sequences, full_precision
+from latte.ops.custom_ops import (
+    LOCAL,
+    MACCHIATO,
+    connect_gradients,
+    custom_op,
+    empty_gradients,
+    final_buffers,
+    maybe_sinks,
+)
+from latte.ops.tensors import Local, Sequences, count_sequences
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_gradients
 from latte.ops.triton_backend.latte_causal import (
     begin,
@@ -32,7 +49,7 @@ from latte.ops.triton_backend.latte_causal import (
     leave_nothing,
     leave_state,
 )
-from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles
+from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles, readable
 from latte.ops.triton_backend.segments import (
     Between,
     Walker,
@@ -43,6 +60,7 @@ from latte.ops.triton_backend.segments import (
     state_gradients,
     states_before,
 )
+from latte.ops.triton_backend.softmax import attend, log_mass_of_softmax
 from latte.ops.triton_backend.tiles import (
     FORGETTING_REACH,
     REACH,
@@ -65,6 +83,7 @@ from latte.ops.triton_backend.tiles import (
     load_share,
     load_tile,
     load_value,
+    load_window_logits,
     mm,
     moved,
     place,
@@ -80,10 +99,12 @@ from latte.ops.triton_backend.tiles import (
 from latte.ops.triton_backend.window import (
     Window,
     WindowLauncher,
-    attend,
     token_buffers,
     unit_stride,
 )
+
+# A logit of the window that leaves nothing to the latents, nor overflows when it is scaled.
+ALL = tl.constexpr(1.0e38)
 
 
 def saved_states(
@@ -102,48 +123,105 @@ def saved_states(
     return *found, found[0].new_empty(0)
 
 
-@torch.library.custom_op("latte::triton_macchiato", mutates_args=())
-@full_precision
-def macchiato_op(
-    latent_q: Tensor,
-    latent_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-    tail_k: Tensor | None,
-    tail_v: Tensor | None,
-    tail_mask: Tensor | None,
-    log_decay: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, final state; then for the backward pass: the window's share of each token, and
-    :func:`saved_states`."""
-    sequences, tail = Sequences(key_mask, cu_seqlens, causal), (tail_k, tail_v, tail_mask)
-    w = Window.of(k, v, Local(window, scale, softcap), sequences, tail)
-    D = v.shape[-1]
-    out, (gate,) = q.new_empty((*q.shape[:3], D)), token_buffers(q, 1)
-    finals, earlier = final_buffers(latent_k, v, cu_seqlens), (log_mass, mean)
-    walker = Walker(latent_k, D, cu_seqlens, log_decay is not None)
-    R = q.shape[2] // v.shape[2]
-    lq, q = latent_q[..., 1:], unit_stride(q)
-    if not causal:
-        states = saved_states(latent_k, D, cu_seqlens, False, causal)
+class Inputs(NamedTuple):
+    """The op's arguments, in their order."""
+
+    latent_q: Tensor  # column 0 is the window's logit
+    latent_k: Tensor  # where latents are late, the keys that come to them at each token
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    log_mass: Tensor | None
+    mean: Tensor | None
+    tail_k: Tensor | None
+    tail_v: Tensor | None
+    tail_mask: Tensor | None
+    log_decay: Tensor | None
+    sink_q: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    sink_mask: Tensor | None
+    sinks_seen: Tensor | None
+    late_v: Tensor | None
+    late_mask: Tensor | None
+    begun: Tensor | None
+    window: int
+    scale: float
+    softcap: float
+    causal: bool
+    joint: bool
+
+    @property
+    def near(self) -> Window:
+        """The window, with its sinks."""
+        local = Local(self.window, self.scale, self.softcap)
+        sequences = Sequences(self.key_mask, self.cu_seqlens, self.causal)
+        tail = (self.tail_k, self.tail_v, self.tail_mask)
+        sinks = (self.sink_q, self.sink_k, self.sink_v, self.sink_mask, self.sinks_seen)
+        return Window.of(self.k, self.v, local, sequences, tail, maybe_sinks(sinks))
+
+    def far(self, near: Window) -> tuple[Tensor, Tensor | None]:
+        """Values and mask of what the latents read."""
+        if self.late_v is None:
+            return near.v, near.mask
+        return unit_stride(self.late_v), readable(self.late_mask)
+
+    @property
+    def logit_found(self) -> bool:
+        """Whether the window's logit in the mixture is not the one in column 0."""
+        return self.joint or self.begun is not None
+
+    @property
+    def walker(self) -> Walker:
+        forgets = self.log_decay is not None
+        return Walker(self.latent_k, self.v.shape[-1], self.cu_seqlens, forgets)
+
+
+INPUTS = Inputs._fields
+TENSORS = INPUTS.index("window")
+SCHEMA = f"{MACCHIATO}, {LOCAL}, bool joint"
+# Of a token and head: the window's share, and its logit; of the states, what their kernels leave.
+SAVED = ("gate", "logit", "top_M", "mass_M", "mean_M", "top", "mass", "falls")
+WANTED = tuple(
+    INPUTS.index(name)
+    for name in (
+        *("latent_q", "latent_k", "q", "k", "v", "log_mass", "mean", "tail_k", "tail_v"),
+        *("log_decay", "sink_q", "sink_k", "sink_v", "late_v"),
+    )
+)
+
+
+def token_numbers(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Empty buffers for the window's share of each token, and for its logit, if that is found."""
+    (gate,) = token_buffers(x.q, 1)
+    return gate, torch.empty_like(gate) if x.logit_found else gate.new_empty(0)
+
+
+def forward(*inputs: Any) -> tuple[Tensor, ...]:
+    """Outputs, final state; then for the backward pass: ``SAVED``."""
+    x = Inputs(*inputs)
+    w, latent_k, D = x.near, x.latent_k, x.v.shape[-1]
+    out, (gate, logit) = x.q.new_empty((*x.q.shape[:3], D)), token_numbers(x)
+    finals, earlier = final_buffers(latent_k, x.v, x.cu_seqlens), (x.log_mass, x.mean)
+    walker, R = x.walker, x.q.shape[2] // x.v.shape[2]
+    lq, q = x.latent_q[..., 1:], unit_stride(x.q)
+    if not x.causal:
+        states = saved_states(latent_k, D, x.cu_seqlens, False, False)
         whole = (contiguous(*earlier), (None, None, None), (*states[3:5], *finals), R)
         scan_segments(walker, latent_k, w.v, w.mask, *whole)
-        WindowLauncher(q, latent_k, w, cu_seqlens).outputs(q, lq, finals[1], out, gate)
-        top_M, mass_M, mean_M, top, mass, falls = states
-        return out, *finals, gate, top_M, mass_M, mean_M, top, mass, falls
+        WindowLauncher(q, latent_k, w, x.cu_seqlens).outputs(q, lq, finals[1], out, gate)
+        return out, *finals, gate, logit, *states
+    values, mask = x.far(w)
     states, start, found = states_before(
-        walker, latent_k, w.v, w.mask, cu_seqlens, earlier, finals, R, log_decay
+        walker, latent_k, values, mask, x.cu_seqlens, earlier, finals, R, x.log_decay
     )
     parts, tiles = walker.parts, macchiato_tiles(walker.L, q.dtype)
+    late: dict[str, Any] = {}
+    if x.late_v is not None:
+        late = {"late_v_ptr": values, "late_mask_ptr": mask, "begun_ptr": readable(x.begun)}
+        late |= dict(zip(("lv_b", "lv_t", "lv_h"), values.stride(), strict=False))
     launch(
         q.device,
         macchiato_walk[(parts.M * walker.H * -(-D // tiles.BX),)],
@@ -161,90 +239,71 @@ def macchiato_op(
         CAPPED=w.softcap != 0.0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        window_logit_ptr=logit if x.logit_found else None,
+        JOINT=x.joint,
         **walker.registers(),
-        **decays(log_decay),
+        **decays(x.log_decay),
+        **w.far,
+        **late,
     )
-    top_M, mass_M, mean_M, top, mass, *more = states
-    falls = more[0] if more else top.new_empty(0)
-    return out, *finals, gate, top_M, mass_M, mean_M, top, mass, falls
+    falls = () if len(states) > 5 else (states[0].new_empty(0),)
+    return out, *finals, gate, logit, *states, *falls
 
 
-@macchiato_op.register_fake
-def _(
-    latent_q, latent_k, q, k, v, key_mask, cu_seqlens, log_mass, mean,
-    tail_k, tail_v, tail_mask, log_decay, window, scale, softcap, causal,
-):  # fmt: skip
-    finals = final_buffers(latent_k, v, cu_seqlens)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    states = saved_states(latent_k, v.shape[-1], cu_seqlens, log_decay is not None, causal)
-    return out, *finals, *token_buffers(q, 1), *states
+def fake(*inputs: Any) -> tuple[Tensor, ...]:
+    x = Inputs(*inputs)
+    D = x.v.shape[-1]
+    finals = final_buffers(x.latent_k, x.v, x.cu_seqlens)
+    out = x.q.new_empty((*x.q.shape[:3], D))
+    states = saved_states(x.latent_k, D, x.cu_seqlens, x.log_decay is not None, x.causal)
+    return out, *finals, *token_numbers(x), *states
 
 
-@torch.library.custom_op("latte::triton_macchiato_backward", mutates_args=())
-@full_precision
-def macchiato_backward_op(
-    dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
-    latent_q: Tensor,
-    latent_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_mass: Tensor | None,
-    mean: Tensor | None,
-    tail_k: Tensor | None,
-    tail_v: Tensor | None,
-    tail_mask: Tensor | None,
-    log_decay: Tensor | None,
-    final_mu: Tensor,
-    gate: Tensor,
-    top_M: Tensor,
-    mass_M: Tensor,
-    mean_M: Tensor,
-    top: Tensor,
-    mass: Tensor,
-    falls: Tensor,
-    window: int,
-    scale: float,
-    softcap: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five inputs, of the initial state, of the earlier keys and values, and of
-    ``log_decay``."""
-    sequences, tail = Sequences(key_mask, cu_seqlens, causal), (tail_k, tail_v, tail_mask)
-    w = Window.of(k, v, Local(window, scale, softcap), sequences, tail)
+def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of the inputs that ``WANTED`` names."""
+    x = Inputs(*inputs[:TENSORS], *inputs[-len(INPUTS) + TENSORS :])
+    final_mu, gate, logit, *states = inputs[TENSORS : TENSORS + 1 + len(SAVED)]
+    w, latent_k, earlier = x.near, x.latent_k, (x.log_mass, x.mean)
     dlatent_q, dlatent_k, dq, dk, dv, dtail_k, dtail_v, dg = empty_gradients(
-        latent_q, latent_k, q, k, v, tail_k, tail_v, log_decay
+        *(x.latent_q, latent_k, x.q, x.k, x.v, x.tail_k, x.tail_v, x.log_decay)
     )
-    run = WindowLauncher(q, None if causal else latent_k, w, cu_seqlens)
-    q, dout = unit_stride(q), unit_stride(dout)
+    run = WindowLauncher(x.q, None if x.causal else latent_k, w, x.cu_seqlens)
+    q, dout = unit_stride(x.q), unit_stride(dout)
     top_w, mass_w, delta = token_buffers(q, 3)
-    run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout)
-    inputs = (latent_k, w.v, w.mask, dout)
-    tokens, dtail = (top_w, mass_w, gate, delta), (dtail_k, dtail_v)
-    if causal:
+    run.query_gradients(q, gate, top_w, mass_w, delta, None if x.joint else dq, dy=dout)
+    values, mask = x.far(w)
+    inputs_of_latents = (latent_k, values, mask, dout)
+    dtail, dlate_v = (dtail_k, dtail_v), q.new_empty(0)
+    if x.causal:
         # In memory once, for each query head: the window's kernel adds it up.
         latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
-        dmean_0, lost_0 = latent_gradients(
-            Walker(latent_k, run.D, cu_seqlens, log_decay is not None),
-            (latent_q, *inputs),
-            (log_mass, mean),
-            (top_M, mass_M, mean_M, top, mass, falls),
+        dmean_0, lost_0, c = latent_gradients(
+            x.walker,
+            (x.latent_q, *inputs_of_latents),
+            earlier,
+            tuple(states),
             (dmean, final_mu, dlog_mass),
             (dlatent_q, dlatent_k, latents_dv),
             delta,
             run.R,
-            None if log_decay is None else (log_decay, dg),
+            None if x.log_decay is None else (x.log_decay, dg),
+            logit if x.logit_found else None,
         )
-        run.source_gradients(q, dout, tokens, (dk, dv), dtail, latents_dv)
+        if x.joint:
+            # One softmax, one delta: that of the mixture, which the latents' walk has found.
+            delta = c
+            run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout, given=True)
+        tokens = (top_w, mass_w, gate, delta)
+        near_too = latents_dv if x.late_v is None else None
+        run.source_gradients(q, dout, tokens, (dk, dv), dtail, near_too)
+        if x.late_v is not None:
+            dlate_v = latents_dv.unflatten(2, (-1, run.R)).sum(3)
     else:
         # The interface refuses an initial state that could have a gradient.
+        _, _, _, top, mass, _ = states
         dmean_0, lost_0 = bidirectional_gradients(
             run,
-            (latent_q[..., 1:], *inputs),
+            (x.latent_q[..., 1:], *inputs_of_latents),
             (top, mass, final_mu),
             (dmean, dlog_mass),
             (dlatent_q[..., 1:], dlatent_k, None),
@@ -252,17 +311,25 @@ def macchiato_backward_op(
             delta,
             run.R,
         )
-        states = (latent_k, top, mass, dmean_0)
-        run.source_gradients(q, dout, tokens, (dk, dv), dtail, bidirectional=states)
-    dA, dmu = state_gradients((log_mass, mean), dmean_0, lost_0)
-    if mean is None:
+        tokens, whole = (top_w, mass_w, gate, delta), (latent_k, top, mass, dmean_0)
+        run.source_gradients(q, dout, tokens, (dk, dv), dtail, bidirectional=whole)
+    dA, dmu = state_gradients(earlier, dmean_0, lost_0)
+    if x.mean is None:
         dA, dmu = q.new_empty(0), q.new_empty(0)
-    return dlatent_q, dlatent_k, dq, dk, dv, dA, dmu, dtail_k, dtail_v, dg
+    dsinks = run.sink_gradients(dout, tokens, x.k, x.v)
+    return dlatent_q, dlatent_k, dq, dk, dv, dA, dmu, *dtail, dg, *dsinks, dlate_v
 
 
-connect_gradients(
-    macchiato_op, macchiato_backward_op, (0, 1, 2, 3, 4, 7, 8, 9, 10, 12), outputs=3, saved_from=2
+macchiato_op = custom_op("triton_macchiato", forward, SCHEMA, 3 + len(SAVED))
+macchiato_op.register_fake(fake)
+_KEPT = ", ".join(f"Tensor saved_{name}" for name in ("mean", *SAVED))
+macchiato_backward_op = custom_op(
+    "triton_macchiato_backward",
+    backward,
+    "Tensor dout, Tensor dlog_mass, Tensor dmean, " + SCHEMA.replace(", int", f", {_KEPT}, int", 1),
+    len(WANTED),
 )
+connect_gradients(macchiato_op, macchiato_backward_op, WANTED, outputs=3, saved_from=2)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -278,11 +345,20 @@ def macchiato_walk(
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
     PRODUCT: tl.constexpr, CAPPED: tl.constexpr,
     g_ptr=None, g_b=None, g_t=None, g_h=None, g_l=None,
+    sink_q_ptr=None, sink_k_ptr=None, sink_v_ptr=None, sink_mask_ptr=None, seen_ptr=None,
+    sq_b=None, sq_t=None, sq_h=None, S=None,
+    late_v_ptr=None, late_mask_ptr=None, begun_ptr=None, lv_b=None, lv_t=None, lv_h=None,
+    window_logit_ptr=None, JOINT: tl.constexpr = False,
 ):  # fmt: skip
     """y_t = p(0|t) SWA_t + sum_l p(l|t) mu_t[l], contiguous, of one segment, head and tile of D.
 
     ``latent_q_ptr`` points to the first latent's logit, behind the window's. ``log_mass1_ptr`` and
     ``mean1_ptr`` take the final state where no scan has found it.
+
+    Where latents are late, ``latent_k``, ``late_v`` and ``late_mask`` are those of the sources that
+    come to them at each token, and ``begun`` (B, T) says whether there has been one: until then all
+    is the window's. ``JOINT``: the log-mass of the window's keys is added to its logit. In either
+    case ``window_logit`` (B, T, H) takes the logit that the mixture is made of.
     """
     FORGETS: tl.constexpr = g_ptr is not None
     reach_l: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
@@ -300,6 +376,17 @@ def macchiato_walk(
     q_ptr += batch * q_b + h * q_h
     k_ptr += batch * k_b + h // R * k_h
     v_ptr += batch * v_b + h // R * v_h
+    source_ptr, source_t, source_mask_ptr = v_ptr, v_t, mask_ptr
+    if late_v_ptr is not None:
+        source_ptr, source_t = late_v_ptr + batch * lv_b + h // R * lv_h, lv_t
+        source_mask_ptr = late_mask_ptr + batch * T
+        begun_ptr += batch * T
+    if sink_q_ptr is not None:
+        sink_q_ptr += batch * sq_b + h * sq_h
+        sink_k_ptr += (n * S * (H // R) + h // R) * K
+        sink_v_ptr += (n * S * (H // R) + h // R) * D
+        sink_mask_ptr += n * S
+        seen_ptr += batch * T
     out_ptr += batch * T * H * D + h * D
     if FORGETS:
         g_ptr += batch * g_b + h * g_h
@@ -323,23 +410,34 @@ def macchiato_walk(
     for j in tl.range(0, count, disable_licm=True):
         at = start + j * C
         if unseen == 1:
-            k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
+            k = load_keys(latent_k_ptr, source_mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
             if FORGETS:
                 g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
                 k -= added(fall, summed(past.to(tl.float32), g, PRODUCT))
             ref, fresh = first_reference(k, token, ref, fresh, C)
             unseen = tl.max(fresh, 0)
-        mass_w, w, kept_w, y = attend(
+        top_w, mass_w, w, kept_w, y = attend(
             q_ptr + at * q_t, q_t, tl.minimum(stop - at, C).to(tl.int32),
             k_ptr, k_t, v_ptr, v_t, mask_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
             at, first, stop, d0, reach, scale, softcap,
             D, K, C, BX, PRODUCT, True, CAPPED,
+            sink_q_ptr, sq_t, sink_k_ptr, sink_v_ptr, sink_mask_ptr, seen_ptr, S,
         )  # fmt: skip
-        p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, at, stop, L, C, BL)
+        own = None
+        if window_logit_ptr is not None:
+            own = load_window_logits(latent_q_ptr, lq_t, lq_l, at, stop, C)
+            if JOINT:
+                own += log_mass_of_softmax(top_w, mass_w)
+            if begun_ptr is not None:
+                begun = tl.load(begun_ptr + at + token, mask=at + token < stop, other=0) != 0
+                own = tl.where(begun, own, ALL)
+            if d0 == 0:
+                store_numbers(window_logit_ptr, batch, h, at, stop, T, H, own, C)
+        p, gate = load_mixture(latent_q_ptr, lq_t, lq_l, at, stop, L, C, BL, own)
         if d0 == 0:
             store_numbers(gate_ptr, batch, h, at, stop, T, H, gate, C)
         share = inverse(mass_w) * gate
-        k = load_keys(latent_k_ptr, mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
+        k = load_keys(latent_k_ptr, source_mask_ptr, lk_t, lk_l, at, stop, L, C, BL)
         v = load_inputs(v_ptr, v_t, 1, at, stop, d0, D, C, BX)
         above = k - ref[None, :]
         if FORGETS:
@@ -357,9 +455,15 @@ def macchiato_walk(
         p_over_mass = tl.where(near[:, None], p_over_mass, 0.0)
         scores = tl.where(past, mm(p_over_mass, tl.trans(e), PRODUCT), 0.0)
         y = y * (kept_w * share)[:, None] + mm(p_over_mass, tl.trans(total), PRODUCT)
-        y += mm(w * share[:, None] + scores, v, PRODUCT)
+        if late_v_ptr is None:
+            source = v
+            y += mm(w * share[:, None] + scores, v, PRODUCT)
+        else:
+            source = load_inputs(source_ptr, source_t, 1, at, stop, d0, D, C, BX)
+            y += mm(w * share[:, None], v, PRODUCT)
+            y += mm(scores, source, PRODUCT)
         store_tile(out_ptr, H * D, 1, at, stop, d0, D, y, C, BX)
-        after = added(total, mm(tl.trans(v), e, PRODUCT))
+        after = added(total, mm(tl.trans(source), e, PRODUCT))
         mass_after = added(mass, counted(ones, e, PRODUCT))
         moves = rise > reach_l / 4
         if FORGETS:
@@ -374,9 +478,12 @@ def macchiato_walk(
                 tl.debug_barrier()
                 ref_s, mass_s, fall_s, after = ref, tl.max(mass, 0), tl.max(fall, 0), total
                 for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):
-                    k_s = load_key(latent_k_ptr, mask_ptr, lk_t, lk_l, at + s, L, BL)
-                    p_s, _ = load_share(latent_q_ptr, lq_t, lq_l, at + s, L, BL)
-                    v_s = load_value(v_ptr, v_t, 1, at + s, d0, D, BX)
+                    k_s = load_key(latent_k_ptr, source_mask_ptr, lk_t, lk_l, at + s, L, BL)
+                    own_s = None
+                    if window_logit_ptr is not None:
+                        own_s = tl.sum(tl.where(token == s, own, 0.0), 0)
+                    p_s, _ = load_share(latent_q_ptr, lq_t, lq_l, at + s, L, BL, own_s)
+                    v_s = load_value(source_ptr, source_t, 1, at + s, d0, D, BX)
                     if FORGETS:
                         fall_s += load_value(g_ptr, g_t, g_l, at + s, 0, L, BL)
                         ref_s, mass_s, after = add_source(ref_s, mass_s, after, k_s, v_s, fall_s)

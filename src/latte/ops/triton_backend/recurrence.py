@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.custom_ops import connect_gradients, empty_gradients
-from latte.ops.tensors import Sequences, full_precision
+from latte.ops.tensors import Sequences, full_precision, sequence_bounds
 from latte.ops.triton_backend.launch import (
     LRU_BACK,
     LRU_BY_CHUNK,
@@ -92,7 +92,7 @@ def beginnings(
             first = seen.to(torch.uint8).argmax(1)
         first = T - 1 - first if reverse else first
     else:
-        bounds = cu_seqlens.long()
+        bounds = sequence_bounds(cu_seqlens)
         first = bounds[1:] - 1 if reverse else bounds[:-1]
         if key_mask is not None:
             count = key_mask[0].long().cumsum(0)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from latte.ops.tensors import count_sequences
+from latte.ops.tensors import count_sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
     ENOUGH,
     SCAN,
@@ -111,7 +111,7 @@ class Parts(NamedTuple):
     @classmethod
     def _packed(cls, T: int, C: int, cu_seqlens: Tensor, at_least: int, M: int, N: int) -> Parts:
         """:meth:`of` packed sequences, whose bounds are checked where they are."""
-        bounds = cu_seqlens.long().contiguous()
+        bounds = sequence_bounds(cu_seqlens)
         lengths = bounds.diff()
         rises = (lengths >= 0).all() & (bounds[0] == 0) & (bounds[-1] == T)
         torch._assert_async(rises, f"cu_seqlens must rise from 0 to T={T}")

@@ -5,16 +5,20 @@
 
 One program per sequence and head. Nothing is updated in place: the old state may be kept by
 somebody. The window's slots move up by one on the way, written by the first head of each group;
-every slot is near enough to be seen.
+every slot is near enough to be seen. Sinks are further slots, which stay where they are. Latents
+that are late are fed with the oldest of the pending sources, which move up in the same way, and
+have no share while they have seen none.
 
 For inference: these ops have no gradient. All shapes follow from the inputs' shapes and nothing
 waits for the host, so that a step can be captured in a CUDA graph.
 
 Shape suffixes: B batch, H query heads, G key/value heads, L latents, K key width, D value width,
-P = W - 1 slots of the window.
+P = W - 1 slots of the window, W pending sources, S sinks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -23,8 +27,23 @@ from torch import Tensor
 
 from latte.ops.custom_ops import empty_gradients
 from latte.ops.tensors import full_precision
-from latte.ops.triton_backend.launch import launch, readable, step_tiles
-from latte.ops.triton_backend.tiles import at_most, finite, inverse, log1p_of_share, tanh
+from latte.ops.triton_backend.launch import contiguous, launch, readable, step_tiles
+from latte.ops.triton_backend.tiles import (
+    at_most,
+    finite,
+    inverse,
+    log1p_of_share,
+    log_mass_of,
+    tanh,
+)
+
+# The kernel's arguments for sinks, but for their mask and number; for pending sources, before and
+# after the step.
+SINKS = ("sink_q_ptr", "sink_k_ptr", "sink_v_ptr", "seen_ptr")
+PENDING = (
+    *("pending_k_ptr", "pending_v_ptr", "pending_mask_ptr"),
+    *("pending_k1_ptr", "pending_v1_ptr", "pending_mask1_ptr"),
+)
 
 
 @torch.library.custom_op("latte::triton_latte_step", mutates_args=())
@@ -78,8 +97,21 @@ def macchiato_step_op(
     scale: float,
     softcap: float | None,
     log_decay: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Macchiato: latent_q (B, 1, H, L+1), ..., both states -> y (B, 1, H, D), both states."""
+    sink_q: Tensor | None = None,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    sink_mask: Tensor | None = None,
+    sinks_seen: Tensor | None = None,
+    pending_k: Tensor | None = None,
+    pending_v: Tensor | None = None,
+    pending_mask: Tensor | None = None,
+    joint: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Macchiato: latent_q (B, 1, H, L+1), ..., the states -> y (B, 1, H, D), the states.
+
+    Sinks are as :class:`latte.ops.state.SeenSinks` has them. The last three states, (B, W, H, L),
+    (B, W, G, D) and (B, W), are those of latents that are late, else empty.
+    """
     (B, _, H, L), (G, K), D = latent_k.shape, k.shape[2:], v.shape[-1]
     inputs = [x.contiguous() for x in (latent_q, latent_k, q, k, v)]
     state = [x.contiguous() for x in (log_mass, mean, keys, values)]
@@ -87,6 +119,17 @@ def macchiato_step_op(
     log_mass1, mean1, keys1, values1 = (torch.empty_like(x) for x in state)
     slots = mask.contiguous().view(torch.uint8)
     slots_after = torch.empty_like(slots)
+    more: dict[str, Any] = {}
+    if sink_q is not None and sink_k is not None:
+        given = contiguous(sink_q, sink_k, sink_v, sinks_seen)
+        more |= dict(zip(SINKS, given, strict=True))
+        more |= {"sink_mask_ptr": readable(sink_mask), "S": sink_k.shape[1]}
+    after = [v.new_empty(0), v.new_empty(0), mask.new_empty(0)]
+    if pending_k is not None and pending_v is not None and pending_mask is not None:
+        late = [x.contiguous() for x in (pending_k, pending_v, pending_mask)]
+        after = [torch.empty_like(x) for x in late]
+        moved = (*late[:2], readable(late[2]), *after[:2], readable(after[2]))
+        more |= dict(zip(PENDING, moved, strict=True))
     launch(
         q.device,
         step[(B * H,)],
@@ -94,20 +137,28 @@ def macchiato_step_op(
         *(out, log_mass1, mean1, keys1, values1, slots_after),
         *(scale, softcap, H, G, L, K, D, mask.shape[1]),
         WINDOW=1,
+        JOINT=joint,
         **step_tiles(L, K, D),
         **_forgetting(log_decay),
+        **more,
     )
-    return out, log_mass1, mean1, keys1, values1, slots_after.view(torch.bool)
+    last_k, last_v, last_mask = after
+    seen_after = slots_after.view(torch.bool)
+    return out, log_mass1, mean1, keys1, values1, seen_after, last_k, last_v, last_mask
 
 
 @macchiato_step_op.register_fake
 def _(
     latent_q, latent_k, q, k, v, key_mask, log_mass, mean, keys, values, mask, scale, softcap,
-    log_decay=None,
+    log_decay=None, sink_q=None, sink_k=None, sink_v=None, sink_mask=None, sinks_seen=None,
+    pending_k=None, pending_v=None, pending_mask=None, joint=False,
 ):  # fmt: skip
     B, _, H, _ = latent_k.shape
     state = empty_gradients(log_mass, mean, keys, values, mask)
-    return v.new_empty((B, 1, H, v.shape[-1])), *state
+    after: tuple[Tensor, ...] = (v.new_empty(0), v.new_empty(0), mask.new_empty(0))
+    if pending_k is not None:
+        after = empty_gradients(pending_k, pending_v, pending_mask)
+    return v.new_empty((B, 1, H, v.shape[-1])), *state, *after
 
 
 def _forgetting(log_decay: Tensor | None) -> dict[str, Tensor]:
@@ -129,8 +180,10 @@ def attend(
     keys1_ptr, values1_ptr, slots1_ptr,
     b, h, real, scale, softcap, H, G, K, D, P,
     BP: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    sink_q_ptr, sink_k_ptr, sink_v_ptr, sink_mask_ptr, seen_ptr, S,
 ):  # fmt: skip
-    """Window attention (BD,) of one head over the slots and the token itself; moves the slots."""
+    """Window attention (BD,) of one head over the slots, the sinks and the token itself, and the
+    logsumexp of its logits; moves the slots."""
     x, d = tl.arange(0, BK), tl.arange(0, BD)
     g = h // (H // G)
     leads = h % (H // G) == 0
@@ -173,7 +226,65 @@ def attend(
         total = total * kept + tl.sum(weights, 0)
         mixed = mixed * kept + tl.sum(weights[:, None] * values, 0)
         top = higher
-    return mixed * inverse(total)
+    if sink_q_ptr is not None:
+        q = tl.load(sink_q_ptr + (b * H + h) * K + x, mask=x < K, other=0.0).to(tl.float32)
+        gone = tl.load(seen_ptr + b)
+        for s0 in tl.range(0, S, BP):
+            s = s0 + tl.arange(0, BP)
+            seen = tl.load(sink_mask_ptr + b * S + s, mask=s < S, other=0) != 0
+            seen = seen & (s < gone)
+            at_sink = ((b * S + s) * G + g)[:, None]
+            inside = seen[:, None] & (x < K)[None, :]
+            keys = tl.load(sink_k_ptr + at_sink * K + x[None, :], mask=inside, other=0.0)
+            logits = capped(tl.sum(keys.to(tl.float32) * q[None, :], 1) * scale, softcap)
+            logits = tl.where(seen, logits, float("-inf"))
+            inside = seen[:, None] & (d < D)[None, :]
+            values = tl.load(sink_v_ptr + at_sink * D + d[None, :], mask=inside, other=0.0)
+            higher = tl.maximum(top, tl.max(logits, 0))
+            weights = tl.exp(logits - finite(higher))
+            kept = tl.exp(top - finite(higher))
+            total = total * kept + tl.sum(weights, 0)
+            mixed = mixed * kept + tl.sum(weights[:, None] * values.to(tl.float32), 0)
+            top = higher
+    return mixed * inverse(total), log_mass_of(top, total)
+
+
+@triton.jit
+def move_pending(
+    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, keys1_ptr, values1_ptr, slots1_ptr,
+    b, h, real, H, G, L, D, W,
+    BS: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The pending sources (B, W, ...) after the token: each one slot further, and itself the last.
+
+    A head moves its latent keys, the first of a group its values, the first of all the flags.
+    """
+    d = tl.arange(0, BD)
+    g, leads = h // (H // G), h % (H // G) == 0
+    v = tl.load(v_ptr + (b * G + g) * D + d, mask=d < D, other=0.0)
+    at = values1_ptr + ((b * W + W - 1) * G + g) * D + d
+    tl.store(at, v.to(values1_ptr.dtype.element_ty), mask=(d < D) & leads)
+    tl.store(slots1_ptr + b * W + W - 1, real.to(tl.uint8), mask=h == 0)
+    for p0 in tl.range(1, W, BP):
+        p = p0 + tl.arange(0, BP)
+        slot = b * W + p
+        seen = tl.load(slots_ptr + slot, mask=p < W, other=0)
+        tl.store(slots1_ptr + slot - 1, seen, mask=(p < W) & (h == 0))
+        inside = ((p < W) & leads)[:, None] & (d < D)[None, :]
+        at = (slot * G + g)[:, None] * D + d[None, :]
+        values = tl.load(values_ptr + at, mask=inside, other=0.0)
+        tl.store(values1_ptr + at - G * D, values, mask=inside)
+    for l0 in tl.range(0, L, BL):
+        x = l0 + tl.arange(0, BL)
+        k = tl.load(k_ptr + (b * H + h) * L + x, mask=x < L, other=0.0)
+        at = keys1_ptr + ((b * W + W - 1) * H + h) * L + x
+        tl.store(at, k.to(keys1_ptr.dtype.element_ty), mask=x < L)
+        for p0 in tl.range(1, W, BS):
+            p = p0 + tl.arange(0, BS)
+            inside = (p < W)[:, None] & (x < L)[None, :]
+            at = ((b * W + p) * H + h)[:, None] * L + x[None, :]
+            keys = tl.load(keys_ptr + at, mask=inside, other=0.0)
+            tl.store(keys1_ptr + at - H * L, keys, mask=inside)
 
 
 @triton.jit
@@ -183,7 +294,11 @@ def step(
     out_ptr, log_mass1_ptr, mean1_ptr, keys1_ptr, values1_ptr, slots1_ptr,
     scale, softcap, H, G, L, K, D, P,
     WINDOW: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr,
-    BK: tl.constexpr, BD: tl.constexpr, g_ptr=None,
+    BK: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, g_ptr=None,
+    sink_q_ptr=None, sink_k_ptr=None, sink_v_ptr=None, sink_mask_ptr=None, seen_ptr=None, S=None,
+    pending_k_ptr=None, pending_v_ptr=None, pending_mask_ptr=None,
+    pending_k1_ptr=None, pending_v1_ptr=None, pending_mask1_ptr=None,
+    JOINT: tl.constexpr = False,
 ):  # fmt: skip
     """y (B, H, D) and the state after the token; all tensors are contiguous."""
     i = tl.program_id(0).to(tl.int64)
@@ -194,28 +309,47 @@ def step(
     n = L + WINDOW
     c = tl.arange(0, BQ)
     q = tl.load(latent_q_ptr + i * n + c, mask=c < n, other=float("-inf")).to(tl.float32)
+    if WINDOW:
+        local, window_mass = attend(
+            local_q_ptr, local_k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr,
+            keys1_ptr, values1_ptr, slots1_ptr,
+            b, h, real, scale, softcap, H, G, K, D, P, BP, BK, BD,
+            sink_q_ptr, sink_k_ptr, sink_v_ptr, sink_mask_ptr, seen_ptr, S,
+        )  # fmt: skip
+        own = tl.load(latent_q_ptr + i * n).to(tl.float32)
+        if JOINT:
+            own += window_mass
+            q = tl.where(c == 0, own, q)
     q_top = tl.max(q, 0)
     q_mass = tl.sum(tl.exp(q - q_top), 0)
     d = tl.arange(0, BD)
     y = tl.zeros((BD,), tl.float32)
+    source_k_ptr, source_v_ptr, arrives = latent_k_ptr + i * L, v_ptr + b * G * D, real
     if WINDOW:
-        local = attend(
-            local_q_ptr, local_k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr,
-            keys1_ptr, values1_ptr, slots1_ptr,
-            b, h, real, scale, softcap, H, G, K, D, P, BP, BK, BD,
-        )  # fmt: skip
-        p_window = tl.exp(tl.load(latent_q_ptr + i * n).to(tl.float32) - q_top) / q_mass
-        y += p_window * local
-    v = tl.load(v_ptr + (b * G + h // (H // G)) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    v = tl.where(real, v, 0.0)
+        p_window = tl.exp(own - q_top) / q_mass
+        if pending_k_ptr is None:
+            y += p_window * local
+        else:
+            W = P + 1
+            move_pending(
+                latent_k_ptr, v_ptr, pending_k_ptr, pending_v_ptr, pending_mask_ptr,
+                pending_k1_ptr, pending_v1_ptr, pending_mask1_ptr,
+                b, h, real, H, G, L, D, W, BS, BL, BP, BD,
+            )  # fmt: skip
+            source_k_ptr = pending_k_ptr + (b * W * H + h) * L
+            source_v_ptr = pending_v_ptr + b * W * G * D
+            arrives = tl.load(pending_mask_ptr + b * W) != 0
+    begun = 0
+    v = tl.load(source_v_ptr + h // (H // G) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    v = tl.where(arrives, v, 0.0)
     for l0 in tl.range(0, L, BL):
         x = l0 + tl.arange(0, BL)
         inside = (x < L)[:, None] & (d < D)[None, :]
         A = tl.load(log_mass_ptr + i * L + x, mask=x < L, other=0.0)
         if g_ptr is not None:
             A += tl.load(g_ptr + i * L + x, mask=x < L, other=0.0)
-        k = tl.load(latent_k_ptr + i * L + x, mask=x < L, other=0.0).to(tl.float32)
-        k = tl.where(real, k, float("-inf"))
+        k = tl.load(source_k_ptr + x, mask=x < L, other=0.0).to(tl.float32)
+        k = tl.where(arrives, k, float("-inf"))
         top = tl.maximum(A, k)
         old, new = tl.exp(A - finite(top)), tl.exp(k - finite(top))
         mass = old + new
@@ -229,4 +363,8 @@ def step(
         p = tl.load(latent_q_ptr + i * n + WINDOW + x, mask=x < L, other=float("-inf"))
         p = tl.exp(p.to(tl.float32) - q_top) / q_mass
         y += tl.sum(p[:, None] * mean, 0)
+        if pending_k_ptr is not None:
+            begun = tl.maximum(begun, tl.max(((x < L) & (mass != 0.0)).to(tl.int32), 0))
+    if pending_k_ptr is not None:
+        y += tl.where(begun == 1, p_window, 1.0) * local
     tl.store(out_ptr + i * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)

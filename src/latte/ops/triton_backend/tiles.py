@@ -291,15 +291,24 @@ def load_query(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
 
 
 @triton.jit
-def load_mixture(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr):
+def load_window_logits(ptr, stride_t, stride_x, start, stop, C: tl.constexpr):
+    """The window's logits (C,), each before that of the first latent, to which ``ptr`` points."""
+    t = start + tl.arange(0, C)
+    return tl.load(ptr + t * stride_t - stride_x, mask=t < stop, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_mixture(
+    ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr, own=None
+):
     """p(l|t) of the latents (C, BL), and of the window (C,): one softmax over L + 1 logits.
 
-    The window's logit stands before that of the first latent, to which ``ptr`` points.
+    ``own``: the window's logits (C,), if they are not those of :func:`load_window_logits`.
     """
     q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
     q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
-    t = start + tl.arange(0, C)
-    own = tl.load(ptr + t * stride_t - stride_x, mask=t < stop, other=0.0).to(tl.float32)
+    if own is None:
+        own = load_window_logits(ptr, stride_t, stride_x, start, stop, C)
     top = tl.maximum(tl.max(q, 1), own)
     e, own = power(q - top[:, None]), power(own - top)
     share = reciprocal(tl.sum(e, 1) + own)
@@ -307,12 +316,13 @@ def load_mixture(ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: t
 
 
 @triton.jit
-def load_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
+def load_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr, own=None):
     """Token ``t`` of :func:`load_mixture`: (BL,) and a number."""
     x = tl.arange(0, BL)
     at = ptr + t * stride_t
     q = tl.load(at + x.to(tl.int64) * stride_x, mask=x < L, other=float("-inf")).to(tl.float32)
-    own = tl.load(at - stride_x).to(tl.float32)
+    if own is None:
+        own = tl.load(at - stride_x).to(tl.float32)
     top = tl.maximum(tl.max(q, 0), own)
     e = tl.exp(q - top)
     own = tl.exp(own - top)
@@ -322,11 +332,19 @@ def load_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
 
 @triton.jit
 def load_shares(
-    ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr, GATED: tl.constexpr
-):
-    """p(l|t) of the latents, and of the window (0 if there is none)."""
+    ptr, stride_t, stride_x, start, stop, L, C: tl.constexpr, BL: tl.constexpr, GATED: tl.constexpr,
+    own_ptr=None, own_t=None,
+):  # fmt: skip
+    """p(l|t) of the latents, and of the window (0 if there is none).
+
+    ``own_ptr``: to the batch's window logits in fp32, if they do not stand before the latents'.
+    """
     if GATED:
-        p, gate = load_mixture(ptr, stride_t, stride_x, start, stop, L, C, BL)
+        own = None
+        if own_ptr is not None:
+            t = start + tl.arange(0, C)
+            own = tl.load(own_ptr + t * own_t, mask=t < stop, other=0.0)
+        p, gate = load_mixture(ptr, stride_t, stride_x, start, stop, L, C, BL, own)
     else:
         p = load_queries(ptr, stride_t, stride_x, start, stop, L, C, BL)
         gate = tl.zeros((C,), tl.float32)
@@ -334,10 +352,15 @@ def load_shares(
 
 
 @triton.jit
-def load_one_share(ptr, stride_t, stride_x, t, L, BL: tl.constexpr, GATED: tl.constexpr):
+def load_one_share(
+    ptr, stride_t, stride_x, t, L, BL: tl.constexpr, GATED: tl.constexpr, own_ptr=None, own_t=None
+):
     """Token ``t`` of :func:`load_shares`."""
     if GATED:
-        p, gate = load_share(ptr, stride_t, stride_x, t, L, BL)
+        own = None
+        if own_ptr is not None:
+            own = tl.load(own_ptr + t * own_t)
+        p, gate = load_share(ptr, stride_t, stride_x, t, L, BL, own)
     else:
         p, gate = load_query(ptr, stride_t, stride_x, t, L, BL), 0.0
     return p, gate

@@ -21,9 +21,9 @@ delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
 The weights are computed anew, and not from what the forward pass found: a product of another shape
 may round a logit of 15,000 otherwise, and e^0.001 is not 1. Only the inputs are saved.
 
-Keys lie at positions of a sequence's tokens; those before its first are the earlier state's, in
-``tail`` buffers (N, P, G, .), the last of them just before the first token. Chunks are counted from
-the first token, so that none holds keys of both kinds.
+Where window and latents share one softmax, dlogit_ts has the delta of the whole mixture, which the
+latents' walk finds: step 1 is then two launches, one before that walk and one after it. The
+gradients of sinks are in sinks.py; where keys lie, and the softmax over them, is in softmax.py.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
 D value width, N sequences, P keys of the earlier state, C tokens of a chunk, queries or keys.
@@ -41,9 +41,11 @@ from torch import Tensor
 
 from latte.ops import custom_ops
 from latte.ops.custom_ops import Earlier, Three, empty_gradients
+from latte.ops.state import SeenSinks
 from latte.ops.tensors import Local, Sequences
 from latte.ops.triton_backend.launch import (
     FARTHEST_TOKENS,
+    SINK_SUMS,
     capability,
     contiguous,
     launch,
@@ -51,10 +53,22 @@ from latte.ops.triton_backend.launch import (
     window_tiles,
 )
 from latte.ops.triton_backend.segments import ChunkLauncher
+from latte.ops.triton_backend.sinks import add_sinks, sink_gradients
+from latte.ops.triton_backend.softmax import (
+    SINKS_AT_ONCE,
+    attend,
+    chunk_logits,
+    keys_at,
+    load_chunk,
+    sink_logits,
+    softmax_step,
+    store_chunk,
+    unit_of,
+    value_products,
+    window_weights,
+)
 from latte.ops.triton_backend.tiles import (
-    LOG2_E,
     SIZES,
-    added,
     finite,
     first_token,
     inverse,
@@ -65,17 +79,18 @@ from latte.ops.triton_backend.tiles import (
     load_state,
     mm,
     place,
-    power_of_two,
     store_numbers,
     store_tile,
-    tanh,
 )
 
 
-def forward(qkv: Three, local: Local, sequences: Sequences, tail: Earlier) -> Tensor:
+def forward(
+    qkv: Three, local: Local, sequences: Sequences, tail: Earlier, sinks: SeenSinks | None
+) -> Tensor:
     """Outputs."""
     q, k, v = qkv
-    run = WindowLauncher(q, None, Window.of(k, v, local, sequences, tail), sequences.cu_seqlens)
+    w = Window.of(k, v, local, sequences, tail, sinks)
+    run = WindowLauncher(q, None, w, sequences.cu_seqlens)
     out = q.new_empty((*q.shape[:3], run.D))
     run.outputs(unit_stride(q), None, None, out, None)
     return out
@@ -87,20 +102,27 @@ def token_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def backward(
-    dout: Tensor, qkv: Three, local: Local, sequences: Sequences, tail: Earlier
+    dout: Tensor,
+    qkv: Three,
+    local: Local,
+    sequences: Sequences,
+    tail: Earlier,
+    sinks: SeenSinks | None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of the earlier keys and values (empty where there are none)."""
+    """Gradients of q, k, v, of the earlier keys and values, and of the sinks' queries, keys and
+    values (empty where there are none)."""
     q, k, v = qkv
-    run = WindowLauncher(q, None, Window.of(k, v, local, sequences, tail), sequences.cu_seqlens)
+    w = Window.of(k, v, local, sequences, tail, sinks)
+    run = WindowLauncher(q, None, w, sequences.cu_seqlens)
     dq, dk, dv, *dtail = empty_gradients(*qkv, *tail[:2])
     tokens = top, mass, delta = token_buffers(q, 3)
     q, dout = unit_stride(q), unit_stride(dout)
     run.query_gradients(q, None, *tokens, dq, dy=dout)
     run.source_gradients(q, dout, (top, mass, None, delta), (dk, dv), dtail)
-    return dq, dk, dv, *dtail
+    return dq, dk, dv, *dtail, *run.sink_gradients(dout, (top, mass, None, delta), k, v)
 
 
-window_op = custom_ops.window_op("triton_window", forward, backward)
+window_op = custom_ops.window_op("triton_window", forward, backward, sinks=True)
 
 
 class Window(NamedTuple):
@@ -115,9 +137,18 @@ class Window(NamedTuple):
     scale: float
     softcap: float  # 0: none
     causal: bool
+    sinks: SeenSinks | None  # contiguous but for q, with flags as bytes
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, local: Local, sequences: Sequences, tail: Earlier) -> Window:
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        local: Local,
+        sequences: Sequences,
+        tail: Earlier,
+        sinks: SeenSinks | None,
+    ) -> Window:
         """Where there is an earlier state, both masks are spelled out."""
         B, T = k.shape[:2]
         key_mask, _, causal = sequences
@@ -136,7 +167,29 @@ class Window(NamedTuple):
             readable(key_mask),
             (keys, values, readable(tail[2])),
             *(P, reach, scale, softcap, causal),
+            None if sinks is None else readable_sinks(sinks),
         )
+
+    @property
+    def far(self) -> dict[str, Any]:
+        """What kernels are told of the sinks."""
+        if self.sinks is None:
+            return {}
+        q, keys, values, mask, seen = self.sinks
+        found = {"sink_q_ptr": q, "sink_k_ptr": keys, "sink_v_ptr": values}
+        found |= {"sink_mask_ptr": mask, "seen_ptr": seen}
+        told = dict(zip(("sq_b", "sq_t", "sq_h"), q.stride(), strict=False))
+        return {**found, **told, "S": keys.shape[1]}
+
+
+def readable_sinks(sinks: SeenSinks) -> SeenSinks:
+    """Sinks as the kernels read them."""
+    q, keys, values, mask, seen = sinks
+    flags = readable(mask)
+    assert flags is not None
+    return SeenSinks(
+        unit_stride(q), keys.contiguous(), values.contiguous(), flags, seen.contiguous()
+    )
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -165,7 +218,7 @@ class WindowLauncher(ChunkLauncher):
         *args: Any,
         products: tuple[str, ...],
         back: bool = False,
-        **flags: bool,
+        **flags: Any,
     ) -> None:
         """One program per cell of the grid and tile of the width."""
         w, tiles = self.window, self.tiles
@@ -205,10 +258,16 @@ class WindowLauncher(ChunkLauncher):
             *(*w.tail, mean, *results, *strides(latent_q, 4)),
             *(*strides(q, 3), *strides(w.k, 3), *strides(w.v, 3)),
             products=("WIDE", "NARROW"),
+            **w.far,
         )
 
-    def query_gradients(self, q: Tensor, *rest: Tensor | None, dy: Tensor) -> None:
-        """``rest``: the gate; then the results, the tokens' top, mass and delta, and dq."""
+    def query_gradients(
+        self, q: Tensor, *rest: Tensor | None, dy: Tensor, given: bool = False
+    ) -> None:
+        """``rest``: the gate; then the results, the tokens' top, mass and delta, and dq, or None.
+
+        ``given``: of the results dq alone is wanted, and the others are there.
+        """
         w, parts = self.window, self.parts
         self.by_tile(
             window_query_gradients,
@@ -218,6 +277,8 @@ class WindowLauncher(ChunkLauncher):
             *(*strides(q, 3), *strides(w.k, 3), *strides(w.v, 3), *strides(dy, 3)),
             products=("NARROW",),
             back=True,
+            GIVEN=given,
+            **({} if given else w.far),
         )
 
     def source_gradients(
@@ -252,6 +313,44 @@ class WindowLauncher(ChunkLauncher):
                 earlier=True,
             )
 
+    def sink_gradients(
+        self, dy: Tensor, tokens: tuple[Tensor | None, ...], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the sinks' queries, keys and values, empty where there are none.
+
+        ``tokens``: as for :meth:`source_gradients`. ``k`` and ``v`` have the sinks' dtypes.
+        """
+        w, parts = self.window, self.parts
+        if w.sinks is None:
+            return tuple(k.new_empty(0) for _ in range(3))
+        dq, dk, dv = empty_gradients(*w.sinks[:3])
+        S = dk.shape[1]
+        sums = [
+            dq.new_empty((parts.M, self.H, S, width), dtype=torch.float32)
+            for width in (self.K, self.D)
+        ]
+        self.by_tile(
+            sink_gradients,
+            (parts.M, self.H),
+            max(self.K, self.D),
+            *(parts.table, dy, *tokens, dq, *sums, *strides(dy, 3)),
+            products=("NARROW",),
+            back=True,
+            **w.far,
+        )
+        for parts_of_dx, dx in zip(sums, (dk, dv), strict=True):
+            N, _, _, X = dx.shape
+            grid = (N * S * self.G, -(-X // SINK_SUMS["BX"]))
+            sizes = (parts.per_row, self.H, S, X)
+            launch(
+                self.device,
+                add_sinks[grid],
+                *(parts_of_dx, parts.first, dx, *sizes),
+                R=self.R,
+                **SINK_SUMS,
+            )
+        return dq, dk, dv
+
     def _sources(self, programs: int, *args: Tensor | None, earlier: bool) -> None:
         latent_k, _, q, k, v = args[:5]
         dy = args[8]
@@ -273,182 +372,6 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()[:count]
 
 
-@triton.jit
-def keys_at(at, begin, ptr, stride, tail_ptr, tail_stride, P):
-    """A pointer to the key at position ``at``, and how far the next key lies behind it."""
-    here = ptr + at * stride
-    step = tl.cast(stride, tl.int32)
-    if tail_ptr is not None:
-        if at < begin:
-            here = tail_ptr + (at - begin + P) * tail_stride
-            step = tl.cast(tail_stride, tl.int32)
-    return here, step
-
-
-@triton.jit
-def load_chunk(ptr, stride, first, last, x0, X, C: tl.constexpr, BX: tl.constexpr):
-    """(C, BX) in fp32: keys from ``first`` up to ``last`` of those at ``ptr``; zeros outside.
-
-    Inside a chunk offsets of 32 bits do: the driver sees to it that keys lie close enough.
-    """
-    i = tl.arange(0, C)
-    x = x0 + tl.arange(0, BX)
-    inside = ((i >= first) & (i < last))[:, None] & (x < X)[None, :]
-    at = ptr + (i[:, None] * stride + x[None, :])
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_chunk(ptr, stride, first, last, x0, X, value, C: tl.constexpr, BX: tl.constexpr):
-    """Write (C, BX) to where :func:`load_chunk` reads."""
-    i = tl.arange(0, C)
-    x = x0 + tl.arange(0, BX)
-    inside = ((i >= first) & (i < last))[:, None] & (x < X)[None, :]
-    at = ptr + (i[:, None] * stride + x[None, :])
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def load_flags(
-    at, begin, mask_ptr, tail_mask_ptr, P, first, last, C: tl.constexpr
-):  # fmt: skip
-    """(C,) bool: the keys from ``first`` up to ``last`` that are not masked.
-
-    An earlier state comes with both masks.
-    """
-    i = tl.arange(0, C)
-    real = (i >= first) & (i < last)
-    if mask_ptr is not None:
-        mask_ptr, _ = keys_at(at, begin, mask_ptr, 1, tail_mask_ptr, 1, P)
-        real = tl.load(mask_ptr + i, mask=real, other=0) != 0
-    return real
-
-
-@triton.jit
-def chunk_logits(
-    q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, tail_t, tail_mask_ptr, P,
-    at, begin, stop, off, reach, scale, softcap,
-    K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BEFORE: tl.constexpr = False,
-):  # fmt: skip
-    """Logits (C, C) of a chunk of queries over the chunk of keys that begins at position ``at``.
-
-    They are yet to be multiplied by :func:`unit_of`; invisible pairs are -inf. The keys are ``off``
-    positions after the first query; ``BEFORE``: all before it. A query sees ``reach`` keys before
-    its own, and as many behind it if not causal. Also returns the soft cap's slope (1 without one),
-    and the keys that exist: from ``first`` up to ``last`` of the chunk. ``q``: the first tile.
-    """
-    first = tl.maximum(begin - P - at, 0)
-    last = C if BEFORE else stop - at
-    real = load_flags(at, begin, mask_ptr, tail_mask_ptr, P, first, last, C)
-    k_ptr, step = keys_at(at, begin, k_ptr, k_t, tail_k_ptr, tail_t, P)
-    logits = tl.zeros((C, C), tl.float32)
-    for k0 in tl.static_range(0, K, BX):
-        k = load_chunk(k_ptr, step, first, last, k0, K, C, BX)
-        if k0 > 0:
-            q = load_chunk(q_ptr, q_t, 0, queries, k0, K, C, BX)
-        logits += mm(q, tl.trans(k), NARROW)
-    slope = tl.full((C, C), 1.0, tl.float32)
-    if CAPPED:
-        logits = tanh(logits * (scale / softcap))
-        slope = 1.0 - logits * logits
-    # Which keys a query sees is a range, so that each pair takes two comparisons at most. Rows
-    # behind the last query have zeros for inputs and add nothing.
-    i = tl.arange(0, C)
-    oldest = tl.maximum(i - off - reach, tl.minimum(first, C).to(tl.int32))
-    seen = i[None, :] >= oldest[:, None]
-    if not BEFORE:
-        newest = i - off if CAUSAL else i - off + reach
-        newest = tl.minimum(newest, tl.minimum(last, C).to(tl.int32) - 1)
-        seen = seen & (i[None, :] <= newest[:, None])
-    if mask_ptr is not None:
-        seen = seen & real[None, :]
-    return tl.where(seen, logits, float("-inf")), slope, first, last
-
-
-@triton.jit
-def unit_of(scale, softcap, CAPPED: tl.constexpr):
-    """Powers of two that :func:`chunk_logits` counts by; above 0, so that the largest stays it."""
-    return (softcap if CAPPED else scale) * LOG2_E
-
-
-@triton.jit
-def softmax_step(top, mass, logits, unit):
-    """The running softmax of each query with one more chunk of logits, which may all be -inf.
-
-    Returns (top, mass), ``top`` as a power of two; what a sum over the earlier keys is multiplied
-    by; and the weights of the new ones. Sums are yet to be divided by the last mass.
-    """
-    later = tl.maximum(top, tl.max(logits, 1) * unit)
-    kept = power_of_two(top - finite(later))
-    w = power_of_two(logits * unit - finite(later)[:, None])
-    return later, mass * kept + tl.sum(w, 1), kept, w
-
-
-@triton.jit
-def window_weights(logits, unit, top):
-    """The weights of the window again, from its queries' ``top``: yet to be divided by its mass."""
-    return power_of_two(logits * unit - finite(top)[:, None])
-
-
-@triton.jit
-def value_products(
-    dy_ptr, dy_t, queries, v_ptr, v_t, first, last,
-    D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """<dy_t, v_s> of a chunk of queries and a chunk of keys, (C, C)."""
-    products = tl.zeros((C, C), tl.float32)
-    for d0 in range(0, D, BX):
-        dy = load_chunk(dy_ptr, dy_t, 0, queries, d0, D, C, BX)
-        v = load_chunk(v_ptr, v_t, first, last, d0, D, C, BX)
-        products += mm(dy, tl.trans(v), NARROW)
-    return products
-
-
-@triton.jit
-def attend(
-    q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
-    tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, G,
-    start, begin, stop, d0, reach, scale, softcap,
-    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """(mass, w, kept, y) of the chunk's queries: sum_s w_s v_s / mass is the window's part.
-
-    ``w`` (C, C) are the weights of the chunk's own keys, ``y`` (C, BX) times ``kept`` is the sum
-    over all others; both are yet to be divided by ``mass``. ``q_ptr`` points to the chunk's first
-    query, the others to the first key of the batch, or of the earlier state, for one of ``G``
-    heads.
-    """
-    chunks = tl.cdiv(reach, C)
-    before = tl.minimum(chunks, tl.cdiv(start - begin + P, C)).to(tl.int32)
-    after = 0 if CAUSAL else tl.minimum(chunks, tl.cdiv(stop - start, C) - 1).to(tl.int32)
-    top = tl.full((C,), float("-inf"), tl.float32)
-    mass = tl.zeros((C,), tl.float32)
-    y = tl.zeros((C, BX), tl.float32)
-    unit = unit_of(scale, softcap, CAPPED)
-    q = load_chunk(q_ptr, q_t, 0, queries, 0, K, C, BX)
-    for j in tl.range(0, before + after, disable_licm=True):
-        # The chunks before, then those behind.
-        off = (j - before + tl.where(j < before, 0, 1)) * C
-        logits, _, first, last = chunk_logits(
-            q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, G * K, tail_mask_ptr, P,
-            start + off, begin, stop, off, reach, scale, softcap,
-            K, C, BX, NARROW, CAUSAL, CAPPED, BEFORE=CAUSAL,
-        )  # fmt: skip
-        at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, G * D, P)
-        v = load_chunk(at, step, first, last, d0, D, C, BX)
-        top, mass, kept, w = softmax_step(top, mass, logits, unit)
-        y = added(y * kept[:, None], mm(w, v, NARROW))
-    logits, _, _, _ = chunk_logits(
-        q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, None, 0, None, P,
-        start, begin, stop, 0, reach, scale, softcap,
-        K, C, BX, NARROW, CAUSAL, CAPPED,
-    )  # fmt: skip
-    top, mass, kept, w = softmax_step(top, mass, logits, unit)
-    return mass, w, kept, y
-
-
 @triton.jit(do_not_specialize=SIZES)
 def window_outputs(
     latent_q_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, table_ptr, bounds_ptr,
@@ -460,6 +383,8 @@ def window_outputs(
     T, per_row, H, L, D: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BX: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    sink_q_ptr=None, sink_k_ptr=None, sink_v_ptr=None, sink_mask_ptr=None, seen_ptr=None,
+    sq_b=None, sq_t=None, sq_h=None, S=None,
 ):  # fmt: skip
     """SWA_t, contiguous; beside bidirectional latents y_t = p(0|t) SWA_t + sum_l p(l|t) mu[l].
 
@@ -481,12 +406,19 @@ def window_outputs(
         tail_k_ptr += (sequence * P * (H // R) + h // R) * K
         tail_v_ptr += (sequence * P * (H // R) + h // R) * D
         tail_mask_ptr += sequence * P
+    if sink_q_ptr is not None:
+        sink_q_ptr += batch * sq_b + h * sq_h
+        sink_k_ptr += (sequence * S * (H // R) + h // R) * K
+        sink_v_ptr += (sequence * S * (H // R) + h // R) * D
+        sink_mask_ptr += sequence * S
+        seen_ptr += batch * T
     queries = tl.minimum(stop - start, C).to(tl.int32)
-    mass, w, kept, y = attend(
+    _, mass, w, kept, y = attend(
         q_ptr, q_t, queries, k_ptr, k_t, v_ptr, v_t, mask_ptr,
         tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,
         start, begin, stop, d0, reach, scale, softcap,
         D, K, C, BX, NARROW, CAUSAL, CAPPED,
+        sink_q_ptr, sq_t, sink_k_ptr, sink_v_ptr, sink_mask_ptr, seen_ptr, S,
     )  # fmt: skip
     share = inverse(mass)
     if latent_q_ptr is not None:
@@ -512,9 +444,14 @@ def window_query_gradients(
     scale, softcap, reach, P,
     T, per_row, H, L, D: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    NARROW: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, GIVEN: tl.constexpr = False,
+    sink_q_ptr=None, sink_k_ptr=None, sink_v_ptr=None, sink_mask_ptr=None, seen_ptr=None,
+    sq_b=None, sq_t=None, sq_h=None, S=None,
 ):  # fmt: skip
-    """Each token's top, mass and delta (B, T, H); dq. One program per chunk, head and tile of K."""
+    """Each token's top, mass and delta (B, T, H); dq. One program per chunk, head and tile of K.
+
+    ``dq_ptr``: None if that is not wanted. ``GIVEN``: the tokens' numbers are there.
+    """
     m, h, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     batch, start, stop, sequence = place(m, table_ptr, T, per_row, C)
     if start >= stop:
@@ -530,50 +467,81 @@ def window_query_gradients(
         tail_k_ptr += (sequence * P * (H // R) + h // R) * K
         tail_v_ptr += (sequence * P * (H // R) + h // R) * D
         tail_mask_ptr += sequence * P
+    if sink_q_ptr is not None:
+        sink_q_ptr += batch * sq_b + h * sq_h
+        sink_k_ptr += (sequence * S * (H // R) + h // R) * K
+        sink_v_ptr += (sequence * S * (H // R) + h // R) * D
+        sink_mask_ptr += sequence * S
+        seen_ptr += batch * T
     queries = tl.minimum(stop - start, C).to(tl.int32)
     chunks = tl.cdiv(reach, C)
     before = tl.minimum(chunks, tl.cdiv(start - begin + P, C)).to(tl.int32)
     after = 0 if CAUSAL else tl.minimum(chunks, tl.cdiv(stop - start, C) - 1).to(tl.int32)
-    top = tl.full((C,), float("-inf"), tl.float32)
-    mass = tl.zeros((C,), tl.float32)
-    delta = tl.zeros((C,), tl.float32)
     unit = unit_of(scale, softcap, CAPPED)
     q = load_chunk(q_ptr, q_t, 0, queries, 0, K, C, BX)
-    for j in range(0, before + after + 1):
-        off = (j - before) * C
-        logits, _, first, last = chunk_logits(
-            q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
-            start + off, begin, stop, off, reach, scale, softcap,
-            K, C, BX, NARROW, CAUSAL, CAPPED,
-        )  # fmt: skip
-        at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
-        products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
-        top, mass, kept, w = softmax_step(top, mass, logits, unit)
-        delta = delta * kept + tl.sum(w * products, 1)
-    delta *= inverse(mass)
-    if tl.program_id(2) == 0:
-        store_numbers(token_top_ptr, batch, h, start, stop, T, H, top, C)
-        store_numbers(token_mass_ptr, batch, h, start, stop, T, H, mass, C)
-        store_numbers(delta_ptr, batch, h, start, stop, T, H, delta, C)
-    share = inverse(mass) * scale
-    if gate_ptr is not None:
-        share *= load_numbers(gate_ptr, batch, h, start, stop, T, H, C)
-    dq = tl.zeros((C, BX), tl.float32)
-    for j in range(0, before + after + 1):
-        off = (j - before) * C
-        logits, slope, first, last = chunk_logits(
-            q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K, tail_mask_ptr, P,
-            start + off, begin, stop, off, reach, scale, softcap,
-            K, C, BX, NARROW, CAUSAL, CAPPED,
-        )  # fmt: skip
-        at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
-        products = value_products(dy_ptr, dy_t, queries, at, step, first, last, D, C, BX, NARROW)
-        pulled = window_weights(logits, unit, top) * (products - delta[:, None]) * slope
-        at, step = keys_at(start + off, begin, k_ptr, k_t, tail_k_ptr, H // R * K, P)
-        k = load_chunk(at, step, first, last, x0, K, C, BX)
-        dq += mm(pulled, k, NARROW)
-    dq *= share[:, None]
-    store_tile(dq_ptr + batch * T * H * K + h * K, H * K, 1, start, stop, x0, K, dq, C, BX)
+    if GIVEN:
+        top = load_numbers(token_top_ptr, batch, h, start, stop, T, H, C)
+        mass = load_numbers(token_mass_ptr, batch, h, start, stop, T, H, C)
+        delta = load_numbers(delta_ptr, batch, h, start, stop, T, H, C)
+    else:
+        top = tl.full((C,), float("-inf"), tl.float32)
+        mass = tl.zeros((C,), tl.float32)
+        delta = tl.zeros((C,), tl.float32)
+        if sink_q_ptr is not None:
+            v_step = H // R * D
+            for s0 in tl.range(0, S, SINKS_AT_ONCE, num_stages=1):
+                logits, _ = sink_logits(
+                    sink_q_ptr + start * sq_t, sq_t, queries, sink_k_ptr, H // R * K, sink_mask_ptr,
+                    seen_ptr + start, s0, S, scale, softcap, K, C, BX, NARROW, CAPPED,
+                )  # fmt: skip
+                products = value_products(
+                    dy_ptr, dy_t, queries, sink_v_ptr + s0 * v_step, v_step, 0, S - s0,
+                    D, C, SINKS_AT_ONCE, BX, NARROW,
+                )  # fmt: skip
+                top, mass, kept, w = softmax_step(top, mass, logits, unit)
+                delta = delta * kept + tl.sum(w * products, 1)
+        for j in range(0, before + after + 1):
+            off = (j - before) * C
+            logits, _, first, last = chunk_logits(
+                q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K,
+                tail_mask_ptr, P,
+                start + off, begin, stop, off, reach, scale, softcap,
+                K, C, BX, NARROW, CAUSAL, CAPPED,
+            )  # fmt: skip
+            at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
+            products = value_products(
+                dy_ptr, dy_t, queries, at, step, first, last, D, C, C, BX, NARROW
+            )
+            top, mass, kept, w = softmax_step(top, mass, logits, unit)
+            delta = delta * kept + tl.sum(w * products, 1)
+        delta *= inverse(mass)
+        if tl.program_id(2) == 0:
+            store_numbers(token_top_ptr, batch, h, start, stop, T, H, top, C)
+            store_numbers(token_mass_ptr, batch, h, start, stop, T, H, mass, C)
+            store_numbers(delta_ptr, batch, h, start, stop, T, H, delta, C)
+    if dq_ptr is not None:
+        share = inverse(mass) * scale
+        if gate_ptr is not None:
+            share *= load_numbers(gate_ptr, batch, h, start, stop, T, H, C)
+        dq = tl.zeros((C, BX), tl.float32)
+        for j in range(0, before + after + 1):
+            off = (j - before) * C
+            logits, slope, first, last = chunk_logits(
+                q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, H // R * K,
+                tail_mask_ptr, P,
+                start + off, begin, stop, off, reach, scale, softcap,
+                K, C, BX, NARROW, CAUSAL, CAPPED,
+            )  # fmt: skip
+            at, step = keys_at(start + off, begin, v_ptr, v_t, tail_v_ptr, H // R * D, P)
+            products = value_products(
+                dy_ptr, dy_t, queries, at, step, first, last, D, C, C, BX, NARROW
+            )
+            pulled = window_weights(logits, unit, top) * (products - delta[:, None]) * slope
+            at, step = keys_at(start + off, begin, k_ptr, k_t, tail_k_ptr, H // R * K, P)
+            k = load_chunk(at, step, first, last, x0, K, C, BX)
+            dq += mm(pulled, k, NARROW)
+        dq *= share[:, None]
+        store_tile(dq_ptr + batch * T * H * K + h * K, H * K, 1, start, stop, x0, K, dq, C, BX)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -677,7 +645,7 @@ def window_source_gradients(
             dy = load_chunk(dys_ptr, dy_t, 0, queries, x0, D, C, BX)
             dv += mm(tl.trans(w), dy, NARROW)
             products = value_products(
-                dys_ptr, dy_t, queries, v_ptr + at * v_t, v_t, first, last, D, C, BX, NARROW
+                dys_ptr, dy_t, queries, v_ptr + at * v_t, v_t, first, last, D, C, C, BX, NARROW
             )
             pulled = w * (products - delta[:, None]) * slope
             q = load_chunk(qs_ptr, q_t, 0, queries, x0, K, C, BX)

@@ -1,0 +1,51 @@
+"""Whether the Hugging Face Hub answers, asked once and quickly.
+
+Without a network the Hub's client tries five times, for half a minute, and prints every attempt.
+What is on the disk already needs no Hub: then the client is told to look there alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+SECONDS = 2.0  # for the answer
+
+
+def hub_options(name: str | Path) -> dict[str, Any]:
+    """Options of ``from_pretrained(name)``: files on the disk alone, where the Hub is not needed or
+    does not answer.
+    """
+    return {"local_files_only": True} if Path(name).exists() or not hub_answers() else {}
+
+
+def unreachable(name: str | Path) -> str:
+    """A clause that says why a name was not found, where the reason is that nobody could ask."""
+    if Path(name).exists() or hub_answers():
+        return ""
+    return f"there is no folder or file {name} here, and the Hugging Face Hub cannot be reached"
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the Hub can be reached. Asked once; offline mode is no."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=SECONDS)
+        except Exception:  # every client, proxy and system has errors of its own; all mean no
+            return
+        answered.set()
+
+    # In a thread: a name that is looked up without a network can take longer than any time limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * SECONDS)
+    return answered.is_set()

@@ -1,0 +1,225 @@
+"""Where a command may write: no command loses what is there.
+
+One rule serves all commands. A result is replaced only by a result of the same settings. Otherwise:
+
+- a place that the user named (``--output``, ``--save-state``) is refused in one line, and
+  ``--force`` replaces what is there;
+- a place that the command chose gets a number: ``evaluation``, ``evaluation-2``, ``evaluation-3``.
+
+The settings of a result are kept beside it, in ``NAME.settings.json``. Files are written aside and
+moved when all of them are complete, so that a full disk or an interruption leaves the old ones.
+Training runs and conversions have a rule of their own (:mod:`latte.train.run_folder`): they go on
+in their own folder, and refuse any other. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from latte.errors import LatteError
+
+GO_ON = "choose another name, or add --force to replace"
+
+
+def check_new_file(path: str | Path, what: str, *, force: bool = False) -> Path:
+    """A path that the user named for a new file.
+
+    Raises:
+        LatteError: something is there. With ``force`` a plain file may be.
+    """
+    place = Path(path).expanduser()
+    if os.path.lexists(place) and not (force and place.is_file()):
+        kind = "file" if place.is_file() else "folder" if place.is_dir() else "device or a link"
+        hint = f"{GO_ON} it" if place.is_file() else "expected the name of a new file"
+        raise LatteError(f"{what} {place} exists and is a {kind}; {hint}")
+    if not place.parent.is_dir():
+        raise LatteError(f"{what} {place} cannot be written: its folder does not exist")
+    return place
+
+
+@dataclass(frozen=True)
+class Results:
+    """A place for the files of one command with one set of settings. Made by :func:`results_at`.
+
+    Attributes:
+        folder: where the files go.
+        files: their names, all that the command may write, without a number.
+        settings: what the results depend on, as plain JSON.
+        number: what is added to the files' names, from 2 on.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    settings: dict[str, Any]
+    number: int = 1
+
+    def path(self, file: str) -> Path:
+        """Where a file of the results is."""
+        return numbered(self.folder / file, self.number)
+
+    @property
+    def record(self) -> Path:
+        """The file with the settings."""
+        first = self.path(self.files[0])
+        return first.with_name(f"{first.stem}.settings.json")
+
+    def problem(self) -> str | None:
+        """None if writing here loses nothing, else a clause that says what is there."""
+        if not self.record.exists():
+            there = [self.path(file) for file in self.files if os.path.lexists(self.path(file))]
+            return f"{there[0]} exists" if there else None
+        try:
+            stored = json.loads(self.record.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return f"{self.record} exists and cannot be read"
+        difference = first_difference(stored, self.settings)
+        if difference is None:
+            return None
+        key, old, new = difference
+        other = f"{key} is {old!r} there and {new!r} here"
+        return f"{self.folder} holds results of other settings: {other}"
+
+    @contextmanager
+    def writing(self) -> Iterator[Path]:
+        """A folder to write the files into; they are moved into their place at the end.
+
+        Raises:
+            LatteError: they cannot be written. What was there before stays.
+        """
+        writable_folder(self.folder)
+        staged = self.folder / f".{Path(self.files[0]).stem}.tmp-{os.getpid()}"
+        try:
+            staged.mkdir()
+            yield staged
+            written = sorted(path.name for path in staged.iterdir())
+            self.keep_settings()
+            for name in written:
+                os.replace(staged / name, self.path(name))
+            for name in set(self.files) - set(written):  # of the results that were replaced
+                self.path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise LatteError(
+                f"results cannot be written into {self.folder}: {error.strerror or error}"
+            ) from None
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def keep_settings(self) -> None:
+        """Write the file with the settings."""
+        write_json(self.record, self.settings)
+
+
+def results_at(
+    folder: Path,
+    files: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    named: bool,
+    force: bool = False,
+    number: Literal["folder", "files"] = "folder",
+) -> Results:
+    """A place for results, where they lose nothing. Nothing is made yet.
+
+    Args:
+        files: the names of all files that the command may write.
+        settings: what the results depend on.
+        named: the user chose the folder, so that no other is taken in its place.
+        force: replace whatever these files are.
+        number: what gets the number if the command chose the place.
+
+    Raises:
+        LatteError: the folder cannot be written, or the user named it and it holds other results.
+    """
+    plain = json.loads(json.dumps(dict(settings), default=str))
+    for n in count(1):
+        inside = number == "files"
+        place = Results(
+            folder if inside else numbered(folder, n, ""), tuple(files), plain, n if inside else 1
+        )
+        problem = None if force else place.problem()
+        if problem is None:
+            check_writable(place.folder)
+            return place
+        if named:
+            raise LatteError(f"{problem}; {GO_ON} the results")
+    raise AssertionError("unreachable")
+
+
+def numbered(path: Path, number: int, suffix: str | None = None) -> Path:
+    """`evaluation.csv` -> `evaluation-2.csv`; number 1 is the path itself.
+
+    suffix: what the number stands before; None: the path's own.
+    """
+    suffix = path.suffix if suffix is None else suffix
+    stem = path.name.removesuffix(suffix)
+    return path if number == 1 else path.with_name(f"{stem}-{number}{suffix}")
+
+
+def own_file(path: Path, is_own: Callable[[Path], bool]) -> tuple[Path, int]:
+    """The first of `NAME`, `NAME-2`, ... that is not there or is one's own, and its number."""
+    for n in count(1):
+        place = numbered(path, n)
+        if not place.exists() or is_own(place):
+            return place, n
+    raise AssertionError("unreachable")
+
+
+# ---- what all of them write with
+
+
+def check_writable(folder: Path, what: str = "output folder") -> None:
+    """Raise LatteError if a folder, there or to be made, cannot be written. Makes nothing."""
+    place = folder.expanduser().absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise LatteError(f"{what} {folder} cannot be written: {place} is not a writable folder")
+
+
+def writable_folder(folder: Path) -> Path:
+    """Create a folder for results, or say in one line that it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LatteError(
+            f"output folder {folder} cannot be written: {error.strerror or error}"
+        ) from None
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write aside and rename: a reader sees the old file or the new one, other writers or not."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def first_difference(stored: Any, wanted: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """(dotted key, stored value, wanted value) of the first difference of two JSON trees."""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for name in [*stored, *(n for n in wanted if n not in stored)]:
+            dotted = f"{key}.{name}" if key else name
+            found = first_difference(stored.get(name), wanted.get(name), dotted)
+            if found:
+                return found
+        return None
+    return None if stored == wanted else (key.removeprefix("recipe."), stored, wanted)

@@ -1,0 +1,305 @@
+"""How Transformers' request handlers come by their answers.
+
+A handler asks its manager for the tokens of an answer, whole or as they come. There are two here:
+:class:`Answers` hands requests to the loop that decodes them together; :class:`OneByOne` has
+``generate`` answer one after the other, where a step is compiled or a model keeps no state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    DirectStreamer,
+    GenerateManager,
+    _StreamError,
+)
+
+from latte.errors import one_line
+from latte.serve.counters import Counters
+from latte.serve.engine import Engine, Request
+from latte.serve.prompts import Prompt, Prompts
+from latte.serve.reading import Reader
+from latte.serve.requests import BadRequest
+from latte.serve.sampling import Sampler, ends
+from latte.serve.states import Ids
+
+
+@dataclass
+class Call:
+    """What belongs to one request and has no place in the handlers' own arguments.
+
+    Attributes:
+        seed: of its random numbers.
+        bounded: whether it says itself how long its answer may be.
+        longest: tokens of prompt and answer together; None: no bound.
+        reused: tells, once the answer has begun, how many tokens of the prompt had been read.
+    """
+
+    seed: int | None = None
+    bounded: bool = False
+    longest: int | None = None
+    reused: Callable[[], int] = lambda: 0
+
+    def bound(self, config: GenerationConfig, prompt: int) -> None:
+        """Refuse a prompt of too many tokens, and end its answer where no more are allowed.
+
+        Raises:
+            BadRequest: prompt and answer would be too long.
+        """
+        if self.longest is None:
+            return
+        left = self.longest - prompt
+        asked = config.max_new_tokens if self.bounded else 1
+        if asked > left:
+            raise BadRequest(
+                f"expected at most {self.longest} tokens in all, got {prompt} of the prompt"
+                + (f" and {asked} of the answer" if self.bounded else ""),
+                code="context_length_exceeded",
+            )
+        config.max_new_tokens = min(config.max_new_tokens, left)
+
+
+CALL: ContextVar[Call] = ContextVar("call")
+
+
+class Streamer(DirectStreamer):
+    """Passes tokens on to a handler as text; ``gone`` is set when its client has left."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gone = threading.Event()
+        self._first = False  # no prompt comes before the answer
+
+    def cancel(self) -> None:
+        self.gone.set()
+
+    def fail(self, error: Exception) -> None:
+        self._enqueue(stream_error(error))
+
+
+def stream_error(error: Exception) -> _StreamError:
+    """An error in the middle of a stream; handlers put it between two quotes."""
+    return _StreamError(json.dumps(one_line(error))[1:-1])
+
+
+class Answers(BaseGenerateManager):
+    """Requests to the loop, and its tokens back to the handlers' event loop."""
+
+    def __init__(self, engine: Engine, prompts: Prompts) -> None:
+        self._engine, self._prompts = engine, prompts
+
+    def generate_streaming(  # type: ignore[override]
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue, DirectStreamer]:
+        loop, texts = asyncio.get_running_loop(), asyncio.Queue()  # type: ignore[var-annotated]
+        tokenizer = self._prompts.tokenizer._tokenizer
+        streamer = Streamer(tokenizer, loop, texts, response_parser=response_parser)
+
+        def put(token: int) -> None:
+            streamer.put(torch.tensor([token]))
+
+        def end(error: Exception | None) -> None:
+            streamer.end() if error is None else streamer.fail(error)
+
+        self._submit(inputs, gen_config, put, end, streamer.gone)
+        return texts, streamer
+
+    async def generate_non_streaming(  # type: ignore[override]
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: GenerationConfig,
+        request_id: str,
+    ) -> tuple[str, int, list[int]]:
+        loop = asyncio.get_running_loop()
+        whole: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if not whole.done():
+                whole.set_result(None) if error is None else whole.set_exception(error)
+
+        def end(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(settle, error)
+
+        request = self._submit(inputs, gen_config, lambda _: None, end, threading.Event())
+        try:
+            await whole
+        except asyncio.CancelledError:
+            request.gone.set()
+            raise
+        text = self._prompts.decode(request.written, skip_special_tokens=True)
+        return text, inputs["input_ids"].shape[-1], request.written
+
+    def stop(self) -> None:
+        self._engine.end()
+
+    def _submit(
+        self,
+        inputs: Any,
+        config: GenerationConfig,
+        put: Callable[[int], None],
+        end: Callable[[Exception | None], None],
+        gone: threading.Event,
+    ) -> Request:
+        call = CALL.get()
+        ids, marks = begun(self._prompts, inputs)
+        call.bound(config, len(ids))
+        stops, config.stop_strings = config.stop_strings or [], None
+        sampler = Sampler(self._engine.reader.model, config, ids, call.seed)
+        strings = [stops] if isinstance(stops, str) else stops
+        request = Request(
+            ids,
+            sampler,
+            ends(self._prompts.tokenizer, sampler.config, strings),
+            put,
+            end,
+            marks,
+            self._follow(inputs, ids),
+            gone,
+        )
+        added = len(ids) - inputs["input_ids"].shape[-1]
+        call.reused = lambda: max(0, request.reused - added)
+        self._engine.submit(request)
+        return request
+
+    def _follow(
+        self, inputs: Any, ids: Ids
+    ) -> Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None]:
+        """What the next request is likely to begin with, given the answer to this one."""
+
+        def chat(written: list[int]) -> tuple[Ids, tuple[int, ...]] | None:
+            text = self._prompts.decode(written, skip_special_tokens=True)
+            then = self._prompts.answered(inputs, text)
+            if then is None:
+                return None
+            whole, marks = begun(self._prompts, then)
+            return (whole[: marks[-1]], marks) if marks else None
+
+        def text(written: list[int]) -> tuple[Ids, tuple[int, ...]] | None:
+            # A longer text is cut at these places, and at no others.
+            whole = np.concatenate([ids, np.array(written, ids.dtype)])
+            end = len(whole) - len(whole) % self._engine.reader.piece
+            return (whole[:end], ()) if end >= len(ids) else None
+
+        return chat if isinstance(inputs, Prompt) and inputs.chat is not None else text
+
+
+def begun(prompts: Prompts, inputs: Any) -> tuple[Ids, tuple[int, ...]]:
+    """A prompt's tokens as the model reads them, the start token included, and its marks."""
+    own = inputs["input_ids"][0].numpy().astype(np.int32)
+    ids = prompts.begin(own)
+    added = len(ids) - len(own)
+    return ids, tuple(mark + added for mark in getattr(inputs, "marks", ()))
+
+
+class OneByOne(GenerateManager):
+    """One request after the other in one thread, by ``generate``.
+
+    Args:
+        reader: reads prompts into caches, with the states that it keeps; None for a model without.
+    """
+
+    def __init__(
+        self, model: Any, prompts: Prompts, reader: Reader | None, counters: Counters
+    ) -> None:
+        super().__init__()
+        self._model, self._prompts, self._reader = model, prompts, reader
+        self._counters = counters
+        self._ended = threading.Event()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, config, **options):  # type: ignore
+        # Transformers' streamer is stopped at the next token that comes.
+        return super().generate_streaming(*self._begin(inputs, config), config, **options)
+
+    async def generate_non_streaming(  # type: ignore[override]
+        self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any
+    ) -> tuple[str, int, Tensor]:
+        gone = threading.Event()
+
+        def stops(ids: Tensor, scores: Tensor) -> Tensor:
+            return torch.full(ids.shape[:1], gone.is_set(), device=ids.device)
+
+        turn, tokenizer, given = self._begin(inputs, config)
+        given["stopping_criteria"] = StoppingCriteriaList([stops])
+        work = super().generate_non_streaming(turn, tokenizer, given, config, **options)
+        try:
+            text, _, ids = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        return text, inputs["input_ids"].shape[-1], ids
+
+    def _begin(self, inputs: Any, config: GenerationConfig) -> tuple[Any, Any, dict[str, Any]]:
+        """What stands for the model here, the tokenizer, and the prompt for ``generate``."""
+        call = CALL.get()
+        ids, marks = begun(self._prompts, inputs)
+        call.bound(config, len(ids))
+        ids_BT = torch.from_numpy(ids.astype(np.int64))[None]
+        given = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
+        turn = _Turn(self._model, self._reader, self._counters, self._ended, ids, marks, call.seed)
+        added = len(ids) - inputs["input_ids"].shape[-1]
+        call.reused = lambda: max(0, turn.reused - added)
+        return turn, self._prompts.tokenizer, given
+
+
+@dataclass
+class _Turn:
+    """Generates one answer, in the thread of all answers, after its prompt has been read."""
+
+    model: Any
+    reader: Reader | None
+    counters: Counters
+    ended: threading.Event  # the server's end
+    ids: Ids
+    marks: tuple[int, ...]
+    seed: int | None
+    reused: int = 0
+    came: float = field(default_factory=time.perf_counter)
+    last: float = 0.0
+
+    def generate(self, **given: Any) -> Tensor:
+        model, device = self.model, self.model.device
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        if self.reader is not None:
+            reading = self.reader.begin(self.ids[:-1], self.marks)
+            self.reused = reading.reused
+            while reading.left:
+                self.counters.read(reading.read())
+            given["past_key_values"] = reading.cache
+        self.counters.prompt(len(self.ids), self.reused)
+        ids_BT, mask_BT = (given.pop(name).to(device) for name in ("input_ids", "attention_mask"))
+        return model.generate(
+            ids_BT, attention_mask=mask_BT, logits_processor=[self._count], **given
+        )
+
+    def _count(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if self.ended.is_set():
+            raise BadRequest("the server ends", status=503)
+        now = time.perf_counter()
+        self.counters.wrote(now - (self.last or self.came), first=not self.last)
+        self.last = now
+        return scores

@@ -1,0 +1,256 @@
+"""Requests share a step: the loop that reads prompts and decodes all running answers together.
+
+There are ``slots`` places. A request takes one, is read in pieces, and then has a row in a common
+cache (:mod:`latte.serve.rows`); a step decodes one token of every row. Between two steps one piece
+of one prompt is read, so that a long prompt holds no running answer up for longer than that. A row
+that has ended, or whose client has gone, leaves at once.
+
+What was said is read once more when it is whole, as the next turn of the chat will send it, if
+there is nothing better to do (:class:`Ahead`): so the next turn finds a state that has read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from latte.models.cache import LatteCache
+from latte.serve.counters import Counters
+from latte.serve.reading import Reader, Reading
+from latte.serve.requests import BadRequest
+from latte.serve.rows import joined
+from latte.serve.sampling import Sampler
+from latte.serve.states import Ids
+
+logger = logging.get_logger(__name__)
+
+AHEAD = 32  # answers that wait to be read once more; older ones are left
+PATIENCE = 8  # steps of running answers, between which a piece of such an answer is read
+
+
+@dataclass
+class Request:
+    """A prompt to be answered. The loop's thread calls ``put`` and then, once, ``end``.
+
+    Attributes:
+        ids: of the prompt, at least one.
+        marks: numbers of tokens after which other requests are likely to branch.
+        sampler: chooses the tokens.
+        stops: given the tokens of the answer so far, whether it ends.
+        put: takes a token of the answer.
+        end: the answer is whole, or it failed by this exception.
+        follow: what the next turn will send, given the answer: tokens and marks; or None.
+        gone: set by the client's side when nobody waits for the answer any more.
+    """
+
+    ids: Ids
+    sampler: Sampler
+    stops: Callable[[list[int]], bool]
+    put: Callable[[int], None]
+    end: Callable[[Exception | None], None]
+    marks: tuple[int, ...] = ()
+    follow: Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None] | None = None
+    gone: threading.Event = field(default_factory=threading.Event)
+    written: list[int] = field(default_factory=list)
+    reused: int = 0
+    came: float = field(default_factory=time.perf_counter)
+    last: float = 0.0
+    reading: Reading | None = None
+
+
+class Ahead:
+    """Answers that are to be read, with what the next turn sends before them."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._waiting: deque[tuple[Request, list[int]]] = deque(maxlen=AHEAD)
+        self._reading: Reading | None = None
+
+    def add(self, request: Request) -> None:
+        if request.follow is not None and self._reader.store.room:
+            self._waiting.append((request, list(request.written)))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting) or self._reading is not None
+
+    def read(self) -> int:
+        """Read one piece, or see that there is none; returns its tokens."""
+        if self._reading is None:
+            request, written = self._waiting.popleft()
+            assert request.follow is not None
+            next_turn = request.follow(written)
+            if next_turn is None:
+                return 0
+            ids, marks = next_turn
+            # Where the prompt's own state is gone, it is not worth reading the whole.
+            most = max(0, len(ids) - len(request.ids)) + self._reader.piece
+            self._reading = self._reader.begin(ids, marks, most=most)
+        tokens = self._reading.read() if self._reading.left else 0
+        if not self._reading.left:
+            self._reading = None
+        return tokens
+
+
+class Engine:
+    """The loop, in a thread of its own.
+
+    Args:
+        reader: reads prompts, with the model that answers.
+        slots: requests that are read or decoded at the same time; others wait for their turn.
+    """
+
+    def __init__(self, reader: Reader, slots: int, counters: Counters) -> None:
+        self.reader, self.slots, self.counters = reader, slots, counters
+        self._model = reader.model
+        self._came: queue.Queue[Request | None] = queue.Queue()
+        self._waiting: deque[Request] = deque()
+        self._reading: deque[Request] = deque()
+        self._rows: list[Request] = []
+        self._cache: LatteCache | None = None
+        self._ahead = Ahead(reader)
+        self._steps = 0
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="answers")
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        self._came.put(request)
+
+    def end(self) -> None:
+        """Have the thread end after its present forward; requests that are left fail."""
+        self._ends = True
+        self._came.put(None)
+
+    def close(self, seconds: float = 10) -> None:
+        """End the thread, and wait for it."""
+        self.end()
+        self._thread.join(seconds)
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while not self._ends:
+            self._admit()
+            if self._reading:
+                self._read()
+            elif self._ahead and (not self._rows or self._steps % PATIENCE == 0):
+                self._read_ahead()
+            if self._rows:
+                self._step()
+                self._steps += 1
+            self.counters.slots(len(self._rows) + len(self._reading), len(self._waiting))
+        left = [*self._rows, *self._reading, *self._waiting]
+        self._fail(left, BadRequest("the server ends", status=503))
+
+    def _admit(self) -> None:
+        """Take in what has come; wait for it where nothing else is to be done."""
+        idle = not (self._rows or self._reading or self._waiting or self._ahead)
+        try:
+            while True:
+                request = self._came.get(block=idle)
+                if request is not None:
+                    self._waiting.append(request)
+                idle = False
+        except queue.Empty:
+            pass
+        while self._waiting and len(self._rows) + len(self._reading) < self.slots:
+            request = self._waiting.popleft()
+            if not request.gone.is_set():
+                self._reading.append(request)
+
+    def _read(self) -> None:
+        """One piece of one prompt; each in its turn. The last token is a step of its own."""
+        request = self._reading.popleft()
+        if request.gone.is_set():
+            return
+        try:
+            if request.reading is None:
+                request.reading = self.reader.begin(request.ids[:-1], request.marks)
+                request.reused = request.reading.reused
+                self.counters.prompt(len(request.ids), request.reused)
+            if request.reading.left:
+                self.counters.read(request.reading.read())
+                self._reading.append(request)
+                return
+            cache, request.reading = request.reading.cache, None
+            logits = self._forward([int(request.ids[-1])], cache)
+            if not self._write(request, request.sampler(logits)):
+                self._rows.append(request)
+                self._cache = joined(self._model.config, self._cache, cache)
+        except Exception as error:  # of this request alone
+            self._fail([request], error)
+
+    def _step(self) -> None:
+        """One token of every row."""
+        kept = [i for i, request in enumerate(self._rows) if not request.gone.is_set()]
+        try:
+            self._keep(kept)
+            if not self._rows:
+                return
+            logits_BV = self._forward([request.written[-1] for request in self._rows], self._cache)
+            chosen = logits_BV.argmax(-1).tolist()
+            kept = []
+            for i, request in enumerate(self._rows):
+                plain = request.sampler.is_greedy
+                token = chosen[i] if plain else request.sampler(logits_BV[i : i + 1])
+                if not self._write(request, token):
+                    kept.append(i)
+            self._keep(kept)
+        except Exception as error:
+            rows, self._rows, self._cache = self._rows, [], None
+            self._fail(rows, error)
+
+    def _forward(self, tokens: list[int], cache: Any) -> Tensor:
+        """Logits (B, V) in fp32 after one token more of every row."""
+        ids = torch.tensor(tokens, device=self._model.device)[:, None]
+        logits = self._model(ids, past_key_values=cache, use_cache=True).logits
+        return logits[:, -1].float()
+
+    def _keep(self, kept: list[int]) -> None:
+        """Let the other rows go."""
+        if len(kept) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in kept]
+        if kept and self._cache is not None:
+            self._cache.batch_select_indices(torch.tensor(kept))
+        else:
+            self._cache = None
+
+    def _write(self, request: Request, token: int) -> bool:
+        """Hand a token on; whether it was the answer's last."""
+        now = time.perf_counter()
+        self.counters.wrote(now - (request.last or request.came), first=not request.last)
+        request.last = now
+        request.written.append(token)
+        request.sampler.took(token)
+        request.put(token)
+        if not request.stops(request.written):
+            return False
+        request.end(None)
+        self._ahead.add(request)
+        return True
+
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        """Tell those who wait; who does not any more, since all ends, is no concern."""
+        if requests and not self._ends:
+            logger.error("a request failed", exc_info=error)
+        for request in requests:
+            with contextlib.suppress(RuntimeError):
+                request.end(error)
+
+    def _read_ahead(self) -> None:
+        try:
+            self.counters.read(self._ahead.read())
+        except Exception as error:
+            logger.error("an answer could not be read for its next turn", exc_info=error)

@@ -1,0 +1,212 @@
+"""From a request to tokens, and where in them other requests are likely to branch.
+
+A chat is sent whole at every turn. Its text is the template's; what was sent before is the
+beginning of it, and ends where a message ends, or where an answer begins. These places are marked,
+so that states are kept there (:mod:`latte.serve.states`).
+
+Long texts between special tokens are remembered with their tokens: to split a document of 32,000
+tokens anew takes longer than to read the question after it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchEncoding
+
+from latte.data.tokenizers import document_ends
+
+# For tokenizers without one. The start token comes by itself.
+PLAIN_CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LONG = 2000  # characters of a text that is remembered
+REMEMBERED = 16_000_000  # characters in all
+Messages = list[dict[str, Any]]
+
+
+class Prompt(BatchEncoding):
+    """A prompt's tokens, as handlers pass them on.
+
+    Attributes:
+        marks: numbers of tokens after which other requests are likely to branch.
+        chat: what it was rendered from: the messages, and the template's options.
+    """
+
+    marks: tuple[int, ...] = ()
+    chat: tuple[Messages, dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> Prompt:
+        ids_BT = torch.from_numpy(ids.astype(np.int64))[None]
+        return cls({"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)})
+
+
+class Prompts:
+    """A tokenizer, as handlers of requests take it, whose chats are marked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer  # which handlers ask for by this name
+        self._start, _ = document_ends(tokenizer)
+        # A tokenizer with a template of its own says itself how texts begin.
+        self._begins = tokenizer.chat_template is None
+        if self._begins:
+            tokenizer.chat_template = PLAIN_CHAT
+        self._splits = Splits(tokenizer)
+        self._answers_follow = self._begin_alike()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def begin(self, ids: np.ndarray) -> np.ndarray:
+        """These tokens after the start token, as documents had it in training."""
+        if len(ids) == 0 or (self._begins and ids[0] != self._start):
+            return np.concatenate([np.array([self._start], ids.dtype), ids])
+        return ids
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        return_tensors: str | None = "pt",
+        load_audio_from_video: bool = False,
+        **options: Any,
+    ) -> Prompt:
+        """The tokens of a chat, marked; the options are those of the tokenizer's own method."""
+        options["add_generation_prompt"] = True
+        text = self._render(messages, options)
+        return self._encode(text, messages, options)
+
+    def answered(self, prompt: Prompt, answer: str) -> Prompt | None:
+        """The chat with the answer in it, as its next turn begins; None for what is no chat."""
+        if prompt.chat is None:
+            return None
+        messages, options = prompt.chat
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        options = {**options, "add_generation_prompt": False}
+        return self._encode(self._render(messages, options), messages, options)
+
+    def _encode(self, text: str, messages: Messages, options: dict[str, Any]) -> Prompt:
+        ids, starts = self._splits.encode(text)
+        prompt = Prompt.of(ids)
+        prompt.chat = messages, options
+        marks = (starts(end - 1) for end in self._ends(text, messages, options))
+        # The token with the last character is left out: another text may go on within it.
+        prompt.marks = tuple(sorted({mark for mark in marks if mark}))
+        return prompt
+
+    def _ends(self, text: str, messages: Messages, options: dict[str, Any]) -> Iterator[int]:
+        """Where each message ends in the text, or the opening of the answer to it."""
+        roles = [message.get("role") for message in messages]
+        answered = options["add_generation_prompt"]
+        for count in range(1, len(messages) + 1):
+            last = count == len(messages)
+            opens = roles[count] == "assistant" if not last else answered
+            if last and not opens:
+                yield len(text)
+                return
+            opens = opens and self._answers_follow
+            begun = {**options, "add_generation_prompt": opens}
+            before = self._render(messages[:count], begun, strict=False)
+            if before and text.startswith(before):
+                yield len(before)
+
+    def _begin_alike(self) -> bool:
+        """Whether an answer follows its opening in a chat that goes on, as templates mostly do."""
+        opening = self._render([USER], {"add_generation_prompt": True}, strict=False)
+        after = self._render([USER, ANSWER], {"add_generation_prompt": False}, strict=False)
+        return bool(opening) and after.startswith(opening)
+
+    def _render(self, messages: Messages, options: dict[str, Any], *, strict: bool = True) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception:
+            # A template may refuse a part of a chat that it takes as a whole.
+            if strict:
+                raise
+            return ""
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+class Splits:
+    """Texts as tokens; long texts that begin with a special token are remembered.
+
+    A tokenizer takes special tokens out of a text first, and splits what is between them each for
+    itself: so the tokens of a text are those of its parts, cut before each special token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special: list[str] = []
+        if not getattr(tokenizer, "split_special_tokens", False):
+            added = tokenizer.added_tokens_decoder.values()
+            self._special = [
+                token.content
+                for token in added
+                if token.special and not (token.lstrip or token.rstrip or token.single_word)
+            ]
+        # Where one begins with another, the longer is meant.
+        special = sorted(map(re.escape, self._special), key=len, reverse=True)
+        self._pattern = re.compile("|".join(special)) if special else None
+        self._known: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._length = 0
+
+    def encode(self, text: str) -> tuple[np.ndarray, Any]:
+        """The tokens (T,) int32, and a function: the tokens that end before a character."""
+        parts: list[tuple[int, str, int, Any]] = []  # first character, text, first token, encoding
+        ids: list[np.ndarray] = []
+        count = 0
+        for begin, part in self._parts(text):
+            known, encoding = self._split(part)
+            parts.append((begin, part, count, encoding))
+            ids.append(known)
+            count += len(known)
+
+        def before(character: int) -> int | None:
+            found = bisect.bisect_right([begin for begin, *_ in parts], character) - 1
+            if found < 0:
+                return None
+            begin, part, first, encoding = parts[found]
+            encoding = encoding or self._encoding(part)
+            inside = encoding.char_to_token(character - begin)
+            return None if inside is None else first + inside
+
+        return np.concatenate(ids) if ids else np.zeros(0, np.int32), before
+
+    def _parts(self, text: str) -> Iterator[tuple[int, str]]:
+        """The text, cut before its special tokens: where each part begins, and the part."""
+        starts = {0}
+        if self._pattern is not None:
+            starts |= {match.start() for match in self._pattern.finditer(text)}
+        for begin, end in itertools.pairwise([*sorted(starts), len(text)]):
+            yield begin, text[begin:end]
+
+    def _split(self, text: str) -> tuple[np.ndarray, Any]:
+        """Tokens, and the encoding if the text was not remembered."""
+        if text in self._known:
+            self._known.move_to_end(text)
+            return self._known[text], None
+        encoding = self._encoding(text)
+        ids = np.array(encoding.ids, np.int32)
+        if len(text) >= LONG and self._special:
+            self._known[text] = ids
+            self._length += len(text)
+            while self._length > REMEMBERED:
+                gone, _ = self._known.popitem(last=False)
+                self._length -= len(gone)
+        return ids, encoding
+
+    def _encoding(self, text: str) -> Any:
+        return self._tokenizer([text], add_special_tokens=False).encodings[0]

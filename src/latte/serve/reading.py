@@ -1,0 +1,105 @@
+"""A prompt is read piece by piece, from the longest beginning of it that was read before.
+
+    reading = reader.begin(ids, marks)
+    while reading.left:
+        reading.read()           # one forward over one piece
+    reading.cache                # has read all tokens
+
+States are kept on the way where other requests are likely to branch (:mod:`latte.serve.states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latte.layers.state import map_tensors
+from latte.models.cache import LatteCache
+from latte.serve.states import Ids, Piece, StateStore, pieces_of, root_of
+
+EVERY = 4096  # tokens of a long text, after which a state is kept
+
+
+class Reader:
+    """Reads prompts with one model, from one thread.
+
+    Args:
+        model: a language model whose cache is a :class:`LatteCache`.
+        piece: tokens that are read at once, at most.
+        store: of states to go on from; by default nothing is kept.
+        new_cache: makes an empty cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        piece: int,
+        store: StateStore | None = None,
+        new_cache: Callable[[], LatteCache] | None = None,
+    ) -> None:
+        self.model, self.piece = model, piece
+        self.store = StateStore(0) if store is None else store
+        self.new_cache = new_cache or (lambda: LatteCache(model.config))
+        layers = range(model.config.num_hidden_layers)
+        # A state that grows holds all tokens before: at each end of a message it is large enough.
+        grows = any(model.config.state_grows(index) for index in layers)
+        self._every = None if grows else max(1, EVERY // piece) * piece
+        self._root = root_of(model)
+
+    def pieces(self, ids: Ids, marks: Collection[int]) -> list[Piece]:
+        return pieces_of(ids, self._root, self.piece, marks, self._every)
+
+    def begin(self, ids: Ids, marks: Collection[int] = (), *, most: int | None = None) -> Reading:
+        """Begin to read tokens (T,), from where they have been read before.
+
+        Args:
+            marks: numbers of tokens after which other requests are likely to branch.
+            most: tokens that may be left to read; if there are more, none are read.
+        """
+        pieces = self.pieces(ids, marks)
+        done, kept = self.store.longest(pieces, ids)
+        reused = pieces[done - 1].end if done else 0
+        if most is not None and len(ids) - reused > most:
+            return Reading(self, ids, [], LatteCache(self.model.config), 0)
+        cache = self.new_cache()
+        if kept is not None:
+            kept.fill(cache, self.model.get_decoder())
+        return Reading(self, ids, pieces[done:], cache, reused)
+
+
+class Reading:
+    """A prompt that is being read.
+
+    Attributes:
+        cache: has read the tokens before ``at``.
+        left: pieces still to be read.
+        reused: tokens that had been read before.
+    """
+
+    def __init__(
+        self, reader: Reader, ids: Ids, left: list[Piece], cache: LatteCache, reused: int
+    ) -> None:
+        self._reader, self._ids = reader, ids
+        self.left, self.cache, self.reused, self.at = left, cache, reused, reused
+
+    @torch.no_grad()
+    def read(self) -> int:
+        """Read the next piece; returns its number of tokens."""
+        piece, model, store = self.left.pop(0), self._reader.model, self._reader.store
+        tokens = torch.from_numpy(self._ids[self.at : piece.end].astype("int64"))[None]
+        decoder = model.get_decoder()
+        decoder(tokens.to(model.device), past_key_values=self.cache, use_cache=True)
+        read, self.at = piece.end - self.at, piece.end
+        # Laid out in memory as a kept state is, kept or not: the last bits depend on that too.
+        for layer in self.cache.layers:
+            layer.state = map_tensors(_laid_out, layer.state)
+        if piece.branches:
+            store.put(piece.name, self.cache, self._ids[: piece.end])
+        return read
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

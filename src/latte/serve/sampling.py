@@ -1,0 +1,88 @@
+"""Which token comes next, each request by its own parameters and its own random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from latte.serve.states import Ids
+
+
+class Sampler:
+    """Chooses tokens as ``generate`` does, with Transformers' own logits processors.
+
+    Args:
+        model: with the defaults of what a configuration leaves open.
+        config: the request's: temperature, nucleus, penalties, bias.
+        ids: of the prompt, which penalties count too.
+        seed: of this request's random numbers; the same seed, the same answer.
+    """
+
+    def __init__(
+        self, model: Any, config: GenerationConfig, ids: Ids, seed: int | None = None
+    ) -> None:
+        config, _ = model._prepare_generation_config(config)
+        model._prepare_special_tokens(config, device=model.device)
+        self.config = config
+        self._processors = model._get_logits_processor(
+            config, input_ids_seq_length=len(ids), device=model.device, model_kwargs={}
+        )
+        self._generator: torch.Generator | None = None
+        if config.do_sample:
+            self._generator = torch.Generator(model.device)
+            if seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(seed)
+        # Processors look at all tokens: they stand in a buffer that doubles.
+        self._length = len(ids)
+        self._ids: Tensor | None = None
+        if len(self._processors):
+            self._ids = torch.from_numpy(ids.astype("int64"))[None].to(model.device)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken as it is."""
+        return self._generator is None and not len(self._processors)
+
+    def __call__(self, logits_1V: Tensor) -> int:
+        """The next token; the logits (1, V) are fp32."""
+        if self._ids is not None:
+            logits_1V = self._processors(self._ids[:, : self._length], logits_1V)
+        if self._generator is None:
+            return int(logits_1V.argmax(-1))
+        probabilities = torch.softmax(logits_1V, -1)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def took(self, token: int) -> None:
+        """The answer goes on with this token."""
+        if self._ids is not None:
+            if self._length == self._ids.shape[1]:
+                self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
+            self._ids[0, self._length] = token
+        self._length += 1
+
+
+def ends(
+    tokenizer: Any, config: GenerationConfig, strings: Sequence[str]
+) -> Callable[[list[int]], bool]:
+    """Tells whether an answer's tokens are whole: an end token, a stop string, enough of them."""
+    eos = config.eos_token_id
+    last = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    most = config.max_new_tokens
+    # A token has a byte at least: in so many of the last ones a stop string would be.
+    tail = 1 + max((len(string.encode()) for string in strings), default=0)
+
+    def whole(written: list[int]) -> bool:
+        if written[-1] in last or (most is not None and len(written) >= most):
+            return True
+        if not strings:
+            return False
+        text = tokenizer.decode(written[-tail:], skip_special_tokens=True)
+        return any(string in text for string in strings)
+
+    return whole

@@ -1,0 +1,165 @@
+"""States on disk: what a server has read, after a restart too.
+
+Each state is a file of :mod:`latte.models.state_file` with its tokens in it, named as the state is
+(:mod:`latte.serve.states`); ``latte generate --state`` goes on from one as well. A thread of its
+own writes them, so that no request waits. A file appears whole or not at all, whenever the process
+is killed; one that cannot be read is removed, and its text read anew.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from latte.errors import LatteError, one_line
+from latte.models.state_file import fingerprint, load_ids, load_state, save_state
+from latte.serve.states import Ids, Kept
+
+logger = logging.get_logger(__name__)
+
+WAITING = 64  # states to be written, at most: those that come faster than the disk are not
+
+
+class StateFolder:
+    """State files of one model in a folder, of at most ``room`` bytes; the oldest leaves first.
+
+    Args:
+        path: made if need be. Each model has a folder of its own in it.
+        model: whose states they are.
+        room: bytes of files.
+
+    Raises:
+        LatteError: a folder that cannot be made or written.
+    """
+
+    def __init__(self, path: str | Path, model: Any, room: int) -> None:
+        self.path, self.room = Path(path).expanduser() / fingerprint(model)[:16], room
+        self._decoder = weakref.ref(model.get_decoder())
+        self._waiting: queue.Queue[tuple[bytes, Kept] | None] = queue.Queue(WAITING)
+        self._lock = threading.Lock()  # of what the folder holds, which two threads change
+        self._held: dict[str, int] = {}  # bytes by the name of a file, the oldest used first
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+            self._look()
+        except OSError as error:
+            raise LatteError(
+                f"state-cache-dir {path}: expected a folder to write to: {one_line(error)}"
+            ) from None
+        self._writer = threading.Thread(target=self._write, daemon=True, name="states to disk")
+        self._writer.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(self._held.values())
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._held)
+
+    def get(self, name: bytes, ids: Ids) -> Kept | None:
+        """The state of this name, if there is one that has read these tokens."""
+        path, decoder = self._file(name), self._decoder()
+        if decoder is None or not path.is_file():
+            return None
+        try:
+            read = load_ids(path).numpy()
+            if not np.array_equal(read, ids):
+                return None
+            cache = load_state(path, decoder)
+            os.utime(path)
+        except (LatteError, OSError, KeyError, TypeError, ValueError) as error:
+            logger.warning(f"{path} is removed, and its text read anew: {one_line(error)}")
+            self._remove(path)
+            return None
+        with self._lock:
+            if path.name in self._held:
+                self._held[path.name] = self._held.pop(path.name)
+        return Kept.of(cache, read)
+
+    def put(self, name: bytes, kept: Kept) -> None:
+        """Have a state written, if the disk keeps up; returns at once."""
+        if self._file(name).name in self._held:
+            return
+        try:
+            self._waiting.put_nowait((name, kept))
+        except queue.Full:
+            logger.warning_once("the disk is slower than states come: some are not written")
+
+    def close(self, seconds: float = 10) -> None:
+        """Write what waits, for so long at most."""
+        self._waiting.put(None)
+        self._writer.join(seconds)
+
+    def _file(self, name: bytes) -> Path:
+        return self.path / f"{name.hex()}.safetensors"
+
+    def _look(self) -> None:
+        """What is here, and away with what killed processes have left half-written."""
+        found = []
+        for path in self.path.iterdir():
+            _, part, process = path.name.partition(".safetensors.tmp-")
+            if part and not _runs(process):
+                path.unlink(missing_ok=True)
+            elif path.suffix == ".safetensors":
+                about = path.stat()
+                found.append((about.st_mtime, path.name, about.st_size))
+        self._held = {name: size for _, name, size in sorted(found)}
+        self._make_room()
+
+    def _write(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            name, kept = item
+            path, decoder = self._file(name), self._decoder()
+            if decoder is None:
+                return
+            try:
+                save_state(kept.cache(decoder), path, torch.from_numpy(kept.ids))
+                size = path.stat().st_size
+            except (LatteError, OSError) as error:
+                logger.warning_once(f"states are not written to disk: {one_line(error)}")
+                continue
+            with self._lock:
+                self._held[path.name] = size
+            self._make_room()
+            del item, kept
+
+    def _make_room(self) -> None:
+        with self._lock:
+            total = sum(self._held.values())
+            gone = []
+            for name, size in self._held.items():
+                if total <= self.room:
+                    break
+                total -= size
+                gone.append(name)
+        for name in gone:
+            self._remove(self.path / name)
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        with self._lock:
+            self._held.pop(path.name, None)
+
+
+def _runs(process: str) -> bool:
+    """Whether there is a process of this number."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,191 @@
+"""States that are kept, so that no text is read twice: a store of them, bounded in bytes.
+
+A model of Latte has read a text when it has its state: some tensors of constant size, whatever the
+length of the text. Whoever sends the same text with something after it, as a chat does at every
+turn, needs only that state and the new tokens.
+
+**How a text is read.** In pieces, one forward each: up to the next multiple of ``piece`` tokens, or
+up to a place where requests branch, such as the end of a message (:func:`pieces_of`). The last
+bits of a state depend on where its pieces end. So a state is named by a hash of all pieces before
+it, each hashed with the name of the one before: the name says which tokens were read, and how.
+
+    pieces     | system prompt | the user's document, first 512 | ... | question |
+    names      h1 = H(h0, piece)  h2 = H(h1, piece)              ...
+
+**How it is found again.** The pieces of a new prompt have names too. The longest piece whose name
+is in the store is where reading begins; its tokens are compared one by one as well. A prompt is cut
+in the same places whatever the store holds, and the state is the same to the bit, so that an answer
+is the same with and without the store.
+
+States come in and go out as copies, on the CPU. The least recently used leaves first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from latte.layers.state import MixerState, map_tensors
+from latte.models.cache import LatteCache, choose_cache, tensors_in
+from latte.models.state_file import fingerprint
+
+Ids = np.ndarray  # (T,) int32
+States = tuple[MixerState, ...]
+NAME = 24  # bytes of a name
+
+
+class Piece(NamedTuple):
+    """Some tokens that are read at once: up to ``end``; ``name`` is that of the state after them.
+
+    ``branches``: whether other requests are likely to go on from here.
+    """
+
+    end: int
+    name: bytes
+    branches: bool
+
+
+def pieces_of(
+    ids: Ids, root: bytes, piece: int, marks: Collection[int] = (), every: int | None = None
+) -> list[Piece]:
+    """Where the reading of a text stops on its way, its end included.
+
+    Args:
+        ids: of all tokens to be read.
+        root: what the first name is made of: the model's identity.
+        piece: tokens that are read at once, at most.
+        marks: places where requests branch, as numbers of tokens before them. Where a client marks
+            none, the last multiple of ``piece`` is one: it is cut in a longer text too.
+        every: a multiple of so many tokens is such a place, too.
+    """
+    length = len(ids)
+    grid = range(piece, length + 1, piece)
+    branches = {mark for mark in marks if 0 < mark < length} or set(grid[-1:])
+    branches |= {length} if length else set()
+    name, begin, found = root, 0, []
+    for end in sorted(branches | set(grid)):
+        name = hashlib.blake2b(name + ids[begin:end].tobytes(), digest_size=NAME).digest()
+        found.append(Piece(end, name, end in branches or (every is not None and end % every == 0)))
+        begin = end
+    return found
+
+
+def root_of(model: Any) -> bytes:
+    """A hash of what makes the states of this model its own: weights, configuration, versions."""
+    import latte
+
+    about = f"{fingerprint(model)} {latte.__version__} {torch.__version__}"
+    return hashlib.blake2b(about.encode(), digest_size=NAME).digest()
+
+
+class Kept(NamedTuple):
+    """A state, on the CPU, and the tokens that it has read."""
+
+    states: States
+    ids: Ids
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + sum(x.numel() * x.element_size() for x in tensors_in(self.states))
+
+    @classmethod
+    def of(cls, cache: LatteCache, ids: Ids) -> Kept:
+        """A copy of what a cache holds after these tokens."""
+        copies = (map_tensors(_to_cpu, layer.state) for layer in cache.layers)
+        return cls(tuple(copies), ids.copy())
+
+    def cache(self, decoder: Any) -> LatteCache:
+        """A cache of its own that goes on from here."""
+        cache = LatteCache(decoder.config)
+        self.fill(cache, decoder)
+        return cache
+
+    def fill(self, cache: LatteCache, decoder: Any) -> None:
+        """Put a copy into a new cache of the decoder."""
+        for layer, module, state in zip(cache.layers, decoder.layers, self.states, strict=True):
+            to_device = partial(torch.Tensor.to, device=next(module.parameters()).device, copy=True)
+            layer.update(map_tensors(to_device, state), len(self.ids))
+        choose_cache(decoder, cache, True, None)  # a state file asks whose states these are
+
+
+def _to_cpu(x: Tensor) -> Tensor:
+    # Contiguous, so that no larger tensor is held that this is a part of.
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+class Slower(Protocol):
+    """Where states are kept besides, such as on disk."""
+
+    def get(self, name: bytes, ids: Ids) -> Kept | None: ...
+    def put(self, name: bytes, kept: Kept) -> None: ...
+
+
+class StateStore:
+    """States by name, of at most ``room`` bytes; the least recently used leaves first.
+
+    For one thread: whoever reads texts.
+
+    Args:
+        room: bytes of tensors and tokens. A larger state is not kept.
+        slower: asked for what is not here, and given all that is kept here.
+    """
+
+    def __init__(self, room: int, slower: Slower | None = None) -> None:
+        self.room, self.slower = room, slower
+        self.nbytes = 0
+        self.too_large = 0  # states that were not kept
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def longest(self, pieces: Sequence[Piece], ids: Ids) -> tuple[int, Kept | None]:
+        """How many of the pieces have been read before, and the state after them."""
+        for count in range(len(pieces), 0, -1):
+            kept = self.get(pieces[count - 1].name, ids[: pieces[count - 1].end])
+            if kept is not None:
+                return count, kept
+        return 0, None
+
+    def get(self, name: bytes, ids: Ids) -> Kept | None:
+        """The state of this name, if it has read these tokens."""
+        kept = self._kept.get(name)
+        if kept is None and self.slower is not None:
+            kept = self.slower.get(name, ids)
+            if kept is not None:
+                self._keep(name, kept)
+        if kept is None or not np.array_equal(kept.ids, ids):
+            return None
+        if name in self._kept:
+            self._kept.move_to_end(name)
+        return kept
+
+    def put(self, name: bytes, cache: LatteCache, ids: Ids) -> None:
+        """Keep a copy of the state that has read these tokens."""
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return
+        # Before anything is copied: a state that grows may be large.
+        if cache.nbytes + ids.nbytes > self.room:
+            self.too_large += 1
+            return
+        kept = Kept.of(cache, ids)
+        self._keep(name, kept)
+        if self.slower is not None:
+            self.slower.put(name, kept)
+
+    def _keep(self, name: bytes, kept: Kept) -> None:
+        if kept.nbytes > self.room:
+            return
+        self._kept[name] = kept
+        self.nbytes += kept.nbytes
+        while self.nbytes > self.room:
+            _, gone = self._kept.popitem(last=False)
+            self.nbytes -= gone.nbytes

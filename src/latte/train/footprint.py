@@ -1,0 +1,101 @@
+"""The least memory that a training run takes, before anything is made.
+
+A bound from below: what is refused by it could not run. What a run really takes is more, by what
+its layers keep for the backward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+
+from latte.errors import LatteError
+from latte.machine import memory_there_is, size_text
+from latte.models.registry import language_model
+from latte.train.recipe import Recipe
+
+# Of each parameter that is trained, fp32: itself, its gradient and AdamW's two averages; of one
+# that is not, at least half precision.
+TRAINED_BYTES, FROZEN_BYTES = 16, 2
+TOKEN_BYTES = 24  # a batch's ids, labels and positions, int64
+MOST_LAYERS = 256  # that are built to count parameters
+
+
+def check_memory(recipe: Recipe, config: Any) -> None:
+    """Raise LatteError for a model or a batch that is larger than the machine's memory.
+
+    Args:
+        config: of the model, whose vocabulary may be larger once the tokenizer is known.
+    """
+    training = recipe.training
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = memory_there_is(device)
+    if there is None:
+        return
+    parts = int(os.environ.get("WORLD_SIZE", "1")) if training.strategy == "fsdp2" else 1
+    parameters = count_parameters(config)
+    each, why = TRAINED_BYTES, "weights, gradients and AdamW's averages"
+    if recipe.conversion.base is not None and recipe.conversion.trainable != "all":
+        each, why = FROZEN_BYTES, "its weights"
+    if parameters is not None and each * parameters / parts > there:
+        needed = size_text(each * parameters / parts)
+        raise LatteError(
+            f"model: {parameters:,} parameters need at least {needed} for {why}, and there are"
+            f" {size_text(there)} of memory; expected a smaller model.size or smaller"
+            " model.overrides"
+        )
+    tokens = training.batch_size * recipe.data.block_length // training.context_parallel
+    batch = tokens * token_bytes(recipe, config)
+    # All batches of a step are read before the first is used.
+    batch += tokens * TOKEN_BYTES * training.gradient_accumulation
+    if batch > there:
+        raise LatteError(
+            f"training.batch_size={training.batch_size}: a step of"
+            f" {training.gradient_accumulation:,} x {tokens:,} tokens needs at least"
+            f" {size_text(batch)}, and there are {size_text(there)} of memory; expected a smaller"
+            " training.batch_size, gradient_accumulation or data.block_length"
+        )
+
+
+def token_bytes(recipe: Recipe, config: Any) -> int:
+    """What a model keeps of each token of a batch at least: every layer's input, and the logits."""
+    training = recipe.training
+    sizes = (getattr(config, name, 0) for name in ("hidden_size", "num_hidden_layers"))
+    width, layers = (size if isinstance(size, int) else 0 for size in sizes)
+    logits = 0 if training.chunked_loss else vocabulary(recipe, config)
+    return (2 if training.bf16 else 4) * (width * layers + logits)
+
+
+def vocabulary(recipe: Recipe, config: Any) -> int:
+    """The least number of entries that the model will have."""
+    given = recipe.model.overrides.get("vocab_size")
+    if isinstance(given, int):
+        return given
+    known = {"byte": 259, "bpe": recipe.data.vocab_size}
+    return min(known.get(recipe.data.tokenizer, 1), getattr(config, "vocab_size", 1))
+
+
+def count_parameters(config: Any) -> int | None:
+    """Parameters of a language model, of which none is made; None if it cannot be told."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or layers <= MOST_LAYERS:
+        return _counted(config)
+    few = []
+    for number in (1, 2):
+        short = copy.deepcopy(config)
+        short.num_hidden_layers = number
+        few.append(_counted(short))
+    one, two = few
+    return None if one is None or two is None else one + (layers - 1) * (two - one)
+
+
+def _counted(config: Any) -> int | None:
+    try:
+        with torch.device("meta"):
+            model = language_model(config)
+    except Exception:  # initial values that are computed: whoever builds the model says what failed
+        return None
+    return sum(parameter.numel() for parameter in model.parameters())

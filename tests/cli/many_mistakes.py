@@ -1,0 +1,455 @@
+"""Hundreds of mistakes on the command line, made from the parser and the recipes' keys.
+
+A case is a command that cannot work. ``{name}`` in its arguments stands for a path of the box that
+:func:`make_box` fills, or of the place with the trained checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from latte.cli.parser import build_parser
+from latte.train.convert import ConversionRecipe
+from latte.train.recipe import Recipe
+
+
+class Case(NamedTuple):
+    """A command that is refused; `limit` is the largest file, in bytes, that can be written."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit: int | None = None
+
+
+# What each command needs before the mistake.
+START: dict[str, tuple[str, ...]] = {
+    "train": ("train", "{recipe}", "output_dir={box}/new"),
+    "evaluate": ("evaluate", "{run}", "--lengths", "16", "--max-tokens", "64"),
+    "generate": ("generate", "{run}", "--prompt", "a", "--max-new-tokens", "2"),
+    "serve": ("serve", "{none}"),
+    "compare": ("compare", "{recipe}", "output_dir={box}/new", "--presets", "swa++"),
+    "convert": ("convert", "{base}", "{box}/new"),
+    "inspect": ("inspect", "{run}", "--text", "some text"),
+    "benchmark": ("benchmark", "--ops", "latte", "--models", "none", "--no-memory",
+                  "--modes", "forward", "--lengths", "16", "--budget", "0.001"),
+}  # fmt: skip
+
+WRONG_TYPES = {int: ("three", "1.5", ""), float: ("much", ""), list: ("a", "1;2", "")}
+# Values of the right type that an option does not take. An option that is not here takes all.
+OUT_OF_RANGE = {
+    "evaluate": {
+        "--lengths": ("0", "-4"),
+        "--positions": ("0", "8,4"),
+        "--max-tokens": ("0", "-1"),
+        "--limit": ("0", "-1"),
+        "--num-fewshot": ("-1",),
+        "--batch-size": ("0", "-1"),
+        "--max-length": ("0", "-5"),
+        "--context-parallel": ("0", "-1", "3"),
+        "--segment": ("0", "-1"),
+        "--batch-tokens": ("0", "-1"),
+        "--mixing": ("half", "window", ""),
+        "--device": ("tpu7", "cuda:99", "meta", "cpu:x"),
+        "--tasks": (",", "nothing.yaml", "{text}", "{garbage_yaml}", "{folder}"),
+        "--corpus": ("{none}", "{empty}", "{garbage}", "{empty_folder}", "{text}.gz", "hub:",
+                     "{png}", "{half_jsonl}", "{box}/*.nothing", ""),
+        "--output": ("{text}", "/proc/latte/out", "{text}/out", "{long}"),
+    },
+    "generate": {
+        "--max-new-tokens": ("0", "-1"),
+        "--temperature": ("-1", "nan", "inf", "1e-320"),
+        "--top-k": ("0", "-1"),
+        "--top-p": ("0", "-1", "1.5", "nan"),
+        "--seed": ("-1", "4294967296"),
+        "--device": ("tpu7", "meta"),
+        "--file": ("{none}", "{empty}", "{garbage}", "{folder}", "{half_jsonl}", "{unreadable}"),
+        "--state": ("{none}", "{empty}", "{garbage}", "{folder}", "{text}", "{weights}"),
+        "--save-state": ("{text}", "{folder}", "/dev/full", "{none}/state", "/proc/latte/state",
+                         "{long}", "{weights}"),
+    },
+    "serve": {"--port": ("-1", "65536", "99999999999"), "--host": ("no such host",)},
+    "compare": {
+        "--presets": ("late++", "swa++,swa++", "swa++,nothing"),
+        "--seeds": ("-1", "4294967296", "0,0"),
+        "--baseline": ("latte++", ""),
+        "--lengths": ("0", "-1"),
+        "--max-tokens": ("0", "-1"),
+    },
+    "convert": {
+        "--window": ("0", "-1"),
+        "--latents": ("0", "-1", "3"),
+        "--latent-input": ("x", ""),
+        "--window-probability": ("0", "1", "-0.5", "nan"),
+        "--sinks": ("-1",),
+        "--initial": ("zeros",),
+        "--seed": ("-1", "4294967296"),
+        "--dtype": ("float31", "int8"),
+        "--forgetting": ("all",),
+        "--keep-layers": ("7", "0", "-1"),
+        "--recipe": ("{none}", "{folder}", "{garbage_yaml}", "{empty}", "{recipe}"),
+    },
+    "inspect": {
+        "--layers": ("2", "-1", "0,9"),
+        "--tokens": ("0", "1", "-1", "5000"),
+        "--statistics-tokens": ("0", "1", "-1", "99999999"),
+        "--at": ("4000", "-1"),
+        "--device": ("tpu7",),
+        "--text": ("", " "),
+        "--file": ("{text}",),  # beside --text
+        "--output": ("{text}", "/proc/latte/out", "{text}/out", "{precious}"),
+    },
+    "benchmark": {
+        "--ops": ("attention", ",", "latte,x"),
+        "--models": ("gpt5", ""),
+        "--modes": ("backward", "train"),
+        "--size": ("huge", ""),
+        "--batch": ("0", "-1", "100000000000"),
+        "--heads": ("0", "-1", "100000000000"),
+        "--latents": ("0", "-1"),
+        "--head-dim": ("0", "-1", "100000000000"),
+        "--window": ("0", "-1"),
+        "--dtype": ("float31", "int8", ""),
+        "--backend": ("triton", "cuda", ""),
+        "--device": ("tpu7", "cuda:99"),
+        "--budget": ("0", "-1", "nan"),
+        "--lengths": ("0", "-1", "100000000000000"),
+        "--output": ("{text}", "/proc/latte/out", "{text}/out", "{precious}"),
+    },
+}  # fmt: skip
+
+# Of the first arguments, in the place of what START has.
+FIRST = {
+    "train": ("{none}", "{folder}", "{empty_yaml_list}", "{garbage}", "{garbage_yaml}", "{text}",
+              "{own_base}", "{unreadable}", "{long}", ""),
+    "compare": ("{none}", "{folder}", "{garbage}", "{garbage_yaml}", ""),
+    "evaluate": ("{none}", "{folder}", "{text}", "{garbage}", "{empty}", "{long}", "/dev/null"),
+    "generate": ("{none}", "{folder}", "{text}", "{garbage}", "{empty}", "{long}", "{no_weights}",
+                 "{cut_weights}", "{no_config}", "{broken_config}", "{no_tokenizer}",
+                 "{broken_tokenizer}", "{wide}", "{folder_for_weights}", "{folder_for_config}",
+                 "{folder_for_tokenizer}", "{gguf}"),
+    "inspect": ("{none}", "{folder}", "{text}", "{cut_weights}", "{no_tokenizer}"),
+    "serve": ("{none}", "{folder}", "{text}", "{cut_weights}", "{no_tokenizer}"),
+    "convert": ("{none}", "nope", "no/such", "{folder}", "{text}", "{run}", "{cut_base}",
+                "{no_tokenizer}", "{gguf}", "{long}", ""),
+}  # fmt: skip
+
+# Of keys of a recipe, what has the right type and is out of range.
+KEYS: dict[str, tuple[str, ...]] = {
+    "model.preset": ("late++", "bert", '""'),
+    "model.size": ("huge",),
+    "model.architecture": ("no-such", "bert", "t5"),
+    "model.overrides": ("{num_latent: 8}", "{num_latents: 7}", "{hidden_size: 33}"),
+    "data.corpus": (
+        "{none}",
+        "{empty}",
+        "{garbage}",
+        "{empty_folder}",
+        "hub:",
+        "hub:nope",
+        "[]",
+        "{half_jsonl}",
+        "{png}",
+        "[{text}, {none}]",
+    ),
+    "data.validation": ("{none}", "{empty}", "{garbage}", "[]"),
+    "data.tokenizer": ("./none", "{folder}", "{garbage}", "nope", "{broken_tokenizer}"),
+    "data.vocab_size": ("0", "-1"),
+    "data.block_length": ("0", "1", "-1", "10000000", "1000000000000000"),
+    "data.max_validation_tokens": ("0", "-1"),
+    "data.cache_dir": ("{text}", "/proc/latte", "{text}/in"),
+    "data.hub_config": ("x",),
+    "data.hub_validation_split": ("x",),
+    "training.max_steps": ("0", "-1"),
+    "training.max_tokens": ("1000",),  # beside max_steps, but an override takes its place: below
+    "training.max_minutes": ("0", "-1"),
+    "training.batch_size": ("0", "-1", "100000000"),
+    "training.gradient_accumulation": ("0", "-1", "100000000000"),
+    "training.learning_rate": ("0", "-1", ".nan"),
+    "training.warmup_steps": ("-1",),
+    "training.min_learning_rate": ("-1", "1", ".nan"),
+    "training.betas": ("[0.9]", "[1, 0.9]", "[-1, 0]", "[0.9, .nan]"),
+    "training.epsilon": ("0", "-1"),
+    "training.weight_decay": ("-1",),
+    "training.max_grad_norm": ("-1",),
+    "training.backend": ("triton",),
+    "training.liger": ("true",),
+    "training.context_parallel": ("0", "-1", "3", "1000"),
+    "training.seed": ("-1", "4294967296"),
+    "training.log_steps": ("0", "-1"),
+    "training.save_steps": ("0", "-1"),
+    "training.eval_steps": ("0", "-1"),
+    "training.keep_checkpoints": ("0", "-1"),
+    "comparison.lengths": ("[0]", "[-1]"),
+    "comparison.max_tokens": ("0", "-1"),
+    "conversion.base": ("{none}", "{folder}", "{text}", "nope"),
+    "conversion.mass_weight": ("-1",),
+    "conversion.distillation": ("2", "-1"),
+    "output_dir": ("{text}", "{text}/in", "/proc/latte", "{folder}", '""', "{long}"),
+    "plugins": ("[none.py]", "[no.such.module]", "[{garbage_py}]"),
+}
+FIELDS = {  # of `model.overrides`
+    "hidden_size": ("wide", "-32", "0", "33", "4000000"),
+    "num_hidden_layers": ("many", "-1", "0", "1000000000"),
+    "num_attention_heads": ("x", "-1", "0", "3"),
+    "num_key_value_heads": ("x", "-1", "0", "3"),
+    "intermediate_size": ("x", "-1", "0", "100000000000"),
+    "num_latents": ("x", "-1", "0", "7"),
+    "sliding_window": ("x", "-1", "0"),
+    "vocab_size": ("x", "-1", "0", "100", "100000000000"),
+    "norm": ("x",),
+    "mlp": ("x",),
+    "mixer": ("x", "[1]"),
+    "latent_input": ("x",),
+    "position": ("x",),
+    "rope_theta": ("-1", "0", "x"),
+    "nothing": ("1",),
+}
+
+# A limit on the size of files stands for a full disk. The recipe's checkpoint has about 250 kB.
+FULL = [
+    Case("full disk, train, at once", START["train"], 100),
+    Case("full disk, train, at a checkpoint", START["train"], 40_000),
+    Case("full disk, tokens", (*START["train"], "data.cache_dir={box}/cache"), 1000),
+    Case("full disk, evaluate", (*START["evaluate"], "--output", "{box}/new"), 100),
+    Case("full disk, evaluate, the figure", (*START["evaluate"], "--output", "{box}/new"), 3000),
+    Case("full disk, evaluate, by default", START["evaluate"], 100),
+    Case("full disk, inspect", (*START["inspect"], "--output", "{box}/new"), 1000),
+    Case("full disk, state", (*START["generate"], "--save-state", "{box}/state"), 1000),
+    Case("full disk, state, --force",
+         (*START["generate"], "--save-state", "{text}", "--force"), 1000),
+    Case("full disk, convert", START["convert"], 2000),
+    Case("full disk, compare", START["compare"], 40_000),
+    Case("full disk, benchmark", (*START["benchmark"], "--output", "{box}/new"), 100),
+]  # fmt: skip
+
+
+def options_of(command: str) -> dict[str, argparse.Action]:
+    """The options of a command, by their first name."""
+    kinds = next(a for a in build_parser()._actions if a.dest == "command").choices
+    assert isinstance(kinds, dict)
+    actions = kinds[command]._actions
+    return {a.option_strings[0]: a for a in actions if a.option_strings and a.dest != "help"}
+
+
+def cases() -> list[Case]:
+    """All of them, in a fixed order that mixes the commands."""
+    found = [
+        *(case for command in START for case in _of_options(command)),
+        *_of_first_arguments(),
+        *(case for keys in (("train", Recipe), ("compare", Recipe)) for case in _of_keys(*keys)),
+        *_of_fields(),
+        *_of_conversions(),
+        *FULL,
+        *_others(),
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _of_options(command: str) -> Iterator[Case]:
+    start, known = START[command], options_of(command)
+    ranges = OUT_OF_RANGE.get(command, {})
+    assert not set(ranges) - set(known), "of an option that is not there"
+    for option, action in known.items():
+        kind: Any = action.type or str
+        kind = kind if kind in (int, float, str) else list
+        wrong = WRONG_TYPES.get(kind, ()) if kind is not list or "name" not in str(action.type) \
+            else ()  # fmt: skip
+        if getattr(action.type, "__name__", "") in ("listed", "names"):
+            wrong = ()
+        if action.nargs == 0:
+            if option.startswith("--") and "BooleanOptional" not in type(action).__name__:
+                yield Case(f"{command} {option}=1", (*start, f"{option}=1"))
+            continue
+        if command == "serve" and option != "--port" and option not in ranges:
+            continue
+        yield Case(f"{command} {option} without a value", (*start, option))
+        count = action.nargs if isinstance(action.nargs, int) else 1
+        for value in (*wrong, *ranges.get(option, ())):
+            yield Case(f"{command} {option} {value!r}", (*start, option, *[value] * count))
+    yield Case(f"{command} --nothing", (*start, "--nothing"))
+    yield Case(f"{command} alone", (command, "--nothing"))
+    yield Case(f"{command} and one more", (*start, "one-more"))
+
+
+def _of_first_arguments() -> Iterator[Case]:
+    for command, values in FIRST.items():
+        for value in values:
+            arguments = (command, value, *START[command][2:])
+            if command == "serve":
+                arguments = (command, value, "--port", "0")
+            yield Case(f"{command} of {value!r}", arguments)
+
+
+def _of_keys(command: str, kind: Any, path: str = "") -> Iterator[Case]:
+    for key, hint in get_type_hints(kind).items():
+        full = f"{path}{key}"
+        if dataclasses.is_dataclass(hint):
+            yield from _of_keys(command, hint, f"{full}.")
+            for value in ("3", "text", "[1]"):
+                yield Case(f"{command} {full}={value}", (*START[command], f"{full}={value}"))
+            continue
+        if command == "compare" and not full.startswith(("comparison", "output_dir")):
+            continue
+        values = (*_wrong_values(hint), *KEYS.get(full, ()))
+        for value in values:
+            if full == "training.max_tokens" and value == "1000":
+                value = "1000 training.max_steps=5"
+            arguments = (*START[command], *f"{full}={value}".split(" training."))
+            arguments = tuple(
+                f"training.{a}" if a.startswith("max_steps") else a for a in arguments
+            )
+            yield Case(f"{command} {full}={value}", arguments)
+
+
+def _wrong_values(hint: Any) -> tuple[str, ...]:
+    """Values of another type than a key's, as YAML."""
+    options = get_args(hint) if get_origin(hint) not in (None, Literal, list, dict) else (hint,)
+    plain = {get_origin(option) or option for option in options}
+    values = []
+    if plain & {int, float}:
+        values += ["three", "[1]", "true"] + ([] if float in plain else ["1.5"])
+    elif bool in plain:
+        values += ["maybe", "1", "[true]"]
+    elif Literal in plain:
+        values += ["nothing", "7"]
+    elif dict in plain:
+        values += ["7", "[1]"]
+    elif list in plain:
+        values += ["7"] + ([] if str in plain else ["text"])
+        if str in plain or list in plain:
+            values += ["[[1]]"]
+    elif str in plain:
+        values += ["7", "[1]"]
+    if type(None) not in plain and dict not in plain:
+        values.append("null")
+    return tuple(values)
+
+
+def _of_fields() -> Iterator[Case]:
+    for field, values in FIELDS.items():
+        for value in values:
+            override = f"model.overrides.{field}={value}"
+            yield Case(f"train {override}", (*START["train"], override))
+
+
+def _of_conversions() -> Iterator[Case]:
+    """Keys of a conversion's recipe."""
+    start = ("convert", "{base}", "{box}/new", "--recipe", "{conversion}")
+    for section, hint in get_type_hints(ConversionRecipe).items():
+        kinds = [k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)]
+        if not kinds:
+            continue
+        for key, of_key in get_type_hints(kinds[0]).items():
+            full = f"{section}.{key}"
+            for value in _wrong_values(of_key)[:2]:
+                yield Case(f"convert {full}={value}", (*start, f"{full}={value}"))
+    for override in ("layers.steps=0", "layers.rows=-1", "layers.held_out_rows=1000000",
+                     "layers.processes=0", "conversion.window=0", "conversion.num_latents=3",
+                     "conversion.keep_layers=[9]", "data.corpus={none}",
+                     "data.respect_documents=true", "evaluation.lengths=[0]", "nothing=1",
+                     "training.max_steps=0", "plugins=[none.py]", "conversion.base=x"):  # fmt: skip
+        yield Case(f"convert {override}", (*start, override))
+    yield Case("convert, overrides without a recipe", (*START["convert"], "conversion.window=8"))
+    yield Case("convert --window with a recipe", (*start, "--window", "8"))
+    for output in ("{text}", "{folder}", "{run}", "{text}/in", "/proc/latte", "{long}", ""):
+        yield Case(f"convert into {output!r}", ("convert", "{base}", output))
+        yield Case(f"convert --recipe into {output!r}",
+                   ("convert", "{base}", output, "--recipe", "{conversion}"))  # fmt: skip
+
+
+def _others() -> Iterator[Case]:
+    yield Case("nothing", ())
+    yield Case("no such command", ("retrain",))
+    for text in ("training", "=3", ".=3", "training.=3", "training.max_steps.x=3", "nothing=1",
+                 "training.max_stepz=3", "a.b.c=1"):  # fmt: skip
+        yield Case(f"train override {text!r}", (*START["train"], text))
+    for option in ("--baseline", "--report", "--dry-run"):
+        given = (option, "swa++") if option == "--baseline" else (option,)
+        yield Case(f"compare {option} without --seeds", (*START["compare"], *given))
+    yield Case("generate of nothing after a state",
+               ("generate", "{run}", "--state", "{none}", "--prompt", ""))  # fmt: skip
+    yield Case("generate --save-state of a comparator's kind",
+               ("generate", "{run}", "--save-state", "{box}/a/b/c"))  # fmt: skip
+    yield Case("evaluate --tasks --context-parallel",
+               (*START["evaluate"], "--tasks", "a", "--context-parallel", "2"))  # fmt: skip
+    yield Case("serve --continuous-batching", ("serve", "{run}", "--continuous-batching"))
+    yield Case("serve --compile of no model", ("serve", "{none}", "--compile"))
+    yield Case("train into another run",
+               ("train", "{recipe}", "output_dir={run}", "training.seed=9"))  # fmt: skip
+    yield Case("compare over another run",
+               ("compare", "{recipe}", "output_dir={runs}", "--presets", "latte-r-swa++",
+                "training.seed=9"))  # fmt: skip
+
+
+# ---- where they are made
+
+
+def make_box(box: Path, run: Path, base: Path) -> dict[str, str]:
+    """Fill a folder with what mistakes are made of; the names and their paths."""
+    names: dict[str, str] = {"box": str(box)}
+
+    def file(name: str, path: str, content: bytes | str) -> None:
+        place = box / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content if isinstance(content, bytes) else content.encode())
+        names[name] = str(place)
+
+    noise = random.Random(1).randbytes(2000)
+    file("text", "text.txt", "the mean of the mass of the state\n" * 40)
+    file("empty", "empty.txt", "")
+    file("garbage", "garbage.txt", noise)
+    file("garbage_yaml", "garbage.yaml", "a: [1, 2\nb: {")
+    file("garbage_py", "garbage.py", "this is no Python")
+    file("empty_yaml_list", "list.yaml", "- 1\n- 2\n")
+    file("own_base", "own-base.yaml", "base: own-base.yaml\n")
+    file("half_jsonl", "half.jsonl", json.dumps({"text": "whole"}) + '\n{"text": "ha')
+    file("png", "picture.png", b"\x89PNG" + noise)
+    file("gguf", "garbage.gguf", b"GGUF" + noise)
+    file("notes", "folder/notes.txt", "mine")
+    for name in ("benchmark.csv", "index.html", "evaluation.csv"):
+        file("page", f"precious/{name}", "mine")
+    (box / "empty-folder").mkdir()
+    names |= {"folder": str(box / "folder"), "empty_folder": str(box / "empty-folder")}
+    names |= {"precious": str(box / "precious"), "none": str(box / "none")}
+    names |= {"long": str(box / ("x" * 300)), "unreadable": "/proc/self/mem"}
+    names |= {"run": str(run), "base": str(base), "runs": str(run.parent)}
+    names["weights"] = str(run / "model.safetensors")
+    for name in ("no_weights", "cut_weights", "no_config", "broken_config", "no_tokenizer",
+                 "broken_tokenizer", "wide", "folder_for_weights", "folder_for_config",
+                 "folder_for_tokenizer", "cut_base"):  # fmt: skip
+        names[name] = str(_damaged(name, base if name == "cut_base" else run, box / name))
+    return names
+
+
+def _damaged(name: str, source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoint-*", ".lock", "eval*"))
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tokenizer = folder / "tokenizer.json"
+    if name == "no_weights":
+        weights.unlink()
+    elif name in ("cut_weights", "cut_base"):
+        weights.write_bytes(weights.read_bytes()[:-50])
+    elif name == "no_config":
+        config.unlink()
+    elif name == "broken_config":
+        config.write_text("{")
+    elif name == "no_tokenizer":
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    elif name == "broken_tokenizer":
+        tokenizer.write_text("{}")
+    elif name == "wide":
+        config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    else:
+        path = {"weights": weights, "config": config, "tokenizer": tokenizer}[name[11:]]
+        path.unlink()
+        path.mkdir()
+    return folder

@@ -1,0 +1,125 @@
+"""Hundreds of mistakes: one line, exit code 2, and nothing on disk has changed.
+
+All of them are in `make test-all`, thirty in `make test`. They run in this process: the seconds
+that `import torch` takes are not counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.many_mistakes import Case, cases, make_box
+
+CASES = cases()
+QUICK = CASES[:: len(CASES) // 30]
+SECONDS = 5.0  # of this process on the CPU, whatever else the machine does
+
+
+def contents(*folders: Path) -> dict[str, str]:
+    """A digest of every file, and the folders. Locks are nobody's data."""
+    found = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.name != ".lock":
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def places(place: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The trained run, and a base to convert with its tokenizer."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("mistakes")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, vocab_size=259)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    for file in place.trained().glob("tokenizer*"):
+        shutil.copy(file, folder / "base")
+    recipe = f"""
+data: {{corpus: '{place.folder}/train-*.txt', validation: '{place.folder}/held-out-*.txt',
+  cache_dir: {place.folder}/cache, block_length: 32, respect_documents: false}}
+conversion: {{window: 8, num_latents: 4}}
+layers: {{rows: 2, held_out_rows: 1, steps: 1, batch_size: 1, processes: 1}}
+training: {{max_steps: 1, batch_size: 1}}
+"""
+    (folder / "conversion.yaml").write_text(recipe)
+    return {"folder": folder, "run": place.trained(), "base": folder / "base"}
+
+
+@pytest.fixture
+def box(
+    place: Any, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
+    """A working directory full of traps, and a trained run in it."""
+    run = tmp_path / "runs" / "latte-r-swa++"
+    shutil.copytree(places["run"], run, ignore=shutil.ignore_patterns(".lock"))
+    names = make_box(tmp_path / "box", run, places["base"])
+    names |= {"recipe": str(place.recipe())}
+    names |= {"conversion": str(places["folder"] / "conversion.yaml")}
+    monkeypatch.chdir(tmp_path / "box")
+    monkeypatch.setenv("LATTE_CACHE", str(place.folder / "cache"))
+    yield names | {"place": str(place.folder), "all": str(tmp_path)}
+
+
+def filled(argument: str, box: dict[str, str]) -> str:
+    """With the box's paths in the place of their names; other braces are YAML's."""
+    return re.sub(r"\{(\w+)\}", lambda name: box.get(name[1], name[0]), argument)
+
+
+def refuse(case: Case, box: dict[str, str], capsys: Any) -> str:
+    """Run a case, check what it left, and give its line."""
+    from latte.cli import main
+
+    arguments = [filled(argument, box) for argument in case.arguments]
+    watched = [Path(box[name]) for name in ("all", "base", "place")]
+    before = contents(*watched)
+    capsys.readouterr()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    began = time.process_time()
+    try:
+        if case.limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case.limit, limits[1]))
+        code = main(arguments)
+    except SystemExit as stop:  # argparse
+        code = stop.code  # type: ignore[assignment]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    seconds = time.process_time() - began
+    captured = capsys.readouterr()
+    assert code == 2, (arguments, code, captured)
+    (line,) = captured.err.splitlines()
+    assert "error:" in line and "Traceback" not in line
+    after = contents(*watched)
+    assert {path: after.get(path) for path in before} == before
+    if case.limit is None:
+        new = {path for path in after.keys() - before.keys() if "/cache/" not in path}
+        assert not new, (arguments, new, line)
+    assert seconds < SECONDS, (arguments, seconds)
+    return line
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_a_mistake_is_one_line(case: Case, box: dict[str, str], capsys: Any) -> None:
+    refuse(case, box, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c not in QUICK], ids=lambda case: case.name)
+def test_every_mistake_is_one_line(case: Case, box: dict[str, str], capsys: Any) -> None:
+    refuse(case, box, capsys)
+
+
+def test_there_are_hundreds() -> None:
+    assert len(CASES) >= 300 and len({case.name for case in CASES}) == len(CASES)

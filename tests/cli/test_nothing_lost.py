@@ -1,0 +1,100 @@
+"""A command run again with other options replaces nothing that is there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from latte.cli import main
+
+
+@pytest.fixture
+def run(place: Any, tmp_path: Path) -> Path:
+    """A run folder to write into."""
+    folder = tmp_path / "run"
+    shutil.copytree(place.trained(), folder, ignore=shutil.ignore_patterns("checkpoint-*", ".lock"))
+    return folder
+
+
+def test_a_state_replaces_no_file(
+    place: Any, run: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    file = tmp_path / "precious.txt"
+    file.write_text("mine")
+    command = ["generate", str(run), "--prompt", "a", "--max-new-tokens", "0", "--save-state"]
+    line = refused(*command, file)
+    assert f"state {file} exists and is a file" in line and "--force" in line
+    assert file.read_text() == "mine"
+    assert main([*command, str(file), "--force"]) == 0
+    state = file.read_bytes()
+    assert state != b"mine"
+    assert "exists" in refused(*command, file, "--state", file)
+    assert file.read_bytes() == state
+    assert main([*command, str(file), "--state", str(file), "--force"]) == 0
+    assert file.read_bytes() != state
+
+
+def test_an_evaluation_of_other_settings_has_another_folder(
+    run: Path, refused: Callable[..., str]
+) -> None:
+    for lengths in ("16", "32", "16"):
+        assert main(["evaluate", str(run), "--lengths", lengths]) == 0
+    tables = {
+        name: (run / name / "evaluation.csv").read_text().splitlines()[1].split(",")[1]
+        for name in ("evaluation", "evaluation-2")
+    }
+    assert tables == {"evaluation": "16", "evaluation-2": "32"}
+    assert not (run / "evaluation-3").exists()
+    output = run / "evaluation"
+    before = (output / "evaluation.csv").read_bytes()
+    line = refused("evaluate", run, "--lengths", "8", "--output", output)
+    assert "lengths is [16] there and [8] here" in line
+    assert (output / "evaluation.csv").read_bytes() == before
+    weights = run / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    (run / "manifest.json").unlink()
+    line = refused("evaluate", run, "--lengths", "16", "--output", output)
+    assert "weights is" in line
+
+
+def test_a_page_of_the_users_is_not_replaced(
+    run: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "index.html").write_text("mine")
+    line = refused("inspect", run, "--text", "abc", "--output", tmp_path)
+    assert f"{tmp_path / 'index.html'} exists" in line
+    assert (tmp_path / "index.html").read_text() == "mine"
+    for text in ("abc", "def"):
+        assert main(["inspect", str(run), "--text", text]) == 0
+    assert (run / "inspection-2" / "index.html").is_file()
+
+
+def test_a_benchmark_of_other_settings_is_refused(
+    tmp_path: Path, refused: Callable[..., str], capsys: Any
+) -> None:
+    options = ["benchmark", "--ops", "latte", "--models", "none", "--no-memory", "--budget", "1e-3"]
+    options += ["--modes", "forward", "--output", str(tmp_path), "--lengths"]
+    assert main([*options, "16"]) == 0
+    before = (tmp_path / "benchmark.csv").read_bytes()
+    assert "lengths is [16] there and [8] here" in refused(*options, "8")
+    assert (tmp_path / "benchmark.csv").read_bytes() == before
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"benchmark.csv", "benchmark.settings.json"}
+
+
+def test_a_comparison_of_other_settings_has_files_of_its_own(place: Any, tmp_path: Path) -> None:
+    arguments = ["compare", str(place.recipe()), f"output_dir={tmp_path / 'both'}", "--quiet"]
+    for presets in ("swa++", "latte++", "swa++"):
+        assert main([*arguments, "--presets", presets, "--lengths", "16"]) == 0
+    first, second = (tmp_path / "both" / f"comparison{n}.csv" for n in ("", "-2"))
+    assert "swa++" in first.read_text() and "latte++" in second.read_text()
+    assert main([*arguments, "--presets", "swa++", "--lengths", "8"]) == 0
+    measured = tmp_path / "both" / "swa++"
+    assert {path.name for path in measured.glob("measured*")} == {
+        *("measured.json", "measured-2.json")
+    }
+    assert (tmp_path / "both" / "comparison-3.csv").is_file()

@@ -1,0 +1,315 @@
+"""States that are kept: found by their tokens alone, bounded, and the same to the bit."""
+
+import multiprocessing
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from latte.errors import LatteError
+from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
+from latte.models.state_file import load_ids
+from latte.serve.reading import Reader
+from latte.serve.rows import joined
+from latte.serve.state_folder import StateFolder
+from latte.serve.states import StateStore, pieces_of
+
+PRESETS = ("latte-r-swa++", "latte-conv-swa++", "latte", "swa++", "transformer++", "linear++")
+PIECE = 16
+
+
+def build(preset="latte-r-swa++", seed=0):
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_latents": 8}
+    shape |= {"initializer_range": 0.4, "sliding_window": 8}
+    fields = preset_config(preset, "tiny").to_dict()
+    shape = {name: value for name, value in shape.items() if fields.get(name) is not None}
+    return LatteForCausalLM(preset_config(preset, "tiny", **shape)).eval()
+
+
+def text(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
+
+
+def read(reader, ids, marks=()):
+    reading = reader.begin(ids, marks)
+    while reading.left:
+        reading.read()
+    return reading
+
+
+@torch.no_grad()
+def logits(model, cache, token=7):
+    return model(torch.tensor([[token]]), past_key_values=cache).logits
+
+
+def continued(model, cache, tokens=20):
+    """Greedy."""
+    said = [int(logits(model, cache)[0, -1].argmax())]
+    while len(said) < tokens:
+        said.append(int(logits(model, cache, said[-1])[0, -1].argmax()))
+    return said
+
+
+# ---- names
+
+
+def test_a_name_says_which_tokens_were_read_and_how():
+    ids = text(50)
+
+    def names(ids, marks=(), root=b""):
+        return [(piece.end, piece.name) for piece in pieces_of(ids, root, PIECE, marks)]
+
+    assert [end for end, _ in names(ids, (20,))] == [16, 20, 32, 48, 50]
+    longer = np.concatenate([ids, text(30, 1)])
+    assert names(longer, (20,))[:4] == names(ids, (20,))[:4]
+    other = ids.copy()
+    other[17] += 1
+    assert names(other, (20,))[0] == names(ids, (20,))[0]
+    assert not set(names(other, (20,))[1:]) & set(names(ids, (20,)))
+    # Cut otherwise, the state has other bits.
+    assert names(ids, (20,))[2:] != names(ids)[1:]
+    assert not set(names(ids, root=b"another model")) & set(names(ids))
+    assert names(ids[:0]) == []
+
+
+def test_the_tokens_of_a_state_are_compared_one_by_one():
+    model, store = build(), StateStore(10**7)
+    cache = read(Reader(model, PIECE), text(20)).cache
+    store.put(b"one name", cache, text(20))
+    assert store.get(b"one name", text(20)) is not None
+    other = text(20)
+    other[-1] += 1
+    assert store.get(b"one name", other) is None
+    assert store.get(b"one name", text(19)) is None
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_goes_on_from_a_kept_state_is_the_same_to_the_bit(preset):
+    model, store = build(preset), StateStore(10**7)
+    first, marks = text(70), (21, 22, 40)
+    then = np.concatenate([first, text(25, 1)])
+    with_store, without = Reader(model, PIECE, store), Reader(model, PIECE)
+    assert read(with_store, first, marks).reused == 0
+    again = read(with_store, then, (*marks, 70))
+    anew = read(without, then, (*marks, 70))
+    assert (again.reused, anew.reused) == (70, 0)
+    assert torch.equal(logits(model, again.cache), logits(model, anew.cache))
+    assert continued(model, again.cache) == continued(model, anew.cache)
+    # From an earlier branch, and from the last common piece of a text that marks nothing.
+    branch = np.concatenate([first[:40], text(9, 2)])
+    assert read(with_store, branch, marks).reused == 40
+    assert read(with_store, first[:40]).reused == 0
+    assert read(with_store, np.concatenate([first[:38], text(9, 3)])).reused == 32
+
+
+def test_two_clients_whose_texts_differ_in_one_token_share_what_is_the_same_alone():
+    model, store = build(), StateStore(10**7)
+    reader = Reader(model, PIECE, store)
+    one, two = text(60), text(60)
+    two[35] += 1
+    read(reader, one, (34, 50))
+    reading = read(reader, two, (34, 50))
+    assert reading.reused == 34
+    anew = read(Reader(model, PIECE), two, (34, 50))
+    assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
+    assert not torch.equal(
+        logits(model, read(reader, one, (34, 50)).cache), logits(model, anew.cache)
+    )
+
+
+def test_states_are_copies():
+    model, store = build(), StateStore(10**7)
+    reader = Reader(model, PIECE, store)
+    wanted = logits(model, read(Reader(model, PIECE), text(40)).cache)
+    used = read(reader, text(40)).cache  # the client's own, after it was kept
+    for _ in range(2):
+        continued(model, used)
+        for layer in used.layers:
+            for x in (layer.log_mass, layer.mean, layer.keys, layer.rglru):
+                x.fill_(torch.nan)
+            for part in (layer.held[0], *layer.held[1:]):
+                for x in part if isinstance(part, tuple) else [part]:
+                    if isinstance(x, torch.Tensor) and x.is_floating_point():
+                        x.fill_(torch.nan)
+        used = read(reader, text(40)).cache
+        assert torch.equal(logits(model, used), wanted)
+
+
+def test_the_store_is_bounded_and_the_least_recently_used_leaves():
+    model = build()
+    one = StateStore(10**7)
+    read(Reader(model, PIECE, one), text(16))
+    assert len(one) == 1
+    held = sum(x.numel() * x.element_size() for kept in one._kept.values() for x in leaves(kept))
+    assert one.nbytes == held + 16 * 4
+    store = StateStore(3 * one.nbytes)
+    reader = Reader(model, PIECE, store)
+    for seed in (0, 1, 2, 0, 3):
+        read(reader, text(16, seed))
+    assert len(store) == 3 and store.nbytes <= store.room
+    assert [reader.begin(text(16, seed)).reused for seed in (0, 1, 2, 3)] == [16, 0, 16, 16]
+    small = StateStore(one.nbytes - 1)
+    read(Reader(model, PIECE, small), text(16))
+    assert (len(small), small.nbytes, small.too_large) == (0, 0, 1)
+
+
+def leaves(kept):
+    from latte.models.cache import tensors_in
+
+    return tensors_in(kept.states)
+
+
+def test_a_state_that_grows_is_counted_as_large_as_it_is():
+    model, store = build("transformer++"), StateStore(10**8)
+    reader = Reader(model, PIECE, store)
+    sizes = []
+    for length in (160, 320):
+        read(reader, text(length, length), (length,))
+        sizes.append(list(store._kept.values())[-1].nbytes)
+    assert 1.9 < sizes[1] / sizes[0] < 2.1
+    assert len(store) == 2  # none every few pieces: each would hold all tokens before
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_that_share_steps_say_what_each_says_alone(preset):
+    model = build(preset)
+    reader, texts = Reader(model, PIECE), [text(n, n) for n in (2, 50, 17, 100)]
+    wanted = [continued(model, read(reader, ids).cache, 14) for ids in texts]
+    cache, said, alive = None, [], []
+    for step in range(22):
+        if step % 3 == 0 and len(said) < len(texts):  # one more joins
+            own = read(reader, texts[len(said)]).cache
+            first = int(logits(model, own)[0, -1].argmax())
+            cache = joined(model.config, cache, own)
+            alive.append(len(said))
+            said.append([first])
+        with torch.no_grad():
+            tokens = torch.tensor([[said[row][-1]] for row in alive])
+            chosen = model(tokens, past_key_values=cache).logits[:, -1].argmax(-1)
+        for row, token in zip(alive, chosen.tolist(), strict=True):
+            said[row].append(token)
+        kept = [i for i, row in enumerate(alive) if len(said[row]) < 14]
+        if len(kept) < len(alive):
+            alive = [alive[i] for i in kept]
+            if not alive and len(said) == len(texts):
+                break
+            cache.batch_select_indices(torch.tensor(kept))
+    assert said == wanted
+
+
+# ---- on disk
+
+
+def test_states_survive_a_restart(tmp_path):
+    model = build()
+    folder = StateFolder(tmp_path, model, 10**8)
+    read(Reader(model, PIECE, StateStore(10**7, folder)), text(40), (20,))
+    folder.close()
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == len(folder) == 2
+    assert folder.nbytes == sum(file.stat().st_size for file in files)
+    assert sorted(load_state(file, model).get_seq_length() for file in files) == [20, 40]
+    assert sorted(len(load_ids(file)) for file in files) == [20, 40]
+
+    again = StateFolder(tmp_path, model, 10**8)
+    reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
+    assert reading.reused == 40
+    anew = read(Reader(model, PIECE), text(40), (20,))
+    assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
+    other = build(seed=1)
+    elsewhere = StateFolder(tmp_path, other, 10**8)
+    assert read(Reader(other, PIECE, StateStore(10**7, elsewhere)), text(40), (20,)).reused == 0
+
+
+def test_broken_files_are_no_states(tmp_path):
+    model = build()
+    folder = StateFolder(tmp_path, model, 10**8)
+    read(Reader(model, PIECE, StateStore(10**7, folder)), text(40), (20,))
+    folder.close()
+    for file in tmp_path.rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    left = next(tmp_path.rglob("*.safetensors")).with_suffix(".safetensors.tmp-999999999")
+    left.write_bytes(b"half")
+    again = StateFolder(tmp_path, model, 10**8)
+    assert not left.exists()
+    assert read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,)).reused == 0
+    again.close()
+    assert read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,)).reused == 40
+
+
+def test_the_folder_is_bounded(tmp_path):
+    model = build()
+    one = StateFolder(tmp_path / "one", model, 10**8)
+    read(Reader(model, PIECE, StateStore(10**7, one)), text(16))
+    one.close()
+    folder = StateFolder(tmp_path / "some", model, int(3.5 * one.nbytes))
+    store = StateStore(10**7, folder)
+    for seed in range(6):
+        read(Reader(model, PIECE, store), text(16, seed))
+    folder.close()
+    assert len(list((tmp_path / "some").rglob("*.safetensors"))) == len(folder) == 3
+    again = StateFolder(tmp_path / "some", model, int(2.5 * one.nbytes))
+    assert len(again) == 2
+    reader = Reader(model, PIECE, StateStore(10**7, again))
+    assert [reader.begin(text(16, seed)).reused for seed in (0, 3, 4, 5)] == [0, 0, 16, 16]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LatteError, match="state-cache-dir .*expected a folder to write to"):
+        StateFolder(tmp_path / "file", build(), 10**8)
+
+
+def write_on(path):
+    model = build()
+    reader = Reader(model, PIECE, StateStore(10**8, StateFolder(path, model, 10**9)))
+    for seed in range(10**6):
+        read(reader, text(40, seed))
+
+
+def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
+    for _ in range(4):
+        # Forked, since to start Python and PyTorch anew lasts ten seconds.
+        process = multiprocessing.get_context("fork").Process(target=write_on, args=(tmp_path,))
+        before = set(tmp_path.rglob("*.safetensors"))
+        process.start()
+        while len(set(tmp_path.rglob("*.safetensors")) - before) < 5 and process.is_alive():
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    model = build()
+    written = sorted(tmp_path.rglob("*.safetensors"))
+    assert written
+    for file in written:  # all of them are whole
+        assert load_state(file, model).get_seq_length() == len(load_ids(file))
+    folder = StateFolder(tmp_path, model, 10**9)
+    assert not list(tmp_path.rglob("*.tmp-*")) and len(folder) == len(written)
+    reading = read(Reader(model, PIECE, StateStore(10**8, folder)), text(40))
+    assert reading.reused == 40
+    anew = read(Reader(model, PIECE), text(40))
+    assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
+
+
+def test_a_cache_holds_what_was_kept(tmp_path):
+    """A state is of the model's own kind: it can be saved, and goes on in `generate`."""
+    model, store = build(), StateStore(10**7)
+    read(Reader(model, PIECE, store), text(40))
+    cache = read(Reader(model, PIECE, store), text(40)).cache
+    assert isinstance(cache, LatteCache) and cache.get_seq_length() == 40
+    prompt = torch.from_numpy(np.append(text(40), 7)[None].astype(np.int64))
+    ones = torch.ones_like(prompt)
+    said = model.generate(
+        prompt, attention_mask=ones, past_key_values=cache, max_new_tokens=9, do_sample=False
+    )
+    anew = model.generate(prompt, attention_mask=ones, max_new_tokens=9, do_sample=False)
+    assert torch.equal(said, anew)
