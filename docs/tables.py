@@ -129,8 +129,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--max-batch": "largest number of requests that share a step",
         "--prefill-piece": "largest number of tokens of a prompt that are read between two steps;"
         " 256 on a CPU, elsewhere 2048",
-        "--max-length": "largest number of tokens of prompt and answer together; the model's"
-        " own limit, if it has one",
+        "--max-length": "largest number of tokens of prompt and answer together; no limit",
         "--state-cache": "memory for states that are kept, such as `2GiB`; 0 keeps none",
         "--state-cache-dir": "folder in which states are kept as files too, for the next start",
         "--state-cache-disk": "largest size of these files together",
