@@ -127,6 +127,13 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     },
     "serve": {
         "checkpoint": "checkpoint, as above; requests name it as it is written here",
+        "--max-batch": "largest number of requests that share a step",
+        "--prefill-piece": "largest number of tokens of a prompt that are read between two steps;"
+        " 256 on a CPU, elsewhere 2048",
+        "--max-length": "largest number of tokens of prompt and answer together; no limit",
+        "--state-cache": "memory for states that are kept, such as `2GiB`; 0 keeps none",
+        "--state-cache-dir": "folder in which states are kept as files too, for the next start",
+        "--state-cache-disk": "largest size of these files together",
         "--host": "address to listen at",
         "--port": "port; 0 takes a free one. The address is printed when the server is ready",
         "--compile": "compile one step of decoding first",
@@ -331,6 +338,8 @@ def names(action: argparse.Action) -> list[str]:
 
 def spelled(value: Any) -> str:
     """A default as it would be typed."""
+    if isinstance(value, int) and value >= 2**30 and value % 2**30 == 0:
+        return f"{value // 2**30}GiB"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

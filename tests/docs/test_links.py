@@ -126,3 +126,17 @@ def test_the_paper_s_items_have_sections_and_commands(read):
         assert "```bash" in section or "](" in section, row
         if "not run" in row["state"].lower():
             assert "ot run" in section, row
+
+
+def test_the_log_is_a_file_a_month_with_wrapped_lines(read, root):
+    """Tables and links may be longer; every month is listed, and every entry has a day of it."""
+    index = read("docs/log.md").text
+    months = sorted(path.stem for path in (root / "docs/log").glob("*.md"))
+    assert months and all(f"(log/{month}.md)" in index for month in months)
+    assert not re.search(r"^## ", index, re.M), "new entries belong into the month's file"
+    for month in months:
+        prose = read(f"docs/log/{month}.md").prose
+        days = re.findall(r"^## (.*)$", prose, re.M)
+        assert days == sorted(days, reverse=True) and all(day.startswith(month) for day in days)
+        lines = [re.sub(r"\]\([^)]*\)|`[^`]*`", "", line) for line in prose.splitlines()]
+        assert not [line for line in lines if len(line) > 100 and not line.startswith("|")]
