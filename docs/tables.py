@@ -52,7 +52,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     "*": {
         "--device": "device to run on, such as `cpu` or `cuda`; a GPU if there is one",
         "--quiet": "print no progress bar and no lines",
-        "--force": "replace existing results",
+        "--force": "replace results of other settings",
         "overrides": "changes to the recipe, by dotted names, such as `training.max_steps=200`",
         "checkpoint": "folder written by `latte train` or `save_pretrained`, or a GGUF file",
     },
@@ -106,8 +106,9 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     "generate": {
         "--file": "document to read before the prompt; it is not printed. Of a file with several"
         " documents, the first",
+        "--force": "replace the file of `--save-state` if it exists",
         "--state": "file that `--save-state` wrote: continue from it",
-        "--save-state": "file for the state after document and prompt, before the continuation",
+        "--save-state": "new file for the state after document and prompt, before the continuation",
         "--max-new-tokens": "largest number of new tokens; 0 with `--save-state` only reads",
         "--temperature": "0 always takes the most likely token",
         "--top-k": "sample among the k most likely tokens",
@@ -148,6 +149,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--lengths": "context lengths in tokens, separated by commas; 1, 4 and 16 blocks, with"
         " seeds one block",
         "--max-tokens": "number of held-out tokens scored at the end; all",
+        "--quiet": "print no progress bar, no lines and no table",
         "--dry-run": "with seeds: list the runs and their state, train nothing",
         "--report": "with seeds: report what is finished, train nothing",
     },
@@ -178,7 +180,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--budget": "seconds of timed calls for each op or model; 1",
         "--lengths": "numbers of tokens, separated by commas; 1,024 and 4,096",
         "--no-memory": "measure time only",
-        "--output": "folder of `benchmark.csv`",
+        "--output": "folder of `benchmark.csv`; `runs/benchmark`",
     },
 }
 

@@ -150,7 +150,7 @@ def _native() -> Section:
         found["compiler"] = shutil.which(build.find_compiler()[0])
     except build.BuildError as error:
         found["compiler"] = f"none: {error}"
-    found["looked for in"] = [str(build.HERE), str(build.user_folder())]
+    found["looked for in"] = [str(folder) for folder in build.folders()]
     return found
 
 

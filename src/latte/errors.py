@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -
     except BrokenPipeError:  # such as of `latte generate ... | head`: no mistake
         raise
     except OSError as error:  # such as a full disk in the middle of the work
-        code, line = 2, f"error: {_of_system(error)}; {how_to_go_on}"
+        code, line = 2, f"error: {_of_system(error)}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            line += f"; {how_to_go_on}"
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise

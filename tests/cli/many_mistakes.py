@@ -34,6 +34,7 @@ START: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluate", "{run}", "--lengths", "16", "--max-tokens", "64"),
     "generate": ("generate", "{run}", "--prompt", "a", "--max-new-tokens", "2"),
     "serve": ("serve", "{none}"),
+    "chat": ("chat", "{run}"),  # whose tokenizer has no chat template
     "compare": ("compare", "{recipe}", "output_dir={box}/new", "--presets", "swa++"),
     "convert": ("convert", "{base}", "{box}/new"),
     "inspect": ("inspect", "{run}", "--text", "some text"),
@@ -69,7 +70,7 @@ OUT_OF_RANGE = {
         "--top-p": ("0", "-1", "1.5", "nan"),
         "--seed": ("-1", "4294967296"),
         "--device": ("tpu7", "meta"),
-        "--file": ("{none}", "{empty}", "{garbage}", "{folder}", "{half_jsonl}", "{unreadable}"),
+        "--file": ("{none}", "{empty}", "{garbage}", "{folder}", "{unreadable}"),
         "--state": ("{none}", "{empty}", "{garbage}", "{folder}", "{text}", "{weights}"),
         "--save-state": ("{text}", "{folder}", "/dev/full", "{none}/state", "/proc/latte/state",
                          "{long}", "{weights}"),
@@ -92,7 +93,7 @@ OUT_OF_RANGE = {
         "--seed": ("-1", "4294967296"),
         "--dtype": ("float31", "int8"),
         "--forgetting": ("all",),
-        "--keep-layers": ("7", "0", "-1"),
+        "--keep-layers": ("7", "0,1", "-1"),
         "--recipe": ("{none}", "{folder}", "{garbage_yaml}", "{empty}", "{recipe}"),
     },
     "inspect": {
@@ -299,6 +300,8 @@ def _of_keys(command: str, kind: Any, path: str = "") -> Iterator[Case]:
         if command == "compare" and not full.startswith(("comparison", "output_dir")):
             continue
         values = (*_wrong_values(hint), *KEYS.get(full, ()))
+        if command == "compare":  # which puts runs beside what is there
+            values = tuple(value for value in values if value != "{folder}")
         for value in values:
             if full == "training.max_tokens" and value == "1000":
                 value = "1000 training.max_steps=5"

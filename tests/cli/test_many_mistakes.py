@@ -24,16 +24,6 @@ QUICK = CASES[:: len(CASES) // 30]
 SECONDS = 5.0  # of this process on the CPU, whatever else the machine does
 
 
-def contents(*folders: Path) -> dict[str, str]:
-    """A digest of every file, and the folders. Locks are nobody's data."""
-    found = {}
-    for folder in folders:
-        for path in folder.rglob("*"):
-            if path.is_file() and path.name != ".lock":
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
-
-
 @pytest.fixture(scope="module")
 def places(place: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The trained run, and a base to convert with its tokenizer."""
@@ -58,33 +48,64 @@ training: {{max_steps: 1, batch_size: 1}}
     return {"folder": folder, "run": place.trained(), "base": folder / "base"}
 
 
+class Box:
+    """A working directory full of traps, and a trained run in it, for case after case."""
+
+    def __init__(self, place: Any, places: dict[str, Path], folder: Path) -> None:
+        self.place, self.places, self.folder = place, places, folder
+        self.fill()
+
+    def fill(self) -> None:
+        """Make it all anew."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        run = self.folder / "runs" / "latte-r-swa++"
+        shutil.copytree(self.places["run"], run, ignore=shutil.ignore_patterns(".lock"))
+        self.cwd = self.folder / "box"
+        self.names = make_box(self.cwd, run, self.places["base"])
+        self.names["recipe"] = str(self.place.recipe())
+        self.names["conversion"] = str(self.places["folder"] / "conversion.yaml")
+        self.before = self.contents()
+        self.folders = {path for path in self.folder.rglob("*") if path.is_dir()}
+
+    def contents(self) -> dict[str, str]:
+        """A digest of every file. Locks are nobody's data."""
+        found = {}
+        for folder in (self.folder, self.places["folder"], self.place.folder):
+            for path in folder.rglob("*"):
+                if path.is_file() and path.name != ".lock" and "/cache/" not in str(path):
+                    found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return found
+
+
+@pytest.fixture(scope="module")
+def shared_box(
+    place: Any, places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Box:
+    return Box(place, places, tmp_path_factory.mktemp("box"))
+
+
 @pytest.fixture
-def box(
-    place: Any, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, str]]:
-    """A working directory full of traps, and a trained run in it."""
-    run = tmp_path / "runs" / "latte-r-swa++"
-    shutil.copytree(places["run"], run, ignore=shutil.ignore_patterns(".lock"))
-    names = make_box(tmp_path / "box", run, places["base"])
-    names |= {"recipe": str(place.recipe())}
-    names |= {"conversion": str(places["folder"] / "conversion.yaml")}
-    monkeypatch.chdir(tmp_path / "box")
+def box(place: Any, shared_box: Box, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    """The box, which the next case finds as this one did."""
+    monkeypatch.chdir(shared_box.cwd)
     monkeypatch.setenv("LATTE_CACHE", str(place.folder / "cache"))
-    yield names | {"place": str(place.folder), "all": str(tmp_path)}
+    yield shared_box
+    left = shared_box.contents()
+    folders = {path for path in shared_box.folder.rglob("*") if path.is_dir()}
+    if left != shared_box.before or folders != shared_box.folders:
+        shared_box.fill()
 
 
-def filled(argument: str, box: dict[str, str]) -> str:
+def filled(argument: str, names: dict[str, str]) -> str:
     """With the box's paths in the place of their names; other braces are YAML's."""
-    return re.sub(r"\{(\w+)\}", lambda name: box.get(name[1], name[0]), argument)
+    return re.sub(r"\{(\w+)\}", lambda name: names.get(name[1], name[0]), argument)
 
 
-def refuse(case: Case, box: dict[str, str], capsys: Any) -> str:
+def refuse(case: Case, box: Box, capsys: Any) -> str:
     """Run a case, check what it left, and give its line."""
     from latte.cli import main
 
-    arguments = [filled(argument, box) for argument in case.arguments]
-    watched = [Path(box[name]) for name in ("all", "base", "place")]
-    before = contents(*watched)
+    arguments = [filled(argument, box.names) for argument in case.arguments]
     capsys.readouterr()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     began = time.process_time()
@@ -101,23 +122,24 @@ def refuse(case: Case, box: dict[str, str], capsys: Any) -> str:
     assert code == 2, (arguments, code, captured)
     (line,) = captured.err.splitlines()
     assert "error:" in line and "Traceback" not in line
-    after = contents(*watched)
-    assert {path: after.get(path) for path in before} == before
+    after = box.contents()
+    changed = [path for path, digest in box.before.items() if after.get(path) != digest]
+    assert not changed, (arguments, line)
     if case.limit is None:
-        new = {path for path in after.keys() - before.keys() if "/cache/" not in path}
-        assert not new, (arguments, new, line)
+        new = sorted(after.keys() - box.before.keys())
+        assert not new, (arguments, line)
     assert seconds < SECONDS, (arguments, seconds)
     return line
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_a_mistake_is_one_line(case: Case, box: dict[str, str], capsys: Any) -> None:
+def test_a_mistake_is_one_line(case: Case, box: Box, capsys: Any) -> None:
     refuse(case, box, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c not in QUICK], ids=lambda case: case.name)
-def test_every_mistake_is_one_line(case: Case, box: dict[str, str], capsys: Any) -> None:
+def test_every_mistake_is_one_line(case: Case, box: Box, capsys: Any) -> None:
     refuse(case, box, capsys)
 
 

@@ -15,6 +15,7 @@ import latte
 from latte.conversion.config import CONFIGS, MacchiatoFields
 from latte.conversion.modeling import FAMILIES
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
+from latte.ops.backend import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -158,3 +159,13 @@ def test_words_are_of_options_and_keys_that_exist(tables):
             assert words.keys() <= known[name], name
     for name, words in tables.KEY_WORDS.items():
         assert words.keys() <= {field.name for field in dataclasses.fields(tables.SECTIONS[name])}
+
+
+def test_every_backend_is_named_where_one_is_chosen(read):
+    rows = [
+        *re.findall(r"^\| `backend` .*", read("docs/reference/ops.md").text, re.M),
+        *re.findall(r"^\| `--backend` .*", read("docs/reference/command-line.md").text, re.M),
+    ]
+    assert len(rows) == 2
+    for row in rows:
+        assert all(re.search(rf'`"?{name}"?`', row) for name in BACKENDS), row

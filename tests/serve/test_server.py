@@ -182,7 +182,7 @@ BAD = [
     ("completions", {"max_tokens": 0}, "max_tokens: expected a whole number from 1"),
     ("completions", {"max_tokens": True}, "max_tokens: expected a whole number from 1"),
     ("completions", {"n": 2}, "n: expected 1"),
-    ("completions", {"logprobs": 3}, "logprobs"),
+    ("completions", {"logprobs": 30}, "logprobs: expected a whole number from 0 to 20"),
     ("completions", {"echo": True}, "echo: expected false"),
     ("completions", {"best_of": 3}, "best_of: expected 1"),
     ("completions", {"seed": 1.5}, "seed: expected a whole number"),
@@ -199,7 +199,8 @@ BAD = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "reads text alone",
     ),
-    ("chat/completions", {"logprobs": True}, "logprobs"),
+    ("chat/completions", {"logprobs": 1}, "logprobs: expected true or false"),
+    ("chat/completions", {"top_logprobs": 2}, "top_logprobs: expected logprobs to be true"),
     ("chat/completions", {"logit_bias": [1]}, "logit_bias: expected an object"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
     ("responses", {"input": 3}, "input: expected a string"),
@@ -266,8 +267,10 @@ def test_compiled_steps_say_the_same_from_one_graph(folder, expected, monkeypatc
         assert "compiled a step of decoding in" in capsys.readouterr().err
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert graphs > 0
-        for prompt in ("once", "once upon a time"):
-            assert client.complete(prompt, **GREEDY).choices[0].text == expected(prompt)
+        for prompt in ("once", "once upon a time", "once upon a time"):
+            answer = client.complete(prompt, **GREEDY)
+            assert answer.choices[0].text == expected(prompt)
+        assert answer.usage.prompt_tokens_details.cached_tokens == len(prompt) - 1
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     finally:
         client.close()
@@ -463,6 +466,74 @@ def test_a_long_prompt_is_read_between_the_steps_of_running_answers(folder, monk
         assert len(read) >= 1000 // 16
         assert all(happened[i + 1] == "_step" for i in read[:-1])
         running.close()
+    finally:
+        client.close()
+
+
+def test_probabilities_of_tokens(client, folder):
+    model, tokenizer = load_checkpoint(folder, "cpu")
+    whole = client.complete("once", logprobs=2, **GREEDY).choices[0]
+    told = whole.logprobs
+    assert "".join(told.tokens) == whole.text and told.text_offset == list(range(10))
+    ids = tokenizer(f"<|startoftext|>once{whole.text}", split_special_tokens=False).input_ids
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0, -11:-1].log_softmax(-1)
+    chosen = torch.tensor(told.token_logprobs)
+    torch.testing.assert_close(chosen, wanted.amax(-1), rtol=1e-4, atol=1e-5)
+    for top, expected, text in zip(told.top_logprobs, wanted, told.tokens, strict=True):
+        assert list(top)[0] == text
+        values = torch.tensor(list(top.values()))
+        torch.testing.assert_close(values, expected.topk(2).values, rtol=1e-4, atol=1e-5)
+    parts = list(client.complete("once", logprobs=2, stream=True, **GREEDY))
+    parts = [part.choices[0].logprobs for part in parts if part.choices[0].logprobs is not None]
+    assert [token for part in parts for token in part.tokens] == told.tokens
+    assert [x for part in parts for x in part.token_logprobs] == told.token_logprobs
+
+    ask = {"logprobs": True, "top_logprobs": 3, **GREEDY}
+    whole = client.chat("once", **ask).choices[0]
+    told = whole.logprobs.content
+    assert "".join(one.token for one in told) == whole.message.content
+    assert all(one.top_logprobs[0].logprob == one.logprob for one in told)
+    parts = [part.choices[0].logprobs for part in client.chat("once", stream=True, **ask)]
+    assert [one for part in parts if part is not None for one in part.content] == told
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0), (0, 0.8), (0.3, -0.2)])
+def test_penalties_are_of_what_the_answer_has_had(client, folder, frequency, presence):
+    model, tokenizer = load_checkpoint(folder, "cpu")
+    ids = tokenizer("<|startoftext|>once", split_special_tokens=False).input_ids
+    counts, prompt = torch.zeros(model.config.vocab_size), len(ids)
+    for _ in range(40):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        ids.append(int((logits - frequency * counts - presence * (counts > 0)).argmax()))
+        counts[ids[-1]] += 1
+    wishes = {"frequency_penalty": frequency, "presence_penalty": presence}
+    answer = client.complete("once", max_tokens=40, temperature=0, **wishes)
+    assert answer.choices[0].text == tokenizer.decode(ids[prompt:], skip_special_tokens=True)
+
+
+def test_a_model_without_states_is_answered_one_by_one(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, initializer_range=0.4,
+    )  # fmt: skip
+    set_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer = load_checkpoint(tmp_path, "cpu")
+    client = Client(str(tmp_path))
+    try:
+        wanted = generate(model, tokenizer, "once", max_new_tokens=10, temperature=0, stream=False)
+        for _ in range(2):
+            answer = client.complete("once", **GREEDY)
+            assert answer.choices[0].text == wanted
+            assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        parts = client.complete("once", stream=True, **GREEDY)
+        assert "".join(part.choices[0].text for part in parts) == wanted
+        with pytest.raises(openai.BadRequestError, match="logprobs: not served"):
+            client.complete("once", logprobs=1)
+        assert metrics(client)["latte_written_tokens_total"] == "30.0"
     finally:
         client.close()
 

@@ -61,6 +61,7 @@ def evaluate(options: Namespace) -> int:
         if options.context_parallel > 1:
             raise LatteError("--context-parallel goes with held-out text, not with --tasks")
         from latte.evaluate import tasks
+        from latte.progress import progress
 
         own = ("limit", "num_fewshot", "batch_size", "max_length", "bf16")
         settings = picked(options, "tasks", *own, "mixing", "device")
@@ -69,12 +70,8 @@ def evaluate(options: Namespace) -> int:
         chosen = tasks.load_tasks(options.tasks)  # a name that is not there, before weights load
         model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
         label += kept_note(model.config)
-        scores = tasks.evaluate_tasks(
-            model,
-            tokenizer,
-            chosen,
-            **picked(options, *own),
-        )
+        with progress(0, "task", label=f"{label}, tasks", bar=False):
+            scores = tasks.evaluate_tasks(model, tokenizer, chosen, **picked(options, *own))
         with output.writing() as staged:
             tasks.write_tasks(staged, scores, label)
         print(tasks.tasks_table(scores.rows))
@@ -204,13 +201,13 @@ def compare(options: Namespace) -> int:
         given = getattr(options, name)
         if given is not None:
             setattr(section, name, given)
-    if options.presets and not options.baseline and section.baseline not in section.presets:
+    if options.presets and options.baseline is None and section.baseline not in section.presets:
         section.baseline = None  # the recipe's is not among the chosen ones
     if not section.presets:
         raise LatteError("compare: name the presets, with --presets or comparison.presets")
     if not section.seeds:
         for name in ("baseline", "report", "dry_run"):
-            if getattr(options, name):
+            if getattr(options, name) not in (None, False):
                 raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
     from latte.compare.compare import Comparison
 

@@ -368,6 +368,8 @@ def load_tokenizer(base: str | Path) -> Any:
 
 def save(model: Any, tokenizer: Any, target: Path) -> None:
     """Write a model and its tokeniser to a new folder, whole or not at all."""
+    from safetensors import SafetensorError
+
     staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         staged.mkdir(parents=True)
@@ -375,8 +377,9 @@ def save(model: Any, tokenizer: Any, target: Path) -> None:
             model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
         staged.rename(target)
-    except OSError as error:
-        raise LatteError(f"output {target} cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise LatteError(f"output {target} cannot be written: {reason}") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 

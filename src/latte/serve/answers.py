@@ -33,7 +33,7 @@ from latte.serve.engine import Engine, Request
 from latte.serve.prompts import Prompt, Prompts
 from latte.serve.reading import Reader
 from latte.serve.requests import BadRequest
-from latte.serve.sampling import Sampler, ends
+from latte.serve.sampling import Penalties, Sampler, Score, ends
 from latte.serve.states import Ids
 
 
@@ -43,14 +43,20 @@ class Call:
 
     Attributes:
         seed: of its random numbers.
+        penalties: of tokens that the answer has had.
         bounded: whether it says itself how long its answer may be.
+        most_likely: of so many tokens the probabilities are told with each token; None: of none.
+        scores: the tokens of the answer with their probabilities.
         longest: tokens of prompt and answer together; None: no bound.
         reused: tells, once the answer has begun, how many tokens of the prompt had been read.
     """
 
     seed: int | None = None
+    penalties: Penalties = Penalties()
     bounded: bool = False
     longest: int | None = None
+    most_likely: int | None = None
+    scores: list[Score] = field(default_factory=list)
     reused: Callable[[], int] = lambda: 0
 
     def bound(self, config: GenerationConfig, prompt: int) -> None:
@@ -75,8 +81,20 @@ class Call:
 CALL: ContextVar[Call] = ContextVar("call")
 
 
+class ScoredText(str):
+    """A piece of an answer, and the scores of its tokens."""
+
+    scores: list[Score]
+
+
 class Streamer(DirectStreamer):
-    """Passes tokens on to a handler as text; ``gone`` is set when its client has left."""
+    """Passes tokens on to a handler as text; ``gone`` is set when its client has left.
+
+    ``scores`` is the list that the loop adds to, where probabilities are asked for.
+    """
+
+    scores: list[Score] | None = None
+    _told = 0  # scores that have gone on
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,6 +103,13 @@ class Streamer(DirectStreamer):
 
     def cancel(self) -> None:
         self.gone.set()
+
+    def _enqueue(self, item: Any) -> None:
+        if self.scores is not None and type(item) is str:
+            item = ScoredText(item)
+            item.scores = self.scores[self._told :]
+            self._told += len(item.scores)
+        super()._enqueue(item)
 
     def fail(self, error: Exception) -> None:
         self._enqueue(stream_error(error))
@@ -120,6 +145,8 @@ class Answers(BaseGenerateManager):
         def end(error: Exception | None) -> None:
             streamer.end() if error is None else streamer.fail(error)
 
+        call = CALL.get()
+        streamer.scores = None if call.most_likely is None else call.scores
         self._submit(inputs, gen_config, put, end, streamer.gone)
         return texts, streamer
 
@@ -165,7 +192,7 @@ class Answers(BaseGenerateManager):
         ids, marks = begun(self._prompts, inputs)
         call.bound(config, len(ids))
         stops, config.stop_strings = config.stop_strings or [], None
-        sampler = Sampler(self._engine.reader.model, config, ids, call.seed)
+        sampler = Sampler(self._engine.reader.model, config, ids, call.seed, call.penalties)
         strings = [stops] if isinstance(stops, str) else stops
         request = Request(
             ids,
@@ -176,6 +203,8 @@ class Answers(BaseGenerateManager):
             marks,
             self._follow(inputs, ids),
             gone,
+            call.most_likely,
+            call.scores,
         )
         added = len(ids) - inputs["input_ids"].shape[-1]
         call.reused = lambda: max(0, request.reused - added)
@@ -206,7 +235,7 @@ class Answers(BaseGenerateManager):
 
 def begun(prompts: Prompts, inputs: Any) -> tuple[Ids, tuple[int, ...]]:
     """A prompt's tokens as the model reads them, the start token included, and its marks."""
-    own = inputs["input_ids"][0].numpy().astype(np.int32)
+    own = inputs["input_ids"][0].cpu().numpy().astype(np.int32)
     ids = prompts.begin(own)
     added = len(ids) - len(own)
     return ids, tuple(mark + added for mark in getattr(inputs, "marks", ()))
@@ -255,6 +284,9 @@ class OneByOne(GenerateManager):
     def _begin(self, inputs: Any, config: GenerationConfig) -> tuple[Any, Any, dict[str, Any]]:
         """What stands for the model here, the tokenizer, and the prompt for ``generate``."""
         call = CALL.get()
+        asked = {"logprobs": call.most_likely is not None, "penalties": any(call.penalties)}
+        for name in (name for name in asked if asked[name]):
+            raise BadRequest(f"{name}: not served by this model, or with --compile", name)
         ids, marks = begun(self._prompts, inputs)
         call.bound(config, len(ids))
         ids_BT = torch.from_numpy(ids.astype(np.int64))[None]

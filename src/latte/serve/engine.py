@@ -29,7 +29,7 @@ from latte.serve.counters import Counters
 from latte.serve.reading import Reader, Reading
 from latte.serve.requests import BadRequest
 from latte.serve.rows import joined
-from latte.serve.sampling import Sampler
+from latte.serve.sampling import Sampler, Score, score
 from latte.serve.states import Ids
 
 logger = logging.get_logger(__name__)
@@ -50,6 +50,8 @@ class Request:
         put: takes a token of the answer.
         end: the answer is whole, or it failed by this exception.
         follow: what the next turn will send, given the answer: tokens and marks; or None.
+        most_likely: of so many tokens the probabilities are told with each token, in ``scores``;
+            None: of none.
         gone: set by the client's side when nobody waits for the answer any more.
     """
 
@@ -61,6 +63,8 @@ class Request:
     marks: tuple[int, ...] = ()
     follow: Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None] | None = None
     gone: threading.Event = field(default_factory=threading.Event)
+    most_likely: int | None = None
+    scores: list[Score] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     reused: int = 0
     came: float = field(default_factory=time.perf_counter)
@@ -185,7 +189,7 @@ class Engine:
                 return
             cache, request.reading = request.reading.cache, None
             logits = self._forward([int(request.ids[-1])], cache)
-            if not self._write(request, request.sampler(logits)):
+            if not self._write(request, request.sampler(logits), logits):
                 self._rows.append(request)
                 self._cache = joined(self._model.config, self._cache, cache)
         except Exception as error:  # of this request alone
@@ -202,9 +206,9 @@ class Engine:
             chosen = logits_BV.argmax(-1).tolist()
             kept = []
             for i, request in enumerate(self._rows):
-                plain = request.sampler.is_greedy
-                token = chosen[i] if plain else request.sampler(logits_BV[i : i + 1])
-                if not self._write(request, token):
+                own = logits_BV[i : i + 1]
+                token = chosen[i] if request.sampler.is_greedy else request.sampler(own)
+                if not self._write(request, token, own):
                     kept.append(i)
             self._keep(kept)
         except Exception as error:
@@ -227,12 +231,14 @@ class Engine:
         else:
             self._cache = None
 
-    def _write(self, request: Request, token: int) -> bool:
+    def _write(self, request: Request, token: int, logits_1V: Tensor) -> bool:
         """Hand a token on; whether it was the answer's last."""
         now = time.perf_counter()
         self.counters.wrote(now - (request.last or request.came), first=not request.last)
         request.last = now
         request.written.append(token)
+        if request.most_likely is not None:
+            request.scores.append(score(logits_1V, token, request.most_likely))
         request.sampler.took(token)
         request.put(token)
         if not request.stops(request.written):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
-from latte.serve.answers import CALL, Call
+from latte.serve.answers import CALL, Call, ScoredText
 from latte.serve.prompts import Prompts
 from latte.serve.requests import (
     BadRequest,
@@ -20,9 +21,12 @@ from latte.serve.requests import (
     check_completion,
     check_response,
     error_body,
+    most_likely,
 )
+from latte.serve.sampling import Penalties, Score
 
 Body = dict[str, Any]
+PENALTIES = ("frequency_penalty", "presence_penalty")
 MENDED = ('"usage":', '"error":')  # what an event may have in it that is not yet as it should be
 
 
@@ -48,7 +52,10 @@ class Checked(BaseHandler):
             events: Any = answer.body_iterator
             answer.body_iterator = self._counted(events, call)
             return answer
-        return JSONResponse(_count(json.loads(bytes(answer.body)), call))
+        whole = _count(json.loads(bytes(answer.body)), call)
+        if call.most_likely is not None:
+            whole["choices"][0]["logprobs"] = self._logprobs(call.scores)
+        return JSONResponse(whole)
 
     def _validate_request(self, body: Body) -> None:
         type(self).check(body)
@@ -68,9 +75,27 @@ class Checked(BaseHandler):
 
     def _build_generation_config(self, body: Body, *rest: Any, **options: Any) -> Any:
         # The handlers' seed would be that of all requests at once.
-        CALL.get().seed = body.get("seed")
-        own = {name: value for name, value in body.items() if name != "seed"}
+        call = CALL.get()
+        call.seed, call.most_likely = body.get("seed"), most_likely(body)
+        # Those of the handlers are other penalties, of one of them alone.
+        call.penalties = Penalties(*(body.get(name) or 0.0 for name in PENALTIES))
+        own = {name: value for name, value in body.items() if name not in ("seed", *PENALTIES)}
         return super()._build_generation_config(own, *rest, **options)
+
+    def _logprobs(self, scores: list[Score]) -> Body:
+        """Tokens with their probabilities, as this endpoint tells them."""
+        raise NotImplementedError
+
+    def _text(self, token: int) -> str:
+        return self.one_model[2].decode([token])
+
+    def _scored(self, event: str, text: Any) -> str:
+        """A stream's event with a piece of text, and the probabilities of its tokens."""
+        if not isinstance(text, ScoredText):
+            return event
+        fields = json.loads(event.removeprefix("data: "))
+        fields["choices"][0]["logprobs"] = self._logprobs(text.scores)
+        return f"data: {json.dumps(fields)}\n\n"
 
     async def _counted(self, events: Any, call: Call) -> AsyncIterator[str]:
         """A stream's events, with what was reused in its usage."""
@@ -90,6 +115,21 @@ class Chats(Checked, ChatCompletionHandler):
     last_event = "data: [DONE]\n\n"
     _unused_fields = set()
 
+    def _logprobs(self, scores: list[Score]) -> Body:
+        def told(token: int, logprob: float) -> Body:
+            text = self._text(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = [
+            told(one.token, one.logprob) | {"top_logprobs": [told(*other) for other in one.top]}
+            for one in scores
+        ]
+        return {"content": content, "refusal": None}
+
+    def _build_chunk_sse(self, *args: Any, content: Any = None, **options: Any) -> str:
+        event = super()._build_chunk_sse(*args, content=content, **options)  # type: ignore[misc]
+        return self._scored(event, content)
+
 
 class Completions(Checked, CompletionHandler):
     """/v1/completions"""
@@ -97,6 +137,22 @@ class Completions(Checked, CompletionHandler):
     check = staticmethod(check_completion)
     last_event = "data: [DONE]\n\n"
     _unused_fields = set()
+
+    def _logprobs(self, scores: list[Score]) -> Body:
+        texts = [self._text(one.token) for one in scores]
+        lengths = itertools.accumulate((len(text) for text in texts), initial=0)
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in scores],
+            "top_logprobs": [
+                {self._text(token): logprob for token, logprob in one.top} for one in scores
+            ],
+            "text_offset": list(lengths)[: len(texts)],
+        }
+
+    def _build_chunk_sse(self, *args: Any, text: Any = "", **options: Any) -> str:
+        event = super()._build_chunk_sse(*args, text=text, **options)  # type: ignore[misc]
+        return self._scored(event, text)
 
 
 class Responses(Checked, ResponseHandler):

@@ -68,6 +68,7 @@ def _are_strings(value: Any) -> bool:
 TEXT = Field("a string", lambda x: isinstance(x, str))
 YES_OR_NO = Field("true or false", lambda x: isinstance(x, bool))
 LENGTH = Field("a whole number from 1 up", lambda x: _is_whole(x) and x >= 1)
+UP_TO_20 = Field("a whole number from 0 to 20", lambda x: _is_whole(x) and 0 <= x <= 20)
 OBJECT = Field("an object", lambda x: isinstance(x, dict))
 OBJECTS = Field(
     "a list of objects", lambda x: isinstance(x, list) and all(isinstance(y, dict) for y in x)
@@ -105,14 +106,14 @@ OF_COMPLETIONS = COMMON | {
     "prompt": TEXT,
     "max_tokens": LENGTH,
     "stop": STOP,
-    "frequency_penalty": _between(-0.99, 2),
-    "presence_penalty": _only(0),
+    "frequency_penalty": _between(-2, 2),
+    "presence_penalty": _between(-2, 2),
     "logit_bias": Field("null (it is served for chats alone)", lambda x: x == {}),
     "suffix": TEXT,
     "n": _only(1),
     "best_of": _only(1),
     "echo": _only(False),
-    "logprobs": Field("null (logprobs are not served)", lambda x: False),
+    "logprobs": UP_TO_20,
     "stream_options": OBJECT,
 }
 OF_CHATS = COMMON | {
@@ -120,12 +121,12 @@ OF_CHATS = COMMON | {
     "max_tokens": LENGTH,
     "max_completion_tokens": LENGTH,
     "stop": STOP,
-    "frequency_penalty": _between(-0.99, 2),
-    "presence_penalty": _only(0),
+    "frequency_penalty": _between(-2, 2),
+    "presence_penalty": _between(-2, 2),
     "logit_bias": BIAS,
     "n": _only(1),
-    "logprobs": _only(False),
-    "top_logprobs": Field("null (logprobs are not served)", lambda x: False),
+    "logprobs": YES_OR_NO,
+    "top_logprobs": UP_TO_20,
     "stream_options": OBJECT,
     "response_format": PLAIN_TEXT,
     "tools": OBJECTS,
@@ -202,7 +203,16 @@ def check_chat(body: Body) -> None:
         raise BadRequest("messages: expected at least one message, got an empty list", "messages")
     for index, message in enumerate(body["messages"]):
         _check_message(message, f"messages[{index}]", "messages")
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        raise BadRequest("top_logprobs: expected logprobs to be true beside it", "top_logprobs")
     _check_generation_config(body)
+
+
+def most_likely(body: Body) -> int | None:
+    """How many of the most likely tokens are to be told with each token; None: nothing is."""
+    if "messages" in body:
+        return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    return body.get("logprobs")
 
 
 def check_response(body: Body) -> None:

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from latte.serve.states import Ids
+
+
+class Score(NamedTuple):
+    """A token, the logarithm of its probability, and the most likely ones with theirs.
+
+    Of the model's own distribution: temperature and penalties do not count.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def score(logits_1V: Tensor, token: int, most: int) -> Score:
+    """The score of a chosen token, with the ``most`` most likely ones."""
+    logprobs_V = torch.log_softmax(logits_1V[0], -1)
+    values, tokens = logprobs_V.topk(min(most, len(logprobs_V)))
+    return Score(
+        token, float(logprobs_V[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    )
+
+
+class Penalties(NamedTuple):
+    """OpenAI's: what a token's logit loses each time, and once, when the answer has had it."""
+
+    frequency: float = 0.0
+    presence: float = 0.0
+
+
+NO_PENALTIES = Penalties()
 
 
 class Sampler:
@@ -23,7 +54,12 @@ class Sampler:
     """
 
     def __init__(
-        self, model: Any, config: GenerationConfig, ids: Ids, seed: int | None = None
+        self,
+        model: Any,
+        config: GenerationConfig,
+        ids: Ids,
+        seed: int | None = None,
+        penalties: Penalties = NO_PENALTIES,
     ) -> None:
         config, _ = model._prepare_generation_config(config)
         model._prepare_special_tokens(config, device=model.device)
@@ -38,6 +74,7 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(seed)
+        self._penalties, self._counts = penalties, Counter[int]()
         # Processors look at all tokens: they stand in a buffer that doubles.
         self._length = len(ids)
         self._ids: Tensor | None = None
@@ -47,10 +84,16 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken as it is."""
-        return self._generator is None and not len(self._processors)
+        return self._generator is None and not len(self._processors) and not any(self._penalties)
 
     def __call__(self, logits_1V: Tensor) -> int:
         """The next token; the logits (1, V) are fp32."""
+        if any(self._penalties) and self._counts:
+            tokens = torch.tensor(list(self._counts), device=logits_1V.device)
+            counts = torch.tensor(list(self._counts.values()), device=logits_1V.device)
+            logits_1V = logits_1V.clone()
+            lost = counts * self._penalties.frequency + self._penalties.presence
+            logits_1V[0, tokens] -= lost
         if self._ids is not None:
             logits_1V = self._processors(self._ids[:, : self._length], logits_1V)
         if self._generator is None:
@@ -60,6 +103,7 @@ class Sampler:
 
     def took(self, token: int) -> None:
         """The answer goes on with this token."""
+        self._counts[token] += 1
         if self._ids is not None:
             if self._length == self._ids.shape[1]:
                 self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)

@@ -25,7 +25,10 @@ from latte.errors import LatteError, one_line
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.generate import compile_step, has_steps, keeps_state, text_ends
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
+ROUTES = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
+    *("/health", "/metrics"),
+)
 # A CPU reads 256 tokens at once nearly as fast as many; others wait for a quarter of a second.
 PIECES = {"cpu": 256, "other": 2048}
 GRACE = 3  # seconds in which answers may end when the server is asked to

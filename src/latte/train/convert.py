@@ -130,12 +130,12 @@ def convert_and_train(
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
     owner = first_alone(lambda: _claim(folder, values))
     for name, each in stages.items():
-        if name == "layers":
-            section = recipe.layers
-            assert section is not None
-            first_alone(lambda: transfer_layers(each, section, quiet=quiet))  # noqa: B023
-            continue
         try:
+            if name == "layers":
+                section = recipe.layers
+                assert section is not None
+                first_alone(lambda: transfer_layers(each, section, quiet=quiet))  # noqa: B023
+                continue
             result = train(each, label=name, quiet=quiet)
         except ValueError:
             owner.give_back()

@@ -347,6 +347,8 @@ def check(recipe: Recipe) -> Recipe:
     expect(recipe, "0 or more", "conversion.mass_weight")
     expect(recipe, "0 to 1", "conversion.distillation")
     check_seed("training.seed", training.seed)
+    if not recipe.output_dir.strip():
+        raise LatteError("output_dir: expected the name of a folder, got none")
     if training.min_learning_rate > training.learning_rate:
         raise LatteError(
             f"training.min_learning_rate: expected at most training.learning_rate"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -244,7 +245,7 @@ class LatteTrainer(Trainer):
         self.args.output_dir = str(folder / STAGING)
         try:
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError) as error:  # PyTorch's writer has errors of its own
+        except (OSError, RuntimeError, SafetensorError) as error:  # each writer's own
             raise LatteError(
                 f"checkpoint {folder / name} cannot be written: {one_line(error, first=True)};"
                 " run again to go on from the one before"
@@ -273,8 +274,12 @@ class LatteTrainer(Trainer):
                 state.pop(name, None)
         # The Trainer turns the cache off, for itself: a loaded model should have one.
         training, model.config.use_cache = model.config.use_cache, self._use_cache
-        model.save_pretrained(folder, state_dict=state)
-        model.config.use_cache = training
+        try:
+            model.save_pretrained(folder, state_dict=state)
+        except SafetensorError as error:
+            raise LatteError(f"{folder} cannot be written: {one_line(error)}") from error
+        finally:
+            model.config.use_cache = training
         self.text.tokenizer.save_pretrained(folder)
         write_json(Path(folder, "recipe.json"), self.recipe.as_dict())
 

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -127,18 +128,55 @@ def test_where_the_sources_cannot_be_written_the_users_folder_is_taken(tiny, mon
 
 
 def test_that_nothing_can_be_written_is_found_out_before_compiling(tiny, monkeypatch):
-    read_only(monkeypatch, tiny, build.user_folder())
+    read_only(monkeypatch, *build.folders())
     monkeypatch.setattr(build, "compile_library", lambda folder: pytest.fail("compiled"))
-    with pytest.raises(build.BuildError, match="neither .* can be written"):
+    with pytest.raises(build.BuildError, match=f"not to be written: {tiny} and "):
         build.build_library()
 
 
 def test_the_users_folder(monkeypatch):
     monkeypatch.delenv("LATTE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/here")
-    assert build.user_folder() == Path("/here/latte/native")
+    assert build.folders() == [build.HERE, Path("/here/latte/native")]
     monkeypatch.setenv("LATTE_CACHE", "~/there")
-    assert build.user_folder() == Path.home() / "there" / "native"
+    monkeypatch.setenv("HOME", "/home/me")
+    assert build.folders() == [build.HERE, Path("/home/me/there/native")]
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
+    assert build.folders() == [build.HERE]
+
+
+@pytest.mark.absent
+def test_on_macos(tiny, monkeypatch):
+    """What a compiler there is told, and what the wheel is called: macOS itself is not here."""
+    compiler, log = tiny.parent / "compiler", tiny.parent / "log"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n'
+        'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : > "$2"; fi; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: "macosx-10.9-universal2")
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "12")
+    path = build.compile_library(tiny, check=False)
+    assert re.fullmatch(r"native-darwin-arm64-[0-9a-f]{12}\.dylib", path.name)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 3  # the stand-in, the source, the library
+    assert all("-arch arm64 -mmacosx-version-min=12" in line for line in lines)
+    assert "-undefined dynamic_lookup" in lines[2] and "-Wl," not in "".join(lines)
+    assert load_hook(monkeypatch).platform_tag() == "macosx_12_0_arm64"
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    with pytest.raises(build.BuildError, match="macOS on ARM64, this is darwin on x86_64"):
+        build.compile_library(tiny)
+
+
+def test_huge_pages_are_asked_for_only_where_there_are_such(tmp_path):
+    source = tmp_path / "without.cpp"
+    source.write_text("#include <sys/mman.h>\n#undef MADV_HUGEPAGE\n#include <torch_abi.h>\n")
+    command = [*build.find_compiler(), "-std=c++17", "-fsyntax-only", "-I", str(build.HERE)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.absent
@@ -168,9 +206,8 @@ def test_what_an_installation_wants(tiny, monkeypatch, capsys):
     assert libraries(tiny) == []
 
 
-@pytest.fixture
-def hook(monkeypatch):
-    """The package's build hook; what it says is in ``said``."""
+def load_hook(monkeypatch):
+    """The file of the package's build hook, without hatchling."""
     interface = types.ModuleType("hatchling.builders.hooks.plugin.interface")
     interface.BuildHookInterface = type(
         "Hook", (), {"__init__": lambda self, root, app: vars(self).update(root=root, app=app)}
@@ -179,6 +216,12 @@ def hook(monkeypatch):
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """The package's build hook; what it says is in ``said``."""
     said = []
 
     class App:
@@ -189,7 +232,7 @@ def hook(monkeypatch):
             said.append(message)
             raise SystemExit(1)
 
-    made = module.CustomBuildHook(str(ROOT), App())
+    made = load_hook(monkeypatch).CustomBuildHook(str(ROOT), App())
     made.said = said
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.delenv("LATTE_NATIVE", raising=False)
@@ -243,7 +286,7 @@ def test_a_wheel_carries_the_library_or_is_pure(tmp_path):
         command = ["pip", "wheel", "-v", "--no-deps", "-w", str(tmp_path / kind), str(ROOT)]
         done = subprocess.run(
             [sys.executable, "-m", *command],
-            env={**os.environ, "CXX": compiler},
+            env={**os.environ, "CXX": compiler, "LATTE_NATIVE": "auto"},
             capture_output=True,
             text=True,
         )

@@ -82,7 +82,7 @@ def test_why_it_is_not_there(place, monkeypatch):
 @pytest.mark.absent
 def test_the_loaders_reason_is_kept(place):
     """Of a file here, and of one in the user's folder, which is looked at next."""
-    files = [place / build.library_name(), build.user_folder() / build.library_name()]
+    files = [folder / build.library_name() for folder in build.folders()]
     files[1].parent.mkdir(parents=True)
     for path in files:
         path.write_text("no library")
@@ -123,7 +123,7 @@ def test_it_is_found_in_the_users_folder(place, monkeypatch):
     for source in [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]:
         shutil.copy(source, place)
     monkeypatch.setattr(build, "SYSTEMS", SYSTEMS)
-    path = build.user_folder() / build.library_name()
+    path = build.folders()[1] / build.library_name()
     path.parent.mkdir(parents=True)
     path.symlink_to(cpp_backend.LIBRARY)
     assert library.load() == (path, None)

@@ -289,7 +289,11 @@ def test_the_command_writes_a_table_a_csv_and_a_plot(
     depths = {("retrieval", n, d) for n in ("230", "256") for d in ("0.0", "1.0")}
     assert cells == depths | {("copy", "230", ""), ("copy", "256", "")}
     assert (tmp_path / "probes.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["probes.csv", "probes.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "probes.csv",
+        "probes.png",
+        "probes.settings.json",
+    ]
 
 
 @pytest.mark.parametrize(

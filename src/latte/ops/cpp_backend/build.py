@@ -105,12 +105,16 @@ def library_name() -> str:
     return f"{_stem()}{found.hexdigest()[:12]}{suffix}"
 
 
-def user_folder() -> Path:
-    """Where a user's own libraries lie: $LATTE_CACHE/native, else $XDG_CACHE_HOME/latte/native."""
+def folders() -> list[Path]:
+    """Where libraries lie: beside the sources, then in the user's folder, if there is a home.
+
+    That is $LATTE_CACHE/native, else $XDG_CACHE_HOME/latte/native, else ~/.cache/latte/native.
+    """
     base = os.environ.get("LATTE_CACHE")
     if not base:
         base = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "latte")
-    return Path(base, "native").expanduser()
+    own = os.path.join(os.path.expanduser(base), "native")
+    return [HERE] if own.startswith("~") else [HERE, Path(own)]
 
 
 def found_libraries() -> list[Path]:
@@ -120,11 +124,11 @@ def found_libraries() -> list[Path]:
     can write.
     """
     name, owners = library_name(), (0, os.getuid() if hasattr(os, "getuid") else 0)
-    own = user_folder() / name
-    found = [HERE / name] if (HERE / name).is_file() else []
-    with contextlib.suppress(OSError):
-        if own.is_file() and own.stat().st_uid in owners:
-            found.append(own)
+    found = []
+    for path in (folder / name for folder in folders()):
+        with contextlib.suppress(OSError):
+            if path.is_file() and (path.parent == HERE or path.stat().st_uid in owners):
+                found.append(path)
     return found
 
 
@@ -142,14 +146,14 @@ def writable_folder() -> Path:
     """The folder of the sources if it can be written, else the user's.
 
     Raises:
-        BuildError: neither can be.
+        BuildError: none can be.
     """
-    for folder in (HERE, user_folder()):
+    for folder in folders():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):  # permissions do not tell all
                 return folder
-    raise BuildError(f"neither {HERE} nor {user_folder()} can be written (see LATTE_CACHE)")
+    raise BuildError(f"not to be written: {' and '.join(map(str, folders()))} (see LATTE_CACHE)")
 
 
 # ---- compiling

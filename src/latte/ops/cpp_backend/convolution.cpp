@@ -18,11 +18,12 @@ constexpr int64_t ROWS = 256;
 constexpr int64_t FEW = 32;  // rows whose gradients are summed in the inputs' precision
 
 struct Convolution {
-    Tensor x, weight, bias, initial, mask, bounds;  // (B,T,E), (E,K), (E,), (N,K-1,E), (B,T), (N+1,)
-    Tensor out, tail;                               // (B,T,E), (N,K-1,E)
-    Tensor dout, dtail, dx, dinitial;               // of the backward pass
-    std::vector<double> taps;                       // (K+1,E): weights, then the bias
-    std::vector<double> sums;                       // (runs,K+1,E): their gradients
+    Tensor x, weight, bias;            // (B,T,E), (E,K), (E,)
+    Tensor initial, mask, bounds;      // (N,K-1,E), (B,T), (N+1,) int64
+    Tensor out, tail;                  // (B,T,E), (N,K-1,E)
+    Tensor dout, dtail, dx, dinitial;  // of the backward pass
+    std::vector<double> taps;          // (K+1,E): weights, then the bias
+    std::vector<double> sums;          // (runs,K+1,E): their gradients
 
     int64_t tokens() const { return x.sizes[1]; }
     int64_t channels() const { return x.sizes[2]; }
@@ -36,7 +37,8 @@ struct Convolution {
 struct Line {
     int64_t n, begin, count;
 
-    Line(const Convolution& op, int64_t n) : n(n), begin(n * op.tokens()), count(op.tokens()) {
+    Line(const Convolution& op, int64_t number)
+        : n(number), begin(n * op.tokens()), count(op.tokens()) {
         if (!op.bounds) return;
         const int64_t* bounds = op.bounds.at<int64_t>();
         begin = bounds[n], count = bounds[n + 1] - begin;
@@ -412,30 +414,15 @@ static void take_step(Convolution& op) {
 }
 
 static void run_step(Convolution& op) {
-    switch (op.x.type()) {
-        case Type::F32: return take_step<float>(op);
-        case Type::F64: return take_step<double>(op);
-        case Type::BF16: return take_step<bf16>(op);
-        case Type::F16: return take_step<fp16>(op);
-    }
+    by_dtype(op.x.type(), [&](auto s) { take_step<decltype(s)>(op); });
 }
 
 static void run_forward(Convolution& op) {
-    switch (op.x.type()) {
-        case Type::F32: return forward_all<float>(op);
-        case Type::F64: return forward_all<double>(op);
-        case Type::BF16: return forward_all<bf16>(op);
-        case Type::F16: return forward_all<fp16>(op);
-    }
+    by_dtype(op.x.type(), [&](auto s) { forward_all<decltype(s)>(op); });
 }
 
 static void run_backward(Convolution& op) {
-    switch (op.x.type()) {
-        case Type::F32: return backward_all<float>(op);
-        case Type::F64: return backward_all<double>(op);
-        case Type::BF16: return backward_all<bf16>(op);
-        case Type::F16: return backward_all<fp16>(op);
-    }
+    by_dtype(op.x.type(), [&](auto s) { backward_all<decltype(s)>(op); });
 }
 
 #endif

@@ -1,6 +1,7 @@
 // What a token of decoding needs besides mixing: linear maps, norms, SwiGLU and the RG-LRU.
 //
-//     y = W x,   r + W x,   silu(G x) * (U x),   gelu(G x) * (U x),   (o + w) x / sqrt(mean(x^2) + eps)
+//     y = W x,   r + W x,   silu(G x) * (U x),   gelu(G x) * (U x)
+//     y = (o + w) x / sqrt(mean(x^2) + eps)
 //     r, i = sigmoid of block-diagonal affine maps of x,  log a = -8 r softplus(theta)
 //     h' = a h + sqrt(1 - a^2) i x,   z = RMSNorm(h')
 //
@@ -172,7 +173,8 @@ static Register registered_rg_lru("cpu_rg_lru_step", rg_lru);
 template <class S>
 static const S* row_of(const Tensor& x, int64_t row) {
     const S* from = x.at<S>();
-    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--]) from += row % x.sizes[d] * x.strides[d];
+    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--])
+        from += row % x.sizes[d] * x.strides[d];
     return from;
 }
 
@@ -210,8 +212,9 @@ LATTE_INLINE V<float> load_shuffled(const bf16* from) {
 }
 template <class S>
 static V<typename Computed<S>::type> read_shuffled(const S* from, int64_t stride, int64_t count) {
-    S padded[width<typename Computed<S>::type>] = {};
-    for (int64_t j = 0; j < width<typename Computed<S>::type> && j < count; ++j) padded[j] = from[j * stride];
+    constexpr int64_t W = width<typename Computed<S>::type>;
+    S padded[W] = {};
+    for (int64_t j = 0; j < W && j < count; ++j) padded[j] = from[j * stride];
     return load_shuffled(padded);
 }
 
@@ -270,7 +273,8 @@ template <class S>
 static void apply_maps(Maps& op) {
     const Rows<S> x(op.x, [](auto... from) { return read_shuffled<S>(from...); });
     int64_t tasks = 0;
-    for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m) tasks += op.weights[m].sizes[0];
+    for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m)
+        tasks += op.weights[m].sizes[0];
     parallel(tasks, 1 + WEIGHTS / (1 + x.size), [&](int64_t begin, int64_t end) {
         int64_t first = 0;
         for (int64_t m = 0; begin < end; first += op.weights[m++].sizes[0]) {
@@ -286,7 +290,8 @@ template <class S, class T>
 static void normalise(
     const T* x, const Tensor& weight, double eps, double offset, int64_t size, S* out) {
     V<T> squares{};
-    for (int64_t c = 0; c < size; c += width<T>) squares = squares + load_all(x + c) * load_all(x + c);
+    for (int64_t c = 0; c < size; c += width<T>)
+        squares = squares + load_all(x + c) * load_all(x + c);
     const T scale = T(1) / std::sqrt(sum(squares) / T(size) + T(eps));
     const int64_t stride = weight.strides[0];
     for (int64_t c = 0; c < size; c += width<T>) {
@@ -348,18 +353,16 @@ static void recur(Recurrence& op) {
         normalise(h[r], op.norm, op.eps, 0.0, x.size, op.out.at<S>() + r * x.size);
 }
 
-#define LATTE_RUN(name, function, Op)                          \
-    static void name(Op& op) {                                 \
-        switch (op.x.type()) {                                 \
-            case Type::F32: return function<float>(op);        \
-            case Type::F64: return function<double>(op);       \
-            case Type::BF16: return function<bf16>(op);        \
-            case Type::F16: return function<fp16>(op);         \
-        }                                                      \
-    }
-LATTE_RUN(run_maps, apply_maps, Maps)
-LATTE_RUN(run_norm, apply_norm, Norm)
-LATTE_RUN(run_recurrence, recur, Recurrence)
-#undef LATTE_RUN
+static void run_maps(Maps& op) {
+    by_dtype(op.x.type(), [&](auto s) { apply_maps<decltype(s)>(op); });
+}
+
+static void run_norm(Norm& op) {
+    by_dtype(op.x.type(), [&](auto s) { apply_norm<decltype(s)>(op); });
+}
+
+static void run_recurrence(Recurrence& op) {
+    by_dtype(op.x.type(), [&](auto s) { recur<decltype(s)>(op); });
+}
 
 #endif

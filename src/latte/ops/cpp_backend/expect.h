@@ -99,7 +99,7 @@ class Expect {
         for (int64_t n = 0; n < N; ++n) rises = rises && numbers[n] <= numbers[n + 1];
         if (rises) return;
         std::string got;
-        for (int64_t n = 0; n < std::min<int64_t>(N, 3); ++n) got += std::to_string(numbers[n]) + ", ";
+        for (int64_t n = 0; n < N && n < 3; ++n) got += std::to_string(numbers[n]) + ", ";
         fail("cu_seqlens must rise from 0 to T=" + std::to_string(T) + ", got [" + got +
              (N > 3 ? "..., " : "") + std::to_string(numbers[N]) + "]");
     }

@@ -1,4 +1,5 @@
-// The RG-LRU's gates, for one instruction set: included by what LATTE_FILE names, once per namespace.
+// The RG-LRU's gates, for one instruction set: included by what LATTE_FILE names, once per
+// namespace.
 
 // log a is never quite 0, where the square root has no slope.
 template <class T> constexpr T LEAST_DECAY;

@@ -2,13 +2,15 @@
 // product, the RMSNorm and the rotation of queries and keys.
 //
 //     silu(g) u:   s = sigmoid(g),  du = dy g s,  dg = dy u s (1 + g (1 - s))
-//     w x s:       s = 1 / sqrt(mean(x^2) + eps),  dx = s (w dy - x s^2 mean(w dy x)),  dw = sum dy x s
+//     w x s:       s = 1 / sqrt(mean(x^2) + eps),  dx = s (w dy - x s^2 mean(w dy x))
+//                  dw = sum dy x s
 //     rotation:    (a, b) -> (a cos - b sin, b cos + a sin), back by the negative angle
 //
 // All tensors are contiguous. Sums over rows are kept by runs of ROWS and added in order, however
 // many threads there are.
 //
-// Shapes: R rows, all dimensions but the last, E width; B batch, T tokens, H heads, K width of a head.
+// Shapes: R rows, all dimensions but the last, E width; B batch, T tokens, H heads, K width of a
+// head.
 #ifndef LATTE_POINTWISE
 #define LATTE_POINTWISE
 
@@ -244,21 +246,11 @@ static void apply_rotation(Rotation& op) {
 }
 
 static void run_rotation(Rotation& op) {
-    switch (op.x.type()) {
-        case Type::F32: return apply_rotation<float>(op);
-        case Type::F64: return apply_rotation<double>(op);
-        case Type::BF16: return apply_rotation<bf16>(op);
-        case Type::F16: return apply_rotation<fp16>(op);
-    }
+    by_dtype(op.x.type(), [&](auto s) { apply_rotation<decltype(s)>(op); });
 }
 
 static void run_glu(Glu& op) {
-    switch (op.gate.type()) {
-        case Type::F32: return apply_glu<float>(op);
-        case Type::F64: return apply_glu<double>(op);
-        case Type::BF16: return apply_glu<bf16>(op);
-        case Type::F16: return apply_glu<fp16>(op);
-    }
+    by_dtype(op.gate.type(), [&](auto s) { apply_glu<decltype(s)>(op); });
 }
 
 static void run_norm(NormRows& op) {

@@ -120,7 +120,8 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.out, op.last);
 }
 
-// (dh, dlast, the inputs, h, last, reverse) -> gradients of x, both gates, theta, initial (or empty)
+// (dh, dlast, the inputs, h, last, reverse) -> gradients of x, both gates, theta and initial (or
+// empty)
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Tensor dout = stack.tensor(), dlast = stack.tensor();
@@ -303,21 +304,11 @@ static void walk_backward(RgLru& op, int64_t n, int64_t first, int64_t stop) {
 }
 
 static void run_forward(RgLru& op) {
-    switch (op.x.type()) {
-        case Type::F32: return every_sequence<walk_forward<float>>(op);
-        case Type::F64: return every_sequence<walk_forward<double>>(op);
-        case Type::BF16: return every_sequence<walk_forward<bf16>>(op);
-        case Type::F16: return every_sequence<walk_forward<fp16>>(op);
-    }
+    by_dtype(op.x.type(), [&](auto s) { every_sequence<walk_forward<decltype(s)>>(op); });
 }
 
 static void run_backward(RgLru& op) {
-    switch (op.x.type()) {
-        case Type::F32: return every_sequence<walk_backward<float>>(op);
-        case Type::F64: return every_sequence<walk_backward<double>>(op);
-        case Type::BF16: return every_sequence<walk_backward<bf16>>(op);
-        case Type::F16: return every_sequence<walk_backward<fp16>>(op);
-    }
+    by_dtype(op.x.type(), [&](auto s) { every_sequence<walk_backward<decltype(s)>>(op); });
 }
 
 #endif

@@ -1,6 +1,7 @@
-// Vectors for one instruction set: included by each_isa.h, once per namespace. V<float> and V<double>
-// are what is computed with, a pair of vectors of LATTE_WIDTH bytes in the compiler's own types: two
-// independent chains of operations hide each other's latency. bf16 and fp16 exist in memory alone.
+// Vectors for one instruction set: included by each_isa.h, once per namespace. V<float> and
+// V<double> are what is computed with, a pair of vectors of LATTE_WIDTH bytes in the compiler's own
+// types: two independent chains of operations hide each other's latency. bf16 and fp16 exist in
+// memory alone.
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
@@ -58,6 +59,17 @@ LATTE_INLINE V<float> larger(V<float> x, V<float> y) {
             (typename Raw<float>::numbers)_mm256_max_ps((__m256)y.high, (__m256)x.high)};
 }
 #endif
+
+// Calls work(S{}), S the elements of a tensor of that dtype.
+template <class Work>
+LATTE_INLINE void by_dtype(Type type, const Work& work) {
+    switch (type) {
+        case Type::F32: return work(float{});
+        case Type::F64: return work(double{});
+        case Type::BF16: return work(bf16{});
+        case Type::F16: return work(fp16{});
+    }
+}
 
 // What elements S of memory are computed in.
 template <class S> struct Computed { using type = float; };
@@ -235,7 +247,8 @@ LATTE_INLINE Power power(V<float> x) {
     for (float term : {4.1667201e-2f, 1.6666543e-1f, 5.0e-1f}) p = p * r + term;
     using Integers = typename Raw<float>::integers;
     using Numbers = typename Raw<float>::numbers;
-    V<float> scale = {(Numbers)((Integers)shifted.low << 23), (Numbers)((Integers)shifted.high << 23)};
+    V<float> scale = {(Numbers)((Integers)shifted.low << 23),
+                      (Numbers)((Integers)shifted.high << 23)};
     return {scale, p * (r * r) + r};
 }
 

@@ -2,20 +2,21 @@
 //
 //     A' = logaddexp(A, k),  mu' = mu + e^{k-A'} (v - mu),  e^{k-A'} = sigmoid(k - A)
 //     where latents forget, A + log_decay in the place of A
-//     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
+//     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits (L without a window)
 //
 // The window is a ring: the token goes into one slot, and attention runs over all slots that hold
 // a token. A task is one head of one row. A token that is not real leaves the latents as they are
 // and is a masked slot.
 //
-// Delayed latents are fed with the token that leaves the window, whose slot is taken: its latent key
-// stood in a ring of its own, beside the key and the value. While they have seen nothing, p(0) = 1.
+// Delayed latents are fed with the token that leaves the window, whose slot is taken: its latent
+// key stood in a ring of its own, beside the key and the value. While they have seen nothing,
+// p(0) = 1.
 //
-// Sinks are the first n real tokens of a row. One that has left the window, W positions ago or more,
-// is a further slot, to which the query turns by a table of its own.
+// Sinks are the first n real tokens of a row. One that has left the window, W positions ago or
+// more, is a further slot, to which the query turns by a table of its own.
 //
-// Shapes: B batch, H query heads, G key/value heads, L latents, K key width, D value width, W slots,
-// n sinks.
+// Shapes: B batch, H query heads, G key/value heads, L latents, K key width, D value width, W
+// slots, n sinks.
 #ifndef LATTE_STEP
 #define LATTE_STEP
 
@@ -87,7 +88,8 @@ static void check_angles(
     if (!cos) return;
     const int64_t rows = cos.dims && cos.sizes[0] == 1 ? 1 : step.v.sizes[0];
     expect(cos, "cos", wide(step.v), {rows, 1, ANY, ANY});
-    expect(sin, "sin", wide(step.v), {sin.dims && sin.sizes[0] == 1 ? 1 : rows, 1, ANY, cos.sizes[3]});
+    const int64_t others = sin.dims && sin.sizes[0] == 1 ? 1 : rows;
+    expect(sin, "sin", wide(step.v), {others, 1, ANY, cos.sizes[3]});
     expect.that(cos.sizes[2] >= 1 && sin.sizes[2] >= 1, "angles must have at least one row");
     expect.that(2 * cos.sizes[3] <= step.keys.sizes[3], "angles must be for the width of the keys");
 }
@@ -101,7 +103,8 @@ static void check_window(const Expect& expect, const Step& step) {
     expect(step.values, "values", dtype, {B, G, W, D}, Layout::contiguous);
     expect(step.mask, "mask", aoti_torch_dtype_bool(), {B, W}, Layout::contiguous);
     expect(step.q, "q", dtype, {B, step.heads(), K}), expect(step.k, "k", dtype, {B, G, K});
-    expect.that(step.length >= 1 && step.length <= W, "length must be from 1 to the window's slots");
+    expect.that(step.length >= 1 && step.length <= W,
+                "length must be from 1 to the window's slots");
     expect(step.slot, "slot", whole, {1}), expect.between(step.slot, "slot", 0, W - 1);
     check_angles(expect, step, step.cos, step.sin);
     expect(step.pending, "pending", dtype, {B, step.heads(), W, step.mean.size(2)},
@@ -188,12 +191,7 @@ static void row(const Tensor& x, int64_t b, int64_t head, T* to) {
 // The same of a tensor of any dtype: latent logits may be more exact than the values.
 template <class T>
 static void logits_of(const Tensor& x, int64_t b, int64_t head, T* to) {
-    switch (x.type()) {
-        case Type::F32: return row<float>(x, b, head, to);
-        case Type::F64: return row<double>(x, b, head, to);
-        case Type::BF16: return row<bf16>(x, b, head, to);
-        case Type::F16: return row<fp16>(x, b, head, to);
-    }
+    by_dtype(x.type(), [&](auto s) { row<decltype(s)>(x, b, head, to); });
 }
 
 // Turns the pairs (i, i + K/2) of a query or key by the angles of row b.
@@ -230,7 +228,8 @@ static T softmax(T* x, int64_t count) {
 // Latents of one head after a source, if it is real; adds sum_l p[l] mu'[l] to y.
 template <class T>
 static void see(
-    const Step& step, int64_t b, int64_t head, bool real, const T* k, const T* v, const T* p, T* y) {
+    const Step& step, int64_t b, int64_t head, bool real, const T* k, const T* v, const T* p,
+    T* y) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], at = b * step.heads() + head;
     T *log_mass = step.log_mass.at<T>() + at * L, *mean = step.mean.at<T>() + at * L * D;
     const Tensor& decay = step.log_decay;
@@ -326,7 +325,8 @@ static Leaving<T> leaving(const Step& step) {
         const int64_t n = ring.sizes[3], rows = B * ring.sizes[1];
         std::vector<T> x(size_t(rows * n));
         for (int64_t r = 0; r < rows; ++r)
-            for (int64_t j = 0; j < n; ++j) x[r * n + j] = T(widen(ring.at<S>()[(r * W + slot) * n + j]));
+            for (int64_t j = 0; j < n; ++j)
+                x[r * n + j] = T(widen(ring.at<S>()[(r * W + slot) * n + j]));
         return x;
     };
     out.k = held(step.pending), out.v = held(step.values);
@@ -422,12 +422,7 @@ static void run_as(Step& step) {
 }
 
 static void run(Step& step) {
-    switch (step.v.type()) {
-        case Type::F32: return run_as<float>(step);
-        case Type::F64: return run_as<double>(step);
-        case Type::BF16: return run_as<bf16>(step);
-        case Type::F16: return run_as<fp16>(step);
-    }
+    by_dtype(step.v.type(), [&](auto s) { run_as<decltype(s)>(step); });
 }
 
 #endif

@@ -79,7 +79,7 @@ struct Tensor {
     AtenTensorHandle handle = nullptr;
     char* data = nullptr;
     int64_t dims = 0;
-    const int64_t *sizes = NOTHING, *strides = NOTHING;  // PyTorch's own: of any number of dimensions
+    const int64_t *sizes = NOTHING, *strides = NOTHING;  // PyTorch's own, of any number
     int32_t dtype = 0;
 
     Tensor() = default;

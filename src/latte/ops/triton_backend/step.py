@@ -262,8 +262,8 @@ def move_pending(
     d = tl.arange(0, BD)
     g, leads = h // (H // G), h % (H // G) == 0
     v = tl.load(v_ptr + (b * G + g) * D + d, mask=d < D, other=0.0)
-    at = values1_ptr + ((b * W + W - 1) * G + g) * D + d
-    tl.store(at, v.to(values1_ptr.dtype.element_ty), mask=(d < D) & leads)
+    newest = values1_ptr + ((b * W + W - 1) * G + g) * D + d
+    tl.store(newest, v.to(values1_ptr.dtype.element_ty), mask=(d < D) & leads)
     tl.store(slots1_ptr + b * W + W - 1, real.to(tl.uint8), mask=h == 0)
     for p0 in tl.range(1, W, BP):
         p = p0 + tl.arange(0, BP)
@@ -277,14 +277,14 @@ def move_pending(
     for l0 in tl.range(0, L, BL):
         x = l0 + tl.arange(0, BL)
         k = tl.load(k_ptr + (b * H + h) * L + x, mask=x < L, other=0.0)
-        at = keys1_ptr + ((b * W + W - 1) * H + h) * L + x
-        tl.store(at, k.to(keys1_ptr.dtype.element_ty), mask=x < L)
+        own = keys1_ptr + ((b * W + W - 1) * H + h) * L + x
+        tl.store(own, k.to(keys1_ptr.dtype.element_ty), mask=x < L)
         for p0 in tl.range(1, W, BS):
             p = p0 + tl.arange(0, BS)
             inside = (p < W)[:, None] & (x < L)[None, :]
-            at = ((b * W + p) * H + h)[:, None] * L + x[None, :]
-            keys = tl.load(keys_ptr + at, mask=inside, other=0.0)
-            tl.store(keys1_ptr + at - H * L, keys, mask=inside)
+            moved = ((b * W + p) * H + h)[:, None] * L + x[None, :]
+            keys = tl.load(keys_ptr + moved, mask=inside, other=0.0)
+            tl.store(keys1_ptr + moved - H * L, keys, mask=inside)
 
 
 @triton.jit

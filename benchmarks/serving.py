@@ -1,0 +1,294 @@
+"""The second turn of a chat over a long document: time to its first token, from servers that run.
+
+A client asks a question about a document, gets an answer, and asks another one, sending the whole
+again as chats do. Servers, one after the other, each in a process of its own on this machine:
+
+* ``latte serve CHECKPOINT``, which keeps states;
+* the same with ``--state-cache 0``, which reads the conversation anew;
+* with ``--base FOLDER``, ``transformers serve`` over that model, with ``--base-options`` such as
+  ``--continuous-batching`` (only streams and chats are asked of it).
+
+Rows of the CSV file, for each server and length of the document:
+
+* ``first turn``: document and question;
+* ``second turn``: the same, the answer, and a question, after the server has come to rest;
+* ``new tokens alone``: what the second turn adds, as a prompt of its own (of the first server).
+
+Times are seconds at the client, from sending the request to the first piece of text: its JSON, the
+chat's template, the tokeniser, reading and one step are all in it. Every conversation has a
+document of its own, cut from FILE, so that nothing is reused but what the conversation itself sent.
+Medians and quantiles over ``--repeats`` conversations. Answers are greedy; whether the second
+answers of the servers with and without states are equal is said, and is a column.
+
+    python benchmarks/serving.py CHECKPOINT FILE [--tokens 1024,32768] [--base FOLDER]
+    python benchmarks/serving.py --quick
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from records import Row, Table, output_folder, parser, say
+
+TOKENS = (1024, 8192, 32768)
+QUICK_TOKENS = (64, 256)
+ANSWER = 16  # tokens
+QUESTIONS = ("Who is this about?", "And where does it take place?")
+
+
+class Turn(NamedTuple):
+    """One request: seconds to the first text, what was said, and the usage."""
+
+    seconds: float
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Server:
+    """A server in a process of its own, and requests to it."""
+
+    def __init__(self, name: str, command: Sequence[str], port: int, model: str | None) -> None:
+        self.name, self.model, self.url = name, model, f"http://localhost:{port}"
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while not self._answers("/health"):
+            if self.process.poll() is not None:
+                raise SystemExit(f"{name}: the server ended: {' '.join(command)}")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def chat(self, messages: list[dict[str, str]]) -> Turn:
+        return self._ask("/v1/chat/completions", {"messages": messages})
+
+    def complete(self, prompt: str) -> Turn:
+        return self._ask("/v1/completions", {"prompt": prompt})
+
+    def rest(self) -> None:
+        """Wait until nothing is read any more: what was said, for its next turn."""
+        before: str | None = None
+        while before != (before := self._read_tokens()):
+            time.sleep(0.5)
+
+    def _read_tokens(self) -> str:
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+                lines = answer.read().decode().splitlines()
+        except urllib.error.HTTPError:
+            return ""  # a server without counters
+        return next(line for line in lines if line.startswith("latte_read_tokens_total "))
+
+    def _answers(self, path: str) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + path):
+                return True
+        except OSError:
+            return False
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Turn:
+        body |= {"stream": True, "temperature": 0, "max_tokens": ANSWER}
+        if self.model is not None:
+            body["model"] = self.model
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, content, {"content-type": "application/json"}
+        )
+        begun, first, text, usage = time.perf_counter(), None, "", {}
+        with urllib.request.urlopen(request) as events:
+            for event in events:
+                if not event.startswith(b"data: {"):
+                    continue
+                fields = json.loads(event[6:])
+                choice = fields["choices"][0]
+                said = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                if said and first is None:
+                    first = time.perf_counter() - begun
+                text, usage = text + said, fields.get("usage") or usage
+        whole = time.perf_counter() - begun  # of an answer that has no text
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Turn(first or whole, text, usage.get("prompt_tokens", 0), cached)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        return taken.getsockname()[1]
+
+
+@contextlib.contextmanager
+def latte_server(checkpoint: str, *options: str) -> Iterator[Server]:
+    """`latte serve`, while it is used."""
+    port = free_port()
+    command = [sys.executable, "-m", "latte.cli", "serve", checkpoint, "--port", str(port)]
+    with contextlib.closing(Server("latte", [*command, *options], port, checkpoint)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def base_server(folder: str, options: str) -> Iterator[Server]:
+    """`transformers serve`, while it is used."""
+    port = free_port()
+    start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "serve", folder, "--port", str(port)]
+    command += shlex.split(options)
+    with contextlib.closing(Server("transformers", command, port, None)) as server:
+        yield server
+
+
+class Conversation:
+    """Two turns over a document; the first server's answer is what all of them are sent."""
+
+    def __init__(self, document: str) -> None:
+        self.first = [{"role": "user", "content": f"{document}\n\n{QUESTIONS[0]}"}]
+        self.second: list[dict[str, str]] = []
+
+    def ask(self, server: Server) -> tuple[Turn, Turn]:
+        first = server.chat(self.first)
+        if not self.second:
+            answer = {"role": "assistant", "content": first.text}
+            self.second = [*self.first, answer, {"role": "user", "content": QUESTIONS[1]}]
+        server.rest()
+        return first, server.chat(self.second)
+
+    def added(self, tokenizer: Any) -> str:
+        """What the second turn adds, as text."""
+
+        def text(messages: list[dict[str, str]], opens: bool) -> str:
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=opens
+            )
+
+        return text(self.second, True).removeprefix(text(self.second[:-1], False))
+
+
+def documents(tokenizer: Any, file: str, tokens: int, count: int) -> list[str]:
+    """Texts of so many tokens each, one after the other from the documents of a file."""
+    from latte.data.sources import read_documents
+
+    found: list[str] = []
+    ids: list[int] = []
+    for text in read_documents(Path(file)):
+        ids += tokenizer.encode(text, add_special_tokens=False)
+        while len(ids) >= tokens:
+            found.append(tokenizer.decode(ids[:tokens]))
+            ids = ids[tokens:]
+            if len(found) == count:
+                return found
+    raise SystemExit(f"{file}: expected {count} times {tokens:,} tokens of text, got fewer")
+
+
+def measure(
+    table: Table, name: str, tokens: int, turns: dict[str, list[Turn]], **about: Any
+) -> None:
+    """A row for each kind of turn."""
+    for kind, measured in turns.items():
+        seconds = sorted(turn.seconds for turn in measured)
+        row: Row = {"server": name, "document_tokens": tokens, "turn": kind}
+        row |= {"median_s": round(statistics.median(seconds), 4), "repeats": len(seconds)}
+        row |= {"least_s": round(seconds[0], 4), "most_s": round(seconds[-1], 4)}
+        row |= {"prompt_tokens": measured[-1].prompt_tokens}
+        row |= {"cached_tokens": measured[-1].cached_tokens}
+        table.add(row | about)
+        say(
+            f"{name:24} {tokens:7,} tokens, {kind:16}: {row['median_s']:8.3f} s to the first token"
+            f" ({row['least_s']:.3f} to {row['most_s']:.3f}; {row['cached_tokens']:,} of"
+            f" {row['prompt_tokens']:,} tokens reused)"
+        )
+
+
+def quick_checkpoint(folder: Path) -> tuple[str, str]:
+    """A tiny model with random weights, and a file of text."""
+    from latte.data import byte_tokenizer
+    from latte.models import LatteForCausalLM, preset_config
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny", **sizes, sliding_window=16))
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "text.jsonl").write_text(json.dumps({"text": "Call me Ishmael. " * 500}) + "\n")
+    return str(folder / "model"), str(folder / "text.jsonl")
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """`4096,1024` -> (1024, 4096); argparse makes one line of a ValueError."""
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("checkpoint", nargs="?")
+    options.add_argument("file", nargs="?", help="text, one document a line (.jsonl, .jsonl.xz)")
+    options.add_argument("--tokens", type=lengths, help=f"of documents; {TOKENS}")
+    options.add_argument("--repeats", type=int, help="conversations of each length; 5")
+    options.add_argument("--base", help="a model for `transformers serve`, to put beside it")
+    options.add_argument("--base-options", default="", help="more options of `transformers serve`")
+    args = options.parse_args(arguments)
+    if not args.quick and args.file is None:
+        options.error("expected CHECKPOINT and FILE, or --quick")
+    with tempfile.TemporaryDirectory() as folder:
+        if args.quick:
+            args.checkpoint, args.file = quick_checkpoint(Path(folder))
+        run(args)
+
+
+def run(args: Any) -> None:
+    from transformers import AutoTokenizer
+
+    from latte.serve.prompts import Prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    Prompts(tokenizer)  # gives it a template, if it has none
+    repeats = args.repeats or (2 if args.quick else 5)
+    table = Table(output_folder(args) / "serving.csv")
+    conversations = {
+        tokens: [Conversation(text) for text in documents(tokenizer, args.file, tokens, repeats)]
+        for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
+    }
+    said: dict[str, dict[int, list[str]]] = {"states": {}, "anew": {}}
+    servers: list[tuple[str, Any]] = [
+        ("states", latte_server(args.checkpoint)),
+        ("anew", latte_server(args.checkpoint, "--state-cache", "0")),
+    ]
+    if args.base:
+        servers.append(("base", base_server(args.base, args.base_options)))
+    for name, opened in servers:
+        with opened as server:
+            # Not measured: what is done once.
+            server.chat([{"role": "user", "content": "Hello"}])
+            for tokens, each in conversations.items():
+                turns: dict[str, list[Turn]] = {"first turn": [], "second turn": []}
+                for conversation in each:
+                    first, second = conversation.ask(server)
+                    turns["first turn"].append(first)
+                    turns["second turn"].append(second)
+                    server.rest()
+                    if name == "anew":  # no state helps it
+                        alone = server.complete(conversation.added(tokenizer))
+                        turns.setdefault("new tokens alone", []).append(alone)
+                about = {"checkpoint": args.base if name == "base" else args.checkpoint}
+                if name in said:
+                    said[name][tokens] = [turn.text for turn in turns["second turn"]]
+                if name == "anew":
+                    about["answers_equal"] = said["states"][tokens] == said["anew"][tokens]
+                measure(table, name, tokens, turns, **about)
+    equal = said["states"] == said["anew"]
+    say(f"second answers with and without states are equal: {equal}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+// One head of one sequence: what is kept of it from chunk to chunk, and the room for a chunk.
+// Included by attention.cpp once per instruction set.
+
+// A chunk of keys and values, ready to be read by queries.
+template <class T>
+struct Keys {
+    T *k, *k_panels, *v, *v_panels, *dk, *dv;
+    T* hidden;     // 0, or -inf for a key that is masked
+    bool masked;   // one of them is
+    bool strange;  // a value is not finite: no query may multiply it by 0
+};
+
+// The sinks of a sequence, in rows of whole vectors.
+template <class T>
+struct SinkKeys {
+    T *k, *k_panels, *v, *v_panels, *dk, *dv;
+    bool strange;
+};
+
+// The latents before a token, relative to `top`.
+template <class T>
+struct Latents { T *top, *mass, *sum; };
+
+// Tokens of a chunk with one reference for every latent, the state before them, and what they
+// forget of it in all.
+template <class T>
+struct LatentRun { int64_t begin, end; Latents<T> before; const T* forgotten; };
+
+// Room for arrays of which first the sizes are told, then the places.
+struct Memory {
+    std::vector<char> bytes;
+    size_t used = 0;
+
+    template <class T>
+    T* room(int64_t count) {
+        const size_t at = (reinterpret_cast<uintptr_t>(bytes.data()) + 63) / 64 * 64 + used;
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64 + 64;  // not a power of two apart
+        return reinterpret_cast<T*>(at);
+    }
+    void reserve() {
+        if (bytes.size() < used + 64) bytes.assign(used + 64, 0);
+    }
+};
+
+// What is kept of a head from chunk to chunk, and what all use for the chunk at hand.
+template <class T>
+struct Head {
+    static constexpr int64_t W = width<T>;
+    static constexpr T lowest = -std::numeric_limits<T>::infinity();
+    const Attention& op;
+    const int64_t K, D, L, Kp, Dp, Lp, Lq;  // widths, of whole vectors
+    const int64_t size;  // bytes of an element of the inputs
+    int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
+    const int64_t S, Sp;
+    int64_t ld;  // of a row's columns: those of the chunks, then of the sinks
+    const bool near, far, back, forgets;
+    const int64_t delay;           // tokens by which latents are late
+    const bool late, shared;       // latents; that share the columns of a chunk's own keys
+    int64_t heard = 0;             // the first token of which late latents have seen anything
+    const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
+    Memory own_memory;
+    std::vector<Keys<T>> ring;
+    T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
+        *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
+        *at_row, *totals, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels,
+        *late_pairs, *late_dv;
+    SinkKeys<T> sinks;
+    Latents<T> state;
+    std::vector<T> top;              // what R is relative to
+    std::vector<T> saved;            // states before the runs of a segment
+    std::vector<LatentRun<T>> runs;  // of a segment, or of a chunk
+    HeadTask task;
+    int64_t ahead_head = 0, ahead_chunks = 0;  // what comes after a chunk: whose, how far from it
+
+    Head(const Attention& attention, bool backward, Memory& common)
+        : op(attention), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
+          Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), S(op.sinks()),
+          Sp(whole<T>(S)), near(op.near()), far(op.far()), back(backward), forgets(op.forgets()),
+          delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W),
+          task(attention, 0) {
+        const int64_t longest = op.tokens() + op.tail();
+        reach = least(op.window, longest) - 1;  // -1: nothing is near
+        slots = (reach + late + TOKENS - 1) / TOKENS + 1;  // late: and the token that leaves
+        columns = slots * TOKENS, base = columns - TOKENS, ld = columns + Sp;
+        for (Memory* memory : {&own_memory, &common}) {
+            for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
+                memory->used = 0;
+                auto room = [&](int64_t count) { return memory->template room<T>(count); };
+                if (memory == &common) divide(room);
+                else divide_own(room);
+                if (!pass) memory->reserve();
+            }
+        }
+    }
+
+    template <class Room>
+    void divide_own(const Room& room) {
+        ring.assign(size_t(slots), Keys<T>{});
+        for (Keys<T>& s : ring) {
+            s.k = room(TOKENS * Kp), s.k_panels = room(TOKENS * K), s.v = room(TOKENS * Dp);
+            s.hidden = room(TOKENS);
+            if (!back) continue;
+            s.v_panels = room(TOKENS * D);
+            s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
+        }
+        sinks.k = room(Sp * Kp), sinks.k_panels = room(Sp * K), sinks.v = room(Sp * Dp);
+        if (back) {
+            sinks.v_panels = room(Sp * D);
+            sinks.dk = room(Sp * Kp), sinks.dv = room(Sp * Dp);
+        }
+        state = {room(Lp), room(Lp), room(Lp * Dp)};
+        if (back) reverse = room(Lp * Dp), scalar = room(Lp);
+    }
+
+    template <class Room>
+    void divide(const Room& room) {
+        queries = room(TOKENS * Kp), logits = room(TOKENS * ld);
+        sink_queries = room(S ? TOKENS * Kp : 0);
+        scores = room(late ? TOKENS * TOKENS : 0), late_v = room(late ? TOKENS * Dp : 0);
+        weights = back ? room(TOKENS * ld) : logits, p = room(TOKENS * Lq + W);
+        keys = room(TOKENS * Lp), e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp);
+        alpha = room(TOKENS * Lp), ratio = room(TOKENS * Lp), out = room(TOKENS * Dp);
+        tops = room(Lp), at_row = room(Lp), totals = room(TOKENS);
+        decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
+        if (!back) return;
+        dy = room(TOKENS * Dp), pairs = room(TOKENS * ld);
+        late_panels = room(late ? TOKENS * D : 0), late_pairs = room(late ? TOKENS * TOKENS : 0);
+        late_dv = room(late ? TOKENS * Dp : 0);
+        slope = room(op.softcap ? TOKENS * ld : 0), before = room(TOKENS * TOKENS);
+        delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
+        dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
+    }
+
+    Keys<T>& slot(int64_t chunk) { return ring[size_t(((chunk % slots) + slots) % slots)]; }
+    int64_t rows_of(int64_t chunk) const { return least(TOKENS, task.count - chunk * TOKENS); }
+    bool real(int64_t token) const {
+        return !op.mask || op.mask.at<bool>()[task.row * op.tokens() + task.begin + token];
+    }
+    // Whether there is a source for latents: a real token, or a pending one before the first.
+    bool source(int64_t token) const {
+        if (token >= 0) return real(token);
+        return op.pending_k && op.pending_mask.at<bool>()[(task.n + 1) * delay + token];
+    }
+
+    // Asks for the memory of a token that is read, or written, soon: rows of one head are too far
+    // apart to be foreseen.
+    void ask(const Tensor& x, int64_t token, int64_t head, int64_t each) const {
+        if (token < 0 || token >= task.count) return;
+        const char* at = x.data + each * place(x, task.row, task.begin + token, head);
+        for (int64_t byte = 0; byte < x.sizes[3] * each; byte += 64) __builtin_prefetch(at + byte);
+    }
+    void ask_around(int64_t chunk, int64_t i) const {
+        const int64_t here = chunk * TOKENS + i, next = here + ahead_chunks * TOKENS;
+        const int64_t key = back ? next - base : next, h = ahead_head;
+        const int64_t g = h / (op.heads() / op.groups());
+        if (far) ask(op.latent_q, next, h, size), ask(op.latent_k, next - delay, h, size);
+        if (forgets) ask(op.log_decay, next, h, sizeof(T));
+        if (near) ask(op.q, next, h, size), ask(op.k, key, g, size);
+        ask(op.v, key, g, size);
+        if (S) ask(op.sink_q, next, h, size);
+        if (back) ask(op.dout, next, h, size);
+        if (!back) return ask(op.out, here, task.h, size);
+        ask(op.dv, here, task.h, size);
+        if (far) ask(op.dlatent_q, here, task.h, size);
+        if (far) ask(op.dlatent_k, here - delay, task.h, size);
+        if (S) ask(op.dsink_q, here, task.h, size);
+        if (forgets) ask(op.dlog_decay, here, task.h, sizeof(T));
+        if (near) ask(op.dq, here, task.h, size), ask(op.dk, here, task.h, size);
+    }
+
+    // The places of keys that query i of a chunk may see, among its columns.
+    int64_t first_key(int64_t chunk, int64_t i) const {
+        return base + most(i - reach, low - chunk * TOKENS);
+    }
+    int64_t last_key(int64_t i) const { return base + i; }
+    Span near_span(int64_t chunk, int64_t i) const {
+        return {first_key(chunk, i), last_key(i) + 1};
+    }
+    // The columns of the sinks that query i of a chunk sees.
+    Span sink_span(int64_t chunk, int64_t i) const {
+        if (!S) return {columns, columns};
+        const int64_t token = task.begin + chunk * TOKENS + i;
+        return {columns, columns + op.sinks_seen.at<int64_t>()[task.row * op.tokens() + token]};
+    }
+
+    int64_t kept_at(int64_t segment) const {
+        return ((task.first_kept + segment) * op.heads() + task.h) * L;
+    }
+
+    int64_t chunks() const { return (task.count + TOKENS - 1) / TOKENS; }
+
+    // The walk over a sequence: attention.cpp.
+    void begin_task(int64_t number);
+    void begin_forward(int64_t number);
+    void forward_chunk(int64_t c);
+    void end_forward();
+    void begin_backward(int64_t number);
+    void backward_chunk(int64_t c);
+    void end_backward();
+    void pull(int64_t c);
+
+    // The window and the sinks: attention_window.h.
+    void load_keys(int64_t chunk);
+    void load_sinks();
+    void against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n, const T* panels, T* to);
+    void with_sinks(int64_t chunk, int64_t rows, const T* x, T* to);
+    void against(int64_t chunk, int64_t rows, const T* x, int64_t ldx, int64_t n, bool values,
+                 bool whole_chunk, T* to);
+    void with_keys(int64_t chunk, int64_t begin, int64_t end, const T* x, bool values,
+                   bool whole_chunk, T* to);
+    void to_keys(int64_t chunk, int64_t rows, const T* x, const T* y, bool values,
+                 bool whole_chunk);
+    void clear_around(int64_t chunk, int64_t i, bool whole_chunk, T* x);
+    void probabilities(int64_t chunk, int64_t rows);
+    void mix(int64_t chunk, int64_t i);
+    void cap(T* x, T* slopes, Span keys_seen, Span more);
+    void share_out(int64_t chunk, int64_t i);
+    void end_tail();
+    void backward_sinks(int64_t c, int64_t rows);
+    void through_window(int64_t chunk, int64_t i);
+    void through_softmax(int64_t chunk, int64_t i, T total);
+
+    // The latents: attention_latents.h.
+    int64_t pending_rows(int64_t chunk, int64_t rows) const;
+    void take_sources(const Tensor& x, const Tensor& pending, int64_t head, int64_t chunk,
+                      int64_t rows, T* to, int64_t n);
+    void load_logits(int64_t chunk, int64_t rows);
+    void refer(const T* to);
+    void rescale(int64_t l, T to, T factor);
+    void forget(const T* decay);
+    V<T> forget_at(int64_t begin, int64_t i, int64_t l);
+    int64_t find_end(int64_t begin, int64_t rows);
+    void scale_keys(const LatentRun<T>& run);
+    LatentRun<T> next_run(int64_t begin, int64_t rows);
+    void take_in(const LatentRun<T>& run, const T* v);
+    void add_scores(const LatentRun<T>& run, T* x, int64_t ldx);
+    void find_heard();
+    void with_late(const LatentRun<T>& run, bool strange);
+    void walk_segment(int64_t segment);
+    void load_values(int64_t chunk, int64_t rows, T* to);
+    void begin_reverse();
+    void refer_back(const T* from, const LatentRun<T>& run);
+    void end_state();
+    void load_late(int64_t c, int64_t rows);
+    void to_late(int64_t rows);
+    void put_late(int64_t c, int64_t rows);
+    void backward_latents(int64_t c, int64_t rows);
+    void backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products, int64_t ldp);
+    void backward_decays(const LatentRun<T>& run);
+    T log_mass_gradient(const Latents<T>& at, int64_t l) const;
+};

@@ -1,0 +1,229 @@
+// Products of small matrices, softmax over rows, and rows of one head in and out of memory: what
+// attention.cpp is made of. Included there once per instruction set.
+
+constexpr int64_t ROWS = 6;  // of a tile: 12 vectors of sums, 2 of b and one of a fill 16 registers
+
+// c (M rows of one V) = a b, or added to it: k products per element in one order, whatever M is.
+template <class T, int M>
+static void tile_rows(T* c, int64_t ldc, bool add, const T* a, int64_t row, int64_t step,
+                      const T* b, int64_t ldb, int64_t k) {
+    using Numbers = typename Raw<T>::numbers;
+    Numbers low[M], high[M];
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+        V<T> before = add ? load_all(c + m * ldc) : V<T>{};
+        low[m] = before.low, high[m] = before.high;
+    }
+    for (; k > 0; --k, a += step, b += ldb) {
+        Numbers left, right;
+        std::memcpy(&left, b, sizeof left);
+        std::memcpy(&right, b + half_width<T>, sizeof right);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; ++m) {
+            const T x = a[m * row];
+            low[m] += left * x, high[m] += right * x;
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) store_all(c + m * ldc, V<T>{low[m], high[m]});
+}
+
+template <class T>
+static void tile(int64_t rows, T* c, int64_t ldc, bool add, const T* a, int64_t row, int64_t step,
+                 const T* b, int64_t ldb, int64_t k) {
+    switch (rows) {
+        case 1: return tile_rows<T, 1>(c, ldc, add, a, row, step, b, ldb, k);
+        case 2: return tile_rows<T, 2>(c, ldc, add, a, row, step, b, ldb, k);
+        case 3: return tile_rows<T, 3>(c, ldc, add, a, row, step, b, ldb, k);
+        case 4: return tile_rows<T, 4>(c, ldc, add, a, row, step, b, ldb, k);
+        case 5: return tile_rows<T, 5>(c, ldc, add, a, row, step, b, ldb, k);
+        default: return tile_rows<T, 6>(c, ldc, add, a, row, step, b, ldb, k);
+    }
+}
+
+LATTE_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+LATTE_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+template <class T> LATTE_INLINE int64_t whole(int64_t n) {
+    return (n + width<T> - 1) / width<T> * width<T>;
+}
+
+// c (rows of half a V) = a b, of few columns: a whole one's other half would be wasted.
+template <class T, int M>
+static void half_tile_rows(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb,
+                           int64_t k) {
+    typename Raw<T>::numbers sums[M] = {}, right;
+    for (; k > 0; --k, ++a, b += ldb) {
+        std::memcpy(&right, b, sizeof right);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) sums[m] += right * a[m * lda];
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) std::memcpy(c + m * ldc, &sums[m], sizeof right);
+}
+template <class T>
+static void half_product(T* c, int64_t ldc, int64_t rows, const T* a, int64_t lda, const T* b,
+                         int64_t ldb, int64_t k) {
+    int64_t i = 0;
+    for (; i + 8 <= rows; i += 8)
+        half_tile_rows<T, 8>(c + i * ldc, ldc, a + i * lda, lda, b, ldb, k);
+    for (; i < rows; ++i) half_tile_rows<T, 1>(c + i * ldc, ldc, a + i * lda, lda, b, ldb, k);
+}
+
+// c (rows, columns of whole V's) = a b, or added to it.
+template <class T>
+static void product(T* c, int64_t ldc, bool add, int64_t rows, int64_t columns, const T* a,
+                    int64_t row, int64_t step, const T* b, int64_t ldb, int64_t k) {
+    for (int64_t d = 0; d < columns; d += width<T>)
+        for (int64_t i = 0; i < rows; i += ROWS)
+            tile(least(ROWS, rows - i), c + i * ldc + d, ldc, add, a + i * row, row, step, b + d,
+                 ldb, k);
+}
+
+// Rows first ... stop of x (., n), turned into panels: of every width<T> rows (n, width<T>).
+template <class T>
+static void turn(const T* x, int64_t ld, int64_t first, int64_t stop, int64_t n, T* panels) {
+    constexpr int64_t W = width<T>;
+    for (int64_t i = first; i < stop; ++i) {
+        T* to = panels + i / W * n * W + i % W;
+        for (int64_t d = 0; d < n; ++d) to[d * W] = x[i * ld + d];
+    }
+}
+
+// (n, m) -> (m, n), both with rows of whole vectors.
+template <class T>
+static void transpose(const T* x, int64_t ldx, int64_t n, int64_t m, T* to, int64_t ld) {
+    for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = 0; j < m; ++j) to[j * ld + i] = x[i * ldx + j];
+}
+
+// Lane numbers 0, 1, ...
+template <class T> LATTE_INLINE V<T> lanes() {
+    T numbers[width<T>];
+    for (int64_t j = 0; j < width<T>; ++j) numbers[j] = T(j);
+    return load_all(numbers);
+}
+// x where first <= place < stop, else y: places are those of the lanes, from `at` on.
+template <class T>
+LATTE_INLINE V<T> within(V<T> x, V<T> y, int64_t at, int64_t first, int64_t stop) {
+    if (__builtin_expect(at >= first && at + width<T> <= stop, 1)) return x;
+    V<T> lane = lanes<T>();
+    x = select(lane < T(first - at), y, x);
+    return select(lane < T(stop - at), x, y);
+}
+template <class T> LATTE_INLINE bool any(Mask<T> x) {
+    const auto both = x.low | x.high;
+    uint64_t bits[sizeof both / 8], found = 0;
+    std::memcpy(bits, &both, sizeof both);
+    for (uint64_t some : bits) found |= some;
+    return found;
+}
+template <class T> LATTE_INLINE T largest(V<T> x) {
+    T numbers[width<T>], top;
+    store_all(numbers, x);
+    top = numbers[0];
+    for (T number : numbers) top = number > top ? number : top;
+    return top;
+}
+
+// Columns first ... stop of a row.
+struct Span { int64_t first, stop; };
+
+// Calls work(c, span) for every vector of the two spans; the second begins at a whole vector.
+template <class T, class Work>
+LATTE_INLINE void vectors(Span one, Span two, const Work& work) {
+    for (int64_t c = one.first / width<T> * width<T>; c < one.stop; c += width<T>) work(c, one);
+    for (int64_t c = two.first; c < two.stop; c += width<T>) work(c, two);
+}
+
+// The logits of two spans become exp(x - top), with their sum: all 0 if every one is -inf.
+template <class T> struct Exponentials { T top, sum; };
+template <class T>
+static Exponentials<T> exponentiate(T* x, Span one, Span two) {
+    constexpr T lowest = -std::numeric_limits<T>::infinity();
+    V<T> tops = all(lowest), sums{};
+    vectors<T>(one, two, [&](int64_t c, Span s) {
+        tops = larger(tops, within(load_all(x + c), all(lowest), c, s.first, s.stop));
+    });
+    T top = largest(tops);
+    if (top == lowest) top = 0;
+    vectors<T>(one, two, [&](int64_t c, Span s) {
+        V<T> e = within(decay(load_all(x + c) - top).kept, V<T>{}, c, s.first, s.stop);
+        sums = sums + e;
+        store_all(x + c, e);
+    });
+    return {top, sum(sums)};
+}
+// Makes them sum to `factor`.
+template <class T>
+static void normalise(T* x, Span one, Span two, T total, T factor) {
+    const T share = total == T(0) ? T(0) : factor / total;
+    vectors<T>(one, two, [&](int64_t c, Span s) {
+        store_all(x + c, within(load_all(x + c) * share, V<T>{}, c, s.first, s.stop));
+    });
+}
+template <class T>
+static void soften(T* x, Span one, Span two, T factor) {
+    normalise(x, one, two, exponentiate(x, one, two).sum, factor);
+}
+
+// Whether one of these numbers, in whole vectors, is not finite.
+template <class T>
+static bool not_finite(const T* x, int64_t count) {
+    V<T> nothing{};
+    for (int64_t c = 0; c < count; c += width<T>) nothing = nothing + load_all(x + c) * T(0);
+    return sum(nothing) != T(0);
+}
+
+// Where a token's row of one head begins, in elements.
+LATTE_INLINE int64_t place(const Tensor& x, int64_t row, int64_t token, int64_t head) {
+    return row * x.strides[0] + token * x.strides[1] + head * x.strides[2];
+}
+
+// Tokens of one head as rows of T, zeros up to ld.
+template <class T, class S>
+static void take_as(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
+                    int64_t ld, T factor) {
+    const int64_t n = x.sizes[3], stride = x.strides[3];
+    for (int64_t i = 0; i < count; ++i, to += ld) {
+        const S* from = x.at<S>() + place(x, row, token + i, head);
+        for (int64_t c = 0; c < ld; c += width<T>)
+            store_all(to + c, c < n ? load(from + c * stride, stride, n - c) * factor : V<T>{});
+    }
+}
+template <class T>
+static void take(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
+                 int64_t ld, T factor = T(1)) {
+    if constexpr (sizeof(T) == 8) {
+        take_as<T, double>(x, row, token, head, count, to, ld, factor);
+    } else {
+        switch (x.type()) {
+            case Type::BF16: return take_as<T, bf16>(x, row, token, head, count, to, ld, factor);
+            case Type::F16: return take_as<T, fp16>(x, row, token, head, count, to, ld, factor);
+            default: return take_as<T, float>(x, row, token, head, count, to, ld, factor);
+        }
+    }
+}
+
+// The inverse; x is contiguous.
+template <class T, class S>
+static void put_as(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count,
+                   const T* from, int64_t ld) {
+    const int64_t n = x.sizes[3];
+    for (int64_t i = 0; i < count; ++i, from += ld) {
+        S* to = x.at<S>() + place(x, row, token + i, head);
+        for (int64_t c = 0; c < n; c += width<T>) store(to + c, load_all(from + c), n - c);
+    }
+}
+template <class T>
+static void put(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count,
+                const T* from, int64_t ld) {
+    if constexpr (sizeof(T) == 8) {
+        put_as<T, double>(x, row, token, head, count, from, ld);
+    } else {
+        switch (x.type()) {
+            case Type::BF16: return put_as<T, bf16>(x, row, token, head, count, from, ld);
+            case Type::F16: return put_as<T, fp16>(x, row, token, head, count, from, ld);
+            default: return put_as<T, float>(x, row, token, head, count, from, ld);
+        }
+    }
+}

@@ -1,0 +1,291 @@
+// The window of a head and its sinks: scores, their softmax, the products with values, and back.
+// Included by attention.cpp once per instruction set.
+
+// Keys and values of a chunk; of chunks before the first one those of the earlier state.
+template <class T>
+inline void Head<T>::load_keys(int64_t chunk) {
+    Keys<T>& s = slot(chunk);
+    const int64_t first = chunk * TOKENS, P = op.tail();
+    int64_t from = 0, stop = TOKENS;
+    s.masked = false;
+    if (first >= 0) {
+        stop = rows_of(chunk);
+        if (near) take(op.k, task.row, task.begin + first, task.g, stop, s.k, Kp);
+        take(op.v, task.row, task.begin + first, task.g, stop, s.v, Dp);
+    } else {
+        from = most(0, -P - first);
+        if (from >= TOKENS) return;
+        take(op.tail_k, task.n, P + first + from, task.g, stop - from, s.k + from * Kp, Kp);
+        take(op.tail_v, task.n, P + first + from, task.g, stop - from, s.v + from * Dp, Dp);
+    }
+    for (int64_t i = from; i < stop; ++i) {
+        const bool seen = first >= 0 ? real(first + i)
+                                     : op.tail_mask.at<bool>()[task.n * P + P + first + i];
+        s.hidden[i] = seen ? T(0) : lowest;
+        if (seen) continue;
+        s.masked = true;
+        std::memset(s.k + i * Kp, 0, size_t(Kp) * sizeof(T));
+        std::memset(s.v + i * Dp, 0, size_t(Dp) * sizeof(T));
+    }
+    turn(s.k, Kp, from, stop, K, s.k_panels);
+    s.strange = not_finite(s.v + from * Dp, (stop - from) * Dp);
+    if (!back) return;
+    turn(s.v, Dp, from, stop, D, s.v_panels);
+    std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
+    std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+}
+
+// The sinks of a sequence; masked ones are zeros already.
+template <class T>
+inline void Head<T>::load_sinks() {
+    take(op.sink_k, task.n, 0, task.g, S, sinks.k, Kp);
+    take(op.sink_v, task.n, 0, task.g, S, sinks.v, Dp);
+    turn(sinks.k, Kp, 0, S, K, sinks.k_panels);
+    sinks.strange = not_finite(sinks.v, S * Dp);
+    if (!back) return;
+    turn(sinks.v, Dp, 0, S, D, sinks.v_panels);
+    std::memset(sinks.dk, 0, size_t(Sp * Kp) * sizeof(T));
+    std::memset(sinks.dv, 0, size_t(Sp * Dp) * sizeof(T));
+}
+
+// to[i][columns + s] = <x_i, sink s>, of keys or values.
+template <class T>
+inline void Head<T>::against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n,
+                                   const T* panels, T* to) {
+    for (int64_t c = 0; c < S; c += W) {
+        T* at = to + columns + c;
+        if (S - c <= half_width<T>) half_product(at, ld, rows, x, ldx, panels + c * n, W, n);
+        else product(at, ld, false, rows, W, x, ldx, int64_t(1), panels + c * n, W, n);
+    }
+}
+
+// Adds the sinks' part to the outputs: a query multiplies those that it sees.
+template <class T>
+inline void Head<T>::with_sinks(int64_t chunk, int64_t rows, const T* x, T* to) {
+    const int64_t together = sinks.strange ? 1 : ROWS;
+    for (int64_t i = 0; i < rows; i += together) {
+        const int64_t count = least(together, rows - i);
+        const Span seen = sink_span(chunk, i + count - 1);
+        if (seen.stop == columns) continue;
+        for (int64_t d = 0; d < Dp; d += W)
+            tile(count, to + i * Dp + d, Dp, true, x + i * ld + columns, ld, 1, sinks.v + d, Dp,
+                 seen.stop - columns);
+    }
+}
+
+// to[i][s] = <x_i, key s> for the keys that a query reads; all of its own chunk if `whole_chunk`.
+template <class T>
+inline void Head<T>::against(int64_t chunk, int64_t rows, const T* x, int64_t ldx, int64_t n,
+                             bool values, bool whole_chunk, T* to) {
+    for (int64_t j = 0; j < slots; ++j) {
+        const Keys<T>& s = slot(chunk - slots + 1 + j);
+        const T* panel = values ? s.v_panels : s.k_panels;
+        for (int64_t c = j * TOKENS; c < (j + 1) * TOKENS; c += W, panel += n * W) {
+            for (int64_t i = 0; i < rows; i += ROWS) {
+                const int64_t count = least(ROWS, rows - i);
+                int64_t first = first_key(chunk, i);
+                if (whole_chunk) first = least(first, base);
+                if (c + W <= first || c > last_key(i + count - 1)) continue;
+                tile(count, to + i * ld + c, ld, false, x + i * ldx, ldx, 1, panel,
+                     W, n);
+            }
+        }
+    }
+}
+
+// to (rows begin ... end) = sum over keys of x[i][s] times their rows; x is 0 outside the band.
+template <class T>
+inline void Head<T>::with_keys(int64_t chunk, int64_t begin, int64_t end, const T* x, bool values,
+                               bool whole_chunk, T* to) {
+    const int64_t n = values ? Dp : Kp;
+    int64_t together = ROWS;
+    for (int64_t j = first_key(chunk, begin) / TOKENS; j < slots; ++j)
+        if (slot(chunk - slots + 1 + j).strange) together = 1;
+    for (int64_t d = 0; d < n; d += W) {
+        for (int64_t i = begin; i < end; i += together) {
+            const int64_t count = least(together, end - i), last = last_key(i + count - 1);
+            int64_t first = first_key(chunk, i);
+            if (whole_chunk) first = least(first, base);
+            bool add = false;
+            for (int64_t j = first / TOKENS; j < slots; ++j) {
+                const int64_t from = most(first, j * TOKENS);
+                const int64_t stop = least(last + 1, (j + 1) * TOKENS);
+                const Keys<T>& s = slot(chunk - slots + 1 + j);
+                tile(count, to + i * n + d, n, add, x + i * ld + from, ld, 1,
+                     (values ? s.v : s.k) + (from - j * TOKENS) * n + d, n, stop - from);
+                add = true;
+            }
+        }
+    }
+}
+
+// Adds sum over queries of x[i][s] y_i to the gradients of the keys, or of the values.
+template <class T>
+inline void Head<T>::to_keys(int64_t chunk, int64_t rows, const T* x, const T* y, bool values,
+                             bool whole_chunk) {
+    const int64_t n = values ? Dp : Kp;
+    for (int64_t j = 0; j < slots; ++j) {
+        Keys<T>& s = slot(chunk - slots + 1 + j);
+        T* to = values ? s.dv : s.dk;
+        const int64_t from = most(0, base + low - chunk * TOKENS - j * TOKENS);
+        const int64_t stop = j == slots - 1 ? rows : TOKENS;
+        for (int64_t d = 0; d < n; d += W) {
+            for (int64_t i = from; i < stop; i += ROWS) {
+                const int64_t count = least(ROWS, stop - i), c = j * TOKENS + i - base;
+                const int64_t first = most(0, c);
+                int64_t last = least(rows - 1, c + count - 1 + reach);
+                if (whole_chunk && j == slots - 1) last = rows - 1;
+                if (last < first) continue;
+                tile(count, to + i * n + d, n, true, x + first * ld + j * TOKENS + i, 1, ld,
+                     y + first * n + d, n, last - first + 1);
+            }
+        }
+    }
+}
+
+// Zeros around what a query sees, as far as a tile reads, and in all of its own chunk if
+// `whole_chunk`; there are zeros already in the vectors in which that begins and ends.
+template <class T>
+inline void Head<T>::clear_around(int64_t chunk, int64_t i, bool whole_chunk, T* x) {
+    for (int64_t c = columns + whole<T>(sink_span(chunk, i).stop - columns); c < ld; c += W)
+        store_all(x + c, V<T>{});
+    const int64_t first = first_key(chunk, i), stop = last_key(i) + 1;
+    int64_t from = most(0, first - ROWS);
+    if (whole_chunk) from = least(from, base);
+    for (int64_t c = from / W * W; c < first / W * W; c += W) store_all(x + c, V<T>{});
+    for (int64_t c = (stop + W - 1) / W * W; c < least(columns, stop + ROWS); c += W)
+        store_all(x + c, V<T>{});
+}
+
+// p of the latents' queries, in p; and of the window's scores weights, in logits: forward times
+// the window's p, which is all of a query's weights but those of the latents.
+template <class T>
+inline void Head<T>::probabilities(int64_t chunk, int64_t rows) {
+    const int64_t token = task.begin + chunk * TOKENS;
+    if (far) take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
+    for (int64_t i = 0; i < rows; ++i) {
+        ask_around(chunk, i);
+        if (!op.joint) mix(chunk, i);
+    }
+    if (!near && !back) std::memset(weights, 0, size_t(rows * ld) * sizeof(T));
+    if (!near) return;
+    take(op.q, task.row, token, task.h, rows, queries, Kp, T(op.scale));
+    against(chunk, rows, queries, Kp, K, false, false, logits);
+    if (S) {
+        take(op.sink_q, task.row, token, task.h, rows, sink_queries, Kp, T(op.scale));
+        against_sinks(rows, sink_queries, Kp, K, sinks.k_panels, logits);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        T* x = logits + i * ld;
+        const Span seen = near_span(chunk, i), more = sink_span(chunk, i);
+        const int64_t first = seen.first, stop = seen.stop;
+        if (op.softcap) cap(x, slope + (back ? i * ld : 0), seen, more);
+        for (int64_t c = more.first; c < more.stop; ++c)
+            if (!op.sink_mask.at<bool>()[task.n * S + c - columns]) x[c] = lowest;
+        for (int64_t j = first / TOKENS; j < slots; ++j) {
+            const Keys<T>& s = slot(chunk - slots + 1 + j);
+            if (!s.masked) continue;
+            for (int64_t c = most(first, j * TOKENS); c < least(stop, (j + 1) * TOKENS); ++c)
+                x[c] = s.hidden[c - j * TOKENS] < T(0) ? lowest : x[c];
+        }
+        const Exponentials<T> found = exponentiate(x, seen, more);
+        if (op.joint) {
+            p[i * Lq + W - 1] += found.sum == T(0) ? lowest : found.top + std::log(found.sum);
+            mix(chunk, i);
+        }
+        normalise(x, seen, more, found.sum, back ? T(1) : p[i * Lq + W - 1]);
+        if (!back) clear_around(chunk, i, shared, x);
+    }
+}
+
+// p of query i, from the logits in its place: all of it the window's if there are no latents, or
+// late ones that have seen nothing.
+template <class T>
+inline void Head<T>::mix(int64_t chunk, int64_t i) {
+    T* x = p + i * Lq;
+    if (far) soften(x, {column, W + L}, {0, 0}, T(1));
+    const bool alone = late && chunk * TOKENS + i < heard;
+    if (alone) std::memset(x + W, 0, size_t(Lp) * sizeof(T));
+    if (alone || !far) x[W - 1] = 1;
+}
+
+// softcap tanh(x / softcap), and its slope.
+template <class T>
+inline void Head<T>::cap(T* x, T* slopes, Span keys_seen, Span more) {
+    vectors<T>(keys_seen, more, [&](int64_t c, Span) {
+        V<T> y = load_all(x + c) * T(1.0 / op.softcap);
+        Mask<T> negative = y < T(0);
+        Decay<T> twice = decay(select(negative, y, -y) * T(2));
+        V<T> tanh = twice.lost / (twice.kept + T(1));
+        if (back) store_all(slopes + c, T(1) - tanh * tanh);
+        store_all(x + c, select(negative, -tanh, tanh) * T(op.softcap));
+    });
+}
+
+// The window's part of a query's weights.
+template <class T>
+inline void Head<T>::share_out(int64_t chunk, int64_t i) {
+    const T *from = logits + i * ld, share = p[i * Lq + W - 1];
+    T* to = weights + i * ld;
+    vectors<T>(near_span(chunk, i), sink_span(chunk, i), [&](int64_t c, Span s) {
+        store_all(to + c, within(load_all(from + c) * share, V<T>{}, c, s.first, s.stop));
+    });
+    clear_around(chunk, i, shared, to);
+}
+
+// Gradients of the tail's keys and values: 0 for those that no query has reached.
+template <class T>
+inline void Head<T>::end_tail() {
+    const int64_t P = op.tail();
+    for (int64_t c = (-P - TOKENS + 1) / TOKENS; c < 0; ++c) {
+        const int64_t first = c * TOKENS, from = most(0, -P - first);
+        Keys<T>& s = slot(c);
+        if (!chunks() || c < 1 - slots) {
+            std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
+            std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+        }
+        put(op.dtail_k, task.n, P + first + from, task.h, TOKENS - from, s.dk + from * Kp, Kp);
+        put(op.dtail_v, task.n, P + first + from, task.h, TOKENS - from, s.dv + from * Dp, Dp);
+    }
+}
+
+// The sinks' part: of their values by the weights, of keys and queries by the logits' gradients.
+template <class T>
+inline void Head<T>::backward_sinks(int64_t c, int64_t rows) {
+    const T *shares = weights + columns, *dlogits = logits + columns;
+    product(sinks.dv, Dp, true, S, Dp, shares, int64_t(1), ld, dy, Dp, rows);
+    product(sinks.dk, Kp, true, S, Kp, dlogits, int64_t(1), ld, sink_queries, Kp, rows);
+    product(sink_queries, Kp, false, rows, Kp, dlogits, ld, int64_t(1), sinks.k, Kp, S);
+    for (int64_t i = 0; i < rows * Kp; ++i) sink_queries[i] *= T(op.scale);
+    put(op.dsink_q, task.row, task.begin + c * TOKENS, task.h, rows, sink_queries, Kp);
+}
+
+// From weights in logits and <dy, v> in pairs: the weights' part in `weights`, the gradients of
+// the scores in logits, and p_t[0] times its gradient.
+template <class T>
+inline void Head<T>::through_window(int64_t chunk, int64_t i) {
+    share_out(chunk, i);
+    T *x = logits + i * ld, *y = pairs + i * ld;
+    const Span keys_seen = near_span(chunk, i), more = sink_span(chunk, i);
+    V<T> sums{};
+    vectors<T>(keys_seen, more, [&](int64_t c, Span s) {
+        sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, s.first, s.stop);
+    });
+    const T total = sum(sums);
+    pulled[i * Lq + W - 1] = p[i * Lq + W - 1] * total;
+    if (!op.joint) through_softmax(chunk, i, total);
+}
+
+// The gradients of the scores, in the place of weights; `total`: the mean of <dy, v> over what
+// the softmax is over.
+template <class T>
+inline void Head<T>::through_softmax(int64_t chunk, int64_t i, T total) {
+    T *x = logits + i * ld, *y = pairs + i * ld;
+    const T share = p[i * Lq + W - 1];
+    vectors<T>(near_span(chunk, i), sink_span(chunk, i), [&](int64_t c, Span s) {
+        V<T> dx = load_all(x + c) * share * (load_all(y + c) - total);
+        if (op.softcap) dx = dx * load_all(slope + i * ld + c);
+        store_all(x + c, within(dx, V<T>{}, c, s.first, s.stop));
+    });
+    clear_around(chunk, i, false, x);
+}
