@@ -429,10 +429,11 @@ def written(text: str, parts: dict[str, str]) -> str:
     for name, body in parts.items():
         mark = f"<!-- generated: {name} -->"
         pattern = re.compile(re.escape(mark) + r"\n.*?<!-- /generated -->", re.S)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"expected one block {mark} on the page")
+        found = list(pattern.finditer(text))
+        if len(found) != 1:
+            raise ValueError(f"expected one block {mark} on the page, got {len(found)}")
         whole = f"{mark}\n{body}\n<!-- /generated -->"
-        text = pattern.sub(lambda _, whole=whole: whole, text)
+        text = text[: found[0].start()] + whole + text[found[0].end() :]
     return text
 
 

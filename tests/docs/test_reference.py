@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,9 @@ def test_every_backend_is_named_where_one_is_chosen(read):
     assert len(rows) == 2
     for row in rows:
         assert all(re.search(rf'`"?{name}"?`', row) for name in BACKENDS), row
+
+
+def test_every_extra_is_on_the_page_of_installing(read):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = next(table for table in read("docs/install.md").tables() if "extra" in table[0])
+    assert [row["extra"].strip("`") for row in rows[1:]] == list(project["optional-dependencies"])
