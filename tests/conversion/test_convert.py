@@ -146,6 +146,21 @@ def test_layers_with_a_window_of_their_own_stay(family, converted, save_base, tm
     assert config.keep_layers == (converted[0],)
 
 
+def test_a_conversion_is_loaded_with_fewer_converted_layers(save_base, tmp_path):
+    """A hybrid of a finished conversion, as a model and as one side of a comparison."""
+    folder = save_base("llama")
+    convert(folder, tmp_path / "whole", window=5, num_latents=8, initial="random")
+    hybrid, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole", converted_layers=(1, 3), output_loading_info=True
+    )
+    assert not found["unexpected_keys"] and not found["missing_keys"]
+    assert hybrid.config.keep_layers == (0, 2)
+    assert not hasattr(hybrid.model.layers[0].self_attn, "latents")
+    given = convert(folder, window=5, num_latents=8, initial="random", keep_layers=[0, 2])
+    given.load_state_dict(hybrid.state_dict())
+    torch.testing.assert_close(hybrid(tokens()).logits, given(tokens()).logits)
+
+
 def test_a_file_from_before_has_all_layers_converted(save_base, tmp_path):
     """Gemma's with a window too: the same weights, the same logits."""
     from bases import converted

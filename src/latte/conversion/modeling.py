@@ -5,6 +5,7 @@ Parameter names are the base's; only ``layers.*.self_attn.latents.*`` is new, so
 sequences.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         for layer in self.layers:  # type: ignore[attr-defined]
             layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
             hook_layer(layer)
+        # A conversion can be loaded with fewer converted layers than it has: a hybrid of it.
+        kept = [i for i in range(config.num_hidden_layers) if not config.is_converted(i)]
+        names = [rf"layers\.{i}\.self_attn{re.escape(NEW_WEIGHTS)}" for i in kept]
+        self._keys_to_ignore_on_load_unexpected = names
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(
