@@ -303,7 +303,7 @@ def test_recipes_load():
     expected = {
         "ablation.yaml": ["layers"],
         "gemma2-2b.yaml": ["transfer", "next-token"],
-        "gemma3-270m.yaml": ["layers", "next-token"],
+        "gemma3-270m.yaml": ["layers"],
         "small.yaml": ["transfer", "next-token"],
         "smollm2.yaml": ["layers", "next-token"],
     }
