@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "cpp_backend"))
 
 import calls  # noqa: E402
 
+from latte.ops import cpp_backend  # noqa: E402
+
 THREADS = 3
 
 
@@ -44,15 +46,17 @@ def try_wrong_arguments(log: Any) -> int:
 
 def main(seconds: float, first_seed: int, log_path: str, library: str) -> None:
     if library not in Path("/proc/self/maps").read_text():
-        sys.exit(f"fuzz: {library} is not loaded")
+        sys.exit(f"fuzz: {library} is not loaded: {cpp_backend.ABSENT}")
     with open(log_path, "w") as log:
 
         def one(kind: str, seed: int) -> None:
             print(f"{kind}, seed {seed}", file=log, flush=True)
             calls.call(kind, seed)
 
+        # Arguments are looked at before the instruction set matters: once is enough.
+        level = torch.backends.cpu.get_cpu_capability()
+        wrong, valid = try_wrong_arguments(log) if level == "DEFAULT" else 0, 0
         begun, seed = time.monotonic(), itertools.count(first_seed)
-        wrong, valid = try_wrong_arguments(log), 0
         with ThreadPoolExecutor(THREADS) as pool:
             while time.monotonic() < begun + seconds:
                 now = next(seed)
@@ -63,10 +67,7 @@ def main(seconds: float, first_seed: int, log_path: str, library: str) -> None:
                     kinds = [*calls.KINDS] * THREADS
                     list(pool.map(one, kinds, range(now, now + len(kinds))))
                 valid += len(calls.KINDS) * (1 if now % 2 else THREADS)
-    level = torch.backends.cpu.get_cpu_capability()
-    print(
-        f"sanitize: {level}: {valid} valid calls and {wrong} wrong ones, nothing found", flush=True
-    )
+    print(f"sanitize: {level}: {valid} valid and {wrong} wrong calls, nothing found", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ What is found ends the run with the sanitizer's report and the calls that were u
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -53,8 +54,10 @@ def compile_sanitized(kernels: Path) -> Path:
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: subprocess.run(command, check=True), commands))
-    link = ["-shared", SANITIZERS, *map(str, objects), "-o", str(target)]
-    subprocess.run([*build.find_compiler(), *link], check=True)
+    # PyTorch's library by name, so that the kernels find the one that is loaded.
+    torch = Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
+    link = ["-shared", SANITIZERS, *map(str, objects), "-Wl,--no-as-needed", str(torch)]
+    subprocess.run([*build.find_compiler(), *link, "-o", str(target)], check=True)
     for made in objects:
         made.unlink()
     return target
@@ -83,6 +86,7 @@ def main() -> None:
 
     flags = Path("/proc/cpuinfo").read_text().split() if sys.platform == "linux" else []
     log = options.folder / "calls.log"
+    log.unlink(missing_ok=True)
     environment = os.environ | SETTINGS | {"LD_PRELOAD": preloaded(build.find_compiler())}
     environment |= {"PYTHONPATH": str(options.folder), "OMP_NUM_THREADS": "2"}
     for level, flag in LEVELS.items():
@@ -95,9 +99,8 @@ def main() -> None:
             env=environment | {"ATEN_CPU_CAPABILITY": level},
         )
         if done.returncode:
-            print(
-                "sanitize: the last calls that began:", *log.read_text().splitlines()[-4:], sep="\n"
-            )
+            last = log.read_text().splitlines()[-4:] if log.exists() else ["none"]
+            print("sanitize: the last calls that began:", *last, sep="\n")
             sys.exit(f"sanitize: {level} failed with status {done.returncode}")
 
 
