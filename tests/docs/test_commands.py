@@ -157,6 +157,7 @@ def test_the_figure_is_what_its_script_draws(root, tmp_path):
 
 # --- The workflow, which calls what developers call ---------------------------------------------
 
+
 @pytest.fixture
 def jobs(root):
     return yaml.safe_load((root / ".github/workflows/ci.yml").read_text())["jobs"]
