@@ -551,6 +551,38 @@ def test_a_model_without_states_is_answered_one_by_one(tmp_path):
         client.close()
 
 
+def test_a_request_that_fails_harms_no_other(client, expected, monkeypatch):
+    from latte.serve.engine import Engine
+    from latte.serve.sampling import Sampler
+
+    choose = Sampler.__call__
+
+    def fails(self, logits):
+        if self._penalties.frequency == 1.25 and self._length > 10:
+            raise RuntimeError("broken")
+        return choose(self, logits)
+
+    monkeypatch.setattr(Sampler, "__call__", fails)
+    wishes = [{}, {"frequency_penalty": 1.25}, {}]
+
+    def ask(own):
+        return client.complete("once", max_tokens=30, temperature=0, **own).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first, broken, last = [pool.submit(ask, own) for own in wishes]
+    assert first.result() == last.result() == expected("once", 30)
+    with pytest.raises(openai.InternalServerError, match="broken"):
+        broken.result()
+    with pytest.raises(openai.APIError, match="broken"):
+        list(client.complete("once", stream=True, max_tokens=30, frequency_penalty=1.25))
+    # The loop goes on whatever fails in it.
+    monkeypatch.setattr(Engine, "_keep", lambda self, kept: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="division by zero"):
+        ask({})
+    monkeypatch.undo()
+    assert ask({}) == expected("once", 30)
+
+
 def test_counters(folder):
     client = Client(folder)
     try:
