@@ -177,8 +177,9 @@ BAD = [
     ("completions", {"temperature": "hot"}, "temperature: expected 0"),
     ("completions", {"stop": 5}, "stop: expected a string or a list"),
     ("completions", {"stop": [""]}, "stop: expected a string or a list"),
-    ("completions", {"prompt": None}, "prompt: expected a string, got none"),
-    ("completions", {"prompt": [1, 2]}, "prompt: expected a string, got [1, 2]"),
+    ("completions", {"prompt": None}, "prompt: expected a string of valid Unicode, got none"),
+    ("completions", {"prompt": "half \ud800"}, "prompt: expected a string of valid Unicode"),
+    ("completions", {"prompt": [1, 2]}, "Unicode, got [1, 2]"),
     ("completions", {"max_tokens": 0}, "max_tokens: expected a whole number from 1"),
     ("completions", {"max_tokens": True}, "max_tokens: expected a whole number from 1"),
     ("completions", {"n": 2}, "n: expected 1"),
@@ -199,9 +200,16 @@ BAD = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "reads text alone",
     ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "half \ud800"}]},
+        "messages[0].content: expected a string",
+    ),
     ("chat/completions", {"logprobs": 1}, "logprobs: expected true or false"),
     ("chat/completions", {"top_logprobs": 2}, "top_logprobs: expected logprobs to be true"),
     ("chat/completions", {"logit_bias": [1]}, "logit_bias: expected an object"),
+    ("chat/completions", {"logit_bias": {"9999": 1}}, "logit_bias: expected token ids below"),
+    ("chat/completions", {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
     ("responses", {"input": 3}, "input: expected a string"),
     ("responses", {"input": [{"type": "what"}]}, "input[0]"),
@@ -234,6 +242,11 @@ def test_bad_json_and_unknown_paths_are_errors_like_all_others(client):
     for path in ("load_model", "../load_model", "../reset", "audio/transcriptions"):
         status, answer = client.post(path, {"model": "gpt2"})
         assert status == 404 and answer["error"]["message"]
+
+
+def test_a_bias_moves_tokens(client):
+    wishes = {"logit_bias": {"65": 100}, "max_tokens": 3, "temperature": 0}
+    assert client.chat("hi", **wishes).choices[0].message.content == "AAA"
 
 
 def test_responses_do_not_stream_unless_asked(client, expected):
@@ -536,6 +549,38 @@ def test_a_model_without_states_is_answered_one_by_one(tmp_path):
         assert metrics(client)["latte_written_tokens_total"] == "30.0"
     finally:
         client.close()
+
+
+def test_a_request_that_fails_harms_no_other(client, expected, monkeypatch):
+    from latte.serve.engine import Engine
+    from latte.serve.sampling import Sampler
+
+    choose = Sampler.__call__
+
+    def fails(self, logits):
+        if self._penalties.frequency == 1.25 and self._length > 10:
+            raise RuntimeError("broken")
+        return choose(self, logits)
+
+    monkeypatch.setattr(Sampler, "__call__", fails)
+    wishes = [{}, {"frequency_penalty": 1.25}, {}]
+
+    def ask(own):
+        return client.complete("once", max_tokens=30, temperature=0, **own).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first, broken, last = [pool.submit(ask, own) for own in wishes]
+    assert first.result() == last.result() == expected("once", 30)
+    with pytest.raises(openai.InternalServerError, match="broken"):
+        broken.result()
+    with pytest.raises(openai.APIError, match="broken"):
+        list(client.complete("once", stream=True, max_tokens=30, frequency_penalty=1.25))
+    # The loop goes on whatever fails in it.
+    monkeypatch.setattr(Engine, "_keep", lambda self, kept: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="division by zero"):
+        ask({})
+    monkeypatch.undo()
+    assert ask({}) == expected("once", 30)
 
 
 def test_counters(folder):

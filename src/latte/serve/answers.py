@@ -162,8 +162,13 @@ class Answers(BaseGenerateManager):
         whole: asyncio.Future[None] = loop.create_future()
 
         def settle(error: Exception | None) -> None:
-            if not whole.done():
-                whole.set_result(None) if error is None else whole.set_exception(error)
+            if whole.done():
+                return
+            if error is None:
+                whole.set_result(None)
+            else:  # the loop has logged it
+                known = isinstance(error, BadRequest)
+                whole.set_exception(error if known else BadRequest(one_line(error), status=500))
 
         def end(error: Exception | None) -> None:
             loop.call_soon_threadsafe(settle, error)

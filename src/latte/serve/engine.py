@@ -145,17 +145,30 @@ class Engine:
     @torch.no_grad()
     def _run(self) -> None:
         while not self._ends:
-            self._admit()
-            if self._reading:
-                self._read()
-            elif self._ahead and (not self._rows or self._steps % PATIENCE == 0):
-                self._read_ahead()
-            if self._rows:
-                self._step()
-                self._steps += 1
-            self.counters.slots(len(self._rows) + len(self._reading), len(self._waiting))
-        left = [*self._rows, *self._reading, *self._waiting]
-        self._fail(left, BadRequest("the server ends", status=503))
+            try:
+                self._turn()
+            except Exception as error:  # of whatever it was: those who wait are told, others served
+                self._fail(self._let_all_go(), error)
+        error = BadRequest("the server ends", status=503)
+        self._fail([*self._let_all_go(), *self._waiting], error)
+
+    def _turn(self) -> None:
+        """One piece of a prompt, and a step of all rows."""
+        self._admit()
+        if self._reading:
+            self._read()
+        elif self._ahead and (not self._rows or self._steps % PATIENCE == 0):
+            self._read_ahead()
+        if self._rows:
+            self._step()
+            self._steps += 1
+        self.counters.slots(len(self._rows) + len(self._reading), len(self._waiting))
+
+    def _let_all_go(self) -> list[Request]:
+        left = [*self._rows, *self._reading]
+        self._rows, self._cache = [], None
+        self._reading.clear()
+        return left
 
     def _admit(self) -> None:
         """Take in what has come; wait for it where nothing else is to be done."""
@@ -190,30 +203,28 @@ class Engine:
             cache, request.reading = request.reading.cache, None
             logits = self._forward([int(request.ids[-1])], cache)
             if not self._write(request, request.sampler(logits), logits):
-                self._rows.append(request)
                 self._cache = joined(self._model.config, self._cache, cache)
+                self._rows.append(request)
         except Exception as error:  # of this request alone
             self._fail([request], error)
 
     def _step(self) -> None:
         """One token of every row."""
-        kept = [i for i, request in enumerate(self._rows) if not request.gone.is_set()]
-        try:
-            self._keep(kept)
-            if not self._rows:
-                return
-            logits_BV = self._forward([request.written[-1] for request in self._rows], self._cache)
-            chosen = logits_BV.argmax(-1).tolist()
-            kept = []
-            for i, request in enumerate(self._rows):
-                own = logits_BV[i : i + 1]
+        self._keep([i for i, request in enumerate(self._rows) if not request.gone.is_set()])
+        if not self._rows:
+            return
+        logits_BV = self._forward([request.written[-1] for request in self._rows], self._cache)
+        chosen = logits_BV.argmax(-1).tolist()
+        kept = []
+        for i, request in enumerate(self._rows):
+            own = logits_BV[i : i + 1]
+            try:
                 token = chosen[i] if request.sampler.is_greedy else request.sampler(own)
                 if not self._write(request, token, own):
                     kept.append(i)
-            self._keep(kept)
-        except Exception as error:
-            rows, self._rows, self._cache = self._rows, [], None
-            self._fail(rows, error)
+            except Exception as error:  # of this request alone
+                self._fail([request], error)
+        self._keep(kept)
 
     def _forward(self, tokens: list[int], cache: Any) -> Tensor:
         """Logits (B, V) in fp32 after one token more of every row."""

@@ -80,7 +80,17 @@ class Checked(BaseHandler):
         # Those of the handlers are other penalties, of one of them alone.
         call.penalties = Penalties(*(body.get(name) or 0.0 for name in PENALTIES))
         own = {name: value for name, value in body.items() if name not in ("seed", *PENALTIES)}
-        return super()._build_generation_config(own, *rest, **options)
+        vocabulary = self.one_model[1].config.get_text_config().vocab_size
+        if unknown := [x for x in own.get("logit_bias") or {} if int(x) >= vocabulary]:
+            said = f"logit_bias: expected token ids below {vocabulary}, got {unknown[0]}"
+            raise BadRequest(said, "logit_bias")
+        if own.get("logit_bias"):
+            own["logit_bias"] = {x: float(bias) for x, bias in own["logit_bias"].items()}
+        config = super()._build_generation_config(own, *rest, **options)
+        config.sequence_bias = config.sequence_bias or None
+        if config.max_new_tokens is None:
+            config.max_new_tokens = 1024  # as where no generation_config is given
+        return config
 
     def _logprobs(self, scores: list[Score]) -> Body:
         """Tokens with their probabilities, as this endpoint tells them."""

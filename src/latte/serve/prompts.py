@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,8 @@ import torch
 from transformers import BatchEncoding
 
 from latte.data.tokenizers import document_ends
+from latte.errors import one_line
+from latte.serve.requests import BadRequest
 
 # For tokenizers without one. The start token comes by itself.
 PLAIN_CHAT = (
@@ -130,11 +133,12 @@ class Prompts:
     def _render(self, messages: Messages, options: dict[str, Any], *, strict: bool = True) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception:
+        except Exception as error:
             # A template may refuse a part of a chat that it takes as a whole.
-            if strict:
-                raise
-            return ""
+            if not strict:
+                return ""
+            said = f"messages: the model's chat template does not take them: {one_line(error)}"
+            raise BadRequest(said, "messages") from None
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -162,9 +166,17 @@ class Splits:
         self._pattern = re.compile("|".join(special)) if special else None
         self._known: OrderedDict[str, np.ndarray] = OrderedDict()
         self._length = 0
+        self._lock = threading.RLock()
 
     def encode(self, text: str) -> tuple[np.ndarray, Any]:
-        """The tokens (T,) int32, and a function: the tokens that end before a character."""
+        """The tokens (T,) int32, and a function: the tokens that end before a character.
+
+        For any thread: handlers and the loop that answers both split texts.
+        """
+        with self._lock:
+            return self._encode(text)
+
+    def _encode(self, text: str) -> tuple[np.ndarray, Any]:
         parts: list[tuple[int, str, int, Any]] = []  # first character, text, first token, encoding
         ids: list[np.ndarray] = []
         count = 0
@@ -209,4 +221,5 @@ class Splits:
         return ids, encoding
 
     def _encoding(self, text: str) -> Any:
-        return self._tokenizer([text], add_special_tokens=False).encodings[0]
+        with self._lock:
+            return self._tokenizer([text], add_special_tokens=False).encodings[0]

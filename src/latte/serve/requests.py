@@ -61,11 +61,19 @@ def _only(*values: Any) -> Field:
     return Field(f"{said} (nothing else is served)", lambda x: x in values and x is not True)
 
 
+def _is_text(value: Any) -> bool:
+    """A string without half characters, which JSON can spell and no tokenizer takes."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
 def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, str) and x for x in value)
+    return isinstance(value, list) and all(x and _is_text(x) for x in value)
 
 
-TEXT = Field("a string", lambda x: isinstance(x, str))
+TEXT = Field("a string of valid Unicode", _is_text)
 YES_OR_NO = Field("true or false", lambda x: isinstance(x, bool))
 LENGTH = Field("a whole number from 1 up", lambda x: _is_whole(x) and x >= 1)
 UP_TO_20 = Field("a whole number from 0 to 20", lambda x: _is_whole(x) and 0 <= x <= 20)
@@ -82,7 +90,7 @@ TOP_P = Field("a number above 0 and up to 1", lambda x: _is_number(x) and 0 < x 
 SEED = Field("a whole number of at most 63 bits", lambda x: _is_whole(x) and -(2**63) <= x < 2**63)
 STOP = Field(
     "a string or a list of 1 to 4 strings, none empty",
-    lambda x: (isinstance(x, str) and x != "") or (_are_strings(x) and 1 <= len(x) <= 4),
+    lambda x: (x != "" and _is_text(x)) or (_are_strings(x) and 1 <= len(x) <= 4),
 )
 BIAS = Field(
     "an object of token ids with a number from -100 to 100 each",
@@ -90,6 +98,13 @@ BIAS = Field(
         isinstance(x, dict)
         and all(k.isdecimal() and _is_number(v) and abs(v) <= 100 for k, v in x.items())
     ),
+)
+# What the server says itself when it applies a template.
+OWN = {"chat_template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+OWN |= {"tokenize", "return_dict", "return_tensors", "load_audio_from_video", "conversation"}
+OWN |= {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+TEMPLATE = Field(
+    "an object of a template's own variables", lambda x: isinstance(x, dict) and not x.keys() & OWN
 )
 PLAIN_TEXT = Field('{"type": "text"} (nothing else is served)', lambda x: x == {"type": "text"})
 
@@ -137,12 +152,10 @@ OF_CHATS = COMMON | {
     "audio": _only(),
     "prediction": _only(),
     "web_search_options": _only(),
-    "chat_template_kwargs": OBJECT,
+    "chat_template_kwargs": TEMPLATE,
 }
 OF_RESPONSES = COMMON | {
-    "input": Field(
-        "a string or a list of objects", lambda x: isinstance(x, str) or OBJECTS.fits(x)
-    ),
+    "input": Field("a string or a list of objects", lambda x: _is_text(x) or OBJECTS.fits(x)),
     "instructions": TEXT,
     "max_output_tokens": LENGTH,
     "text": Field(
@@ -158,7 +171,6 @@ OF_RESPONSES = COMMON | {
     "prompt": _only(),
     "truncation": _only("disabled"),
     "top_logprobs": _only(0),
-    "chat_template_kwargs": OBJECT,
 }
 # What Transformers' `generation_config`, a JSON object in a string, may hold.
 SAMPLING: dict[str, Field] = {
@@ -249,13 +261,13 @@ def _check_message(message: Body, at: str, param: str) -> None:
 
 
 def _check_content(content: Any, at: str, param: str) -> None:
-    if isinstance(content, str):
+    if _is_text(content):
         return
     texts = ("text", "input_text", "output_text")
     for part in content if isinstance(content, list) else [None]:
         fields = part if isinstance(part, dict) else {}
         kind = fields.get("type")
-        if kind in texts and isinstance(fields.get("text"), str):
+        if kind in texts and _is_text(fields.get("text")):
             continue
         said = json.dumps(kind if kind is not None else content, default=str)[:80]
         raise BadRequest(

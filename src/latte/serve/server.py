@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,14 +101,24 @@ def serve(
         server, close = make_server(str(checkpoint), model, tokenizer, serving)
         at = listening.getsockname()[1]
         print(f"serving {checkpoint} at http://{host}:{at}/v1 (Ctrl-C ends it)", flush=True)
-        # uvicorn ends in good order, and then raises the signal again: so that states are written.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            with contextlib.suppress(KeyboardInterrupt):
+            with _sigterm_as_ctrl_c(), contextlib.suppress(KeyboardInterrupt):
                 server.run(sockets=[listening])
         finally:
-            signal.signal(signal.SIGTERM, before)
             close()
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """uvicorn ends in good order, and raises the signal again: states are still to be written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # whoever has started this thread handles signals
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -255,7 +266,6 @@ def add_errors(app: Any) -> None:
     """Every error is one line of JSON, as OpenAI's are, with its status."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
-    from jinja2 import TemplateError
     from starlette.exceptions import HTTPException
 
     from latte.serve.requests import BadRequest, error_body
@@ -280,10 +290,6 @@ def add_errors(app: Any) -> None:
     @app.exception_handler(ValueError)
     async def wrong(_: Any, error: ValueError) -> Any:
         return answer(400, error)
-
-    @app.exception_handler(TemplateError)
-    async def no_chat(_: Any, error: TemplateError) -> Any:
-        return answer(400, ValueError(f"messages: {error}"), param="messages")
 
     @app.exception_handler(Exception)
     async def failed(_: Any, error: Exception) -> Any:

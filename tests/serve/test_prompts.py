@@ -1,0 +1,123 @@
+"""Chats as tokens: those of the tokenizer itself, marked where other requests branch."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from latte.data.tokenizers import byte_tokenizer
+from latte.serve.prompts import LONG, Prompts, Splits
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# An answer is opened by what a chat that goes on has not.
+THINKS = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+# Refuses a chat that begins with no user.
+STRICT = (
+    "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
+)
+WORDS = ("the", "captain", "said", "\n", "\n\n", "  ", "é", "日本", "<|im", "<|im_end|>x", "1234")
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_end|>x"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([text(random.Random(0), 2000)], trainer)
+
+    def make(template):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+def text(rng, words):
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def chat(rng, turns, words=20):
+    messages = [{"role": "system", "content": "be brief"}]
+    for turn in range(turns):
+        role = "user" if turn % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": text(rng, rng.randrange(words))})
+    return messages
+
+
+def ids_of(prompt):
+    return prompt["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKS])
+def test_the_tokens_are_the_tokenizers_own(bpe, template):
+    tokenizer, rng = bpe(template), random.Random(1)
+    prompts = Prompts(bpe(template))
+    for turns in (1, 3, 5, 3, 1):
+        messages = chat(rng, turns, words=100)
+        messages[0]["content"] = "the captain said " * LONG
+        own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        for _ in range(2):  # the second time from what is remembered
+            assert ids_of(prompts.apply_chat_template(messages)) == own["input_ids"]
+    assert prompts._splits._known
+
+
+def test_a_long_text_is_split_once(bpe):
+    splits = Splits(bpe(CHATML))
+    long = "<|im_start|>user\n" + "the captain said " * (LONG // 10)
+    first, _ = splits.encode(long + "<|im_end|>\n")
+    split = []
+    own = splits._encoding
+    splits._encoding = lambda part: split.append(part) or own(part)
+    again, before = splits.encode(long + "<|im_end|>\n<|im_start|>")
+    assert split == ["<|im_end|>\n", "<|im_start|>"]
+    assert again[:-1].tolist() == first.tolist()
+    assert before(len(long)) == len(first) - 2
+    assert before(17) == splits.encode(long)[1](17)  # within what is remembered
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKS, STRICT, None])
+def test_a_turn_begins_with_what_was_marked_in_the_turns_before(bpe, template):
+    rng = random.Random(2)
+    prompts = Prompts(byte_tokenizer() if template is None else bpe(template))
+    messages = chat(rng, 1) if template is not STRICT else chat(rng, 1)[1:]
+    marked = set()
+    for answer in ("yes", "no\n\nbut", "", "  once"):
+        prompt = prompts.apply_chat_template(messages)
+        ids = ids_of(prompt)
+        places = {tuple(ids[:mark]) for mark in prompt.marks}
+        assert marked <= places and len(places) == len(prompt.marks)
+        assert all(0 < mark < len(ids) for mark in prompt.marks)
+        # At the end of the last message, or where its answer is opened.
+        rest = prompts.decode(ids[prompt.marks[-1] :])
+        opening = "<|im_start|>assistant\n<think>\n"
+        assert rest == {THINKS: f"\n{opening}", None: ":"}.get(template, "\n")
+        then = prompts.answered(prompt, answer)
+        end = then.marks[-1]
+        assert end == len(ids_of(then)) - 1
+        marked = places | {tuple(ids_of(then)[:end])}
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": text(rng, 9)})
+
+
+def test_the_start_token_comes_by_itself_where_there_is_no_template(bpe):
+    plain, own = Prompts(byte_tokenizer()), Prompts(bpe(CHATML))
+    start = plain.tokenizer.bos_token_id
+    ids = plain._splits.encode("hi")[0]
+    assert plain.begin(ids).tolist() == [start, *ids]
+    assert plain.begin(plain.begin(ids)).tolist() == [start, *ids]
+    assert plain.begin(ids[:0]).tolist() == [start]
+    ids = own._splits.encode("the")[0]
+    assert own.begin(ids) is ids
+    assert len(own.begin(ids[:0])) == 1
