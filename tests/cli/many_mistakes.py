@@ -72,7 +72,7 @@ OUT_OF_RANGE = {
         "--device": ("tpu7", "meta"),
         "--file": ("{none}", "{empty}", "{garbage}", "{folder}", "{unreadable}"),
         "--state": ("{none}", "{empty}", "{garbage}", "{folder}", "{text}", "{weights}"),
-        "--save-state": ("{text}", "{folder}", "/dev/full", "{none}/state", "/proc/latte/state",
+        "--save-state": ("{text}", "{folder}", "{device}", "{none}/state", "/proc/latte/state",
                          "{long}", "{weights}"),
     },
     "serve": {"--port": ("-1", "65536", "99999999999"), "--host": ("no such host",)},
@@ -420,6 +420,9 @@ def make_box(box: Path, run: Path, base: Path) -> dict[str, str]:
     for name in ("benchmark.csv", "index.html", "evaluation.csv"):
         file("page", f"precious/{name}", "mine")
     (box / "empty-folder").mkdir()
+    # A link, not the device: a command that replaced what it should refuse would replace that.
+    (box / "device").symlink_to("/dev/full")
+    names["device"] = str(box / "device")
     names |= {"folder": str(box / "folder"), "empty_folder": str(box / "empty-folder")}
     names |= {"precious": str(box / "precious"), "none": str(box / "none")}
     names |= {"long": str(box / ("x" * 300)), "unreadable": "/proc/self/mem"}
