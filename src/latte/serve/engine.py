@@ -149,8 +149,8 @@ class Engine:
                 self._turn()
             except Exception as error:  # of whatever it was: those who wait are told, others served
                 self._fail(self._let_all_go(), error)
-        error = BadRequest("the server ends", status=503)
-        self._fail([*self._let_all_go(), *self._waiting], error)
+        over = BadRequest("the server ends", status=503)
+        self._fail([*self._let_all_go(), *self._waiting], over)
 
     def _turn(self) -> None:
         """One piece of a prompt, and a step of all rows."""
