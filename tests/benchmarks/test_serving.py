@@ -27,3 +27,19 @@ def test_second_turns(tmp_path):
     alone = at["anew", "new tokens alone", "256"]
     read = int(kept["prompt_tokens"]) - int(kept["cached_tokens"])
     assert read == int(alone["prompt_tokens"]) + 1
+
+
+@pytest.mark.slow
+def test_clients_at_once(tmp_path):
+    script = SCRIPT.with_name("serving_clients.py")
+    command = [sys.executable, str(script), "--quick", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = records.read_rows(tmp_path / "serving_clients.csv")
+    sides = [(row["side"], row["clients"]) for row in rows]
+    assert sides == [
+        *(("latte serve", "1"), ("latte serve", "2")),
+        *(("between tokens", "alone"), ("between tokens", "long prompt")),
+        *(("generate, padded", "1"), ("generate, padded", "2")),
+    ]

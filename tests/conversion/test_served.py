@@ -59,7 +59,7 @@ def test_rows_share_steps(option, family):
     for ids in texts:
         own = read(reader, ids).cache
         said.append([int(step(model, own, [3]).argmax())])
-        cache = joined(model.config, cache, own)
+        cache = joined(model.config, [own] if cache is None else [cache, own])
         chosen = step(model, cache, [row[-1] for row in said]).argmax(-1)
         for row, token in zip(said, chosen.tolist(), strict=True):
             row.append(token)

@@ -189,7 +189,7 @@ def test_rows_that_share_steps_say_what_each_says_alone(preset):
         if step % 3 == 0 and len(said) < len(texts):  # one more joins
             own = read(reader, texts[len(said)]).cache
             first = int(logits(model, own)[0, -1].argmax())
-            cache = joined(model.config, cache, own)
+            cache = joined(model.config, [own] if cache is None else [cache, own])
             alive.append(len(said))
             said.append([first])
         with torch.no_grad():

@@ -35,10 +35,11 @@ from latte.serve.states import Ids
 logger = logging.get_logger(__name__)
 
 AHEAD = 32  # answers that wait to be read once more; older ones are left
+FORWARD = 32  # tokens that could be read in the time that a forward over few takes at least
 PATIENCE = 8  # steps of running answers, between which a piece of such an answer is read
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt to be answered. The loop's thread calls ``put`` and then, once, ``end``.
 
@@ -66,6 +67,7 @@ class Request:
     most_likely: int | None = None
     scores: list[Score] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    next: int = 0  # the token that its row reads in the next step
     reused: int = 0
     came: float = field(default_factory=time.perf_counter)
     last: float = 0.0
@@ -149,8 +151,8 @@ class Engine:
                 self._turn()
             except Exception as error:  # of whatever it was: those who wait are told, others served
                 self._fail(self._let_all_go(), error)
-        error = BadRequest("the server ends", status=503)
-        self._fail([*self._let_all_go(), *self._waiting], error)
+        over = BadRequest("the server ends", status=503)
+        self._fail([*self._let_all_go(), *self._waiting], over)
 
     def _turn(self) -> None:
         """One piece of a prompt, and a step of all rows."""
@@ -187,33 +189,53 @@ class Engine:
                 self._reading.append(request)
 
     def _read(self) -> None:
-        """One piece of one prompt; each in its turn. The last token is a step of its own."""
-        request = self._reading.popleft()
-        if request.gone.is_set():
-            return
+        """Pieces of prompts, in turns: one, or some short ones. Who has been read gets a row."""
+        left = self.reader.piece
+        ready: list[Request] = []
+        while self._reading and left > 0:
+            request = self._reading.popleft()
+            if request.gone.is_set():
+                continue
+            try:
+                if request.reading is None:
+                    request.reading = self.reader.begin(request.ids[:-1], request.marks)
+                    request.reused = request.reading.reused
+                    self.counters.prompt(len(request.ids), request.reused)
+                if request.reading.left:
+                    tokens = request.reading.read()
+                    self.counters.read(tokens)
+                    left -= tokens + FORWARD
+                (self._reading if request.reading.left else ready).append(request)
+            except Exception as error:  # of this request alone
+                self._fail([request], error)
         try:
-            if request.reading is None:
-                request.reading = self.reader.begin(request.ids[:-1], request.marks)
-                request.reused = request.reading.reused
-                self.counters.prompt(len(request.ids), request.reused)
-            if request.reading.left:
-                self.counters.read(request.reading.read())
-                self._reading.append(request)
-                return
+            self._join(ready)
+        except Exception as error:
+            self._fail([request for request in ready if request not in self._rows], error)
+            raise
+
+    def _join(self, ready: list[Request]) -> None:
+        """Give requests a row. The last token of a prompt is read by a step."""
+        caches = [] if self._cache is None else [self._cache]
+        for request in ready:
+            assert request.reading is not None
             cache, request.reading = request.reading.cache, None
-            logits = self._forward([int(request.ids[-1])], cache)
-            if not self._write(request, request.sampler(logits), logits):
-                self._cache = joined(self._model.config, self._cache, cache)
-                self._rows.append(request)
-        except Exception as error:  # of this request alone
-            self._fail([request], error)
+            request.next = int(request.ids[-1])
+            if not cache.get_seq_length():  # no row can begin with nothing
+                logits = self._forward([request.next], cache)
+                if self._write(request, request.sampler(logits), logits):
+                    continue
+            caches.append(cache)
+            self._rows.append(request)
+        if caches:
+            self._cache = joined(self._model.config, caches)
 
     def _step(self) -> None:
         """One token of every row."""
         self._keep([i for i, request in enumerate(self._rows) if not request.gone.is_set()])
         if not self._rows:
             return
-        logits_BV = self._forward([request.written[-1] for request in self._rows], self._cache)
+        logits_BV = self._forward([request.next for request in self._rows], self._cache)
         chosen = logits_BV.argmax(-1).tolist()
         kept = []
         for i, request in enumerate(self._rows):
@@ -248,6 +270,7 @@ class Engine:
         self.counters.wrote(now - (request.last or request.came), first=not request.last)
         request.last = now
         request.written.append(token)
+        request.next = token
         if request.most_likely is not None:
             request.scores.append(score(logits_1V, token, request.most_likely))
         request.sampler.took(token)

@@ -6,6 +6,8 @@ copied as they are. In layers of full attention, whose states grow, rows are pad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,59 +18,56 @@ from latte.models.cache import LatteCache
 from latte.ops.state import WindowState
 
 
-def joined(config: Any, first: LatteCache | None, second: LatteCache) -> LatteCache:
-    """A cache with the rows of both, each after what it has read.
+def joined(config: Any, caches: Sequence[LatteCache]) -> LatteCache:
+    """A cache with the rows of all, each after what it has read. They may be used no more.
 
-    Both may be used no more.
+    Each has read a token at least.
     """
-    if first is None:
-        return second
+    if len(caches) == 1:
+        return caches[0]
     cache = LatteCache(config)
-    cache.model = second.model
-    pairs = zip(cache.layers, first.layers, second.layers, strict=True)
-    states = [(layer, _cat(a.state, b.state, layer.grows)) for layer, a, b in pairs]
-    # Of a state that grows, so many tokens are held, padding included.
-    grown = [s.window.mask.shape[1] for x, s in states if x.grows and s.window is not None]
-    seen = grown[0] if grown else max(first.get_seq_length(), second.get_seq_length())
-    for layer, state in states:
+    cache.model = caches[-1].model
+    seen = max(each.get_seq_length() for each in caches)
+    states = []
+    for index, layer in enumerate(cache.layers):
+        each = [other.layers[index].state for other in caches]
+        if layer.grows:
+            each = _of_one_length(each)
+            assert each[0].window is not None
+            seen = each[0].window.mask.shape[1]  # tokens that are held, padding included
+        states.append(_cat(each))
+    for layer, state in zip(cache.layers, states, strict=True):
         layer.update(state, seen)
     return cache
 
 
-def _cat(first: MixerState, second: MixerState, grows: bool) -> MixerState:
-    if grows and first.window is not None and second.window is not None:
-        first, second = (_without_padding(x) for x in (first, second))
-        assert first.window is not None and second.window is not None
-        length = max(x.window.mask.shape[1] for x in (first, second) if x.window is not None)
-        first, second = (_padded(x, length) for x in (first, second))
-    return _cat_tensors(first, second)
+def _of_one_length(states: Sequence[MixerState]) -> list[MixerState]:
+    """States that grow, padded on the left to the longest of their rows."""
+    windows = [_without_padding(state.window) for state in states if state.window is not None]
+    length = max(window.mask.shape[1] for window in windows)
+    padded = [map_tensors(partial(_pad, length=length), window) for window in windows]
+    return [x._replace(window=window) for x, window in zip(states, padded, strict=True)]
 
 
-def _without_padding(state: MixerState) -> MixerState:
+def _without_padding(window: WindowState) -> WindowState:
     """Without what no row needs any more, since a longer one has left."""
-    assert state.window is not None
-    used = state.window.mask.any(0)
-    begin = int(used.long().argmax())
-    return state._replace(window=WindowState(*(x[:, begin:] for x in state.window)))
+    begin = int(window.mask.any(0).long().argmax())
+    return WindowState(*(x[:, begin:] for x in window))
 
 
-def _padded(state: MixerState, length: int) -> MixerState:
-    assert state.window is not None
-    missing = length - state.window.mask.shape[1]
-
-    def pad(x_BTX: Tensor) -> Tensor:
-        blank = x_BTX.new_zeros(x_BTX.shape[0], missing, *x_BTX.shape[2:])
-        return torch.cat([blank, x_BTX], 1)
-
-    return state._replace(window=map_tensors(pad, state.window)) if missing else state
+def _pad(x_BTX: Tensor, length: int) -> Tensor:
+    missing = length - x_BTX.shape[1]
+    blank = x_BTX.new_zeros(x_BTX.shape[0], missing, *x_BTX.shape[2:])
+    return torch.cat([blank, x_BTX], 1) if missing else x_BTX
 
 
-def _cat_tensors(first: Any, second: Any) -> Any:
-    """Two trees of tensors as one, row after row."""
+def _cat(trees: Sequence[Any]) -> Any:
+    """Trees of tensors as one, row after row."""
+    first = trees[0]
     if isinstance(first, Tensor):
-        return torch.cat([first, second.to(first.dtype)])
+        return torch.cat([x.to(first.dtype) for x in trees])
     if isinstance(first, tuple):
-        items = [_cat_tensors(a, b) for a, b in zip(first, second, strict=True)]
+        items = [_cat(parts) for parts in zip(*trees, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-    assert first is None and second is None, "rows of one model have the same parts"
+    assert all(x is None for x in trees), "rows of one model have the same parts"
     return None

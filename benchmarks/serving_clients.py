@@ -1,0 +1,167 @@
+"""Clients at once: tokens a second of all, and how long a running answer waits for a long prompt.
+
+``latte serve CHECKPOINT`` in a process of its own, without kept states, since every prompt is new.
+Greedy answers to prompts of 16 tokens, cut from FILE.
+
+* ``throughput``: so many clients at once, each with one request of 256 tokens; all tokens that
+  came, by the seconds from the first request to the end of the last answer. Then, once the server
+  has ended, ``generate`` over a padded batch of the same prompts in this process.
+* ``waiting``: seconds between the tokens of one stream, with nothing else to do and while the
+  prompt of another client, of ``--long`` tokens, is read; and the longest ones.
+
+    python benchmarks/serving_clients.py CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
+    python benchmarks/serving_clients.py --quick
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from records import Row, Table, output_folder, parser, say, use_all_threads
+from serving import Server, documents, latte_server, lengths, quick_checkpoint
+
+CLIENTS, PROMPT, ANSWER, LONG = (1, 2, 4, 8, 16), 16, 256, 32768
+
+
+def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
+    """The moments at which text came, and the tokens of the answer so far, where that is said."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": tokens}
+    content = json.dumps({**body, "stream": True, "temperature": 0}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/completions", content, headers)
+    with urllib.request.urlopen(request) as events:
+        for event in events:
+            if event.startswith(b"data: {"):
+                usage = json.loads(event[6:]).get("usage") or {}
+                yield time.perf_counter(), usage.get("completion_tokens", 0)
+
+
+def throughput(server: Server, prompts: list[str], tokens: int) -> tuple[int, float]:
+    """Tokens of all answers, and seconds."""
+
+    def ask(prompt: str) -> int:
+        return max(count for _, count in stream(server, prompt, tokens))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        begun = time.perf_counter()
+        counts = list(pool.map(ask, prompts))
+        return sum(counts), time.perf_counter() - begun
+
+
+def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[float], list[float]]:
+    """Seconds between the texts of one stream: before another prompt is read, and meanwhile."""
+    moments: list[float] = []
+    enough, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        for moment, _ in stream(server, prompt, 10**6):
+            moments.append(moment)
+            if len(moments) > tokens:
+                enough.set()
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    enough.wait()
+    begun = time.perf_counter()
+    for _ in stream(server, long, 1):
+        pass
+    ended = time.perf_counter()
+    over.set()
+    thread.join()
+    pairs = list(zip(moments, moments[1:], strict=False))
+    before = [b - a for a, b in pairs if b < begun]
+    return before, [b - a for a, b in pairs if begun <= b <= ended]
+
+
+def generated(checkpoint: str, prompts: list[str], tokens: int, repeats: int) -> float:
+    """Seconds of `generate` over all prompts as one padded batch, the median."""
+    from latte.data.tokenizers import document_ends
+    from latte.evaluate.checkpoint import load_checkpoint
+
+    model, tokenizer = load_checkpoint(checkpoint, "cpu")
+    tokenizer.padding_side, (_, end) = "left", document_ends(tokenizer)
+    tokenizer.pad_token_id = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        model.generate(
+            batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            **{"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False},
+            pad_token_id=end,
+        )
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def quantile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("checkpoint", nargs="?")
+    options.add_argument("file", nargs="?", help="text, one document a line (.jsonl, .jsonl.xz)")
+    options.add_argument("--clients", type=lengths, help=f"at once; {CLIENTS}")
+    options.add_argument("--answer", type=int, help=f"tokens of each answer; {ANSWER}")
+    options.add_argument("--long", type=int, help=f"tokens of the other client's prompt; {LONG}")
+    options.add_argument("--repeats", type=int, default=3, help="of each number of clients")
+    args = options.parse_args(arguments)
+    if not args.quick and args.file is None:
+        options.error("expected CHECKPOINT and FILE, or --quick")
+    with tempfile.TemporaryDirectory() as folder:
+        if args.quick:
+            args.checkpoint, args.file = quick_checkpoint(Path(folder))
+        run(args)
+
+
+def run(args: Any) -> None:
+    from transformers import AutoTokenizer
+
+    clients = args.clients or ((1, 2) if args.quick else CLIENTS)
+    answer = args.answer or (8 if args.quick else ANSWER)
+    long = args.long or (256 if args.quick else LONG)
+    table = Table(output_folder(args) / "serving_clients.csv")
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    texts = documents(tokenizer, args.file, PROMPT, max(clients))
+    (other,) = documents(tokenizer, args.file, long, 1)
+    use_all_threads()
+
+    def add(side: str, row: Row) -> None:
+        table.add({"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer} | row)
+
+    most = ("--state-cache", "0", "--max-batch", str(max(clients)))
+    with latte_server(args.checkpoint, *most) as server:
+        throughput(server, texts, answer)  # not measured: what is done once
+        for count in clients:
+            runs = [throughput(server, texts[:count], answer) for _ in range(args.repeats)]
+            rate = statistics.median(tokens / seconds for tokens, seconds in runs)
+            add("latte serve", {"clients": count, "tokens_per_s": round(rate, 2)})
+            say(f"latte serve, {count:3} clients: {rate:8.1f} tokens/s")
+        before, meanwhile = waiting(server, texts[0], other, answer)
+    for name, values in (("alone", before), ("long prompt", meanwhile)):
+        row: Row = {"clients": name, "long_tokens": long if name != "alone" else 0}
+        row |= {f"p{p}_s": round(quantile(values, p / 100), 4) for p in (50, 95, 100)}
+        add("between tokens", row)
+        say(f"between tokens, {name}: median {row['p50_s']:.4f} s, p95 {row['p95_s']:.4f} s")
+    for count in clients:
+        seconds = generated(args.checkpoint, texts[:count], answer, args.repeats)
+        rate = count * answer / seconds
+        add("generate, padded", {"clients": count, "tokens_per_s": round(rate, 2)})
+        say(f"generate, {count:3} in a batch: {rate:8.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()
