@@ -43,3 +43,14 @@ def test_clients_at_once(tmp_path):
         *(("between tokens", "alone"), ("between tokens", "long prompt")),
         *(("generate, padded", "1"), ("generate, padded", "2")),
     ]
+
+
+@pytest.mark.slow
+def test_bad_clients(tmp_path):
+    script = SCRIPT.with_name("serving_soak.py")
+    command = [sys.executable, str(script), "--quick", "--minutes", "0.05", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = records.read_rows(tmp_path / "serving_soak.csv")[-1]
+    assert int(last["requests"]) > 0 and last["wrong"] == "0"

@@ -1,6 +1,7 @@
 """Chats as tokens: those of the tokenizer itself, marked where other requests branch."""
 
 import random
+import types
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -85,6 +86,16 @@ def test_a_long_text_is_split_once(bpe):
     assert again[:-1].tolist() == first.tolist()
     assert before(len(long)) == len(first) - 2
     assert before(17) == splits.encode(long)[1](17)  # within what is remembered
+
+
+def test_a_text_whose_parts_have_other_tokens_is_not_cut(bpe):
+    splits = Splits(bpe(CHATML))
+    splits.check("<|im_start|>user<|im_end|>")
+    assert splits._pattern is not None
+    splits._encoding = lambda part: types.SimpleNamespace(ids=[len(part)])
+    splits.check("<|im_start|>user<|im_end|>")
+    assert splits._pattern is None
+    assert splits.encode("<|im_start|>user<|im_end|>")[0].tolist() == [26]
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKS, STRICT, None])

@@ -1,5 +1,6 @@
 """`latte serve` over loopback: OpenAI's own client against a tiny checkpoint on bytes."""
 
+import argparse
 import concurrent.futures
 import functools
 import gc
@@ -21,6 +22,7 @@ import uvicorn
 from transformers import CompileConfig, set_seed
 
 from latte.cli import main
+from latte.cli.parser import size
 from latte.data.tokenizers import byte_tokenizer
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.generate import generate
@@ -297,6 +299,20 @@ def test_the_command_says_where_it_serves(folder, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"serving {folder} at http://localhost:")
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("0", 0), ("4096", 4096), ("1GiB", 2**30), ("1.5kib", 1536), ("500 MB", 5 * 10**8)],
+)
+def test_sizes(text, wanted):
+    assert size(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["lots", "-1", "1XB", "GiB", ""])
+def test_wrong_sizes(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected bytes, such as 1GiB"):
+        size(text)
+
+
 def mistake(capsys, *arguments):
     assert main(["serve", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -314,6 +330,14 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     assert "port: expected 0 to 65535" in mistake(capsys, folder, "--port", "70000")
     assert "no pages" in mistake(capsys, folder, "--continuous-batching")
     assert "does not exist" in mistake(capsys, str(tmp_path / "none"), "--port", "0")
+    for options, said in (
+        (["--max-batch", "0"], "max-batch: expected at least 1, got 0"),
+        (["--prefill-piece", "0"], "prefill-piece: expected at least 1, got 0"),
+        (["--max-length", "-1"], "max-length: expected at least 1, got -1"),
+        (["--state-cache", "0", "--state-cache-dir", "x"], "expected a --state-cache above 0"),
+        (["--state-cache-dir", f"{folder}/config.json"], "expected a folder to write to"),
+    ):
+        assert said in mistake(capsys, folder, "--port", "0", *options)
     plain = save(tmp_path / "plain", "transformer++")
     assert "state grows" in mistake(capsys, plain, "--port", "0", "--compile")
     (tmp_path / "plain" / "tokenizer.json").unlink()

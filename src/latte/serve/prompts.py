@@ -64,6 +64,8 @@ class Prompts:
         if self._begins:
             tokenizer.chat_template = PLAIN_CHAT
         self._splits = Splits(tokenizer)
+        sample = self._render([USER, ANSWER, USER], {"add_generation_prompt": True}, strict=False)
+        self._splits.check(sample)
         self._answers_follow = self._begin_alike()
 
     def __getattr__(self, name: str) -> Any:
@@ -167,6 +169,12 @@ class Splits:
         self._known: OrderedDict[str, np.ndarray] = OrderedDict()
         self._length = 0
         self._lock = threading.RLock()
+
+    def check(self, text: str) -> None:
+        """Cut no texts from now on, if this one's tokens are others when it is cut."""
+        if self.encode(text)[0].tolist() != self._encoding(text).ids:
+            self._special, self._pattern = [], None
+            self._known.clear()
 
     def encode(self, text: str) -> tuple[np.ndarray, Any]:
         """The tokens (T,) int32, and a function: the tokens that end before a character.

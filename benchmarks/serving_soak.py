@@ -1,0 +1,220 @@
+"""Clients that behave badly, for a long time: no wrong answer, no leak, every error one line.
+
+Eight clients of a `latte serve` in a process of its own ask for completions and chats of random
+lengths, streamed or not, leave in the middle, wait too short, send bad JSON, drop connections, ask
+for too much or for another model. Every whole answer (greedy) is compared with `latte generate`
+in this process. The server's resident memory, its states and its places are printed, and written
+to the CSV file with the numbers of requests.
+
+    python benchmarks/serving_soak.py CHECKPOINT [--minutes 30]
+    python benchmarks/serving_soak.py --quick
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import random
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from records import Row, Table, output_folder, parser, say
+from serving import Server, latte_server, quick_checkpoint
+
+CLIENTS, LONGEST = 8, 900  # at once; tokens of a prompt and its answer
+PIECES = ("once ", "upon ", "a time ", "there was ", "a captain. ")
+
+
+class Soak:
+    """Clients, and what became of their requests."""
+
+    def __init__(self, server: Server, expected: Callable[[str, int], str], seconds: float) -> None:
+        self.server, self.expected = server, expected
+        self.end = time.monotonic() + seconds
+        self.done: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+        kinds = (
+            *[self.whole] * 6,
+            *[self.streamed] * 4,
+            *[self.chat] * 2,
+            *(self.leave, self.leave, self.wait_too_short, self.bad_json),
+            *(self.drop, self.too_long, self.another_model),
+        )
+        self.kinds: tuple[Callable[[random.Random], None], ...] = kinds
+
+    def client(self, seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < self.end:
+            kind = rng.choice(self.kinds)
+            try:
+                kind(rng)
+                self.done[kind.__name__] += 1
+            except Exception as error:  # whatever it is, it is counted
+                self.wrong.append(f"{kind.__name__}: {error!r}")
+
+    # --- requests
+
+    def post(self, path: str, body: Any, timeout: float | None = None) -> Any:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.server.url}{path}", content, headers)
+        return urllib.request.urlopen(request, timeout=timeout)
+
+    def body(self, rng: random.Random) -> Row:
+        prompt = "".join(rng.choices(PIECES, k=rng.choice((1, 3, 10, 40))))
+        asked = {"prompt": prompt, "max_tokens": rng.choice((1, 5, 20)), "temperature": 0}
+        return {"model": self.server.model, **asked}
+
+    def compare(self, body: Row, text: str) -> None:
+        wanted = self.expected(body["prompt"], body["max_tokens"])
+        if text != wanted:
+            self.wrong.append(f"{body}: expected {wanted!r}, got {text!r}")
+
+    def refused(self, status: int, path: str, body: Any) -> None:
+        try:
+            self.post(path, body).close()
+        except urllib.error.HTTPError as error:
+            message = json.load(error)["error"]["message"]
+            if error.code == status and message and "\n" not in message:
+                return
+        self.wrong.append(f"{path} {str(body)[:80]}: expected {status} and one line")
+
+    def whole(self, rng: random.Random) -> None:
+        body = self.body(rng)
+        with self.post("/v1/completions", body) as answer:
+            self.compare(body, json.load(answer)["choices"][0]["text"])
+
+    def streamed(self, rng: random.Random) -> None:
+        body, text = self.body(rng), ""
+        with self.post("/v1/completions", body | {"stream": True}) as events:
+            for event in events:
+                if event.startswith(b"data: {"):
+                    text += json.loads(event[6:])["choices"][0]["text"]
+        self.compare(body, text)
+
+    def chat(self, rng: random.Random) -> None:
+        body = self.body(rng)
+        messages = [{"role": "user", "content": body.pop("prompt")}]
+        said = set()
+        for _ in range(2):  # the second time from what is kept
+            with self.post("/v1/chat/completions", body | {"messages": messages}) as answer:
+                said.add(json.load(answer)["choices"][0]["message"]["content"])
+        if len(said) > 1:
+            self.wrong.append(f"{messages}: {said}")
+
+    def leave(self, rng: random.Random) -> None:
+        body = self.body(rng) | {"stream": True, "max_tokens": 400}
+        with self.post("/v1/completions", body) as events:
+            next(iter(events))
+
+    def wait_too_short(self, rng: random.Random) -> None:
+        with contextlib.suppress(TimeoutError, urllib.error.URLError):
+            self.post("/v1/completions", self.body(rng) | {"max_tokens": 200}, 0.05).close()
+
+    def bad_json(self, rng: random.Random) -> None:
+        self.refused(400, "/v1/completions", b"{")
+
+    def too_long(self, rng: random.Random) -> None:
+        self.refused(400, "/v1/completions", self.body(rng) | {"prompt": "once " * LONGEST})
+
+    def another_model(self, rng: random.Random) -> None:
+        self.refused(404, "/v1/completions", self.body(rng) | {"model": "another"})
+
+    def drop(self, rng: random.Random) -> None:
+        port = int(self.server.url.rpartition(":")[2])
+        with socket.create_connection(("localhost", port)) as connection:
+            connection.send(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+            )
+
+
+def counters(server: Server) -> dict[str, float]:
+    """What the server counts."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def resident_mb(process: int) -> float:
+    """Of a process; Linux alone."""
+    text = Path(f"/proc/{process}/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("checkpoint", nargs="?")
+    options.add_argument("--minutes", type=float, help="30, or a fifth of one with --quick")
+    args = options.parse_args(arguments)
+    if not args.quick and args.checkpoint is None:
+        options.error("expected CHECKPOINT, or --quick")
+    with tempfile.TemporaryDirectory() as folder:
+        if args.quick:
+            args.checkpoint, _ = quick_checkpoint(Path(folder))
+        run(args, folder)
+
+
+def run(args: Any, folder: str) -> None:
+    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.evaluate.generate import generate
+
+    minutes = args.minutes or (0.2 if args.quick else 30)
+    model, tokenizer = load_checkpoint(args.checkpoint, "cpu")
+    lock, known = threading.Lock(), dict[tuple[str, int], str]()
+    own_start = tokenizer.chat_template is None  # else texts begin as they are
+
+    def expected(prompt: str, tokens: int) -> str:
+        with lock:
+            if (prompt, tokens) not in known:
+                given: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0}
+                known[prompt, tokens] = (
+                    generate(model, tokenizer, prompt, **given, stream=False)
+                    if own_start
+                    else plain(prompt, tokens)
+                )
+            return known[prompt, tokens]
+
+    def plain(prompt: str, tokens: int) -> str:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        return tokenizer.decode(out, skip_special_tokens=True)
+
+    table = Table(output_folder(args) / "serving_soak.csv")
+    bounds = ("--state-cache", "64MiB", "--state-cache-dir", f"{folder}/states")
+    bounds += ("--state-cache-disk", "128MiB", "--max-length", str(LONGEST))
+    with latte_server(args.checkpoint, *bounds) as server:
+        soak = Soak(server, expected, 60 * minutes)
+        threads = [threading.Thread(target=soak.client, args=(i,)) for i in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        begun = time.monotonic()
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(60 * minutes / 30 / CLIENTS)
+            seen = counters(server)
+            row: Row = {"checkpoint": args.checkpoint, "seconds": round(time.monotonic() - begun)}
+            row |= {"resident_mb": round(resident_mb(server.process.pid), 1)}
+            row |= {"state_bytes": int(seen["latte_state_bytes"])}
+            row |= {"disk_bytes": int(seen["latte_state_disk_bytes"])}
+            row |= {"slots": int(seen["latte_slots_in_use"])}
+            row |= {"requests": soak.done.total(), "wrong": len(soak.wrong)}
+            table.add(row)
+            say(", ".join(f"{name} {value}" for name, value in list(row.items())[1:]))
+    say(f"requests by kind: {dict(soak.done)}")
+    for line in soak.wrong[:10]:
+        say(f"wrong: {line}")
+    if soak.wrong:
+        raise SystemExit(f"{len(soak.wrong)} wrong")
+
+
+if __name__ == "__main__":
+    main()
