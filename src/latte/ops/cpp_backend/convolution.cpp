@@ -196,8 +196,8 @@ struct Run {
 // them, and the taps stay in registers.
 constexpr int64_t TOGETHER = 8;
 
-// TOGETHER rows, whose first reads x[0], x[row], ..., x[(K-1) row]: neighbours, all real. The sums are
-// in the order of `forward_rows`.
+// TOGETHER rows, whose first reads x[0], x[row], ..., x[(K-1) row]: neighbours, all real. The sums
+// are in the order of `forward_rows`.
 template <class S, int K>
 static void forward_together(
     const S* x, int64_t row, int64_t E, const typename Computed<S>::type* taps, S* out) {
@@ -219,7 +219,7 @@ static void forward_together(
     }
 }
 
-// Whether the TOGETHER rows from `row` on can be read together: all that they read is in x and real.
+// Whether TOGETHER rows from `row` on can be read together: all that they read is in x and real.
 static bool together(const Convolution& op, const Line& line, int64_t row, int64_t end) {
     const int64_t K = op.width(), T = op.tokens();
     const int64_t stop = end < line.begin + line.count ? end : line.begin + line.count;

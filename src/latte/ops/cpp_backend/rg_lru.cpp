@@ -175,8 +175,8 @@ LATTE_INLINE const S* at_token(const Tensor& x, int64_t row, int64_t token, int6
     return x.at<S>() + row * x.strides[0] + token * x.strides[1] + first * x.strides[2];
 }
 
-// Asks for the memory of a V<T> of neighbouring elements, which may be two cache lines. The rows of a
-// block are too short, and too far apart, for the processor to foresee them.
+// Asks for the memory of a V<T> of neighbouring elements, which may be two cache lines. The rows of
+// a block are too short, and too far apart, for the processor to foresee them.
 template <class S>
 LATTE_INLINE void ask_for(const S* from) {
     constexpr int64_t bytes = width<typename Computed<S>::type> * int64_t(sizeof(S));
