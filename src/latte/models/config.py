@@ -162,7 +162,7 @@ class LatteConfig(PreTrainedConfig):
             self._divides("num_attention_heads", "num_latents")
 
     def _check_choices(self) -> None:
-        """The choices fit together."""
+        """Check that the choices fit together."""
         uses = self.mixer_uses
         if "latent_input" not in uses and self.latent_input != "none":
             raise ValueError(
@@ -217,15 +217,15 @@ class LatteConfig(PreTrainedConfig):
             )
 
     def state_grows(self, layer_idx: int) -> bool:
-        """Whether a layer's state keeps every token: full softmax attention alone does."""
+        """Whether a layer's state keeps every token. Only full softmax attention does."""
         return find_mixer(self.mixer).grows
 
     @property
     def embedding_scale(self) -> float:
-        """What token embeddings are multiplied by before anything is added to them."""
+        """The factor of the token embeddings, before positions are added."""
         if self.embedding_multiplier is not None:
             return self.embedding_multiplier
-        # So that neither the embeddings nor the positions drown the others.
+        # Embeddings and positions then have a similar size.
         return math.sqrt(self.hidden_size) if self.position == "sinusoidal" else 1.0
 
     @property
@@ -235,7 +235,7 @@ class LatteConfig(PreTrainedConfig):
 
 
 def one_line_errors(cls: type) -> None:
-    """Turn the two-line errors of ``@strict``, which are no ValueErrors, into one clear line."""
+    """Turn the two-line errors of ``@strict`` into a LatteError of one line."""
 
     def wrap(original: Any) -> Any:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -260,8 +260,8 @@ one_line_errors(LatteConfig)
 
 # --- the named models of the paper and their controls, at several sizes --------------------------
 
-# "++" is RMSNorm and SwiGLU, the config's defaults. Plain mixers, which look at x alone, need
-# positions; the convolution and the RG-LRU make them unnecessary, and windows have rotary ones.
+# "++" means RMSNorm and SwiGLU, the config's defaults. Plain mixers read x alone, so they need
+# positions. A convolution or an RG-LRU makes positions unnecessary. Windows use rotary positions.
 _PLAIN = {"latent_input": "none", "position": "sinusoidal"}
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -312,13 +312,14 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     """The configuration of a named model at a named size.
 
     Args:
-        name: one of ``PRESETS``, the paper's, e.g. ``"latte-r-swa++"``; ``"latte-conv-swa-f++"``
-            or ``"latte-r-swa-f++"``, whose latents forget; or a registered one.
-        size: one of ``SIZES``.
-        overrides: any field of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
+        name: Name of a preset: one of ``PRESETS`` (the paper's), e.g. ``"latte-r-swa++"``;
+            ``"latte-conv-swa-f++"`` or ``"latte-r-swa-f++"``, whose latents forget; or a
+            registered one.
+        size: Name of a size, one of ``SIZES``.
+        overrides: Fields of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
 
     Raises:
-        LatteError: an unknown name, size or field, or sizes that do not fit.
+        LatteError: The name, size or field is unknown, or sizes do not fit.
     """
     preset = preset_fields(name)
     if preset is None:
