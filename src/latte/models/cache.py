@@ -90,7 +90,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def position(self) -> Tensor | None:
-        """Number of real tokens seen, (B,) int64. A step overwrites it if buffers hold the state."""
+        """Number of real tokens seen, (B,) int64; not a copy if buffers hold the state."""
         if self._state is not None:
             return self._state.position
         assert self.buffers is not None

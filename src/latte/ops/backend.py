@@ -19,7 +19,7 @@ needs no gradient.
 | ``backend``, or the default that was named | backend of a step |
 |---|---|
 | ``"triton"`` | the step's kernel: on CUDA tensors, or anywhere under Triton's interpreter |
-| none named | on CUDA tensors the step's kernel if Triton, dtype and widths allow it; else 2. or 3. |
+| none named | on CUDA tensors the step's kernel if Triton can serve it; else 2. or 3. |
 | another | that one |
 
 The native kernels are not the default inside a transform of ``torch.func``, nor for inputs with
