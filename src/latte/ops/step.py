@@ -1,17 +1,17 @@
-"""One token per row, its states written in place: what decoding is made of.
+"""The ops of decoding: one token per row, with states that are written in place.
 
-The ops of :mod:`latte.ops.api` take a state and give a new one; these write into the one that they
-are given, which nobody else may hold. They check nothing, have no gradients and go on only with
-sequences that have begun: every row has read a real token. The cache sees to all of that
-(:mod:`latte.layers.step`). Shapes never change and nothing waits for the host, so that a step is
-one graph for ``torch.compile``.
+The ops of :mod:`latte.ops.api` take a state and return a new one. These ops overwrite the state
+they are given, so nothing else may hold it. They check nothing and have no gradients. Every row
+must have read a real token before. The cache ensures all of this (:mod:`latte.layers.step`). Shapes
+never change and nothing waits for the host, so that a step is one graph for ``torch.compile``.
 
-Most are one call of a native CPU kernel where there are such (:mod:`latte.ops.cpp_backend`), unless
-somebody has named another backend (the RG-LRU's kernel is in :mod:`latte.ops.dense`); elsewhere a
-few large tensor operations, since at one token what an operation costs is its call. States are fp32
-(fp64 for fp64 inputs), and what is computed is too; outputs have the dtype of ``v``. ``real`` (B,)
-bool is False for rows whose token is padding, None if there are none: padding leaves latents, sums
-and the RG-LRU as they are, and is a masked slot of the window and a zero of the convolution.
+If there are native CPU kernels (:mod:`latte.ops.cpp_backend`) and no other backend was named, most
+of these ops are one kernel call (the RG-LRU's kernel is in :mod:`latte.ops.dense`). If not, they
+are a few large tensor operations, because for one token most of the cost of an operation is its
+call. States and sums are fp32 (fp64 for fp64 inputs). Outputs have the dtype of ``v``. ``real``
+(B,) bool is False for rows whose token is padding; None if there is no padding. Padding does not
+change latents, sums and the RG-LRU. It is a masked slot of the window, and a zero for the
+convolution.
 
 Shape suffixes: B batch, H query heads, G key/value heads, L latents per head, K key width, D value
 width, F feature width, E channels, W slots of the window, n sinks, R = H / G.
@@ -287,11 +287,11 @@ def conv_step(
 
 
 def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
-    """The native CPU kernels take this step: nobody has named another backend.
+    """Whether the native CPU kernels run this step: no other backend was named, and dtypes fit.
 
     Args:
-        state: of the precision of the sums; None if there is none.
-        first, others: all of one dtype.
+        state: State, in the dtype of the sums; None if there is none.
+        first, others: Other tensors, all of one dtype.
     """
     if first.device.type != "cpu":
         return False
