@@ -54,10 +54,11 @@ def report() -> dict[str, Section]:
 
 
 def required_kernels() -> None:
-    """Nothing, unless ``LATTE_NATIVE`` is require.
+    """Check that the native kernels are there if ``LATTE_NATIVE`` is require.
 
     Raises:
-        LatteError: it is, and the native kernels cannot be loaded; or it is no mode.
+        LatteError: They are required and cannot be loaded, or ``LATTE_NATIVE`` has an unknown
+            value.
     """
     library, _ = _native_modules()
     if os.environ.get("LATTE_NATIVE") not in (None, "", "auto", "skip"):

@@ -48,9 +48,9 @@ class Grid:
     reported; this class does the rest.
 
     Args:
-        recipe: with the `output_dir` that holds the runs' folders and the report.
-        runs: in the order to do them, each with a `label` of its own and a `folder`.
-        quiet: no bars and no lines.
+        recipe: Recipe whose `output_dir` holds the runs' folders and the report.
+        runs: Runs in their order, each with a unique `label` and a `folder`.
+        quiet: Whether to print no bars and no lines.
     """
 
     apart = False  # each run in a process of its own
@@ -67,7 +67,7 @@ class Grid:
         """What a run's folder says.
 
         Raises:
-            LatteError: a damaged file, or the run of another recipe.
+            LatteError: A file is damaged, or the run is of another recipe.
         """
         raise NotImplementedError
 
@@ -105,8 +105,8 @@ class Grid:
         """Do the runs that have no result yet; write the report after each. Returns its text too.
 
         Raises:
-            LatteError: results of another recipe, a folder that cannot be written, or what
-                `prepare` and `do` raise for a mistake that no run could do without.
+            LatteError: There are results of another recipe, a folder cannot be written, or
+                `prepare` or `do` raises an error that would stop every run.
         """
         due = [outcome.run for outcome in self.outcomes() if outcome.due]
         writable_folder(Path(self.recipe.output_dir))
@@ -195,10 +195,10 @@ def unfinished(run: Any) -> str:
 
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:
-    """A result's file, which has the `needed` keys.
+    """The contents of a result's file, which must have the `needed` keys.
 
     Raises:
-        LatteError: it is damaged.
+        LatteError: The file is damaged.
     """
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))

@@ -116,7 +116,7 @@ def convert_and_train(
     """Convert `base` and run the recipe's stages; returns the output folder, which has the result.
 
     Raises:
-        LatteError: the base, the recipe or the text will not do, or `output` holds something else.
+        LatteError: The base, the recipe or the text cannot be used, or `output` has other files.
     """
     from latte.train.run import first_alone, train
 

@@ -49,12 +49,12 @@ def starting_config(section: ConversionSection) -> Any:
 
 
 def starting_model(section: ConversionSection, seed: int, rows: Sequence[torch.Tensor]) -> Any:
-    """The converted model in training mode, with gradients for what `trainable` names alone.
+    """The converted model in training mode, with gradients only for the `trainable` weights.
 
-    What is trained is fp32 at least, whatever the base's precision.
+    Trained weights are at least fp32, whatever the base's precision.
 
     Args:
-        rows: token ids (T,) of the training text, of which landmarks are computed.
+        rows: Token ids, (T,) each, of the training text, to compute landmarks from.
     """
     config = starting_config(section)
     assert section.base is not None

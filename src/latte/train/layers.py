@@ -84,7 +84,7 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     """Fit all converted layers of the recipe's base; returns the folder, which has the model.
 
     Raises:
-        LatteError: the recipe keeps documents apart inside a block, the text is too short, or the
+        LatteError: The recipe keeps documents apart inside a block, the text is too short, or the
             folder cannot be written.
     """
     folder = Path(recipe.output_dir)

@@ -55,8 +55,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     uninterrupted run with as many processes.
 
     Raises:
-        LatteError: anything wrong with the recipe, the text or the folder, or a loss that is not
-            finite.
+        LatteError: The recipe, the text or the folder cannot be used, or the loss is not finite.
     """
     check_model(recipe)
     check_speed(recipe)

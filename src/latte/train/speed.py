@@ -111,7 +111,7 @@ def liger_functions() -> tuple[Any, Any]:
 
 
 def use_liger(model: nn.Module) -> int:
-    """Let RMSNorm and SwiGLU run on Liger-Kernel's Triton kernels, in place; how many now do.
+    """Let RMSNorm and SwiGLU use Liger-Kernel's Triton kernels, in place. Returns their number.
 
     Raises:
         LatteError: liger-kernel is not installed, or the model has no such module.
