@@ -1,6 +1,6 @@
-"""What runs here, on what, and why not on something better: the report of `latte doctor`.
+"""The report of `latte doctor`: what runs here, on what, and why not on something faster.
 
-Every section is found out for itself: what fails in one of them is said there and stops no other.
+Each section is made independently. An error in one section is reported there and stops no other.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def quick_reader() -> Iterator[None]:
                     end = _after_strings(blob, int(orig_offs) + 12, count)
                 else:
                     end = orig_offs + 12 + count * struct.calcsize(f"<{_LETTERS[of]}")
-                # The bytes as one part, by which the reader knows where to go on.
+                # The bytes as one part, from which the reader knows where to continue.
                 return end - orig_offs, [blob[orig_offs:end]], [], [kind]
             return super()._get_field_parts(orig_offs, raw_type)
 

@@ -13,9 +13,9 @@ SECONDS = 60.0  # between two lines
 
 
 class Progress:
-    """How much is done, of what. :func:`progress` makes it.
+    """The progress of some work. :func:`progress` makes it.
 
-    `total` may be set later; while it is 0 nobody knows it.
+    `total` may be set later. 0 means that it is not known.
     """
 
     def __init__(self, total: int, unit: str, bar: Any = None) -> None:
@@ -49,7 +49,7 @@ class Progress:
             self._bar.set_postfix_str(text, refresh=False)
 
     def spoke(self) -> None:
-        """The command has said something by itself: the next line waits for a minute from now."""
+        """Note that the command has printed a line itself: the next line follows in a minute."""
         self.quiet_since = time.perf_counter()
 
     def line(self) -> str:

@@ -6,10 +6,11 @@ One rule serves all commands. A result is replaced only by a result of the same 
   ``--force`` replaces what is there;
 - a place that the command chose gets a number: ``evaluation``, ``evaluation-2``, ``evaluation-3``.
 
-The settings of a result are kept beside it, in ``NAME.settings.json``. Files are written aside and
-moved when all of them are complete, so that a full disk or an interruption leaves the old ones.
-Training runs and conversions have a rule of their own (:mod:`latte.train.run_folder`): they go on
-in their own folder, and refuse any other. No torch here.
+The settings of a result are kept next to it, in ``NAME.settings.json``. Files are written to a
+temporary folder and moved when all of them are complete, so that a full disk or an interruption
+does not change the old ones. Training runs and conversions have another rule
+(:mod:`latte.train.run_folder`): they continue in their own folder, and refuse any other. This
+module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A grid of runs: which are done, what is in the way of the others, a report after each.
+"""A grid of runs: their state, their execution, and a report after each.
 
-A comparison of presets, by one seed or several, and every sweep of `replication` is a grid. Each
-run has a folder of its own. One that has a result there is not done again, so that an interrupted
-grid goes on where it stopped; one that another process is at is left to it, so that two processes
-may share the work; one that fails by itself, as for want of memory, is reported and costs the
-others nothing.
+A comparison of presets, with one seed or several, is a grid; so is every sweep of `replication`.
+Each run has a folder of its own. A run that has a result is not done again, so that an interrupted
+grid continues where it stopped. A run that another process is doing is skipped, so that two
+processes can share the work. A run that fails, for example by a lack of memory, is reported, and
+the others continue.
 """
 
 from __future__ import annotations

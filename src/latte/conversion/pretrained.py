@@ -164,14 +164,15 @@ def check_output(output: str | Path) -> Path:
 
 
 def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
-    """The converted model's configuration, checked.
+    """The checked configuration of the converted model.
 
     Args:
-        values: of fields; of ``keep_layers`` in the place of ``converted_layers``.
+        base: Base, as for :func:`convert`.
+        values: Values of fields, with ``keep_layers`` instead of ``converted_layers``.
 
     Raises:
-        LatteError: no such base, an architecture that is not supported, quantised weights, no
-            layer to convert, or a value that does not fit.
+        LatteError: The base does not exist, its architecture is not supported, its weights are
+            quantised, there is no layer to convert, or a value does not fit.
     """
     from latte.conversion.config import CONFIGS, OWN_FIELDS
 
@@ -301,15 +302,15 @@ def load_whole(
     """``kind.from_pretrained(place)`` with exactly the weights that its config says.
 
     Args:
-        what: the place is, for the errors.
-        options: of ``from_pretrained``; a ``state_dict`` is taken in the place of the place's.
-        new: in the names of weights that need not be there.
+        what: Name of the place in errors.
+        new: Part of the names of weights that may be missing.
+        options: Options of ``from_pretrained``. A ``state_dict`` replaces the place's weights.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        LatteError: weights are missing, damaged, or of other shapes than the config says.
+        LatteError: Weights are missing, damaged, or have other shapes than the config says.
     """
     from safetensors import SafetensorError
 

@@ -268,10 +268,9 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """The values, unchanged, whose backward pass goes on, with a zero gradient, to ``previous``.
+    """Return the values unchanged, and make ``previous`` part of their backward pass.
 
-    Gradients of the values are handed on as they come. ``previous`` may have any shape; its
-    gradient is one zero, expanded.
+    Gradients of the values are not changed. The gradient of ``previous``, of any shape, is zero.
     """
     out: tuple[Tensor, ...] = _Carry.apply(previous, *values)  # type: ignore[no-untyped-call]
     return out

@@ -5,9 +5,9 @@ Shape suffixes: T tokens read, P tokens shown (P <= T, the first ones), H heads,
 states of p(l|t): the window, if there is one, and then the latents.
 
 Effective numbers are exponentials of entropies: n equal shares have n, one share has 1. The number
-*on average* is that of the mean over t of p(l|t); the number *per token* is the exponential of the
-mean entropy. A head whose every token asks all latents alike has a large number of both and tells
-tokens apart by none: it is the ratio of the two that shows a division of labour.
+*on average* is that of the mean over t of p(l|t). The number *per token* is the exponential of the
+mean entropy. If every token gives all latents the same probability, both numbers are large, though
+the latents do not distinguish tokens. A large ratio of the two shows that they do.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from latte.inspect.mixing import (
     usage_rows,
 )
 
-# No tokeniser makes tokens of so many characters on average; longer texts are cut before.
+# More characters than a token has on average with any tokeniser. Longer texts are cut first.
 CHARACTERS_PER_TOKEN = 64
 # The page and the window's weights take O(T^2) memory, per head of every layer.
 MOST_SHOWN = 1024

@@ -174,7 +174,7 @@ def other_models() -> dict[str, ModelEntry]:
 
 
 def entry_of_type(model_type: str) -> ModelEntry | None:
-    """A registered model with such configurations; None for Latte's own and those of nobody."""
+    """The registered model with this model type; None for Latte's own and for unknown types."""
     return next((e for e in other_models().values() if e.model_type == model_type), None)
 
 
@@ -189,7 +189,7 @@ def make_known(model_type: str) -> None:
 
 
 def carries_state(model: Any) -> bool:
-    """Whether a model can go on from what it has read; as its entry says, or taken to be so."""
+    """Whether a model can continue from what it has read. True if it has no entry."""
     entry = entry_of_type(getattr(getattr(model, "config", None), "model_type", ""))
     return entry is None or entry.carries_state
 

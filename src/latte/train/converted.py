@@ -208,7 +208,7 @@ class ConversionTrainer(LatteTrainer):
         return {"output_error": output / passes, "mass_divergence": mass / passes}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Checkpoints keep low-rank updates apart, to go on with; the result has them merged in."""
+        """Save low-rank updates apart in checkpoints, to resume, and merged in the result."""
         if self.section.trainable != "lora" or _internal_call or output_dir is None:
             return super().save_model(output_dir, _internal_call)
         if self._sharded:

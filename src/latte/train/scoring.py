@@ -61,7 +61,7 @@ class Score:
 
 
 def turns(device: torch.device, together: int) -> dict[str, Any]:
-    """Options of `score` by which all processes take part, so many of them sharing each window."""
+    """Options of `score` for all processes. Groups of ``together`` processes share each window."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes == 1:
         return {}

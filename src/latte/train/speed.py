@@ -1,7 +1,7 @@
 """Faster training on request: the ops' backend, compiled blocks, Liger's kernels, a loss in chunks.
 
-They change how a model computes and not what: parameters keep their names, and a saved model is
-the plain one. Nothing here is on unless a recipe or a caller asks for it.
+They change how a model computes, not its results: parameters keep their names, and a saved model
+is a plain one. Everything here is off unless a recipe or a caller turns it on.
 """
 
 from __future__ import annotations
