@@ -93,10 +93,10 @@ _MODULES = (
 )
 __getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 
-# Models to compare with are looked for there, once a name is asked for that is none of our own.
+# Comparators are looked up there, the first time that an unknown name is used.
 _register_provider("latte.rivals")
 
-# What Transformers' Auto classes are told: model types, and where their classes are.
+# Model types and the packages of their classes, for Transformers' Auto classes.
 _KINDS = ("Config", "Model", "ForCausalLM", "ForSequenceClassification")
 _auto.register_family("latte", "latte.models", *(f"Latte{kind}" for kind in _KINDS))
 _auto.register_family("latte_comparator", "latte.rivals", *(f"Comparator{k}" for k in _KINDS))

@@ -1,6 +1,6 @@
-"""What runs here, on what, and why not on something better: the report of `latte doctor`.
+"""The report of `latte doctor`: what runs here, on what, and why not on something faster.
 
-Every section is found out for itself: what fails in one of them is said there and stops no other.
+Each section is made independently. An error in one section is reported there and stops no other.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def report() -> dict[str, Section]:
 
 
 def required_kernels() -> None:
-    """Nothing, unless ``LATTE_NATIVE`` is require.
+    """Check that the native kernels are there if ``LATTE_NATIVE`` is require.
 
     Raises:
-        LatteError: it is, and the native kernels cannot be loaded; or it is no mode.
+        LatteError: They are required and cannot be loaded, or ``LATTE_NATIVE`` has an unknown
+            value.
     """
     library, _ = _native_modules()
     if os.environ.get("LATTE_NATIVE") not in (None, "", "auto", "skip"):

@@ -48,12 +48,13 @@ PLAIN_SPLITS, DIGIT_SPLITS = ("gpt-2", "gpt2"), ("smollm", "starcoder", "refact"
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file's header says.
+    """The header of a file.
 
     Attributes:
-        metadata: by llama.cpp's keys; of arrays of strings the number, but for the tokens.
-        tensors: name -> (number of its type in ggml, shape as in PyTorch).
-        offsets: name -> where its bytes begin.
+        metadata: Values by llama.cpp's keys. Arrays of strings are given by their length, except
+            for the tokens.
+        tensors: Names and (number of the type in ggml, shape as in PyTorch).
+        offsets: Names and the offsets of their bytes.
     """
 
     path: Path
@@ -103,7 +104,7 @@ def gguf_at(place: str | Path) -> Path | None:
     """The GGUF file that a place is or holds; None if it is a folder of another kind, or a name.
 
     Raises:
-        LatteError: a folder with several; a file of another kind.
+        LatteError: A folder has several, or a file is of another kind.
     """
     path = Path(place)
     if path.is_file():
@@ -123,8 +124,8 @@ def open_gguf(path: Path) -> GgufFile:
     """The header of a file that can be loaded, so far as a header can tell.
 
     Raises:
-        LatteError: the file is damaged or cut short, a part of a split one, or of an architecture
-            or a kind that is not supported; a package is missing.
+        LatteError: The file is damaged, truncated, a part of a split file, or of an unsupported
+            architecture or kind; or a package is missing.
     """
     if importlib.util.find_spec("gguf") is None:
         raise LatteError(f"{path} is a GGUF file, which needs the gguf package: {INSTALL}")
@@ -246,7 +247,7 @@ def gguf_config(file: GgufFile) -> Any:
     """The configuration of a file's model.
 
     Raises:
-        LatteError: the file asks for what Transformers does not read from it.
+        LatteError: The file has a feature that Transformers does not read.
     """
     from transformers import AutoConfig
 
@@ -379,7 +380,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     """The tokenizer of a file's model, with its chat template.
 
     Raises:
-        LatteError: there is none, or one that splits text in an unknown way.
+        LatteError: There is no tokenizer, or it splits text in an unknown way.
     """
     from transformers import AutoTokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -413,11 +414,11 @@ def gguf_model(file: GgufFile, config: Any, dtype: Any = "auto") -> Any:
     """The file's model, dequantised: a plain model that can be trained and saved.
 
     Args:
-        config: of :func:`gguf_config`.
-        dtype: of all weights; ``auto`` is bf16 for quantised ones, else what the file has.
+        config: Configuration from :func:`gguf_config`.
+        dtype: Dtype of all weights. ``auto`` is bf16 for quantised weights, else the file's.
 
     Raises:
-        LatteError: weights are missing, or of other shapes than the configuration says.
+        LatteError: Weights are missing, or have other shapes than the configuration says.
     """
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -474,7 +475,7 @@ def quick_reader() -> Iterator[None]:
                     end = _after_strings(blob, int(orig_offs) + 12, count)
                 else:
                     end = orig_offs + 12 + count * struct.calcsize(f"<{_LETTERS[of]}")
-                # The bytes as one part, by which the reader knows where to go on.
+                # The bytes as one part, from which the reader knows where to continue.
                 return end - orig_offs, [blob[orig_offs:end]], [], [kind]
             return super()._get_field_parts(orig_offs, raw_type)
 

@@ -22,7 +22,7 @@ def hub_options(name: str | Path) -> dict[str, Any]:
 
 
 def unreachable(name: str | Path) -> str:
-    """A clause that says why a name was not found, where the reason is that nobody could ask."""
+    """A clause for errors if a name was not found because the Hub cannot be reached; else empty."""
     if Path(name).exists() or hub_answers():
         return ""
     return f"there is no folder or file {name} here, and the Hugging Face Hub cannot be reached"

@@ -1,13 +1,13 @@
-"""The machine: how long a call takes on it, what a process holds, what it could do, what it is.
+"""Measurements of the machine: time of a call, memory of a process, peak speed, and description.
 
-Time. Several sides run in one process and take turns (:func:`interleave`): a round is a burst of
-calls of each side after the other, and every side's calls are spread over all the rounds, so that a
-slow moment of the machine meets both. Calls before the first round warm up. Medians and percentiles
+Time. Several sides run in one process and take turns (:func:`interleave`). In a round each side
+makes a burst of calls. The calls of every side are spread over all rounds, so that a slow moment of
+the machine affects all sides. Calls before the first round are a warm-up. Medians and percentiles
 are over single calls.
 
-Memory. On a CPU it is resident memory, a property of a whole process, libraries included: what is
-to be told apart runs in a process of its own (:func:`in_fresh_process`). On a GPU it is what
-PyTorch has allocated.
+Memory. On a CPU it is resident memory, a property of a whole process with its libraries. So each
+side to be compared runs in its own process (:func:`in_fresh_process`). On a GPU it is the memory
+that PyTorch has allocated.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def interleave(sides: Mapping[Any, Callable[[], object]], budget: float) -> dict
     """Time several sides in turns; see the head of this module.
 
     Args:
-        budget: seconds of timed calls per side. A side with calls longer than that still gets
-            one call in each of 3 rounds; there are 5 rounds if all sides are quicker.
+        sides: Functions to time, by name.
+        budget: Seconds of timed calls per side. If a call takes longer than that, there are 3
+            rounds, with at least one call of each side; else there are 5 rounds.
     """
     expected: dict[Any, float] = {}
     for name, call in sides.items():
@@ -87,7 +88,7 @@ def interleave(sides: Mapping[Any, Callable[[], object]], budget: float) -> dict
     try:
         for _ in range(rounds):
             for name, call in sides.items():
-                time.sleep(0.02)  # threads of the side before, spinning for work, go to sleep
+                time.sleep(0.02)  # so that the previous side's threads stop spinning
                 seconds[name] += [seconds_of(call) for _ in range(bursts[name])]
     finally:
         gc.enable()
@@ -100,14 +101,14 @@ CPU = torch.device("cpu")
 
 
 def memory_bytes(device: torch.device = CPU) -> int:
-    """Memory in use now; on a CPU whose system does not tell, the most used so far."""
+    """Memory in use now. On a CPU without that information, the peak so far."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS") or peak_memory_bytes(device)
 
 
 def memory_there_is(device: torch.device = CPU) -> int | None:
-    """All memory of a device, or what this process may use of the machine's; None: unknown."""
+    """All memory of a GPU, or the memory that this process may use; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -130,7 +131,7 @@ def size_text(size: float) -> str:
 
 
 def peak_memory_bytes(device: torch.device = CPU) -> int:
-    """Most memory used since the start or :func:`reset_peak_memory`."""
+    """The peak of memory since the start or :func:`reset_peak_memory`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # VmHWM, where there is one: the maximum of `getrusage` is inherited from the process that
@@ -143,9 +144,9 @@ def peak_memory_bytes(device: torch.device = CPU) -> int:
 
 
 def reset_peak_memory(device: torch.device = CPU) -> None:
-    """Start the peak anew from what is in use now, where the system can (on a CPU: Linux).
+    """Reset the peak to the memory in use now, if the system can (on a CPU: Linux).
 
-    Memory that malloc keeps is given back first: it is not in use.
+    Memory that malloc keeps but does not use is returned to the system first.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -168,17 +169,19 @@ def _status_bytes(field: str) -> int | None:
 
 
 class WorkFailed(LatteError):
-    """The work ended by something else than a LatteError; the message says by what."""
+    """The worker raised another exception than a LatteError, or was killed."""
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, run in a new process; arguments and result are pickled.
+    """Run `function(*arguments)` in a new process. Arguments and result are pickled.
 
-    What it leaves in memory is not measured with the next, and what kills it kills nothing else.
+    So memory that it leaves allocated does not count for the next call, and if it is killed, this
+    process goes on.
 
     Raises:
-        LatteError: as the function raised it.
-        WorkFailed: another exception (its traceback goes to stderr), or the process was killed.
+        LatteError: The function raised it.
+        WorkFailed: The function raised another exception (its traceback goes to stderr), or the
+            process was killed.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -193,7 +196,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
             f"ended with exit code {code}"  # fmt: skip
         raise WorkFailed(f"its process {how}") from None
-    except BaseException:  # interrupted: the work must not go on alone
+    except BaseException:  # interrupted: the worker must not continue alone
         process.terminate()
         raise
     finally:
@@ -219,14 +222,14 @@ def _work(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 def _end_with_parent() -> None:
-    """A killed parent takes the work with it: nobody is left to hear of its result."""
+    """End this process when its parent ends: nobody could receive the result."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-# ---- what it could do
+# ---- peak speed
 
 # Dense bf16 peak, FLOP/s, from the makers' data sheets; the longest matching name wins.
 GPU_PEAK_FLOPS = {
@@ -264,9 +267,9 @@ def cpu_matmul_flops(bf16: bool) -> float:
 
 
 def peak_flops(device: torch.device, bf16: bool, processes: int) -> tuple[float | None, str]:
-    """(FLOP/s of all processes together or None, where the figure comes from).
+    """The FLOP/s of all processes together (or None), and the source of the figure.
 
-    The measurement draws no random number that training would notice.
+    The measurement does not change the random state of training.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -280,10 +283,10 @@ def peak_flops(device: torch.device, bf16: bool, processes: int) -> tuple[float 
 def flops_per_token(model: nn.Module, length: int) -> float:
     """Training FLOPs per token, 6 per weight used in a product plus three times the mixers' own.
 
-    Forward costs 2 per weight and token, backward twice that. What mixing the tokens costs
-    forward is for the modules to say, by a method `mixing_flops(length)`: a model of which none has
-    it is counted by its weights alone. Gradient checkpointing's second forward is not counted
-    (model FLOPs, not hardware FLOPs).
+    Forward costs 2 per weight and token, backward twice that. Modules report the forward cost of
+    mixing the tokens by a method `mixing_flops(length)`. If no module of a model has it, only the
+    weights are counted. The second forward of gradient checkpointing is not counted (model FLOPs,
+    not hardware FLOPs).
     """
     config: Any = model.config
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
@@ -293,20 +296,21 @@ def flops_per_token(model: nn.Module, length: int) -> float:
     return 6.0 * weights + 3.0 * sum(mixer.mixing_flops(length) for mixer in mixers)
 
 
-# ---- what it is
+# ---- description
 
-# What the names in a table stand for, where a package is called otherwise.
+# Names of packages that differ from the names in a table.
 PACKAGES = {"latte": "latte-attention", "fla": "flash-linear-attention"}
 
 
 def describe(
     device: torch.device = CPU, fields: Sequence[str] = ("device", "threads", "torch", "date")
 ) -> dict[str, Any]:
-    """What a result was computed on, and when.
+    """The machine and software of a result, and its date.
 
     Args:
-        fields: `device`, `cpu`, `cores`, `threads`, `cuda`, `python`, `date` (of UTC), or a
-            package, whose version it is; "" if it is not installed.
+        device: Device of the result.
+        fields: Names of values: `device`, `cpu`, `cores`, `threads`, `cuda`, `python`, `date`
+            (UTC), or a package for its version ("" if it is not installed).
     """
     known: dict[str, Callable[[], Any]] = {
         "device": lambda: torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

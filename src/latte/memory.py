@@ -18,12 +18,12 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def keep_memory() -> bool:
-    """From now on this process keeps the memory that it frees, for its next large tensors.
+    """Let this process keep the memory that it frees, for its next large tensors.
 
-    Its resident memory then stays at the peak; :func:`release_memory` gives back what is free. Of
-    no effect on GPUs, on systems without glibc, and where the environment has
-    ``LATTE_KEEP_MEMORY=0``. The commands of ``latte`` call it; a program of your own can, best
-    before its first tensor. Processes that it starts must call it themselves.
+    Its resident memory then stays at the peak. :func:`release_memory` returns free memory to the
+    system. It has no effect on GPUs, on systems without glibc, and with ``LATTE_KEEP_MEMORY=0`` in
+    the environment. The commands of ``latte`` call it. Your own program can call it too, before its
+    first tensor. Processes that the program starts must call it themselves.
 
     Returns:
         Whether memory is kept.

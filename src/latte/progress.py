@@ -13,9 +13,9 @@ SECONDS = 60.0  # between two lines
 
 
 class Progress:
-    """How much is done, of what. :func:`progress` makes it.
+    """The progress of some work. :func:`progress` makes it.
 
-    `total` may be set later; while it is 0 nobody knows it.
+    `total` may be set later. 0 means that it is not known.
     """
 
     def __init__(self, total: int, unit: str, bar: Any = None) -> None:
@@ -49,7 +49,7 @@ class Progress:
             self._bar.set_postfix_str(text, refresh=False)
 
     def spoke(self) -> None:
-        """The command has said something by itself: the next line waits for a minute from now."""
+        """Note that the command has printed a line itself: the next line follows in a minute."""
         self.quiet_since = time.perf_counter()
 
     def line(self) -> str:
@@ -78,15 +78,16 @@ def minutes(seconds: float) -> str:
 def progress(
     total: int, unit: str, *, shown: bool = True, label: str = "", bar: bool = True
 ) -> Iterator[Progress]:
-    """Show on stderr how far the work within is: a bar, or a line every minute.
+    """Show the progress of the work within on stderr: a bar, or a line every minute.
 
-    The lines come from a thread of their own: a single batch may take longer than a minute.
+    A thread of its own writes the lines, because a single batch may take longer than a minute.
 
     Args:
-        total: of units, named in the singular; 0 is unknown.
-        shown: False shows nothing.
-        label: what is being worked on first.
-        bar: False shows nothing on a terminal, where the work has a bar of its own.
+        total: Number of units; 0 if it is unknown.
+        unit: Name of a unit, in the singular.
+        shown: Whether to show anything.
+        label: Name of the first part of the work.
+        bar: Whether to show a bar on a terminal. False if the work has a bar of its own.
     """
     if shown and sys.stderr.isatty():
         if not bar:

@@ -6,10 +6,11 @@ One rule serves all commands. A result is replaced only by a result of the same 
   ``--force`` replaces what is there;
 - a place that the command chose gets a number: ``evaluation``, ``evaluation-2``, ``evaluation-3``.
 
-The settings of a result are kept beside it, in ``NAME.settings.json``. Files are written aside and
-moved when all of them are complete, so that a full disk or an interruption leaves the old ones.
-Training runs and conversions have a rule of their own (:mod:`latte.train.run_folder`): they go on
-in their own folder, and refuse any other. No torch here.
+The settings of a result are kept next to it, in ``NAME.settings.json``. Files are written to a
+temporary folder and moved when all of them are complete, so that a full disk or an interruption
+does not change the old ones. Training runs and conversions have another rule
+(:mod:`latte.train.run_folder`): they continue in their own folder, and refuse any other. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def check_new_file(path: str | Path, what: str, *, force: bool = False) -> Path:
     """A path that the user named for a new file.
 
     Raises:
-        LatteError: something is there. With ``force`` a plain file may be.
+        LatteError: The path exists. With ``force`` it may be a plain file.
     """
     place = Path(path).expanduser()
     if os.path.lexists(place) and not (force and place.is_file()):
@@ -51,10 +52,10 @@ class Results:
     """A place for the files of one command with one set of settings. Made by :func:`results_at`.
 
     Attributes:
-        folder: where the files go.
-        files: their names, all that the command may write, without a number.
-        settings: what the results depend on, as plain JSON.
-        number: what is added to the files' names, from 2 on.
+        folder: Folder of the files.
+        files: Names of all files that the command may write, without a number.
+        settings: Settings on which the results depend, as plain JSON.
+        number: Number that is added to the files' names, from 2 on.
     """
 
     folder: Path
@@ -93,7 +94,7 @@ class Results:
         """A folder to write the files into; they are moved into their place at the end.
 
         Raises:
-            LatteError: they cannot be written. What was there before stays.
+            LatteError: The files cannot be written. Earlier files are not changed then.
         """
         writable_folder(self.folder)
         staged = self.folder / f".{Path(self.files[0]).stem}.tmp-{os.getpid()}"
@@ -127,17 +128,17 @@ def results_at(
     force: bool = False,
     number: Literal["folder", "files"] = "folder",
 ) -> Results:
-    """A place for results, where they lose nothing. Nothing is made yet.
+    """Find a place for results where no other results are lost. Nothing is written yet.
 
     Args:
-        files: the names of all files that the command may write.
-        settings: what the results depend on.
-        named: the user chose the folder, so that no other is taken in its place.
-        force: replace whatever these files are.
-        number: what gets the number if the command chose the place.
+        files: Names of all files that the command may write.
+        settings: Settings on which the results depend.
+        named: Whether the user chose the folder. Then no other folder is used instead.
+        force: Whether to replace these files, whatever they are.
+        number: The part of the place that gets a number if the command chose the place.
 
     Raises:
-        LatteError: the folder cannot be written, or the user named it and it holds other results.
+        LatteError: The folder cannot be written, or the user named it and it has other results.
     """
     plain = json.loads(json.dumps(dict(settings), default=str))
     for n in count(1):

@@ -118,7 +118,7 @@ def test_a_document_alone_is_continued(reader):
 def test_states_that_do_not_fit_are_refused(reader, words_with_spaces, tmp_path):
     tokenizer, file = byte_tokenizer(), tmp_path / "state"
     generate(reader, tokenizer, "once", save_state=file, **GREEDY)
-    with pytest.raises(LatteError, match="some text to go on with"):
+    with pytest.raises(LatteError, match="some text to continue with"):
         generate(reader, tokenizer, "", state=file, **GREEDY)
     with pytest.raises(LatteError, match="expected at least 1, got 0"):
         generate(reader, tokenizer, "a", state=file, **GREEDY | {"max_new_tokens": 0})

@@ -134,9 +134,9 @@ def refused() -> dict[str, Any]:
         kind.config_class(vocab_size=40, num_hidden_layers=2, converted_layers=[1], **sizes)
     )
     return {
-        r"MacchiatoAttention \(the base's own, window=None\) hands on no state": hybrid,
-        "SoftmaxAttention .* hands on no state of constant size": tiny("transformer++"),
-        "Mega .* hands on no state of constant size": language_model(comparator),
+        r"MacchiatoAttention \(the base's own, window=None\) passes no state": hybrid,
+        "SoftmaxAttention .* passes no state of constant size": tiny("transformer++"),
+        "Mega .* passes no state of constant size": language_model(comparator),
         "LatteForCausalLM is compiled": compiled,
         "OptimizedModule is compiled": torch.compile(tiny("swa++")),
         "expected a language model of Latte's or its decoder, got LatteForSequenceCl": (

@@ -252,7 +252,7 @@ def test_a_converted_base_is_gone_on_with(converted, small):
         ("evaluation.lengths=[0]", "evaluation.lengths: expected numbers of at least 1"),
         ("evaluation.max_tokens=0", "evaluation.max_tokens: expected a number above 0"),
         ("conversion.lora=3", "unknown key 'conversion.lora'"),
-        ("plugins=[gone.py]", "plugins: gone.py is no file, neither beside the recipe nor in"),
+        ("plugins=[gone.py]", "plugins: gone.py is not a file, neither next to the recipe nor in"),
         ("plugins=[no.such.module]", "plugin no.such.module: ModuleNotFoundError"),
         ("data.corpus=nowhere.txt", "nowhere.txt"),
         ("data.block_length=1000000", "too few for a single block"),

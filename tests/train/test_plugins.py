@@ -97,7 +97,7 @@ def test_a_mixer_of_a_plugin_is_trained_and_used(
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        ("gone.py", "plugins: gone.py is no file, neither beside the recipe nor in"),
+        ("gone.py", "plugins: gone.py is not a file, neither next to the recipe nor in"),
         ("no.such.module", "plugin no.such.module: ModuleNotFoundError"),
         ("broken.py", "broken.py: ZeroDivisionError: division by zero"),
     ],

@@ -12,23 +12,23 @@ from latte.errors import LatteError
 
 # Option, keyword of `latte.conversion.convert`, type, help.
 CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
-    ("--window", "window", int, "keys that the window sees, self included (128)"),
-    ("--latents", "num_latents", int, "number over all query heads, which divide it (16 a head)"),
-    ("--latent-input", "latent_input", str, "none, conv or rglru (none)"),
-    ("--window-probability", "window_probability", float, "what p(l=0) starts at (0.95)"),
-    ("--sinks", "num_sinks", int, "first tokens that stay visible to the window (4)"),
-    ("--initial", "initial", str, "what latents begin as: auto, landmarks or random (auto)"),
-    ("--seed", "seed", int, "of the new weights (0)"),
-    ("--dtype", "dtype", str, "of the base's weights, such as bfloat16 (the checkpoint's)"),
+    ("--window", "window", int, "number of keys that the window sees (128)"),
+    ("--latents", "num_latents", int, "total number of latents over all heads (16 per head)"),
+    ("--latent-input", "latent_input", str, "source of the logits: none, conv or rglru (none)"),
+    ("--window-probability", "window_probability", float, "initial value of p(l=0) (0.95)"),
+    ("--sinks", "num_sinks", int, "number of first tokens that stay visible to the window (4)"),
+    ("--initial", "initial", str, "initial latents: auto, landmarks or random (auto)"),
+    ("--seed", "seed", int, "seed of the new weights (0)"),
+    ("--dtype", "dtype", str, "dtype of the base's weights, as bfloat16 (the checkpoint's)"),
     ("--decay-range", "rglru_decay_range", float, "initial decays of the RG-LRU (0.9 0.999)"),
-    ("--forgetting", "forgetting", str, "the latents' horizon: none, static or gated (none)"),
-    ("--half-lives", "half_life_range", float, "initial ones of latents that forget (4 512)"),
-    ("--keep-layers", "keep_layers", list, "of full attention, left to the base: 7,20,23 (none)"),
+    ("--forgetting", "forgetting", str, "whether latents forget: none, static or gated (none)"),
+    ("--half-lives", "half_life_range", float, "initial half-lives, if latents forget (4 512)"),
+    ("--keep-layers", "keep_layers", list, "layers to keep full attention: 7,20,23 (none)"),
 )
 
 
 CONVERSION_SWITCHES = {
-    "delay_latents": "feed the latents only with tokens that have left the window",
+    "delay_latents": "latents read a token only when it has left the window",
     "joint_softmax": "the window's keys and the latents share one softmax",
 }
 
@@ -332,16 +332,16 @@ def doctor(options: Namespace) -> int:
 def evaluation_results(
     options: Namespace, checkpoint: Path, files: tuple[str, ...], settings: dict[str, Any]
 ) -> Any:
-    """Where an evaluation writes: a control's results beside the model's own, not over them.
+    """The place where an evaluation writes. Each control has a folder of its own.
 
-    Of a file's model it writes into the present folder: a file may lie where nothing is written.
+    For a model in a single file it is in the current folder, since the file's may be read-only.
 
     Args:
-        files: that it may write.
-        settings: what its results depend on, but for the weights.
+        files: Names of the files that the evaluation may write.
+        settings: Settings on which the results depend, without the weights.
 
     Raises:
-        LatteError: as :func:`latte.results.results_at`.
+        LatteError: The same errors as of :func:`latte.results.results_at`.
     """
     from latte.results import results_at
 
@@ -356,14 +356,14 @@ def evaluation_results(
 
 
 def weights(checkpoint: Path) -> dict[str, Any]:
-    """What results depend on of a checkpoint, as a setting."""
+    """The setting that identifies a checkpoint's weights."""
     from latte.evaluate.checkpoint import weights_of
 
     return {"weights": weights_of(checkpoint)}
 
 
 def contents(files: Iterable[str | Path]) -> str | None:
-    """What results depend on of files that the user named, as a setting; None of no files."""
+    """The setting that identifies the contents of files; None if there are none."""
     from latte.evaluate.checkpoint import contents_of
 
     paths = [Path(file).expanduser() for file in files]
@@ -379,12 +379,12 @@ def corpus_files(specs: Iterable[str]) -> list[Path]:
 
 
 def picked(options: Namespace, *names: str) -> dict[str, Any]:
-    """Some of the options, by the names of the keywords that they become."""
+    """The options of these names, as a dictionary."""
     return {name: getattr(options, name) for name in names}
 
 
 def at_least_one(options: Namespace, *names: str) -> None:
-    """Refuse options below 1; None means that it was not given."""
+    """Refuse options below 1. None means that an option was not given."""
     for name, value in picked(options, *names).items():
         if value is not None and value < 1:
             raise LatteError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")

@@ -18,9 +18,9 @@ OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of one call. Dotted overrides may stand anywhere after the recipe.
+    """The options of one call. Dotted overrides may be anywhere after the recipe.
 
-    argparse itself takes the positional arguments of one place only, and would refuse
+    argparse accepts positional arguments in one place only. By itself it would refuse
     `latte train RECIPE --quiet seed=1`.
     """
     parser = build_parser()
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ---- what an option's text becomes
+# ---- types of options
 
 
 def integers(text: str, least: int = 1) -> list[int]:
@@ -83,7 +83,7 @@ def integers(text: str, least: int = 1) -> list[int]:
 
 
 def numbers(text: str) -> list[int]:
-    """`0,3` -> [0, 3]: numbers that count from 0."""
+    """`0,3` -> [0, 3]: numbers from 0 on."""
     return integers(text, least=0)
 
 
@@ -98,7 +98,7 @@ def size(text: str) -> int:
 
 
 def listed(text: str) -> list[str]:
-    """`latte++,swa++` -> ['latte++', 'swa++']; whether they differ is looked at later."""
+    """`latte++,swa++` -> ['latte++', 'swa++']; repeated names are refused later."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -117,8 +117,9 @@ def _train(command: Any) -> None:
     add = command(
         commands.train,
         "train a model by a recipe",
-        "Run again after an interruption, it goes on from the last complete checkpoint. With"
-        " several processes: torchrun --nproc-per-node 2 -m latte.cli train RECIPE.",
+        "To resume after an interruption, run it again: it continues from the last complete"
+        " checkpoint. With several processes: torchrun --nproc-per-node 2 -m latte.cli train"
+        " RECIPE.",
     ).add_argument
     add("recipe", help="a YAML recipe")
     add(
@@ -126,48 +127,50 @@ def _train(command: Any) -> None:
         help="dotted overrides, such as training.max_steps=200 model.preset=latte++",
         **OVERRIDES,
     )
-    add("--quiet", action="store_true", help="no progress bar and no lines")
+    add("--quiet", action="store_true", help="print no progress bar and no lines")
 
 
 def _evaluate(command: Any) -> None:
     parser = command(
         commands.evaluate,
         "score a checkpoint: held-out text at several context lengths, or tasks",
-        "Perplexity and bits per byte as a table, a CSV and a plot. Every length scores the same"
-        " tokens: each document is cut into windows of that length, the state is carried inside"
-        " a window and starts empty in the next. With --tasks it runs those instead.",
+        "Prints and writes perplexity and bits per byte as a table, a CSV and a plot. Every length"
+        " scores the same tokens: each document is cut into windows of that length, and each"
+        " window starts with an empty state. With --tasks it runs tasks instead.",
     )
     add = parser.add_argument
     add("checkpoint", help=RUN)
     add(
         "--corpus",
         nargs="+",
-        help="'embedded', 'hub:NAME', or files, folders and globs, scored whole; by default the"
+        help="text to score: 'embedded', 'hub:NAME', or files, folders and globs; by default the"
         " held-out text of the run that made the checkpoint",
     )
     add("--field", default="text", help="JSON field or Parquet column of the text")
     add("--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens")
-    add("--positions", type=integers, default=[], help="where to divide the scores of windows too")
-    add("--join", action="store_true", help="one long document of all, for contexts beyond them")
-    add("--max-tokens", type=int, help="score about so many, spread evenly")
+    add("--positions", type=integers, default=[], help="positions that divide each window's scores")
+    add("--join", action="store_true", help="join all documents, for contexts longer than they are")
+    add("--max-tokens", type=int, help="approximate number of tokens to score; all by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument
-    tasks("--tasks", type=names, help="names or YAML files, separated by commas")
-    tasks("--limit", type=int, help="documents per task; all")
-    tasks("--num-fewshot", type=int, help="examples before each question; as the task says")
-    tasks("--batch-size", type=int, default=8, help="prompts side by side")
+    tasks("--tasks", type=names, help="names of tasks or YAML files, separated by commas")
+    tasks("--limit", type=int, help="number of documents per task; all by default")
+    tasks("--num-fewshot", type=int, help="number of examples per question; by default the task's")
+    tasks("--batch-size", type=int, default=8, help="number of prompts in a batch")
     tasks(
-        "--max-length", type=int, help="tokens of a prompt that the model sees; as its config says"
+        "--max-length",
+        type=int,
+        help="number of tokens of a prompt that the model sees; by default its config's",
     )
     add(
         "--context-parallel",
         type=int,
         default=1,
         metavar="P",
-        help="under torchrun: cut each window over P processes (1: they share the windows out)",
+        help="under torchrun: divide each window among P processes (1: each has its own windows)",
     )
-    add("--mixing", help="of a converted model: learned, or the controls window, latents and base")
-    add("--segment", type=int, default=1024, help="tokens read at a time")
-    add("--batch-tokens", type=int, default=16384, help="tokens side by side")
+    add("--mixing", help="for a converted model: learned, or a control: window, latents or base")
+    add("--segment", type=int, default=1024, help="number of tokens read at a time")
+    add("--batch-tokens", type=int, default=16384, help="number of tokens in a batch")
     add("--bf16", action="store_true", help="autocast to bfloat16")
     add("--device", help=DEVICE)
     add(
@@ -182,20 +185,25 @@ def _generate(command: Any) -> None:
     add = command(
         commands.generate,
         "continue a prompt, streaming",
-        "Prints the prompt and its continuation as it comes. A document is read once with --file"
-        " and --save-state, and any number of prompts answered after it with --state.",
+        "Prints the prompt and its continuation while it is generated. To ask several prompts about"
+        " a document, read it once with --file and --save-state, then use --state.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--prompt", default="", help="text to continue")
-    add("--file", help="a document before it, which is not printed; the first of several")
-    add("--state", help="a state that --save-state wrote: go on from there")
+    add("--file", help="document to read before the prompt, not printed; the first of several")
+    add("--state", help="file that --save-state wrote: continue from it")
     add("--save-state", help="write the state after document and prompt to this new file")
     add("--force", action="store_true", help="replace the file of --save-state if it exists")
-    add("--max-new-tokens", type=int, default=200, help="at most so many; 0 to save a state only")
-    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=200,
+        help="largest number of new tokens; 0 to save a state only",
+    )
+    add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
     add("--top-k", type=int, help="sample among the k most likely tokens")
-    add("--top-p", type=float, default=0.95, help="sample within this mass")
-    add("--seed", type=int, help="for the same sample again")
+    add("--top-p", type=float, default=0.95, help="sample within this probability mass")
+    add("--seed", type=int, help="seed: the same seed gives the same text")
     add("--compile", action="store_true", help="compile a step of decoding first: for long texts")
     add("--device", help=DEVICE)
 
@@ -204,18 +212,18 @@ def _chat(command: Any) -> None:
     add = command(
         commands.chat,
         "talk to a model, a line at a time",
-        "Reads messages from standard input, one a line, and prints the answers as they come."
-        " A turn reads only its new tokens. /clear begins a new conversation, Ctrl-C ends an"
-        " answer, and Ctrl-D or /exit the conversation.",
+        "Reads messages from standard input, one per line, and prints the answers while they are"
+        " generated. A turn reads only its new tokens. /clear begins a new conversation, Ctrl-C"
+        " stops an answer, and Ctrl-D or /exit ends the conversation.",
     ).add_argument
     add("checkpoint", help=f"{RUN}; its tokenizer needs a chat template")
     add("--system", default="", help="system message; the template's own if it is left out")
-    add("--file", help="a document to talk about; the first of several")
+    add("--file", help="document to talk about; the first of several")
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
-    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
     add("--top-k", type=int, help="sample among the k most likely tokens")
-    add("--top-p", type=float, default=0.95, help="sample within this mass")
-    add("--seed", type=int, help="for the same answers again")
+    add("--top-p", type=float, default=0.95, help="sample within this probability mass")
+    add("--seed", type=int, help="seed: the same seed gives the same answers")
     add("--device", help=DEVICE)
 
 
@@ -261,12 +269,12 @@ def _serve(command: Any) -> None:
 def _compare(command: Any) -> None:
     add = command(
         commands.compare,
-        "train several presets by one recipe and put them side by side",
-        "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order;"
-        " writes comparison.csv, .md and .png. With --seeds it trains each preset by each seed, in"
-        " OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with 95% intervals,"
-        " differences paired by seed, the order claimed and found. Run again, it goes on where it"
-        " stopped.",
+        "train several presets by one recipe and compare them",
+        "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order."
+        " The results are comparison.csv, .md and .png. With --seeds it trains each preset with"
+        " each seed, in OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with"
+        " 95% intervals, differences paired by seed, the order claimed and found. To resume after"
+        " an interruption, run it again.",
     ).add_argument
     add("recipe", help="a YAML recipe; its model.preset is not used")
     add("overrides", help="dotted overrides", **OVERRIDES)
@@ -275,52 +283,63 @@ def _compare(command: Any) -> None:
         type=listed,
         help="names separated by commas, such as latte++,swa++; the recipe's comparison.presets",
     )
-    add("--seeds", type=numbers, help="such as 0,1,2, of initialisation and data order")
-    add("--baseline", help="with --seeds, what to take differences to; transformer++ or the first")
+    add("--seeds", type=numbers, help="seeds of initialisation and data order, such as 0,1,2")
+    add("--baseline", help="with --seeds, model to compare with; transformer++ or the first")
     add(
         "--lengths",
         type=integers,
         help="context lengths in tokens; 1, 4 and 16 times the block, with --seeds the block",
     )
-    add("--max-tokens", type=int, help="held-out tokens scored at the end")
-    add("--quiet", action="store_true", help="no progress bar, no lines and no table")
-    add("--dry-run", action="store_true", help="with --seeds, list the runs and do none")
-    add("--report", action="store_true", help="with --seeds, report what is done, train nothing")
+    add("--max-tokens", type=int, help="number of held-out tokens scored at the end")
+    add("--quiet", action="store_true", help="print no progress bar, no lines and no table")
+    add("--dry-run", action="store_true", help="with --seeds, list the runs and train nothing")
+    add("--report", action="store_true", help="with --seeds, report finished runs, train nothing")
 
 
 def _convert(command: Any) -> None:
     add = command(
         commands.convert,
-        "give a pretrained decoder a window and latents in the place of full attention",
-        "Keeps all of the base's weights and adds the latents'. With a recipe it also trains them"
-        " and compares base, controls and result; run again, it goes on where it stopped.",
+        "replace a pretrained decoder's full attention by a window and latents",
+        "Keeps all of the base's weights and adds those of the latents. With a recipe it also"
+        " trains them, and compares the result with the base and controls. To resume after an"
+        " interruption, run it again.",
     ).add_argument
     add("base", help="a pretrained decoder: a folder, a GGUF file, or a name on the Hub")
     add("output", help="a new folder")
     add("overrides", help="dotted overrides of the recipe", **OVERRIDES)
-    add("--recipe", help="train by it too: attention transfer, then next tokens, then a comparison")
+    add("--recipe", help="recipe to train with: attention transfer, next tokens, then a comparison")
     for option, name, kind, text in commands.CONVERSION_SHAPE:
         two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name.endswith("_range") else {}
         add(option, dest=name, type=numbers if kind is list else kind, help=text, **two)
     for name, text in commands.CONVERSION_SWITCHES.items():
         switch = argparse.BooleanOptionalAction
         add(f"--{name.replace('_', '-')}", action=switch, default=None, help=f"{text} (yes)")
-    add("--quiet", action="store_true", help="no progress bar and no lines")
+    add("--quiet", action="store_true", help="print no progress bar and no lines")
 
 
 def _inspect(command: Any) -> None:
     add = command(
         commands.inspect,
-        "show which tokens a model looks at, and through which latents",
-        "Writes index.html, where a token can be picked, figures and CSVs of how the latents are"
-        " used, such as the collapse figure.",
+        "show which tokens a model attends to, and through which latents",
+        "Writes index.html, an interactive page where you choose a token, and figures and CSVs of"
+        " the use of the latents, such as the collapse figure.",
     ).add_argument
     add("checkpoint", help="a folder written by latte train or latte convert")
-    add("--text", help="the text to look at")
-    add("--file", help="a file with it: plain text, or the first JSON line's")
-    add("--layers", type=numbers, help="their numbers from 0, such as 0,3; all")
-    add("--tokens", type=int, default=256, help="shown in the page, with all their weights")
-    add("--statistics-tokens", type=int, default=4096, help="read for means, CSVs and figures")
+    add("--text", help="text to inspect")
+    add("--file", help="file with the text: plain text, or JSON lines, of which the first is used")
+    add("--layers", type=numbers, help="layers by number from 0, such as 0,3; all by default")
+    add(
+        "--tokens",
+        type=int,
+        default=256,
+        help="number of tokens shown on the page with all their weights",
+    )
+    add(
+        "--statistics-tokens",
+        type=int,
+        default=4096,
+        help="number of tokens read for means, CSVs and figures",
+    )
     add("--at", type=numbers, help="positions whose weights go into weights.csv, such as 40,80")
     add("--device", help=DEVICE)
     add(
@@ -334,30 +353,30 @@ def _inspect(command: Any) -> None:
 def _benchmark(command: Any) -> None:
     add = command(
         commands.benchmark,
-        "time and memory of the ops and of models, on the device at hand",
-        "Medians of interleaved calls and peak memory, as lines and as benchmark.csv with device,"
-        " threads, version and date. By default Latte, Latte-Macchiato, the window and softmax"
-        " attention, latte-r-swa++ and transformer++, at 1,024 and 4,096 tokens.",
+        "measure time and memory of the ops and of models on this device",
+        "Prints medians of interleaved calls and peak memory, and writes benchmark.csv with device,"
+        " threads, version and date. By default it measures Latte, Latte-Macchiato, the window and"
+        " softmax attention, latte-r-swa++ and transformer++, at 1,024 and 4,096 tokens.",
     ).add_argument
     options: list[tuple[str, Any, str]] = [
         ("--ops", names, "latte, macchiato, window, linear, rg-lru, softmax, or none"),
         ("--models", names, "presets and comparators, or none"),
-        ("--modes", names, "forward, forward+backward, decode (of models); all"),
-        ("--size", str, "of the models: tiny, small, paper, 400m, 2.6b; tiny"),
-        ("--batch", int, "sequences side by side; 1"),
-        ("--heads", int, "of the ops; 8"),
-        ("--latents", int, "of the ops, per head; 32"),
-        ("--head-dim", int, "of the ops, width of keys and values; 64"),
-        ("--window", int, "of the ops, in keys; 128"),
-        ("--dtype", str, "float32, bfloat16 or float16; float32"),
-        ("--backend", str, "of the ops: reference, torch, cpu or triton; the library's choice"),
+        ("--modes", names, "forward, forward+backward, decode (models only); all"),
+        ("--size", str, "size of the models: tiny, small, paper, 400m, 2.6b; tiny"),
+        ("--batch", int, "number of sequences in a batch; 1"),
+        ("--heads", int, "number of heads of the ops; 8"),
+        ("--latents", int, "number of latents per head of the ops; 32"),
+        ("--head-dim", int, "width of keys and values of the ops; 64"),
+        ("--window", int, "window of the ops, in keys; 128"),
+        ("--dtype", str, "dtype: float32, bfloat16 or float16; float32"),
+        ("--backend", str, "backend of the ops: reference, torch, cpu, triton; library's choice"),
         ("--device", str, DEVICE),
-        ("--budget", float, "seconds of timed calls of each; 1"),
-        ("--lengths", integers, "tokens; 1024,4096"),
+        ("--budget", float, "seconds of timed calls for each op or model; 1"),
+        ("--lengths", integers, "numbers of tokens, separated by commas; 1024,4096"),
     ]
-    for option, kind, text in options:  # what is not given is left to `evaluate.benchmark`
+    for option, kind, text in options:  # `evaluate.benchmark` has the defaults
         add(option, type=kind, default=argparse.SUPPRESS, help=text)
-    add("--no-memory", action="store_true", help="times alone; memory costs a process per case")
+    add("--no-memory", action="store_true", help="measure time only; memory needs more processes")
     add(
         "--output",
         help="folder of benchmark.csv; runs/benchmark, with a number where that holds results of"
@@ -370,8 +389,8 @@ def _doctor(command: Any) -> None:
     add = command(
         commands.doctor,
         "show what runs here: versions, backends, native kernels, threads, GPU",
-        "Says for every op which backend serves it, and why the native CPU kernels are not used"
-        " where they are not. Ends with exit code 0 whatever it finds, but for LATTE_NATIVE=require"
-        " where there are no native kernels.",
+        "Shows the backend of every op, and why native CPU kernels are not used if they are not."
+        " The exit code is 0 whatever it finds, with one exception: LATTE_NATIVE=require is set and"
+        " there are no native kernels.",
     ).add_argument
-    add("--json", action="store_true", help="the same for programs")
+    add("--json", action="store_true", help="print the report as JSON")

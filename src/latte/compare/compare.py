@@ -78,20 +78,21 @@ class Measured:
 class Comparison(Grid):
     """The runs of `recipe.comparison`; :meth:`sweep` does them and reports.
 
-    By several seeds a run that fails is reported and costs the others nothing. By one seed all
-    presets have to get through, in this process, and what `train` raises is raised.
+    With several seeds, a run that fails is reported and the other runs continue. With one seed, all
+    presets must succeed: they run in this process, and errors of `train` are raised.
 
     Args:
-        recipe: shared by all; its `model.preset`, and its seed if there are `seeds`, are replaced.
-        quiet: no bars and no lines.
-        title: of the figure.
-        references: bits per byte of something else, drawn as lines (by one seed).
-        apart: of several seeds, each run in a process of its own. Under torchrun runs share the
-            processes.
+        recipe: Recipe that all runs share. Its `model.preset` is replaced, and its seed if there
+            are `seeds`.
+        quiet: Whether to print no bars and no lines.
+        title: Title of the figure.
+        references: Bits per byte of other methods, drawn as lines (with one seed).
+        apart: Whether each run has a process of its own, with several seeds. Under torchrun runs
+            share the processes.
 
     Raises:
-        LatteError: no or repeated presets or seeds, an unknown baseline, or a model that cannot be
-            built.
+        LatteError: There are no or repeated presets or seeds, the baseline is unknown, or a model
+            cannot be built.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
     Overrides of the latents and the window go to the presets that have them.
 
     Raises:
-        LatteError: the recipe is about a model that is no preset, which would be every one of them.
+        LatteError: The recipe's model is not a preset; every run would train the same model.
     """
     for name, value in (
         ("model.architecture", recipe.model.architecture),
@@ -235,10 +236,10 @@ def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
 
 
 def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
-    """What is in a run's folder, if it is about the wanted lengths and tokens.
+    """The measurement in a run's folder, if it has the wanted lengths and tokens.
 
     Raises:
-        LatteError: a damaged file.
+        LatteError: The file is damaged.
     """
     file = measured_file(run, section)
     if not file.exists():
@@ -257,10 +258,10 @@ def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
 
 
 def measured_file(run: Run, section: ComparisonSection) -> Path:
-    """The file of what is measured at the wanted lengths and tokens, there or not.
+    """The path of the measurement at the wanted lengths and tokens, whether it exists or not.
 
     Raises:
-        LatteError: a damaged file.
+        LatteError: A file is damaged.
     """
     file = run.folder / MEASURED_FILE
     wanted = _wanted(run, section)
@@ -286,7 +287,7 @@ def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None
             " tokens were used up; a comparison needs equal tokens: run again with more"
         )
     if not result.finished:
-        return  # it goes on when run again
+        return  # it continues when run again
 
     def measure() -> None:
         wanted = _wanted(run, section)

@@ -1,10 +1,10 @@
-"""A grid of runs: which are done, what is in the way of the others, a report after each.
+"""A grid of runs: their state, their execution, and a report after each.
 
-A comparison of presets, by one seed or several, and every sweep of `replication` is a grid. Each
-run has a folder of its own. One that has a result there is not done again, so that an interrupted
-grid goes on where it stopped; one that another process is at is left to it, so that two processes
-may share the work; one that fails by itself, as for want of memory, is reported and costs the
-others nothing.
+A comparison of presets, with one seed or several, is a grid; so is every sweep of `replication`.
+Each run has a folder of its own. A run that has a result is not done again, so that an interrupted
+grid continues where it stopped. A run that another process is doing is skipped, so that two
+processes can share the work. A run that fails, for example by a lack of memory, is reported, and
+the others continue.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Grid:
     reported; this class does the rest.
 
     Args:
-        recipe: with the `output_dir` that holds the runs' folders and the report.
-        runs: in the order to do them, each with a `label` of its own and a `folder`.
-        quiet: no bars and no lines.
+        recipe: Recipe whose `output_dir` holds the runs' folders and the report.
+        runs: Runs in their order, each with a unique `label` and a `folder`.
+        quiet: Whether to print no bars and no lines.
     """
 
     apart = False  # each run in a process of its own
@@ -67,7 +67,7 @@ class Grid:
         """What a run's folder says.
 
         Raises:
-            LatteError: a damaged file, or the run of another recipe.
+            LatteError: A file is damaged, or the run is of another recipe.
         """
         raise NotImplementedError
 
@@ -105,8 +105,8 @@ class Grid:
         """Do the runs that have no result yet; write the report after each. Returns its text too.
 
         Raises:
-            LatteError: results of another recipe, a folder that cannot be written, or what
-                `prepare` and `do` raise for a mistake that no run could do without.
+            LatteError: There are results of another recipe, a folder cannot be written, or
+                `prepare` or `do` raises an error that would stop every run.
         """
         due = [outcome.run for outcome in self.outcomes() if outcome.due]
         writable_folder(Path(self.recipe.output_dir))
@@ -195,10 +195,10 @@ def unfinished(run: Any) -> str:
 
 
 def read_json(file: Path, *needed: str) -> dict[str, Any]:
-    """A result's file, which has the `needed` keys.
+    """The contents of a result's file, which must have the `needed` keys.
 
     Raises:
-        LatteError: it is damaged.
+        LatteError: The file is damaged.
     """
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))

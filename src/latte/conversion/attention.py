@@ -1,7 +1,7 @@
 """Latte-Macchiato inside a pretrained decoder: the base's projections, plus latents.
 
-One module serves every family: it takes over the base attention's own sub-modules, by name, so
-that the base's weights load as they are, and calls the base's own rotary function.
+One module works for every family. It takes the base attention's sub-modules, by name, so that the
+base's weights load without changes. It calls the base's own rotary function.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width,
 L latents per head, W window.
@@ -32,12 +32,12 @@ from latte.ops.step import in_dtype
 
 
 class Tokens(NamedTuple):
-    """What a forward pass knows of its tokens besides their hidden states."""
+    """The tokens of a forward pass, besides their hidden states: mask, bounds, sinks and past."""
 
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
     sink_embeddings: dict[str | None, tuple[Tensor, Tensor]] | None = None
-    earlier: MixerState = MixerState()  # what is before the tokens, where no cache says it
+    earlier: MixerState = MixerState()  # the state before the tokens, if there is no cache
 
 
 class Projections(NamedTuple):
@@ -50,7 +50,7 @@ class Projections(NamedTuple):
 
 
 def with_mass(latent_q: Tensor, mass_BTH: Tensor) -> Tensor:
-    """Mixture logits (B, T, H, L+1) with the window's log-mass in column 0, of the wider dtype."""
+    """Mixture logits (B, T, H, L+1) plus the window's log-mass in column 0, in the wider dtype."""
     return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
 
 
@@ -61,12 +61,12 @@ class MacchiatoAttention(nn.Module):
     always ``mixing="base"``, without latents and sinks.
 
     Args:
-        base: the attention module of a decoder layer; its sub-modules move here.
-        config: the converted model's configuration.
-        softcap: of the local logits, where the base has one.
+        base: Attention module of a decoder layer. Its sub-modules move here.
+        config: Configuration of the converted model.
+        softcap: Cap of the local logits, if the base has one.
     """
 
-    # The base's own, by its names.
+    # Sub-modules of the base, under the same names.
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -108,7 +108,8 @@ class MacchiatoAttention(nn.Module):
             half_life_range=fields.half_life_range,
             rms_norm_eps=config.rms_norm_eps,
         )
-        # A base in half precision is built under its own default; these are new, and to be trained.
+        # In a half-precision base the default dtype is half too. New weights are to be trained,
+        # so they are at least fp32.
         self.latents.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
 
     def forward(
@@ -122,10 +123,10 @@ class MacchiatoAttention(nn.Module):
         teacher: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """The base's call, with ``tokens`` in the place of its mask, and a LatteCache.
+        """The base's forward, with ``tokens`` instead of its mask, and with a LatteCache.
 
-        With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is the base's
-        own attention, and the teacher records how far this module's is from it, if it is converted.
+        With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is that of the
+        base's own attention. If this layer is converted, the teacher measures its error.
         """
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
@@ -151,18 +152,18 @@ class MacchiatoAttention(nn.Module):
 
     @property
     def splits(self) -> bool:
-        """Whether a sequence can be cut over processes."""
+        """Whether a sequence can be divided among processes."""
         grows = self.mixing == "base" and self.base_window is None
         return not (self.num_sinks or self.delay_latents or grows)
 
     @property
     def steps(self) -> bool:
-        """Whether a token can be decoded in place: with a window."""
+        """Whether a token can be decoded in place. This needs the window."""
         return self.mixing != "latents"
 
     def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
-        """Heads' outputs (B, H * K) of one token per row; the state is written in place."""
-        # At one token every call is felt: modules by name are slower to find, and so on.
+        """The output of the heads, (B, H * K), for one token per row. Overwrites the state."""
+        # For one token the time of every Python call counts: module attributes are slow to look up.
         parts, native, B = self._modules, state.clock.native, x_BE.shape[0]
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
         maps = linear_maps(x_BE, *maps, native=native)
@@ -188,9 +189,10 @@ class MacchiatoAttention(nn.Module):
     def project(
         self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens
     ) -> Projections:
-        """The base's queries, keys and values: normalised if it does so, then rotated."""
+        """The base's queries, keys and values: normalised if the base does so, then rotated."""
         q, k, v = self.heads(x_BTE)
-        # Autocast lowers the projections but not the rotation: all go on in the values' dtype.
+        # Autocast lowers the projections but not the rotation, so the results are cast to the
+        # values' dtype.
         turned = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
         rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
         sink_q = None
@@ -200,7 +202,7 @@ class MacchiatoAttention(nn.Module):
         return Projections(rotated_q, rotated_k, v, sink_q)
 
     def mix(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState, TokenLog]:
-        """Heads' outputs (B, T, H, K), the parts of the state that change, and the tokens' log."""
+        """The output of each head (B, T, H, K), the parts of the state that change, and the log."""
         log = TokenLog(v=local.v, local_k=local.k)
         if self.mixing == "base":
             return *self.full_attention(local, piece), log
@@ -215,14 +217,14 @@ class MacchiatoAttention(nn.Module):
     def logits(
         self, local: Projections, piece: Piece
     ) -> tuple[MixingLogits, Tensor | None, LatentInputs]:
-        """Latent and local logits, ``log_decay``, and the states behind the latents'."""
+        """The latent and local logits, ``log_decay``, and the latent input's states."""
         wide = piece.x.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
         latent_q, latent_k, log_decay, inputs = self.latents(piece._replace(x=wide))
         latent_q, latent_k = latent_q.to(local.v.dtype), latent_k.to(local.v.dtype)
         return MixingLogits(latent_q, latent_k, local.q, local.k), log_decay, inputs
 
     def mixture(self, logits: MixingLogits, local: Projections, piece: Piece) -> Tensor:
-        """The logits (B, T, H, L+1) of p(l|t), fp32 where the window's mass is part of them."""
+        """The logits (B, T, H, L+1) of p(l|t), at least fp32 with ``joint_softmax``."""
         latent_q = logits.latent_q
         assert latent_q is not None
         if not self.joint_softmax:
@@ -246,9 +248,9 @@ class MacchiatoAttention(nn.Module):
     def mixing_logits(
         self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], tokens: Tokens
     ) -> MixingLogits:
-        """The logits behind the weights of these tokens among themselves, for looking at.
+        """The logits of the weights of these tokens among themselves, for inspection.
 
-        As of a :class:`latte.layers.Mixer`; None for what a control leaves out.
+        They are as for a :class:`latte.layers.Mixer`, and None for what a control leaves out.
         """
         local = self.project(x_BTE, position_embeddings, tokens)
         if self.mixing in ("base", "window"):
@@ -256,7 +258,7 @@ class MacchiatoAttention(nn.Module):
         logits, log_decay, _ = self.logits(local, Piece(x_BTE))
         mixture = self.mixture(logits, local, Piece(x_BTE))
         if log_decay is not None and self.delay_latents:
-            # A source is forgotten from the token on that feeds the latents with it.
+            # A source decays from the token at which the latents read it.
             log_decay = F.pad(log_decay[:, self.window :], (0, 0, 0, 0, 0, self.window))
             log_decay = log_decay[:, : x_BTE.shape[1]]
         logits = remembered(logits._replace(latent_q=mixture), log_decay)
@@ -274,8 +276,8 @@ class MacchiatoAttention(nn.Module):
     ) -> Tensor:
         """The window's weights of the first tokens among themselves, (B, H, first, first).
 
-        They are read off the branch itself, with the identity matrix as its values: so query and
-        key norms, grouped heads, soft caps and sinks are what they are in the model.
+        They are the window branch's output for the identity matrix as values. So query and key
+        norms, grouped heads, soft caps and sinks are exactly those of the model.
         """
         local = self.project(x_BTE, position_embeddings, tokens)
         identity = torch.eye(first, dtype=local.v.dtype, device=local.v.device)
@@ -307,17 +309,17 @@ class MacchiatoAttention(nn.Module):
         return out, self._with_sinks(after, sinks, piece)
 
     def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
-        """The base's own attention: full, or in the layer's own window."""
+        """The base's own attention: full, or in the window that the layer has in the base."""
         return self._softmax(self.base_window, local, piece)
 
     def window_branch(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
-        """The window's branch, with its sinks if it has any."""
+        """The window branch, with its sinks if it has any."""
         sinks = self._sinks(local, piece)
         out, after = self._softmax(self.window, local, piece, sinks)
         return out, self._with_sinks(after, sinks, piece)
 
     def _sinks(self, local: Projections, piece: Piece) -> Sinks | None:
-        """What the window sees of the sequences' first tokens."""
+        """The sequences' first tokens, as the window sees them; None without sinks."""
         if not self.num_sinks:
             return None
         assert local.sink_q is not None, "sinks need their own rotation of the queries"
@@ -325,7 +327,7 @@ class MacchiatoAttention(nn.Module):
         return Sinks(local.sink_q, *kept, piece.state.position)
 
     def _with_sinks(self, after: MixerState, sinks: Sinks | None, piece: Piece) -> MixerState:
-        """The state, with the sinks as they go on."""
+        """The state with the sinks added, for the tokens that follow."""
         if sinks is None or not piece.output_final_state:
             return after
         return after._replace(sinks=WindowState(sinks.keys, sinks.values, sinks.mask))
@@ -350,7 +352,7 @@ class MacchiatoAttention(nn.Module):
         return out, MixerState(window=tail)
 
     def mixing_flops(self, length: int) -> float:
-        """FLOPs per token, forward, at a length: of both branches, or of the base's attention."""
+        """Forward FLOPs per token at a length, of both branches or of the base's attention."""
         base = self.mixing == "base"
         seen = min((self.base_window if base else self.window) or length, (length + 1) / 2)
         latents = 0 if base else self.latents.k_proj.out_features

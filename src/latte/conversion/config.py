@@ -1,6 +1,6 @@
-"""The configurations of converted models: the base's own, with ours added, and the checks of it.
+"""The configurations of converted models: the base's fields, Latte's fields, and their checks.
 
-Their names stand in the package's table for Transformers' Auto classes.
+The package's table for Transformers' Auto classes has their names.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ class MacchiatoFields:
     """Fields that every ``macchiato_*`` configuration adds to its base's.
 
     Args:
-        num_latents: latent states over all query heads; each head has ``num_latents / heads``.
-        local_window: keys that the window sees, self included, in the layers that are converted.
-            The base's own ``sliding_window`` stays what it was: layers that are not converted see
-            so far, and the teacher of those that are.
-        converted_layers: the layers with a window and latents, by number from 0. The others have
-            the base's own attention: those with a window of their own, and those of full attention
-            that were to be kept (:attr:`keep_layers`), whose state grows with the text. None, as
-            in files from before there was a choice: all layers.
-        latent_input: where the latent logits come from: ``none`` (the layer's input x), ``conv``
-            or ``rglru`` (eq. 18-19).
-        window_probability: p(l=0), the window's share, of a model that is not yet trained; set
-            by a bias on the window's query logit.
-        rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
-        forgetting, half_life_range: the latents' horizon, as of ``LatteConfig``. Delayed latents
-            forget at the query's token, by what that token says.
-        num_sinks: so many first tokens of a sequence stay visible to the window's softmax
-            (arXiv 2309.17453), at positions no further away than the window's edge.
-        delay_latents: feed the latents only with tokens that have left the window, so that the
-            two branches share no token; while nothing has left it, p(l=0) is 1.
-        joint_softmax: the window's keys and the latents share one softmax: p(l=0) then follows the
-            mass of the window's own logits, and the learned logit adds to it.
-        mixing: ``learned`` is the model. The others are controls: ``window`` (p(l=0) = 1),
-            ``latents`` (p(l=0) = 0), and ``base``, the base's own attention, of quadratic cost.
-        converted_from: the GGUF file that the base's weights came from, and its quantisation.
+        num_latents: Total number of latents over all query heads. Each head has ``num_latents /
+            heads``.
+        local_window: Number of keys that the window of converted layers sees, the current token
+            included. ``sliding_window`` is still the base's own window. It holds for layers that
+            are not converted, and for the teacher of those that are.
+        converted_layers: Layers with a window and latents, by number from 0. The other layers have
+            the base's own attention. They either have a window of their own, or are kept layers of
+            full attention (:attr:`keep_layers`), whose state grows with the text. None means all
+            layers, as in files of older versions.
+        latent_input: Source of the latent logits: ``none`` (the layer's input x), ``conv`` or
+            ``rglru`` (eq. 18-19).
+        window_probability: Initial value of p(l=0), the window's share, set by a bias on the
+            window's query logit.
+        rglru_decay_range: Lowest and highest initial decay of the RG-LRU (Griffin's by default).
+        forgetting, half_life_range: Forgetting of the latents, as in ``LatteConfig``. With delayed
+            latents the decay is computed from the query's token.
+        num_sinks: Number of first tokens of a sequence that stay visible to the window's softmax
+            (arXiv 2309.17453). Their distance is at most that of the window's edge.
+        delay_latents: Whether the latents read a token only when it has left the window, so that
+            the two branches share no token. While none has left the window, p(l=0) is 1.
+        joint_softmax: Whether the window's keys and the latents share one softmax. The log-mass of
+            the window's logits is then added to the learned logit of p(l=0).
+        mixing: Choice of the model or a control. ``learned`` is the model. The controls are
+            ``window`` (p(l=0) = 1), ``latents`` (p(l=0) = 0) and ``base``, the base's own
+            attention, of quadratic cost.
+        converted_from: GGUF file of the base's weights, and its quantisation.
     """
 
     num_latents: int = 128

@@ -1,24 +1,25 @@
 """Landmarks: initial latents that already approximate the base's own attention.
 
-Beyond the window a head of the base attends by ``a_ts ~ exp(scale q_t' R(s - t) k_s)``, with q and
-k before their rotation and R the rotary matrix. Put the queries into L clusters of means c_l. Then
+Beyond the window the weights of a head of the base are ``a_ts ~ exp(scale q_t' R(s - t) k_s)``,
+with q and k before their rotation, and R the rotary matrix. Divide the queries into L clusters with
+means c_l. Then
 
     p(s|l,t) ~ exp(k_s[l]),   k_s[l] = scale c_l' D k_s,   D = mean of R(-d), d from W to T - 1
 
-and p(l|t) says to which clusters the query belongs: ``q_t[l] = beta (u_l - mean u)' q_t / E|q|``,
-with u_l the clusters' directions (clustered attention, arXiv 2007.04825, made causal and linear in
-time). D weighs the offset d by T - d, the number of pairs of tokens that are so far apart. It acts
-on each pair of rotary coordinates, as ``(mean cos, mean sin)`` of its frequency, so fast
-frequencies, whose sign the distance decides, drop out.
+and p(l|t) is a soft assignment of the query to the clusters:
+``q_t[l] = beta (u_l - mean u)' q_t / E|q|``, with u_l the clusters' directions. This is clustered
+attention (arXiv 2007.04825), made causal and linear in time. The mean D weighs the offset d by
+T - d, the number of pairs of tokens at this distance. D multiplies each pair of rotary coordinates
+by ``(mean cos, mean sin)`` of its frequency. The mean of a fast frequency is close to 0.
 
 Both logits are linear in the layer's input x, so landmarks are initial values of
-``latents.q_proj`` and ``latents.k_proj``, and nothing else in the model changes. The window's bias
-is set such that p(l=0) is, on average, the mass of the base's attention that the window sees.
+``latents.q_proj`` and ``latents.k_proj``. Nothing else in the model changes. The window's bias is
+set so that p(l=0) is, on average, the mass of the base's attention within the window.
 
-Where the base normalises its queries and keys, k_s is not linear in x: the norm is replaced by its
-mean scale. Where the projection of the queries has a bias, queries are clustered without it, since
-q_t[l] has none, and c_l is the mean of whole queries. A bias of the keys' projection cancels in
-p(s|l,t). A soft cap is left out of k_s.
+There are three special cases. If the base normalises its queries and keys, k_s is not linear in x;
+the norm is then replaced by its mean scale. If the projection of the queries has a bias, queries
+are clustered without it, because q_t[l] has none, but c_l is the mean of whole queries. A bias of
+the keys' projection cancels in p(s|l,t). A soft cap of the base is ignored in k_s.
 
 Shape suffixes: B batch, T tokens, E hidden size, S sampled tokens, H query heads, G key/value
 heads, K head width, L latents per head.
@@ -44,18 +45,20 @@ from latte.conversion.transfer import (
 from latte.errors import LatteError
 from latte.layers.state import Piece
 
-SHARPNESS = 4.0  # beta: logits of a query of mean length that points to a cluster
+SHARPNESS = 4.0  # beta: logit of a query of mean length in the direction of a cluster
 CLUSTER_STEPS = 15
-CALIBRATION_TOKENS, CALIBRATION_LENGTH = 8192, 1024  # of the text, and of a row
+CALIBRATION_TOKENS, CALIBRATION_LENGTH = 8192, 1024  # number of tokens of the text, and of a row
 CALIBRATION_LETTERS = 200_000
 
 
 class Sample(NamedTuple):
-    """What is known of the sampled tokens of one layer.
+    """The sampled tokens of one layer.
 
-    ``x`` (S, E) is the layer's input, ``q`` (S, H, K) its queries before the rotation; ``mass`` (S,
-    H) is the share of the base's attention that the window sees, ``near`` (S, H) the logsumexp of
-    the window's logits.
+    Attributes:
+        x: Inputs of the layer, (S, E).
+        q: Queries before the rotation, (S, H, K).
+        mass: Share of the base's attention within the window, (S, H).
+        near: Logsumexp of the window's logits, (S, H).
     """
 
     x: Tensor
@@ -65,7 +68,7 @@ class Sample(NamedTuple):
 
 
 class Survey(Watcher):
-    """Keeps the samples of every converted layer while the base runs."""
+    """Collects the samples of every converted layer while the base runs."""
 
     def __init__(self) -> None:
         self.samples: dict[int, list[Sample]] = {}
@@ -92,7 +95,7 @@ def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Ten
     probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
     kind = (layer.layer_kind,) if decoder.rotary_by_kind else ()
     cos, sin = (x[0].double().cpu() for x in decoder.rotary_emb(probe, offsets, *kind))
-    pairs = (length - offsets[0]).double().cpu()  # tokens that are so far apart
+    pairs = (length - offsets[0]).double().cpu()  # number of pairs of tokens at each distance
     weights = pairs[:, None] / pairs.sum()
     half = cos.shape[-1] // 2
     zero = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -101,7 +104,7 @@ def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Ten
 
 
 def turned(c_LK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``c' D`` for each row c: D rotates and shrinks the pairs (i, i + R/2), and no others."""
+    """``c' D`` for each row c. D rotates and shrinks the pairs of coordinates (i, i + R/2)."""
     half = len(cos)
     a, b, rest = c_LK[:, :half], c_LK[:, half : 2 * half], c_LK[:, 2 * half :]
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
@@ -113,7 +116,7 @@ def clusters(q_SK: Tensor, count: int, generator: torch.Generator) -> tuple[Tens
     first = torch.randint(len(u_SK), (1,), generator=generator)
     u_LK = u_SK[first]
     distance_S = (1 - u_SK @ u_LK[0]).clamp_min(1e-9)
-    while len(u_LK) < count:  # k-means++: far queries are likelier
+    while len(u_LK) < count:  # k-means++: distant queries are more likely to be chosen
         following = u_SK[torch.multinomial(distance_S, 1, generator=generator)]
         u_LK = torch.cat([u_LK, following])
         distance_S = torch.minimum(distance_S, 1 - u_SK @ following[0]).clamp_min(1e-9)
@@ -129,7 +132,7 @@ def clusters(q_SK: Tensor, count: int, generator: torch.Generator) -> tuple[Tens
 
 
 def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
-    """The map (heads, K, E) from x to queries ("q") or keys ("k"), a norm by its mean scale."""
+    """The map (heads, K, E) from x to queries ("q") or keys ("k"), with a norm's mean scale."""
     weight = getattr(layer, f"{name}_proj").weight.float().cpu()
     weight = weight.unflatten(0, (-1, layer.head_dim))
     norm = getattr(layer, f"{name}_norm", None)
@@ -143,7 +146,7 @@ def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
 
 
 def _query_bias(layer: MacchiatoAttention) -> Tensor:
-    """What every query has in common, (H, K): the projection's bias, where no norm follows it."""
+    """The bias that all queries share, (H, K): the projection's, if no norm follows it."""
     bias: Tensor | None = getattr(layer.q_proj, "bias", None)
     if bias is None or hasattr(layer, "q_norm"):
         return torch.zeros(layer.num_heads, layer.head_dim)
@@ -186,7 +189,7 @@ def landmarks(
 
 
 def _matching_bias(odds_S: Tensor, share: Tensor) -> Tensor:
-    """b with ``mean sigmoid(odds + b) = share``, by bisection."""
+    """The b for which ``mean sigmoid(odds + b) = share``, by bisection."""
     low, high = odds_S.new_tensor(-60.0), odds_S.new_tensor(60.0)
     share = share.clamp(1e-3, 1 - 1e-3)
     for _ in range(50):
@@ -199,10 +202,10 @@ def _matching_bias(odds_S: Tensor, share: Tensor) -> Tensor:
 def calibration_rows(
     tokenizer: Any, text: str | None, length: int = CALIBRATION_LENGTH
 ) -> list[Tensor]:
-    """Rows of token ids, (1, T), of a text; by default of the language's own help pages.
+    """Rows of token ids, (1, T), of a text; by default of Python's own help pages.
 
-    Every row begins with the start token, as documents do; a tokenizer without one starts with its
-    end token. A text of fewer than ``length`` tokens is one shorter row.
+    Every row begins with the start token, as documents do. If the tokenizer has none, it begins
+    with the end token. A text of fewer than ``length`` tokens is one shorter row.
     """
     if text is None:
         from pydoc_data.topics import topics
@@ -219,15 +222,15 @@ def calibration_rows(
 
 @torch.no_grad()
 def set_landmarks(model: Any, rows: Sequence[Tensor], *, seed: int = 0) -> None:
-    """Give the converted layers of a model their landmarks, in place.
+    """Set the latents of a model's converted layers to landmarks, in place.
 
     Args:
-        model: a converted language model whose latents read x (``latent_input="none"``).
-        rows: token ids, (B, T) each, that the base runs on: some 8,000 tokens are enough.
-        seed: of the clusters' first directions.
+        model: Converted language model whose latents read x (``latent_input="none"``).
+        rows: Token ids, (B, T) each, on which the base runs. About 8,000 tokens are enough.
+        seed: Seed of the clusters' first directions.
 
     Raises:
-        ValueError: the latents do not read x.
+        ValueError: The latents do not read x.
     """
     if model.config.latent_input != "none":
         raise ValueError(

@@ -61,7 +61,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     softcap_field: str | None = None  # the field of the config with the attention's soft cap
     masks_by_kind = False  # the base takes a dict of masks, one per kind of layer
     rotary_by_kind = False  # and its rotary embedding is one per kind of layer too
-    earlier: MixerState | None = None  # what is before the tokens, set by latte.parallel
+    earlier: MixerState | None = None  # the state before the tokens, set by latte.parallel
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -69,7 +69,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         for layer in self.layers:  # type: ignore[attr-defined]
             layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
             hook_layer(layer)
-        # A conversion can be loaded with fewer converted layers than it has: a hybrid of it.
+        # A conversion can be loaded as a hybrid, with fewer converted layers than it has.
         kept = [i for i in range(config.num_hidden_layers) if not config.is_converted(i)]
         names = [rf"layers\.{i}\.self_attn{re.escape(NEW_WEIGHTS)}" for i in kept]
         self._keys_to_ignore_on_load_unexpected = names
@@ -89,15 +89,18 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         """The base's forward.
 
         Args:
-            input_ids: (B, T); or ``inputs_embeds`` (B, T, E).
-            attention_mask: (B, P + T), 1 = a real token, over the cached tokens too.
-            position_ids: (B, T); by default real tokens are counted, in each sequence.
-            past_key_values: a :class:`latte.models.LatteCache`, read and updated.
-            cu_seq_lens_q: (N + 1,) int32 bounds of N sequences packed into one row (B = 1). Without
-                it, positions that start anew in a row of its own without a mask are such bounds.
+            input_ids: Token ids, (B, T).
+            attention_mask: Mask, (B, P + T), 1 = a real token. It covers the cached tokens too.
+            position_ids: Positions, (B, T). By default the real tokens of each sequence are
+                counted.
+            past_key_values: :class:`latte.models.LatteCache`, read and updated.
+            inputs_embeds: Embeddings, (B, T, E), instead of ``input_ids``.
+            use_cache: Whether to return the cache.
+            cu_seq_lens_q: Bounds of N sequences packed into one row (B = 1), (N + 1,) int32.
+                Without it, a single row without a mask is split where its positions start again.
 
         Raises:
-            ValueError: the arguments do not fit together, or ``output_attentions`` is asked for.
+            ValueError: The arguments do not fit together, or ``output_attentions`` is set.
         """
         if kwargs.get("output_attentions") or self.config.output_attentions:  # type: ignore[attr-defined]
             raise LatteError(

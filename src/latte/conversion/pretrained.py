@@ -21,7 +21,7 @@ from latte.results import check_writable
 
 MULTIMODAL = ("gemma3",)
 INITIAL = ("auto", "landmarks", "random")
-LATENTS_PER_HEAD = 16  # where nobody says how many
+LATENTS_PER_HEAD = 16  # the default
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
@@ -47,44 +47,47 @@ def convert(
 ) -> Any:
     """Replace a decoder's full attention by a window and latents; keep every weight.
 
-    The new weights, ``layers.*.self_attn.latents.*``, begin as landmarks, which approximate the
+    The new weights, ``layers.*.self_attn.latents.*``, start as landmarks, which approximate the
     base's own attention, or at random. Train them for good results: ``latte convert --recipe``.
-    With p(l=0) = 1 the model is the base with a ``window`` in the place of full attention, exactly.
-    Layers that have a window already (in Gemma 2 and 3, Mistral, Qwen) stay as they are: their
-    state is constant in size.
+    With p(l=0) = 1 the model is exactly the base with a ``window`` instead of full attention.
+    Layers that already have a window (in Gemma 2 and 3, Mistral, Qwen) are not changed, because
+    their state is of constant size.
 
     Args:
-        base: a folder written by ``save_pretrained``, a GGUF file or a folder with one, or a name
-            on the Hub: Gemma 1, 2 and 3 (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
-        output: a folder to be made for the model and the base's tokeniser; None saves nothing.
-        window: keys that the window sees, self included.
-        num_latents: number of latents over all query heads, which divide it; None is 16 a head.
-        latent_input: what the latent logits are computed from: ``none``, ``conv`` or ``rglru``.
-        window_probability: what p(l=0) starts at.
-        rglru_decay_range: lowest and highest initial decay of the RG-LRU.
-        forgetting: the latents' horizon: ``none``, ``static`` or ``gated`` (beyond the paper).
-        half_life_range: shortest and longest initial half-life of latents that forget, in tokens.
-        num_sinks: first tokens that stay visible to the window.
-        delay_latents: feed the latents only with tokens that have left the window.
-        joint_softmax: the window's keys and the latents share one softmax (beyond the paper).
-        keep_layers: layers of full attention, by number from 0, that stay as they are too. The
-            model is then a hybrid: their state, and the time of a step, grow with the text.
-        initial: what the latents begin as: ``landmarks`` (:mod:`latte.conversion.landmarks`),
-            ``random``, or ``auto``: landmarks where ``latent_input`` is ``none`` and there are
-            tokens to compute them from, else random, with a warning.
-        calibration: what landmarks are computed from: a text, or rows of token ids (B, T); None is
-            English text that every Python carries. Some 8,000 tokens are used.
-        seed: of the new weights.
-        dtype: of the base's weights; ``auto`` keeps the checkpoint's, and is bf16 for a quantised
-            GGUF file. The new ones are fp32 (fp64 if the base is).
+        base: Folder written by ``save_pretrained``, GGUF file or a folder with one, or a name on
+            the Hub. Supported: Gemma 1, 2 and 3 (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
+        output: New folder for the model and the base's tokeniser; None saves nothing.
+        window: Number of keys that the window sees, the current token included.
+        num_latents: Total number of latents over all query heads, a multiple of their number; None
+            is 16 per head.
+        latent_input: Source of the latent logits: ``none`` (x), ``conv`` or ``rglru``.
+        window_probability: Initial value of p(l=0).
+        rglru_decay_range: Lowest and highest initial decay of the RG-LRU.
+        forgetting: Kind of forgetting of the latents: ``none``, ``static`` (a rate per latent) or
+            ``gated`` (a rate per token); beyond the paper.
+        half_life_range: Shortest and longest initial half-life of latents that forget, in tokens.
+        num_sinks: Number of first tokens that stay visible to the window.
+        delay_latents: Whether the latents read a token only when it has left the window.
+        joint_softmax: Whether the window's keys and the latents share one softmax (beyond the
+            paper).
+        keep_layers: Layers that keep full attention, by number from 0. The model is then a
+            hybrid: the state of these layers, and the time of a step, grow with the text.
+        initial: Initial latents: ``landmarks`` (:mod:`latte.conversion.landmarks`), ``random``, or
+            ``auto``. ``auto`` is landmarks if ``latent_input`` is ``none`` and there are tokens
+            to compute them from, else random, with a warning.
+        calibration: Text, or rows of token ids (B, T), from which landmarks are computed. None
+            uses English text that is part of every Python. About 8,000 tokens are used.
+        seed: Seed of the new weights.
+        dtype: Dtype of the base's weights. ``auto`` keeps the checkpoint's, and is bf16 for a
+            quantised GGUF file. The new weights are fp32 (fp64 if the base is).
 
     Returns:
         The converted model, in evaluation mode.
 
     Raises:
-        LatteError: the base cannot be read, is of an unsupported architecture or quantised (but as
-            GGUF), has no layer of full attention, a value does not fit, or ``output`` exists.
-            Nothing has been written then.
+        LatteError: The base cannot be read, has an unsupported architecture, is quantised (except
+            as GGUF) or has no layer of full attention; a value does not fit; or ``output``
+            exists. Nothing has been written then.
     """
     check_seed("seed", seed)
     target = None if output is None else check_output(output)
@@ -127,7 +130,7 @@ def _calibration_rows(
     calibration: str | Sequence[torch.Tensor] | None,
     window: int,
 ) -> Sequence[torch.Tensor]:
-    """The tokens of which landmarks are computed. Raises LatteError where there are none."""
+    """The tokens from which landmarks are computed. Raises LatteError if there are none."""
     from latte.conversion.landmarks import CALIBRATION_LENGTH, calibration_rows
 
     rows: Any = calibration
@@ -140,7 +143,7 @@ def _calibration_rows(
 
 
 def begins_with_landmarks(initial: str, config: Any) -> bool:
-    """Whether ``initial`` asks for landmarks. Raises LatteError where they cannot be had."""
+    """Whether to compute landmarks. Raises LatteError if that is wanted but not possible."""
     if initial not in INITIAL:
         raise LatteError(f"initial: expected one of {', '.join(INITIAL)}, got {initial!r}")
     if initial == "landmarks" and config.latent_input != "none":
@@ -152,7 +155,7 @@ def begins_with_landmarks(initial: str, config: Any) -> bool:
 
 
 def check_output(output: str | Path) -> Path:
-    """A folder that is not there yet, in a place that can be written."""
+    """The path of a new folder. Raises LatteError if it exists or cannot be written."""
     target = Path(output)
     if os.path.lexists(target):
         raise LatteError(f"output {target} exists; expected the name of a new folder")
@@ -161,14 +164,15 @@ def check_output(output: str | Path) -> Path:
 
 
 def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
-    """The converted model's configuration, checked.
+    """The checked configuration of the converted model.
 
     Args:
-        values: of fields; of ``keep_layers`` in the place of ``converted_layers``.
+        base: Base, as for :func:`convert`.
+        values: Values of fields, with ``keep_layers`` instead of ``converted_layers``.
 
     Raises:
-        LatteError: no such base, an architecture that is not supported, quantised weights, no
-            layer to convert, or a value that does not fit.
+        LatteError: The base does not exist, its architecture is not supported, its weights are
+            quantised, there is no layer to convert, or a value does not fit.
     """
     from latte.conversion.config import CONFIGS, OWN_FIELDS
 
@@ -211,7 +215,7 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
 
 
 def _to_convert(base: str | Path, config: Any, keep: Sequence[int]) -> tuple[int, ...]:
-    """The layers of full attention but for those to keep."""
+    """The layers of full attention, without those to keep."""
     full, count = config.full_layers, config.num_hidden_layers
     if not full:
         raise LatteError(
@@ -298,15 +302,15 @@ def load_whole(
     """``kind.from_pretrained(place)`` with exactly the weights that its config says.
 
     Args:
-        what: the place is, for the errors.
-        options: of ``from_pretrained``; a ``state_dict`` is taken in the place of the place's.
-        new: in the names of weights that need not be there.
+        what: Name of the place in errors.
+        new: Part of the names of weights that may be missing.
+        options: Options of ``from_pretrained``. A ``state_dict`` replaces the place's weights.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        LatteError: weights are missing, damaged, or of other shapes than the config says.
+        LatteError: Weights are missing, damaged, or have other shapes than the config says.
     """
     from safetensors import SafetensorError
 

@@ -1,10 +1,10 @@
 """Attention transfer layer by layer, from hidden states of the base that are recorded once.
 
-The base runs once over a few rows of text. What each converted layer reads is kept in a file a row
-(:func:`record`), in half precision. A layer is then fitted by itself (:class:`LayerFit`): its
-targets follow from its own input, and neither the base nor another layer takes part. The loss is
-that of :mod:`latte.conversion.transfer`. Queries, keys, values and the window's output do not
-change while the latents are fitted, so they are computed once a row.
+The base runs once over a few rows of text. The inputs of each converted layer are written to one
+file per row (:func:`record`), in half precision. Each layer is then fitted alone
+(:class:`LayerFit`): its targets are computed from its own input, without the base and without
+other layers. The loss is that of :mod:`latte.conversion.transfer`. Queries, keys, values and the
+window's output do not change while the latents are fitted, so they are computed once per row.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width, S
 sampled tokens.
@@ -39,7 +39,7 @@ from latte.layers.state import Piece
 
 
 class Recorder(Watcher):
-    """Keeps what every converted layer reads while the base runs."""
+    """Collects the input of every converted layer while the base runs."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, Tensor] = {}
@@ -53,13 +53,13 @@ class Recorder(Watcher):
 def record(
     model: Any, rows: Iterable[Tensor], folder: Path, told: Callable[[int], None] = lambda _: None
 ) -> list[Path]:
-    """Run the base over rows of tokens; one file a row, of bf16 tensors named by layer.
+    """Run the base over rows of tokens. Write one file per row, of bf16 tensors named by layer.
 
-    A row whose file is there is left alone, so that a run that was cut off goes on.
+    A row whose file exists is skipped, so an interrupted run continues where it stopped.
 
     Args:
-        rows: token ids, (T,) each.
-        told: called with the number of rows that are done.
+        rows: Token ids, (T,) each.
+        told: Function that is called with the number of finished rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -81,11 +81,18 @@ def record(
 
 
 class Row(NamedTuple):
-    """What the loss of one row needs besides the latents' logits; half precision but the masses.
+    """The data of one row that its loss needs, besides the latents' logits.
 
-    ``x`` (T, E), ``v`` (T, G, K), the window's output ``near`` (T, H, K) and the base's after the
-    output projection, ``target`` (T, E); ``log_mass`` (T, H) of the window's logits, and ``mass``
-    (S, H), the base's share of the window at the sampled ``places`` (S,).
+    All tensors but the masses are in half precision.
+
+    Attributes:
+        x: Input of the layer, (T, E).
+        v: Values, (T, G, K).
+        near: Output of the window, (T, H, K).
+        target: Output of the base's attention, after the output projection, (T, E).
+        log_mass: Logsumexp of the window's logits, (T, H).
+        mass: Share of the base's attention within the window, at the sampled places, (S, H).
+        places: Positions of the sampled tokens, (S,).
     """
 
     x: Tensor
@@ -99,15 +106,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How a layer is fitted.
+    """Options of the fit of a layer.
 
     Attributes:
-        steps: optimiser steps, at most.
-        batch_size: rows a step.
-        learning_rate: the peak of AdamW's; it falls to a twentieth by a cosine.
-        mass_weight: weight of KL(m || p(l=0)) beside the output's relative error.
-        eval_steps: steps between scores on the held-out rows.
-        patience: scores without a gain of 0.5% after which the fit ends.
+        steps: Largest number of optimiser steps.
+        batch_size: Number of rows per step.
+        learning_rate: Peak learning rate of AdamW. It falls to a twentieth by a cosine.
+        mass_weight: Weight of KL(m || p(l=0)), added to the output's relative error.
+        eval_steps: Number of steps between scores on the held-out rows.
+        patience: Number of scores without a gain of 0.5% after which the fit ends.
     """
 
     steps: int = 120
@@ -119,7 +126,7 @@ class FitOptions:
 
 
 class Score(NamedTuple):
-    """A layer's errors on the held-out rows: the output's, the mass's, and the window's alone."""
+    """Errors on the held-out rows: of the layer's output, its mass, and the window alone."""
 
     step: int
     output: float
@@ -128,12 +135,13 @@ class Score(NamedTuple):
 
 
 class LayerFit:
-    """One converted layer, the rows that it is fitted on, and those that judge it.
+    """One converted layer, the rows it is fitted on, and the held-out rows.
 
     Args:
-        layer: the attention of one layer, with the base's weights and initial latents.
-        rotary: gives the layer's rotary table of (1, T) positions.
-        files: of :func:`record`; the last ``held_out`` of them are not trained on.
+        layer: Attention of one layer, with the base's weights and initial latents.
+        rotary: Function that returns the layer's rotary table for positions (1, T).
+        files: Files that :func:`record` wrote.
+        held_out: Number of the last files, which are not trained on.
     """
 
     def __init__(
@@ -190,7 +198,7 @@ class LayerFit:
         if layer.joint_softmax:
             latent_q = with_mass(latent_q, row.log_mass[None])
         share = torch.sigmoid(window_odds(latent_q))[..., None]
-        if late is not None:  # nothing has reached the latents yet
+        if late is not None:  # the latents have read nothing before token ``late``
             begun = torch.arange(x.shape[1])[:, None, None] >= late
             share = torch.where(begun, share, 1.0)
         out = layer.o_proj((share * near + (1 - share) * far).flatten(-2))

@@ -65,8 +65,8 @@ def serves(decoder: Any, ignored: Collection[Any], asked: dict[str, Any]) -> boo
     """Whether :func:`run` does what the base's forward would.
 
     Args:
-        ignored: hooks of layers that do nothing in a step.
-        asked: further arguments of the forward; nothing may be asked for by them.
+        ignored: Hooks of layers that do nothing in a step.
+        asked: Further arguments of the forward. None of them may be set.
     """
     config = decoder.config
     if config.output_hidden_states or config.output_attentions or not config.return_dict:
@@ -78,7 +78,7 @@ def serves(decoder: Any, ignored: Collection[Any], asked: dict[str, Any]) -> boo
 
 
 def _is_own(layer: nn.Module, ignored: Collection[Any]) -> bool:
-    """A decoder layer as the base made it, with our attention in it, and nobody watching it."""
+    """Whether a decoder layer is the base's, with Latte's attention in it, and without hooks."""
     own = layer.__dict__
     if type(layer) not in LAYERS or "forward" in own:
         return False
@@ -94,9 +94,9 @@ def run(decoder: Any, x_BE: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
     """The decoder's last hidden states (B, E) of one token per row.
 
     Args:
-        x_BE: the tokens' embeddings, contiguous.
-        position_ids: (B, 1).
-        cache: the :class:`latte.models.LatteCache` that has begun the step; its states are written.
+        x_BE: Embeddings of the tokens, (B, E), contiguous.
+        position_ids: Positions, (B, 1).
+        cache: :class:`latte.models.LatteCache` that has begun the step. Its states are overwritten.
     """
     native: bool = cache.step.native
     turns = _turns(decoder, x_BE, position_ids)

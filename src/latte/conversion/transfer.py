@@ -40,7 +40,7 @@ from latte.layers.parts import token_positions
 from latte.layers.state import Piece, map_tensors
 
 CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
-SAMPLE_EVERY = 4  # of so many consecutive queries, the mass of one is computed
+SAMPLE_EVERY = 4  # the mass of every fourth query is computed
 
 
 class Teacher:
@@ -198,13 +198,13 @@ def base_output(layer: MacchiatoAttention, local: Projections, piece: Piece) -> 
 def sampled_masses(
     layer: MacchiatoAttention, local: Projections, piece: Piece, places_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of some queries of rows without padding: how much of the base's attention is near.
+    """The share of the base's attention within the window, for some queries without padding.
 
     Args:
-        places_S: the queries' places in the row, (S,) int64.
+        places_S: Positions of the queries in the row, (S,) int64.
 
     Returns:
-        m_t, the base's mass inside the window (and on the sinks), and the logsumexp of the logits
+        The base's mass m_t inside the window and on the sinks, and the logsumexp of the logits
         there; both (B, S, H), at least fp32.
     """
     q, k = _wide(local.q)[:, places_S], _wide(local.k)
@@ -268,10 +268,9 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """The values, unchanged, whose backward pass goes on, with a zero gradient, to ``previous``.
+    """Return the values unchanged, and make ``previous`` part of their backward pass.
 
-    Gradients of the values are handed on as they come. ``previous`` may have any shape; its
-    gradient is one zero, expanded.
+    Gradients of the values are not changed. The gradient of ``previous``, of any shape, is zero.
     """
     out: tuple[Tensor, ...] = _Carry.apply(previous, *values)  # type: ignore[no-untyped-call]
     return out

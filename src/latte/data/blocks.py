@@ -1,12 +1,12 @@
 """Token files cut up for a model: training blocks, and held-out text for exact scores.
 
 Training blocks are equal pieces of the token stream, in an order that (seed, index) decides.
-Held-out text is scored window by window, every token once, with its bytes, at any context length:
-perplexity is exp(sum of NLL / tokens scored), bits per byte is sum of NLL / ln 2 / bytes scored.
-Sums only: a mean of means depends on how text was cut.
+Held-out text is scored window by window. At any context length every token is scored once.
+Perplexity is exp(sum of NLL / tokens scored). Bits per byte is sum of NLL / ln 2 / bytes scored.
+Only sums are used, because a mean of means depends on how the text was cut.
 
 T: block length, B: rows of a batch, N: segments, C: context length. A segment is the part of one
-document that lies in one block; it is the unit that states, windows and losses stay within.
+document that lies in one block. States, windows and losses do not cross its ends.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ IGNORE = -100
 def permuted(index: int, size: int, seed: int, epoch: int) -> int:
     """The image of ``index`` under a permutation of range(size) that (seed, epoch) chooses.
 
-    A four-round Feistel network over the smallest even number of bits that holds ``size``, walked
-    until it lands inside (at most four steps on average): no table, whatever the size, and no
-    generator whose state could differ after a resume.
+    It is a four-round Feistel network over the smallest even number of bits that holds ``size``. It
+    is applied until the result is below ``size`` (at most four times on average). So it needs no
+    table, and no generator whose state could differ after a resume.
     """
     if not 0 <= index < size:
         raise IndexError(f"index must be in [0, {size}), got {index}")
@@ -59,32 +59,33 @@ def permuted(index: int, size: int, seed: int, epoch: int) -> int:
 class PackedBlocks(Dataset):
     """Blocks of T tokens; item i is a pure function of (seed, i).
 
-    Block b is ``tokens[b * T : (b + 1) * T]``; the last, shorter piece is left out. Item i is block
-    ``permuted(i % num_blocks, ...)`` of epoch ``i // num_blocks``, so that indices run on through
-    the epochs: give ``length`` (say, steps times batch size) and read them in order; a run resumed
-    at item i sees what it would have seen. No global random state is read or changed.
+    Block b is ``tokens[b * T : (b + 1) * T]``. The last, shorter piece is left out. Item i is block
+    ``permuted(i % num_blocks, ...)`` of epoch ``i // num_blocks``. Indices continue over the
+    epochs: pass ``length`` (for example, steps times batch size) and read the items in order. A run
+    resumed at item i reads the same data as one that was not interrupted. No global random state is
+    read or changed.
 
     An item is a dictionary of tensors, named as a causal model's arguments:
 
     - ``input_ids`` (T,) int64;
-    - ``labels`` (T,) int64: the input ids themselves, which the model shifts by one (the Hugging
-      Face convention), with -100 at each segment's first token, since what precedes it belongs to
+    - ``labels`` (T,) int64: the input ids, which the model shifts by one (as in Hugging Face). The
+      first token of each segment has the label -100, because the token before it belongs to
       another document or block;
-    - ``position_ids`` (T,) int64: the place within the segment;
-    - ``cu_seq_lens_q`` (N + 1,) int32: where segments start, from 0 to T.
+    - ``position_ids`` (T,) int64: the position within the segment;
+    - ``cu_seq_lens_q`` (N + 1,) int32: the bounds of the segments, from 0 to T.
 
-    With ``respect_documents=False`` the block is one segment, across which documents see each
-    other; the labels stay as they are. With ``start_blocks`` a block's first token is replaced by
-    the start token, so that the block begins as a document does.
+    With ``respect_documents=False`` the block is one segment, in which documents see each other.
+    The labels are the same. With ``start_blocks`` a block's first token is replaced by the start
+    token, so that the block begins as a document does.
 
     Args:
-        tokens: the token file.
-        block_length: T.
-        seed: chooses the order.
-        shuffle: False keeps the corpus' order in each epoch.
-        respect_documents: whether a document's end is a boundary.
-        start_blocks: whether every block begins with the start token.
-        length: the number of items; one epoch by default.
+        tokens: Token file.
+        block_length: Number T of tokens in a block.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle the blocks in each epoch. If not, they keep the corpus' order.
+        respect_documents: Whether a document's end is the end of a segment.
+        start_blocks: Whether every block begins with the start token.
+        length: Number of items; one epoch by default.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class PackedBlocks(Dataset):
         return self.length
 
     def block_number(self, index: int) -> int:
-        """Which block of the stream item ``index`` is."""
+        """The number of the block that is item ``index``."""
         epoch, place = divmod(index, self.num_blocks)
         return permuted(place, self.num_blocks, self.seed, epoch) if self.shuffle else place
 
@@ -150,12 +151,14 @@ class PackedBlocks(Dataset):
 
 
 class SharedBlocks(Dataset):
-    """The same batch for each process of a group, where processes take batches by turns.
+    """Blocks in an order that gives all processes of a group the same batch.
+
+    Without this, processes take batches in turns.
 
     Args:
-        blocks: what they share.
-        batch_size: items of a batch.
-        processes: of a group, whose ranks follow one another.
+        blocks: Blocks that the processes share.
+        batch_size: Number of items in a batch.
+        processes: Number of processes in a group. Their ranks are consecutive.
     """
 
     def __init__(self, blocks: PackedBlocks, batch_size: int, processes: int) -> None:
@@ -173,11 +176,11 @@ class BlockCollator:
     """Blocks -> a batch for a causal model.
 
     - ``"packed"``: one row of B * T tokens: ``input_ids``, ``labels``, ``position_ids`` (1, B*T)
-      and ``cu_seq_lens_q`` (N + 1,) int32 over the row, on which states and windows start anew.
+      and ``cu_seq_lens_q`` (N + 1,) int32 over the row, where states and windows start again.
     - ``"rows"``: ``input_ids``, ``labels`` (B, T). Only for blocks of one segment each.
-    - ``"padded"``: ``input_ids``, ``labels``, a row for each segment, as long as the longest,
-      padded on the right with token 0 and label -100. For causal models that cannot keep packed
-      segments apart; what they see and predict is the same.
+    - ``"padded"``: ``input_ids``, ``labels``, one row for each segment, padded on the right to the
+      longest, with token 0 and label -100. For causal models that cannot keep packed segments
+      apart. They see and predict the same tokens.
     - ``"auto"``: rows when each block is one segment, packed otherwise. The two give the same loss.
     """
 
@@ -241,17 +244,17 @@ class EvaluationWindow:
 class EvaluationText:
     """Contiguous held-out tokens, by document or joined.
 
-    Each document is ``bos, text..., eos``, and everything after bos is scored: all of the text's
-    bytes and its end. Windows of C inputs follow one another without overlap and each predicts the
-    token after its last, so that **every token is scored exactly once whatever C is**, and scores
-    at several C are over the same tokens and bytes.
+    Each document is ``bos, text..., eos``. Everything after bos is scored: all bytes of the text,
+    and its end. Windows of C inputs follow one another without overlap. Each window also predicts
+    the token after its last. So **every token is scored exactly once for any C**, and scores at
+    several C are over the same tokens and bytes.
 
     Args:
-        tokens: the held-out token file.
-        join: treat all documents as one long one (bos and eos stay in it, as tokens; a bos is no
-            target). Gives contexts longer than the documents.
-        max_tokens: score about this many tokens: whole documents, spread evenly over the file,
-            until they suffice; the last one may be cut. All of it by default.
+        tokens: Held-out token file.
+        join: Whether to treat all documents as one long document. This allows contexts longer than
+            the documents. bos and eos stay in it as tokens; a bos is not predicted.
+        max_tokens: Approximate number of tokens to score; all by default. Whole documents are
+            chosen, spread evenly over the file; the last one may be cut.
     """
 
     def __init__(
@@ -356,7 +359,7 @@ def _choose(tokens: TokenFile, max_tokens: int | None) -> list[tuple[int, int, i
 
 
 def perplexity(nll: float, targets: int) -> float:
-    """exp(nll / targets), nll the sum of negative log-likelihoods in nats."""
+    """exp(nll / targets), where nll is the sum of negative log-likelihoods in nats."""
     if targets < 1:
         raise LatteError("perplexity needs at least one scored token, got none")
     mean = nll / targets
@@ -364,7 +367,7 @@ def perplexity(nll: float, targets: int) -> float:
 
 
 def bits_per_byte(nll: float, num_bytes: float) -> float:
-    """nll / ln 2 / bytes, nll the sum of negative log-likelihoods in nats."""
+    """nll / ln 2 / bytes, where nll is the sum of negative log-likelihoods in nats."""
     if num_bytes <= 0:
         raise LatteError("bits per byte needs at least one scored byte, got none")
     return nll / math.log(2) / num_bytes

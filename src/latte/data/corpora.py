@@ -70,7 +70,7 @@ class Corpus:
 
 
 def _by_hash(text: str, held_out: float) -> tuple[str, str]:
-    """All of a document on one side, where its copies fall too, whatever their case and spaces."""
+    """The side of a document by its hash. Case and spaces do not matter, so copies share it."""
     key = " ".join(text.casefold().split()).encode()
     chance = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
     return ("", text) if chance < held_out else (text, "")
@@ -88,13 +88,12 @@ CUTS = {"hash": (_by_hash, "held out"), "tail": (_by_tail, "last part")}
 
 
 class Cut:
-    """How the documents of a source are shared out between training and held-out text.
+    """The rule that divides the documents of a source into training and held-out text.
 
     Args:
-        kind: ``hash``, whole documents, or ``tail``, the last part of each.
-        few: where ``hash`` leaves one side without a document, as it does with few documents, it
-            is ``tail`` after all. The documents are read until one of each side is found, when
-            this is first asked for.
+        kind: Way to hold text out: ``hash``, whole documents, or ``tail``, the last part of each.
+        few: Whether to use ``tail`` if ``hash`` leaves one side without a document, which happens
+            with few documents. To find out, documents are read until each side has one.
     """
 
     def __init__(self, source: Source, kind: str, held_out: float, few: bool) -> None:
@@ -119,7 +118,7 @@ class Cut:
         return count
 
     def part(self, text: str, validation: bool) -> str:
-        """What of a document is on one side."""
+        """The part of a document that is on one side."""
         return CUTS[self.kind][0](text, self.held_out)[validation]
 
 
@@ -175,23 +174,24 @@ def open_corpus(
     data_files: str | list[str] | Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Corpus:
-    """Open a corpus; nothing is read or downloaded beyond what the checks need.
+    """Open a corpus. Only what the checks need is read or downloaded.
 
     Args:
-        spec: ``"embedded"``; paths, folders or globs of text, JSON lines or Parquet, plain or
-            compressed; or ``"hub:NAME"``, a dataset of the Hugging Face Hub.
-        validation: held-out files (for local files), same forms as ``spec``.
-        held_out: without them, the fraction of documents, by hash, that is held out. A single
-            text file is one document: its last part is held out instead. So is the last part of
-            each document where the hash holds out none of a few.
-        field: the JSON field or Parquet/dataset column that holds the text.
-        config, split, validation_split, revision, data_files, cache_dir: passed to
-            ``datasets.load_dataset``, for ``hub:`` alone; without ``validation_split``,
-            ``held_out`` of the documents are held out by hash.
+        spec: Training text: ``"embedded"``; paths, folders or globs of text, JSON lines or
+            Parquet, plain or compressed; or ``"hub:NAME"``, a dataset of the Hugging Face Hub.
+        validation: Held-out files (for local files), in the same forms as ``spec``.
+        held_out: Fraction of the documents that is held out, by hash, if there is no
+            ``validation``. A single text file is one document; its last part is held out instead.
+            If there are so few documents that the hash holds out none, the last part of each is
+            held out.
+        field: JSON field or Parquet/dataset column that holds the text.
+        config, split, validation_split, revision, data_files, cache_dir: Arguments of
+            ``datasets.load_dataset``, for ``hub:`` only. Without ``validation_split``, the
+            fraction ``held_out`` of the documents is held out by hash.
 
     Raises:
-        LatteError: missing or unknown files, options that do not go together, a file on both
-            sides. What is wrong inside a file is raised when it is read.
+        LatteError: Files are missing or of an unknown type, options do not go together, or a file
+            is on both sides. Errors inside a file are raised when it is read.
     """
     if not isinstance(held_out, (int, float)) or not 0 < held_out < 1:
         raise LatteError(f"held_out must be a fraction between 0 and 1, got {held_out!r}")
@@ -237,7 +237,7 @@ def _split(name: str, whole: Source, kind: str, held_out: float, few: bool = Fal
 def corpus_bar(
     description: str, source: Source, enabled: bool = True
 ) -> Iterator[tuple[Progress, Meter]]:
-    """How far the reading of a source is, in bytes on disk or documents; and what moves it on."""
+    """A progress bar of reading a source, in bytes or documents, and its update function."""
     unit = "document" if source.unit.strip() == "documents" else "byte"
     with progress(source.total or 0, unit, shown=enabled, label=description) as state:
 
@@ -258,8 +258,9 @@ def sample_text(
 ) -> list[str]:
     """About ``max_bytes`` of the training text, drawn evenly, for training a tokeniser.
 
-    Documents are cut into pieces of 16,384 characters, and the pieces with the smallest hashes
-    (of seed, number and text) are kept, in the corpus' order: a function of corpus and seed.
+    Documents are cut into pieces of 16,384 characters. The pieces with the smallest hashes (of
+    seed, number and text) are kept, in the corpus' order. So the sample depends only on corpus and
+    seed.
     """
     kept: list[tuple[int, int, str]] = []
     size = number = 0

@@ -69,17 +69,18 @@ def checksum(path: Path, whole: float = math.inf) -> int:
 
 
 class TokenFile:
-    """Tokenised documents on disk, memory-mapped: opened in a moment, whatever their size.
+    """Tokenised documents on disk, memory-mapped. They open at once, whatever their size.
 
     Attributes:
-        tokens: (N,) uint16 or uint32, all documents in a row (read-only).
-        offsets: (documents + 1,) int64. Document d is ``tokens[offsets[d]:offsets[d + 1]]``.
-        document_bytes: (documents,) int64, UTF-8 bytes of each document's text.
-        byte_lengths: (vocabulary,) int32 text bytes behind each id, or None if the tokeniser is
-            not byte-level.
-        bos, eos: the ids that open and close a document.
-        vocab_size: the number of ids that the tokeniser has.
-        index: everything in index.json.
+        tokens: Ids of all documents in a row, (N,) uint16 or uint32 (read-only).
+        offsets: Starts of the documents, (documents + 1,) int64. Document d is
+            ``tokens[offsets[d]:offsets[d + 1]]``.
+        document_bytes: Number of UTF-8 bytes of each document's text, (documents,) int64.
+        byte_lengths: Number of text bytes of each id, (vocabulary,) int32; None if the tokeniser
+            is not byte-level.
+        bos, eos: Ids that open and close a document.
+        vocab_size: Number of ids that the tokeniser has.
+        index: Contents of index.json.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -247,14 +248,14 @@ def tokenize_corpus(
     *,
     progress: bool = True,
 ) -> TokenFile:
-    """The tokens of a split: found in the ``cache`` folder if they are there, made otherwise.
+    """The tokens of a split, from the ``cache`` folder if they are there, else made.
 
-    Call it on every rank: one writes, the others wait for it. Fast tokenisers use all cores
-    (``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` of that library limit it).
+    Call it on every rank: one writes, the others wait for it. Fast tokenisers use all cores;
+    ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` of that library limit this.
 
     Raises:
-        LatteError: an empty or unreadable corpus, a cache folder that cannot be written, a cached
-            file that was truncated or edited, a tokeniser without eos.
+        LatteError: The corpus is empty or unreadable, the cache folder cannot be written, a cached
+            file was truncated or edited, or the tokeniser has no eos.
     """
     made_of = {
         "corpus": corpus.fingerprint(split),
@@ -272,12 +273,12 @@ def tokenize_corpus(
 def made_once(
     cache: str | os.PathLike[str], name: str, make: Callable[[Path], None], what: str
 ) -> Path:
-    """The folder ``name`` of a cache: found there, or made by one process while others wait.
+    """The folder ``name`` of a cache. If it is not there, one process makes it while others wait.
 
     ``make`` is given an empty folder, which is renamed when it returns.
 
     Raises:
-        LatteError: the cache folder cannot be written.
+        LatteError: The cache folder cannot be written.
     """
     from filelock import FileLock, Timeout
 

@@ -60,7 +60,7 @@ def _wrapped(backend: Any) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens: id b is byte b, then eos = 256, bos = 257, pad = 258. Lossless."""
+    """A tokeniser of bytes: id b is byte b, then eos = 256, bos = 257, pad = 258. Lossless."""
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
     backend = _backend(use_regex=False, vocab=vocabulary, merges=[])
     backend.add_special_tokens([EOS, BOS, PAD])
@@ -77,7 +77,7 @@ def train_bpe(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE (GPT-2's pre-tokeniser) of exactly ``vocab_size`` entries.
 
-    Ids 0, 1, 2 are eos, bos, pad; the 256 bytes are all there, so any text round-trips. The same
+    Ids 0, 1, 2 are eos, bos, pad. All 256 bytes are entries, so any text round-trips. The same
     documents give the same tokeniser. ``total_bytes`` only scales the progress bar.
     """
     from tokenizers import trainers
@@ -113,10 +113,11 @@ def train_bpe(
 
 
 def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """``"byte"``, a folder with a tokeniser, a GGUF file, or a name on the Hub ("gpt2").
+    """Load ``"byte"``, a folder with a tokeniser, a GGUF file, or a name on the Hub ("gpt2").
 
     Raises:
-        LatteError: it cannot be had, or has no end-of-text token (documents need one).
+        LatteError: The tokeniser cannot be loaded, or has no end-of-text token, which documents
+            need.
     """
     name = os.fspath(spec)
     if name == "byte":
@@ -159,7 +160,7 @@ def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 def model_vocab_size(
     tokenizer: PreTrainedTokenizerBase, *, multiple_of: int = 1, at_least: int = 0
 ) -> int:
-    """The rows that a model's embedding needs: every id, padded up to a multiple.
+    """The number of rows that a model's embedding needs: all ids, rounded up to a multiple.
 
     ``at_least=50267`` gives the paper's vocabulary with GPT-2's tokeniser (50257 ids).
     """
@@ -171,9 +172,9 @@ def model_vocab_size(
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise LatteError if a model with so many embeddings cannot read what a tokenizer writes.
+    """Raise LatteError if a tokenizer can produce ids beyond a model's embeddings.
 
-    Marks that no text becomes may lie beyond: Gemma 3's text models have such one, of images.
+    Special tokens that no text produces may lie beyond. Gemma 3's text models have one, for images.
     """
     marks = {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
     used = [i for i in tokenizer.get_vocab().values() if i not in marks]

@@ -154,17 +154,17 @@ def benchmark(
     named: bool = True,
     force: bool = False,
 ) -> Measured:
-    """Measure all cases; writes benchmark.csv in a folder.
+    """Measure all cases and write benchmark.csv in a folder.
 
-    Until all is measured the rows so far are in benchmark.partial.csv.
+    Until all cases are measured, the rows so far are in benchmark.partial.csv.
 
     Args:
-        output, named, force: the folder, as of :func:`latte.results.results_at`. Device, threads,
-            versions and date are settings too.
+        output, named, force: Folder and its options, as for :func:`latte.results.results_at`.
+            Device, threads, versions and date are settings too.
 
     Raises:
-        LatteError: as `check`, a folder that cannot be written or holds other results, or an op
-            that refuses its arguments (such as a backend that this machine has not).
+        LatteError: The errors of `check`; or the folder cannot be written or holds other results;
+            or an op refuses its arguments, such as a backend that this machine does not have.
     """
     cases = check(settings)
     backends = {}

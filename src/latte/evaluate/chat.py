@@ -30,17 +30,18 @@ class Chat:
     """A conversation with a model.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer, with a chat template.
-        system: the system message; empty: the template's own.
-        document: a text to talk about. It stands in front of the first message.
-        max_new_tokens: the largest number of tokens of an answer.
-        temperature: 0 is greedy decoding.
-        top_k, top_p: sample among the k most likely tokens, and within this mass.
-        seed: of the answers; None: other answers every time.
+        model: Causal language model.
+        tokenizer: Tokenizer of the model, with a chat template.
+        system: System message; if empty, the template's own.
+        document: Text to talk about. It is placed before the first message.
+        max_new_tokens: Largest number of tokens of an answer.
+        temperature: Temperature of sampling. 0 is greedy decoding.
+        top_k: Number of most likely tokens to sample from.
+        top_p: Probability mass of the most likely tokens to sample from.
+        seed: Seed of the answers. With None they differ every time.
 
     Raises:
-        LatteError: the tokenizer has no chat template, or options that cannot be sampled with.
+        LatteError: The tokenizer has no chat template, or an option of sampling is out of range.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class Chat:
         """The model's answer to a message.
 
         Args:
-            told: called with the pieces of the answer as they come.
+            message: Message of the user.
+            told: Function that is called with each new piece of the answer.
 
         Raises:
-            LatteError: a template that changes what stands before the new message.
+            LatteError: The template changes the text before the new message.
         """
         if self.document and not self.tokens:
             message = f"{self.document}\n\n{message}"

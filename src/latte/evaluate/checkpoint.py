@@ -33,8 +33,8 @@ def find_checkpoint(path: str | Path) -> Path:
     A pretrained decoder is a checkpoint too: its folder, or its GGUF file, also in a folder.
 
     Raises:
-        LatteError: no checkpoint, a finished run whose own files are not there, or a run whose
-            newest checkpoint is damaged. No other weights are taken in their place.
+        LatteError: There is no checkpoint, a finished run's own files are missing, or a run's
+            newest checkpoint is damaged. No other weights are used instead.
     """
     folder = Path(path)
     if not folder.exists():
@@ -65,20 +65,19 @@ def load_checkpoint(
 ) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer) of a folder written by training or save_pretrained.
 
-    Of a GGUF file the weights are dequantised.
+    The weights of a GGUF file are dequantised.
 
     Args:
-        mixing: of a converted model: `learned`, or one of the controls `window` (p(l=0) = 1),
-            `latents` (p(l=0) = 0) and `base` (the base's own attention). None: as its config says.
-        overrides: other fields of the config, such as `local_window`: a control that has the same
+        mixing: Mixing of a converted model: `learned`, or a control: `window` (p(l=0) = 1),
+            `latents` (p(l=0) = 0) or `base` (the base's own attention). None: the config's.
+        overrides: Other fields of the config, such as `local_window`, for a control with the same
             weights.
-        dtype: of the weights, such as `float32`; None: as they were saved.
+        dtype: Dtype of the weights, such as `float32`; None: as they were saved.
 
     Raises:
-        LatteError: no such folder, no config or weights, a truncated or edited file, weights
-            that do not fit the config, no tokenizer or one of more tokens than the model has; a
-            mixing for a model that has none; a field that the config does not have, or a value that
-            it refuses.
+        LatteError: The folder, its config, weights or tokenizer are missing; a file was truncated
+            or edited; weights do not fit the config; the tokenizer has more tokens than the model;
+            the model has no mixing; or the config does not have a field or refuses its value.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -108,7 +107,7 @@ def load_checkpoint(
         if any(LORA in name for name in check_weights(folder)):
             raise LatteError(
                 f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
-                " expected a finished one: run its training again to go on"
+                " expected a finished one: run its training again to continue it"
             )
         options = {"config": config, "local_files_only": True}
         if dtype is not None:

@@ -39,24 +39,24 @@ def generate(
     state: str | Path | None = None,
     save_state: str | Path | None = None,
 ) -> str:
-    """Continue `prompt`; returns the continuation and, with `stream`, prints it as it comes.
+    """Continue `prompt`. Returns the continuation; with `stream`, prints it while it is generated.
 
     With `echo` the prompt is printed before it.
 
-    The model sees the prompt as it saw documents in training, after the start token. Temperature
+    The model reads the prompt after the start token, as it read documents in training. Temperature
     0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
-    text anew for every token, since each library keeps its states in a way of its own. With
-    `compiled` a step of decoding is compiled first, and said how long that took.
+    whole text again for every token, because each library keeps its states in another way. With
+    `compiled` a step of decoding is compiled first, and the time this took is printed.
 
     Args:
-        document: what stands before the prompt, however long; its tokens are its own.
-        state: a file of `latte.models.save_state`, of what stands before document and prompt.
-        save_state: write the state after document and prompt there; then `max_new_tokens` may be
-            0, to read alone.
+        document: Text before the prompt, of any length. It is tokenised separately.
+        state: File of `latte.models.save_state`, with the state before document and prompt.
+        save_state: File to which the state after document and prompt is written. Then
+            `max_new_tokens` may be 0, to read only.
 
     Raises:
-        LatteError: options that do not fit, a model whose step cannot be compiled or that keeps no
-            state, a state of another model.
+        LatteError: Options do not fit, the model's step cannot be compiled, the model keeps no
+            state, or a state is of another model.
     """
     from latte.data.sources import without_lone_surrogates
     from latte.models import state_file
@@ -78,7 +78,7 @@ def generate(
     elif not ids and max_new_tokens:
         before, ids = before[:-1], before[-1:]  # what comes next is asked of the last token
     if not before + ids:
-        raise LatteError("prompt: expected some text to go on with after the state, got none")
+        raise LatteError("prompt: expected some text to continue with after the state, got none")
     cache: Any = None
     if state or save_state or before or compiled:
         room = len(before) + len(ids) + max_new_tokens if compiled else None

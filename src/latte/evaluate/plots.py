@@ -18,8 +18,8 @@ def note(
     """A small text near a point.
 
     Args:
-        at: the point, in `units`, such as ("axes fraction", "data").
-        offset: from there to the text, in typographic points.
+        at: Point, in `units`, such as ("axes fraction", "data").
+        offset: Distance from there to the text, in typographic points.
     """
     style = {"fontsize": 8, "color": "#555555"} | style
     axis.annotate(text, at, xycoords=units, xytext=offset, textcoords="offset points", **style)
@@ -42,10 +42,10 @@ def lengths_figure(
     """Bits per byte by context length, one line per model; to the left learning curves, if given.
 
     Args:
-        rows: label -> `lengths.Row`s.
-        curves: label -> "eval" records of metrics.jsonl.
-        train_length: drawn as a vertical line, in tokens.
-        references: label -> bits per byte of something that needs no training (gzip, xz).
+        rows: Labels and their `lengths.Row`s.
+        curves: Labels and their "eval" records of metrics.jsonl.
+        train_length: Training length in tokens, drawn as a vertical line.
+        references: Labels and bits per byte of methods without training (gzip, xz).
     """
     figure, axes = canvas(1, (6.4, 4.2)) if curves is None else canvas(2, (11.0, 4.3))
     draw_lengths(axes[-1], rows, train_length, references)
@@ -67,8 +67,8 @@ def conversion_figure(
     """Bits per byte by context length: all models, and beside it those of `close` at their scale.
 
     Args:
-        rows: label -> `lengths.Row`s.
-        close: labels that the second panel's axis is cut to; other lines leave it.
+        rows: Labels and their `lengths.Row`s.
+        close: Labels whose range is the second panel's axis. Other lines may leave it.
     """
     figure, axes = canvas(2, (11.0, 4.4))
     draw_lengths(axes[0], rows, train_length, None)

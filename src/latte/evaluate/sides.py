@@ -20,11 +20,11 @@ from latte.train.typed import apply_override
 
 @dataclass(frozen=True)
 class Side:
-    """A checkpoint under the name that tables call it by.
+    """A checkpoint and its name in tables.
 
     Attributes:
-        overrides: fields of its config, and their values.
-        seed: tells conversions of one name apart; "" where there is one.
+        overrides: Fields of its config, and their values.
+        seed: Seed that distinguishes conversions of the same name; "" if there is only one.
     """
 
     name: str
@@ -82,7 +82,7 @@ def sides(texts: Sequence[str]) -> list[Side]:
     """The sides of a command line, in its order.
 
     Raises:
-        LatteError: none, one twice, or a folder that holds no checkpoint.
+        LatteError: There is no side, one is given twice, or a folder has no checkpoint.
     """
     found = [side(text) for text in texts]
     if not found:

@@ -69,8 +69,8 @@ def load_tasks(specs: Sequence[str]) -> dict[str, Any]:
     """The harness's tasks of these names and YAML files, with their data.
 
     Raises:
-        LatteError: the harness is not installed; no such task; a file that is no task; data that
-            cannot be had.
+        LatteError: The harness is not installed, a task does not exist, a file is not a task, or
+            its data cannot be loaded.
     """
     _import_harness()
     from lm_eval.tasks import TaskManager
@@ -114,19 +114,18 @@ def evaluate_tasks(
     """Run tasks of :func:`load_tasks` on a causal language model.
 
     Args:
-        limit: take the first so many documents of each task only.
-        num_fewshot: examples before each question; by default what each task says. A task that
-            says 0 keeps it.
-        batch_size: prompts side by side.
-        max_length: tokens of a prompt that the model sees, the last ones; by default what its
-            config says.
-        bf16: autocast to bfloat16.
-        start: the token that prompts begin with, "" for none; by default as the module says. A
-            chat model's start token may be a mark of its chat, and no start of a text.
+        limit: Number of documents of each task, the first ones; None: all.
+        num_fewshot: Number of examples before each question; by default the task's. A task whose
+            number is 0 keeps it.
+        batch_size: Number of prompts in a batch.
+        max_length: Number of last tokens of a prompt that the model sees; by default its config's.
+        bf16: Whether to autocast to bfloat16.
+        start: Token that prompts begin with, "" for none; by default the one that the module
+            describes. The start token of a chat model may be for chats only.
 
     Raises:
-        LatteError: an option is out of range, a token that is not there, or a task that this model
-            cannot take.
+        LatteError: An option is out of range, a token does not exist, or the model cannot run a
+            task.
     """
     _import_harness()
     from lm_eval import evaluator

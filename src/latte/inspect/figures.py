@@ -123,8 +123,8 @@ def share_figure(
     """The window's share p(l=0|t): by position for every layer, and averaged for every head.
 
     Args:
-        width: the window's, drawn as a vertical line.
-        equal: the share that the window has if all states are asked alike.
+        width: Width of the window, drawn as a vertical line.
+        equal: Share of the window if all states have the same probability.
     """
     import matplotlib
 

@@ -5,9 +5,9 @@ Shape suffixes: T tokens read, P tokens shown (P <= T, the first ones), H heads,
 states of p(l|t): the window, if there is one, and then the latents.
 
 Effective numbers are exponentials of entropies: n equal shares have n, one share has 1. The number
-*on average* is that of the mean over t of p(l|t); the number *per token* is the exponential of the
-mean entropy. A head whose every token asks all latents alike has a large number of both and tells
-tokens apart by none: it is the ratio of the two that shows a division of labour.
+*on average* is that of the mean over t of p(l|t). The number *per token* is the exponential of the
+mean entropy. If every token gives all latents the same probability, both numbers are large, though
+the latents do not distinguish tokens. A large ratio of the two shows that they do.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Mixing:
     """One layer's probabilities over one text, whatever kind of layer it is.
 
     Args:
-        states_THS: p(l|t), fp32; None for a layer without latents.
-        latent_k_THL: key logits: p(s|l,t) is their softmax over s <= t - ``delay``.
-        window_HPP: the window's softmax p(s|l=0,t); of a layer without latents p(s|t) itself.
-        width: keys that the window sees, self included; None is everything earlier.
-        delay: tokens that pass before a latent sees one.
-        half_lives_2HL: of latents that forget, in tokens: in effect, ln 2 over the mean rate on
-            this text, and learnt, without what the text adds. None where nothing is forgotten.
+        states_THS: Probabilities p(l|t), fp32; None for a layer without latents.
+        latent_k_THL: Key logits. p(s|l,t) is their softmax over s <= t - ``delay``.
+        window_HPP: Softmax of the window, p(s|l=0,t). For a layer without latents, p(s|t).
+        width: Number of keys that the window sees, self included; None is all earlier keys.
+        delay: Number of tokens after which a latent reads a token.
+        half_lives_2HL: Half-lives of latents that forget, in tokens. The first is ln 2 over the
+            mean rate on this text. The second is the learnt one, without the part that depends on
+            the text. None if nothing is forgotten.
     """
 
     states_THS: Tensor | None = None
@@ -99,10 +100,10 @@ class Inspection:
     """A model on a text.
 
     Args:
-        label: what figures call the model.
-        tokens: labels of all tokens read; the first ``shown`` are shown with all their weights.
-        layers: by number, from 0.
-        at: positions of tokens that the reader asked for.
+        label: Name of the model in figures.
+        tokens: Labels of all tokens read. The first ``shown`` are shown with all their weights.
+        layers: Layers by number, from 0.
+        at: Positions of tokens that the user chose.
     """
 
     label: str
@@ -120,7 +121,8 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
     """The layers that mix tokens, by number from 0; all of them, or those chosen.
 
     Raises:
-        LatteError: the model has none of ours, or reads both ways, or no layer of that number.
+        LatteError: The model has no layers of Latte, is bidirectional, or has no layer of that
+            number.
     """
     found = [m for m in model.modules() if isinstance(m, Mixer | MacchiatoAttention)]
     if not found:
@@ -147,7 +149,7 @@ def collect(
     """Run the model over one text and keep what its layers do.
 
     Raises:
-        LatteError: a mixer of one's own that does not tell its weights.
+        LatteError: A user's own mixer does not return its weights.
     """
     kept: dict[nn.Module, Mixing] = {}
 
@@ -174,7 +176,7 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
     """The probabilities of a layer on the arguments of its ``forward``, by name, on the CPU.
 
     Args:
-        shown: tokens whose window weights are kept, which takes O(shown^2) memory per head.
+        shown: Number of tokens whose window weights are kept. It takes O(shown^2) memory per head.
     """
     window = width = half_lives = None
     delay = 0

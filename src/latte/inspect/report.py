@@ -44,7 +44,7 @@ from latte.inspect.mixing import (
     usage_rows,
 )
 
-# No tokeniser makes tokens of so many characters on average; longer texts are cut before.
+# More characters than a token has on average with any tokeniser. Longer texts are cut first.
 CHARACTERS_PER_TOKEN = 64
 # The page and the window's weights take O(T^2) memory, per head of every layer.
 MOST_SHOWN = 1024
@@ -66,7 +66,7 @@ def read_text(text: str | None, file: str | None) -> str:
     """The text given, or the first document of a file that is not blank.
 
     Raises:
-        LatteError: neither or both are given, the file cannot be read, or there is no text.
+        LatteError: Neither or both are given, the file cannot be read, or there is no text.
     """
     if (text is None) == (file is None):
         raise LatteError(f"expected --text or --file, got {'neither' if text is None else 'both'}")
@@ -116,14 +116,14 @@ def inspect_model(
     """Run the model over the start token and the text's first tokens.
 
     Args:
-        shown: tokens that the page shows, with all their weights: O(shown^2) memory.
-        read: tokens that means are taken over, at least ``shown``.
-        layers: their numbers, from 0; all of them if None.
-        at: positions of tokens whose weights go into weights.csv.
+        shown: Number of tokens that the page shows, with all their weights: O(shown^2) memory.
+        read: Number of tokens for means, at least ``shown``.
+        layers: Layers by number, from 0; None: all.
+        at: Positions of tokens whose weights are written to weights.csv.
 
     Raises:
-        LatteError: a model without layers of Latte, unknown layers or positions, too many or too
-            few tokens.
+        LatteError: The model has no layers of Latte, layers or positions are unknown, or there are
+            too many or too few tokens.
     """
     limits = (
         ("tokens", shown, MOST_SHOWN, ", since p(s|t) takes T x T numbers per head"),

@@ -30,12 +30,14 @@ class SlidingWindowAttention(Mixer):
     """Softmax attention over the last ``window`` tokens, self included (paper, eq. 17).
 
     Args:
-        window: None is full softmax attention, whose state grows with the sequence.
-        input_mixing: ``"none"``, or ``"conv"`` or ``"rglru"`` to let queries, keys and values
-            come from a convolution or RG-LRU of x: the control without latents.
-        conv_kernel_size, rglru_decay_range, rms_norm_eps: as for :class:`LatentInput`.
-        rope_theta, softcap: as for :class:`LatteMacchiato`.
-        heads: the rest, as for :class:`Mixer`.
+        window: Number of keys a query sees, its own included. None is full softmax attention,
+            whose state grows with the sequence.
+        input_mixing: Source of queries, keys and values: ``"none"`` (x itself), or ``"conv"`` or
+            ``"rglru"`` for a convolution or RG-LRU of x. The latter two are controls: they differ
+            from Latte in having no latents.
+        conv_kernel_size, rglru_decay_range, rms_norm_eps: Options of :class:`LatentInput`.
+        rope_theta, softcap: Options as for :class:`LatteMacchiato`.
+        heads: Other arguments of :class:`Mixer`.
     """
 
     carries = ("window",)
@@ -110,7 +112,7 @@ def step_window(
     rotary: Rotary | None = None,
     sink_rotary: Rotary | None = None,
 ) -> Tensor:
-    """Heads' outputs (B, H, D) of one token per row, of its local q, k and v."""
+    """The output of each head, (B, H, D), for one token per row; ``local`` is q, k and v."""
     assert state.ring is not None
     clock = state.clock
     length = None if state.size or clock.length is None else clock.length + 1
@@ -120,7 +122,7 @@ def step_window(
 
 
 class SoftmaxAttention(SlidingWindowAttention):
-    """Full softmax attention: every earlier token is seen, and the state keeps them all."""
+    """Full softmax attention: a query sees every earlier token, and the state keeps them all."""
 
     grows = True
     splits = False
@@ -146,12 +148,13 @@ class SoftmaxAttention(SlidingWindowAttention):
 class LinearAttention(Mixer):
     """``y_t = S_t phi(q_t) / (phi(q_t) z_t)``, with F = num_features / num_heads per head.
 
-    Undirected linear attention, the other reading of the factorisation (paper, eq. 4-5).
+    This is the paper's undirected linear attention (eq. 4-5).
 
     Args:
-        num_features: over all heads, as ``num_latents`` of Latte: the parameters are the same.
-        feature_map: phi: ``"elu"`` (elu + 1), ``"exp"``, ``"softplus"`` or ``"relu"``.
-        heads: the rest, as for :class:`Mixer`.
+        num_features: Total number of features over all heads. With as many features as Latte has
+            latents, the layer has the same number of parameters.
+        feature_map: Feature map phi: ``"elu"`` (elu + 1), ``"exp"``, ``"softplus"`` or ``"relu"``.
+        heads: Other arguments of :class:`Mixer`.
     """
 
     carries = ("linear",)
@@ -180,11 +183,11 @@ class LinearAttention(Mixer):
         return super().options(config) | own
 
     def mixing_flops(self, length: int) -> float:
-        """2 * 2 * F * D a head."""
+        """2 * 2 * F * D per head."""
         return 4.0 * self.k_proj.out_features * self.head_dim
 
     def _project(self, piece: Piece) -> Projected:
-        """Features of at least fp32, since they are summed over the sequence."""
+        """The features, in at least fp32 because they are summed over the sequence."""
         phi = FEATURE_MAPS[self.feature_map]
         flat = (self.q_proj(piece.x), self.k_proj(piece.x))
         wide = torch.promote_types(flat[0].dtype, torch.float32)
@@ -218,7 +221,7 @@ class LinearAttention(Mixer):
         return in_dtype(linear_step(q, k, wide_v, *state.linear, state.clock.real), v.dtype)
 
     def _weights(self, projected: Projected, piece: Piece) -> Tensor:
-        """From the positive features themselves: there is no softmax."""
+        """The weights from the positive features; there is no softmax."""
         assert projected.features is not None
         q, k = projected.features
         sequences = Sequences(**self._visibility(piece))

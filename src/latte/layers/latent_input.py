@@ -1,4 +1,4 @@
-"""Where the latent logits come from: x itself, a convolution of it, or an RG-LRU (eq. 18-19).
+"""The source of the latent logits: x itself, a convolution of it, or an RG-LRU (eq. 18-19).
 
 Shape suffixes: B batch, T tokens, E hidden size, H heads, L latents per head, K taps.
 """
@@ -32,7 +32,7 @@ HALF_LIFE_RANGE = (4.0, 512.0)  # tokens
 
 
 class LatentInputs(NamedTuple):
-    """``z`` (B, T, E), the state's parts ``rglru`` and ``conv``, and what tokens added to them."""
+    """``z`` (B, T, E), the next state's ``rglru`` and ``conv``, and their log of tokens."""
 
     z: Tensor
     after: MixerState = MixerState()
@@ -42,8 +42,8 @@ class LatentInputs(NamedTuple):
 class LatentInput(nn.Module):
     """``none``: z = x. ``conv``: z = conv(x). ``rglru``: z = RMSNorm(RG-LRU(x)).
 
-    Without causality an RG-LRU runs in each direction and the two are summed before the norm;
-    the convolution looks back in either case. ``rglru_decay_range`` is that of :class:`RGLRU`.
+    If not causal, one RG-LRU runs in each direction, and their outputs are added before the norm.
+    The convolution is always causal. ``rglru_decay_range`` is that of :class:`RGLRU`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LatentInput(nn.Module):
 
     @staticmethod
     def options(config: Any) -> dict[str, Any]:
-        """The arguments that a model's configuration gives, but the kind."""
+        """The constructor's arguments from a model's configuration, without the kind."""
         return {
             "conv_kernel_size": config.conv_kernel_size,
             "rglru_decay_range": config.rglru_decay_range,
@@ -116,21 +116,22 @@ class LatentInput(nn.Module):
 
 
 class LatentLogits(Drawn):
-    """The query and key logits over the latents of every head, and what these forget.
+    """The query and key logits over the latents of every head, and the latents' log-decay.
 
-    A latent forgets by ``g = -softplus(b)`` at each token (static), or by ``-softplus(b + w z)``
-    with z the latent input (gated). The weights w start at 0 and b so that the latents of a head
-    have half-lives, ln 2 / -g, spread evenly in their logarithms.
+    The log-decay of a latent at a token is ``g = -softplus(b)`` (static), or ``-softplus(b + w z)``
+    with z the latent input (gated). The weights w start at 0. The biases b start so that the
+    half-lives of a head's latents, ln 2 / -g, are spread evenly on a logarithmic scale.
 
     Args:
-        num_latents: over all heads, as in the paper: each head has ``num_latents / num_heads``.
-        window_logit: one more query logit per head, in column 0, for the window of Macchiato.
-        window_probability: adds a bias to that logit, such that with all other logits at 0 the
-            window's probability p(l=0) is this.
-        forgetting: ``"none"``, ``"static"`` or ``"gated"``.
-        half_life_range: the shortest and the longest initial half-life of a head's latents, in
-            tokens.
-        source: the other arguments of :class:`LatentInput`.
+        num_latents: Total number of latents over all heads, as in the paper. Each head has
+            ``num_latents / num_heads``.
+        window_logit: Whether each head has one more query logit, in column 0, for Macchiato's
+            window.
+        window_probability: Value of p(l=0), the window's probability, when all other logits are
+            0. It is set by a bias on the window's logit; None adds no bias.
+        forgetting: Kind of forgetting, ``"none"``, ``"static"`` or ``"gated"``.
+        half_life_range: Shortest and longest initial half-life of a head's latents, in tokens.
+        source: Other arguments of :class:`LatentInput`.
     """
 
     undecayed: tuple[str, ...] = ("decay_proj.weight",)
@@ -173,7 +174,7 @@ class LatentLogits(Drawn):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Tensor]:
-        """The window's bias b, with e^b / (e^b + L) = ``window_probability``; the decays'."""
+        """The window's bias b, with e^b / (e^b + L) = ``window_probability``, and the decays."""
         values = {}
         latents = self.k_proj.out_features // self.num_heads
         if self.window_probability is not None:
@@ -192,14 +193,14 @@ class LatentLogits(Drawn):
 
     @staticmethod
     def options(config: Any) -> dict[str, Any]:
-        """The arguments that a model's configuration gives, but the window's."""
+        """The constructor's arguments from a model's configuration, without the window's."""
         own = ("num_latents", "latent_input", "forgetting", "half_life_range")
         return {name: getattr(config, name) for name in own} | LatentInput.options(config)
 
     def forward(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None, LatentInputs]:
         """Logits q (B, T, H, L or L+1) and k (B, T, H, L), ``log_decay``, and the input's states.
 
-        ``log_decay`` (B, T, H, L) is at least fp32; None where nothing is forgotten.
+        ``log_decay`` (B, T, H, L) is at least fp32. It is None if nothing is forgotten.
         """
         inputs = self.input(piece)
         heads = (self.num_heads, -1)
@@ -237,18 +238,18 @@ class LatentLogits(Drawn):
 
 
 def window_odds(latent_q_BTHL: Tensor) -> Tensor:
-    """log p(0|t) / (1 - p(0|t)), (B, T, H), at least fp32, of query logits (B, T, H, L+1)."""
+    """log p(0|t) / (1 - p(0|t)), (B, T, H), at least fp32, from query logits (B, T, H, L+1)."""
     wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
     return wide[..., 0] - torch.logsumexp(wide[..., 1:], -1)
 
 
 def window_share(latent_q_BTHL: Tensor) -> Tensor:
-    """p(0|t), the window's probability, (B, T, H), of query logits (B, T, H, L+1)."""
+    """p(0|t), the window's probability, (B, T, H), from query logits (B, T, H, L+1)."""
     return torch.sigmoid(window_odds(latent_q_BTHL))
 
 
 def state_probabilities(latent_q_BTHL: Tensor, window: bool) -> Tensor:
-    """p(l|t), at least fp32, of query logits; the window's, if there is one, is column 0."""
+    """p(l|t), at least fp32, from query logits. If there is a window, it is column 0."""
     wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
     if not window:
         return wide.softmax(-1)

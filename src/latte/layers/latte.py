@@ -26,10 +26,10 @@ class LatteAttention(Mixer):
     """``y_t = sum_l p(l|t) sum_{s<=t} p(s|l,t) v_s``, with q and k logits from ``latent_input``.
 
     Args:
-        num_latents: over all heads; ``num_heads`` must divide it.
-        latent_input: where q and k logits come from: ``"none"`` (x itself), ``"conv"`` or
+        num_latents: Total number of latents over all heads. ``num_heads`` must divide it.
+        latent_input: Source of the q and k logits: ``"none"`` (x itself), ``"conv"`` or
             ``"rglru"``. Values always come from x.
-        forgetting: the latents' horizon, ``"none"``, ``"static"`` or ``"gated"``
+        forgetting: Kind of forgetting, ``"none"``, ``"static"`` or ``"gated"``
             (:class:`LatentLogits`; beyond the paper).
     """
 
@@ -72,7 +72,7 @@ class LatteAttention(Mixer):
         return super().options(config) | LatentLogits.options(config)
 
     def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D a head."""
+        """2 * 2 * L * D per head."""
         return 4.0 * self.latents.k_proj.out_features * self.head_dim
 
     def _project(self, piece: Piece) -> Projected:
@@ -102,18 +102,19 @@ class LatteAttention(Mixer):
 class LatteMacchiato(Mixer):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]``: one distribution over the past.
 
-    The window's q and k have their own projections, from x, rotated and scaled by 1/sqrt(K);
-    values and the output projection are shared by both branches; the latent logits come from
-    ``latent_input``.
+    The window's q and k have their own projections, from x. They are rotated, and their logits are
+    scaled by 1/sqrt(K). Both branches share the values and the output projection. The latent
+    logits come from ``latent_input``.
 
     Args:
-        num_latents: over all heads, the window's state not counted.
-        window: keys seen, self included; ``|s - t| <= window // 2`` if not causal.
-        window_probability: what p(l=0) starts at, by a bias per head on the window's query
-            logit; None adds no bias, and p(l=0) starts near 1 / (L + 1).
-        rope_theta: base of the rotary encoding; None leaves positions out.
-        softcap: local logits become ``softcap * tanh(logit / softcap)``.
-        forgetting: as for :class:`LatteAttention`; the window forgets nothing.
+        num_latents: Total number of latents over all heads, without the window.
+        window: Number of keys a query sees, its own included; ``|s - t| <= window // 2`` if not
+            causal.
+        window_probability: Initial value of p(l=0), set by a bias per head on the window's query
+            logit. None adds no bias; p(l=0) then starts near 1 / (L + 1).
+        rope_theta: Base of the rotary encoding; None uses no positions.
+        softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
+        forgetting: Kind of forgetting, as for :class:`LatteAttention`. The window does not forget.
     """
 
     window: int
@@ -169,7 +170,7 @@ class LatteMacchiato(Mixer):
         return super().options(config) | LatentLogits.options(config) | own | local
 
     def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D a head, and the window's."""
+        """2 * 2 * L * D per head, plus the window's."""
         latents = 4.0 * self.latents.k_proj.out_features * self.head_dim
         return latents + self._local_flops(length)
 
@@ -193,7 +194,7 @@ class LatteMacchiato(Mixer):
 def mix_macchiato(
     logits: MixingLogits, v_BTGD: Tensor, piece: Piece, **options: Any
 ) -> tuple[Tensor, MixerState]:
-    """Heads' outputs (B, T, H, D) of the mixture, and the parts of the state that it carries on.
+    """The mixture's output of each head, (B, T, H, D), and the parts of the state it changes.
 
     The options are those of :func:`latte.ops.macchiato_attention`.
     """
@@ -219,7 +220,10 @@ def step_macchiato(
     sink_rotary: Rotary | None = None,
     joint: bool = False,
 ) -> Tensor:
-    """Heads' outputs (B, H, D) of one token per row: of latent q, k, decay, and local q, k, v."""
+    """The output of each head, (B, H, D), for one token per row.
+
+    ``latents`` are the latent q, k and log-decay, ``local`` the local q, k and v.
+    """
     assert state.latent is not None and state.ring is not None
     latent_q, latent_k, log_decay = latents
     inputs = latent_q, latent_k, *local, *state.latent

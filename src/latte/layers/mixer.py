@@ -1,4 +1,4 @@
-"""What every token mixer shares: heads, values, output, rotation, and carrying its state on.
+"""The base class of token mixers: heads, values, output, rotation, and the state between calls.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K key width,
 L latents per head, F feature width, D value width.
@@ -29,10 +29,11 @@ from latte.ops.tensors import Sequences
 
 
 class MixingLogits(NamedTuple):
-    """The logits that a layer's probabilities are softmaxes of; None for what it does not have.
+    """The logits of a layer's probabilities, before the softmax.
 
-    ``latent_q`` (B, T, H, L or L+1) gives p(l|t), ``latent_k`` (B, T, H, L) p(s|l,t), and the
-    rotated ``q`` (B, T, H, K) and ``k`` (B, T, G, K) the window's, before scale and softcap.
+    ``latent_q`` (B, T, H, L or L+1) gives p(l|t). ``latent_k`` (B, T, H, L) gives p(s|l,t). The
+    rotated ``q`` (B, T, H, K) and ``k`` (B, T, G, K) are those of the window, before scale and
+    softcap. A field is None if the layer has no such logits.
     """
 
     latent_q: Tensor | None = None
@@ -42,26 +43,26 @@ class MixingLogits(NamedTuple):
 
 
 def remembered(logits: MixingLogits, log_decay: Tensor | None) -> MixingLogits:
-    """Logits of latents that forget nothing, and have the same p(s|l,t)."""
+    """Logits of latents without forgetting that give the same p(s|l,t)."""
     if logits.latent_k is None or log_decay is None:
         return logits
     return logits._replace(latent_k=logits.latent_k.double() - log_decay.double().cumsum(1))
 
 
 class Projected(NamedTuple):
-    """What a mixer makes of a piece's tokens one by one, before it mixes them.
+    """The projections of a piece's tokens, before the mixer mixes them.
 
     Attributes:
-        v: values (B, T, G, D).
-        logits: what the weights of the tokens are made of, :class:`MixingLogits`.
-        log_decay: what the latents forget at each token, (B, T, H, L).
-        features: phi(q) and phi(k), (B, T, H, F), of linear attention.
-        after: the parts of the next state that are known by now: ``rglru``, ``conv``, ``own``.
-        log: what each token added to those parts.
+        v: Values, (B, T, G, D).
+        logits: Logits of the tokens' weights, :class:`MixingLogits`.
+        log_decay: Log-decay of the latents at each token, (B, T, H, L).
+        features: Features phi(q) and phi(k) of linear attention, (B, T, H, F).
+        after: Parts of the next state that are already known: ``rglru``, ``conv``, ``own``.
+        log: Contribution of each token to those parts.
     """
 
     v: Tensor
-    logits: Any = MixingLogits()  # which of them there are is the mixer's to know
+    logits: Any = MixingLogits()  # Any: a mixer knows which of its fields are not None
     log_decay: Tensor | None = None
     features: tuple[Tensor, Tensor] | None = None
     after: MixerState = MixerState()
@@ -71,27 +72,28 @@ class Projected(NamedTuple):
 class Mixer(Drawn):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
-    A mixer defines :meth:`_project` and :meth:`_attend`, and what its class attributes say. It may
-    define :meth:`_step`, for decoding in fewer operations.
+    A mixer defines :meth:`_project` and :meth:`_attend`, and sets the class attributes below. It
+    may define :meth:`_step`, for decoding in fewer operations.
 
     Args:
-        hidden_size: E.
-        num_heads: H query heads.
-        num_key_value_heads: G, dividing H; H if None.
-        head_dim: width of a head; ``hidden_size / num_heads`` if None.
-        causal: False for bidirectional layers, which carry no state.
+        hidden_size: Width E of the input and output.
+        num_heads: Number H of query heads.
+        num_key_value_heads: Number G of key/value heads, dividing H; H if None.
+        head_dim: Width of a head; ``hidden_size / num_heads`` if None.
+        causal: Whether the layer is causal. Bidirectional layers have no state.
 
     Attributes:
-        carries: the parts of a :class:`MixerState` that the mixer cannot go on without.
-        grows: the state keeps every token, as that of full softmax attention.
-        uses: the fields of a model's configuration that the mixer reads, of those that not every
-            mixer does: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
+        carries: Parts of a :class:`MixerState` that the mixer needs to continue a sequence.
+        grows: Whether the state keeps every token, as that of full softmax attention does.
+        uses: Fields of a model's configuration that the mixer reads, among those that not every
+            mixer reads: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
             ``window_probability``.
-        steps: it has a :meth:`_step` for what it computes; found out by itself.
-        splits: it asks :meth:`Piece.across` for every op that looks at tokens before, so that a
-            sequence can be cut over processes; not inherited with another computation.
-        window: keys that local queries see, self included; None is all of the past.
-        softcap: local logits become ``softcap * tanh(logit / softcap)``.
+        steps: Whether the mixer has a :meth:`_step` for what it computes. Set automatically.
+        splits: Whether every op that reads earlier tokens is called through :meth:`Piece.across`,
+            so that a sequence can be divided among processes. A subclass that changes the
+            computation does not inherit it.
+        window: Number of keys that a local query sees, its own included; None is all of the past.
+        softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
     """
 
     carries: ClassVar[tuple[str, ...]] = ()
@@ -107,7 +109,7 @@ class Mixer(Drawn):
         if "_step" in own:
             cls.steps = True
         elif computes:
-            cls.steps = False  # what is inherited is another mixer's
+            cls.steps = False  # the inherited step computes another mixer
         if computes and "splits" not in own:
             cls.splits = False
 
@@ -137,12 +139,12 @@ class Mixer(Drawn):
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """The mixer of a model's configuration, ``latte.models.LatteConfig`` or one alike."""
+        """The mixer of a model's configuration: ``latte.models.LatteConfig`` or a similar one."""
         return cls(**cls.options(config))
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        """The arguments of the class that a configuration gives: here those of every mixer."""
+        """The constructor's arguments from a configuration: here those of every mixer."""
         return {
             "hidden_size": config.hidden_size,
             "num_heads": config.num_attention_heads,
@@ -153,7 +155,7 @@ class Mixer(Drawn):
 
     @staticmethod
     def local_options(config: Any) -> dict[str, Any]:
-        """The arguments of local attention that a configuration gives, but its window."""
+        """The arguments of local attention from a configuration, without the window."""
         return {
             "rope_theta": config.rope_theta if config.position == "rope" else None,
             "softcap": config.attn_logit_softcapping,
@@ -174,18 +176,21 @@ class Mixer(Drawn):
         """Mix the tokens of ``x``.
 
         Args:
-            x_BTE: (B, T, E).
-            key_mask: (B, T) bool, True = a real token.
-            cu_seqlens: (N+1,) int32, N sequences packed into one row (B = 1).
-            state: as it came out of the piece before; or buffers, if ``x`` is one token per row:
-                they are written, and nothing but ``x`` and ``rotary`` is looked at.
-            rotary: the rotary table of these tokens, where a model shares one; else computed.
+            x_BTE: Input, (B, T, E).
+            key_mask: Mask, (B, T) bool, True = a real token.
+            cu_seqlens: Bounds of N sequences packed into one row (B = 1), (N+1,) int32.
+            state: State that the call before returned. If ``x`` is one token per row it may be
+                the buffers of a ``StepState`` instead. They are overwritten, and of the other
+                arguments only ``x`` and ``rotary`` are used.
+            output_final_state: Whether to return the state after these tokens.
+            rotary: Rotary table of these tokens, if the model shares one; computed if None.
 
         Returns:
-            Output (B, T, E) and the state after these tokens (None unless asked for).
+            Output (B, T, E) and the state after these tokens (None unless
+            ``output_final_state``).
 
         Raises:
-            ValueError: shapes, dtypes or devices do not fit.
+            ValueError: Shapes, dtypes or devices do not fit.
         """
         if isinstance(state, StepState):
             B, _, E = x_BTE.shape
@@ -201,10 +206,10 @@ class Mixer(Drawn):
     def with_weights(
         self, x_BTE: Tensor, *given: Any, **named: Any
     ) -> tuple[Tensor, MixerState | None, Tensor]:
-        """As :meth:`forward`, with the tokens' weights (B, H, T, P + T) too: O(T^2) memory.
+        """Like :meth:`forward`, and returns the weights (B, H, T, P + T) too: O(T^2) memory.
 
-        P is the number of past tokens whose keys the state has kept (its ``sources``). Where
-        there are none, gradients of the output flow through the weights.
+        P is the number of past tokens whose keys the state has kept (its ``sources``). If there
+        is no past, gradients of the output flow through the weights.
         """
         piece = self._piece(x_BTE, *given, **named)
         projected = self._project(piece)
@@ -218,7 +223,7 @@ class Mixer(Drawn):
         if weights.requires_grad and piece.state.position is None:
             v_BTHD = projected.v.repeat_interleave(self.num_heads // projected.v.shape[2], 2)
             dense = torch.einsum("bhts,bshd->bthd", weights.to(v_BTHD.dtype), v_BTHD)
-            # The op's values, bit by bit, and the gradients of the weighted sum.
+            # The values are exactly the op's; the gradients are those of the weighted sum.
             out_BTHD = out_BTHD.detach() + (dense - dense.detach())
         out = self.o_proj(out_BTHD.flatten(-2))
         return out, self._end(projected, after, piece), weights
@@ -231,10 +236,10 @@ class Mixer(Drawn):
         *,
         rotary: Rotary | None = None,
     ) -> MixingLogits:
-        """The logits behind the weights of these tokens among themselves, for looking at.
+        """The logits of the weights of these tokens among themselves, for inspection.
 
-        What latents forget is taken from their keys, in fp64: ``latent_k`` is then what they would
-        be if nothing was forgotten.
+        If latents forget, the decay is folded into ``latent_k``, in fp64: latents without
+        forgetting would have the same weights with these keys.
         """
         projected = self._project(Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary))
         return remembered(projected.logits, projected.log_decay)
@@ -252,25 +257,25 @@ class Mixer(Drawn):
         return self._weights(self._project(piece), piece)
 
     def mixing_flops(self, length: int) -> float:
-        """FLOPs of mixing, forward, per token at a length, projections aside; 0 if unknown."""
+        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown."""
         return 0.0
 
     # --- what a mixer defines -------------------------------------------------------------------
 
     def _project(self, piece: Piece) -> Projected:
-        """Values and logits of the tokens."""
+        """The values and logits of the tokens."""
         raise TypeError(f"{type(self).__name__} must define _project: Mixer is only a base class")
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        """Heads' outputs (B, T, H, D), and the parts of the state that mixing changes."""
+        """The output of each head, (B, T, H, D), and the parts of the state that mixing changes."""
         raise TypeError(f"{type(self).__name__} must define _attend: Mixer is only a base class")
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        """Heads' outputs (B, H, D) of one token per row; the state is written in place."""
+        """The output of each head, (B, H, D), for one token per row. Overwrites the state."""
         raise TypeError(f"{type(self).__name__} has no step")
 
     def _weights(self, projected: Projected, piece: Piece) -> Tensor:
-        """The weights (B, H, T, T) of a piece without a past: here as the logits' kinds say."""
+        """The weights (B, H, T, T) of a piece without a past, computed from its logits."""
         latent_q, latent_k, q, k = projected.logits
         shared = self._visibility(piece)
         local: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
@@ -283,7 +288,7 @@ class Mixer(Drawn):
         raise ValueError(f"{type(self).__name__} has no attention weights to show")
 
     def _visibility(self, piece: Piece) -> dict[str, Any]:
-        """The keywords by which weights are told which tokens see each other."""
+        """The keywords that say which tokens see each other."""
         return {
             "causal": self.causal,
             "key_mask": piece.key_mask,
@@ -291,7 +296,7 @@ class Mixer(Drawn):
         }
 
     def _local_flops(self, length: int) -> float:
-        """:meth:`mixing_flops` of local attention: 2 * 2 * K a head and key that is seen."""
+        """:meth:`mixing_flops` of local attention: 2 * 2 * K per head and visible key."""
         seen = min(self.window or length, (length + 1) / 2)
         return 4.0 * self.num_heads * self.head_dim * seen
 
@@ -306,7 +311,7 @@ class Mixer(Drawn):
         output_final_state: bool = False,
         rotary: Rotary | None = None,
     ) -> Piece:
-        """The arguments of a call, checked."""
+        """The checked arguments of a call."""
         name = type(self).__name__
         check_input(name, x_BTE, self.hidden_size, getattr(self.v_proj, "weight", None))
         if state is not None and not isinstance(state, MixerState):
@@ -326,7 +331,7 @@ class Mixer(Drawn):
         return Piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
 
     def _end(self, projected: Projected, after: MixerState, piece: Piece) -> MixerState | None:
-        """The state after a piece, if it is wanted."""
+        """The state after a piece; None if it is not wanted."""
         if not piece.output_final_state:
             return None
         early, log = projected.after, projected.log
@@ -347,7 +352,7 @@ class Mixer(Drawn):
     def _add_local(
         self, window: int | None, rope_theta: float | None, softcap: float | None
     ) -> None:
-        """What local attention needs: its reach, and queries and keys to be rotated."""
+        """Add what local attention needs: window, softcap, rotation, and projections of q and k."""
         if window is not None:
             check_positive(type(self).__name__, window=window)
         self.window, self.softcap = window, softcap
@@ -360,7 +365,7 @@ class Mixer(Drawn):
     def _local(self, x_BTE: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """Local queries (B, T, H, K) and keys (B, T, G, K) of x.
 
-        Rotated by the table given, or by the tokens' own positions.
+        They are rotated by the given table, or else by the tokens' positions.
         """
         q_BTHK = self._heads(self.q_proj(x_BTE), self.num_heads)
         k_BTGK = self._heads(self.k_proj(x_BTE), self.num_key_value_heads)
@@ -376,7 +381,7 @@ class Mixer(Drawn):
     def _local_step(
         self, x_BE: Tensor, state: StepState, rotary: Rotary | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
-        """q (B, H, K), k (B, G, K) and v (B, G, D) of one token per row, and what turns q and k."""
+        """q (B, H, K), k (B, G, K), v (B, G, D) of one token per row, and the table to rotate."""
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
         maps = self.q_proj, self.k_proj, self.v_proj
         q, k, v = linear_maps(x_BE, *maps, native=state.clock.native)
@@ -394,7 +399,7 @@ class Mixer(Drawn):
 
 
 def _with_past(projected: Projected, piece: Piece, past: TokenLog) -> tuple[Projected, Piece]:
-    """The whole row of which a piece is the end: past keys are known, past queries are zeros."""
+    """The whole row that a piece ends: past keys come from the log, past queries are zeros."""
     P = past.length
 
     def blank(x: Tensor | None) -> Tensor | None:
@@ -432,13 +437,13 @@ def softmax_weights(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention's weights; a row that sees nothing is zero."""
+    """The weights of softmax attention. A row that sees no key is zero."""
     k_BTHK = k_BTGK.repeat_interleave(q_BTHK.shape[2] // k_BTGK.shape[2], 2)
     logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / q_BTHK.shape[-1] ** 0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
     visible = visible_sources(q_BTHK.shape[1], sequences, q_BTHK.device, window)[:, None]
-    # A finite lowest logit: where all are masked, -inf would leave NaN in the gradient.
+    # Masked logits are finite: a row of -inf would have NaN gradients.
     weights = logits.masked_fill(~visible, torch.finfo(logits.dtype).min / 2).softmax(-1)
     return weights.masked_fill(~visible, 0.0)

@@ -27,7 +27,7 @@ LayerNorm = nn.LayerNorm
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Nothing stands in the module's place, around it or on it: it does what its class says."""
+    """Whether a module is exactly of this class, without a replaced forward and without hooks."""
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return False
@@ -35,10 +35,10 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def linear_maps(x: Tensor, *maps: nn.Module, native: bool | None = None) -> tuple[Tensor, ...]:
-    """What each linear map makes of x (..., E): of single tokens in one call, where it can be.
+    """The output of each linear map for x (..., E), in one native call if that is possible.
 
     Args:
-        native: whether :mod:`latte.ops.dense` serves x; None if that is still to be asked.
+        native: Whether :mod:`latte.ops.dense` serves x; None if that is not known yet.
     """
     if native or (native is None and dense.serves(x)):
         weights = plain_weights(x, *maps)
@@ -48,7 +48,7 @@ def linear_maps(x: Tensor, *maps: nn.Module, native: bool | None = None) -> tupl
 
 
 def plain_weights(x: Tensor, *maps: nn.Module) -> list[Tensor]:
-    """The weights, for x, of linear maps that are nothing else, without biases; else none."""
+    """The weights of plain linear maps without biases that fit x; empty if one is not such."""
     weights = []
     for module in maps:
         held = module._parameters
@@ -59,7 +59,7 @@ def plain_weights(x: Tensor, *maps: nn.Module) -> list[Tensor]:
 
 
 def norm_token(norm: nn.Module, x: Tensor, native: bool) -> Tensor:
-    """A norm of single tokens, in one call where it can be; ``native`` as in linear_maps."""
+    """The norm of single tokens, in one native call if possible. ``native`` as in linear_maps."""
     if native and is_plain(norm, RMSNorm):
         weight, eps = norm._parameters["weight"], norm.eps
         if weight is not None and eps is not None and dense.fits(x, weight):
@@ -68,7 +68,7 @@ def norm_token(norm: nn.Module, x: Tensor, native: bool) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """``w x / sqrt(mean(x^2) + eps)``: PyTorch's, on a CPU in less calls and less memory."""
+    """``w x / sqrt(mean(x^2) + eps)``, as in PyTorch. On a CPU it is faster and saves memory."""
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         E, eps = x_BTE.shape[-1], self.eps
@@ -86,7 +86,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """PyTorch has no kernel of it for CPUs and keeps x-hat besides x: here x alone is kept."""
+    """RMSNorm that saves only x for its gradient. PyTorch's on a CPU saves the normed x too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -117,15 +117,15 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class Drawn(nn.Module):
-    """A module that draws parameters of its own, for PyTorch and for Transformers alike."""
+    """A module with initial values of its own, which PyTorch and Transformers both use."""
 
     def initial_values(self) -> dict[str, Tensor]:
-        """A fresh draw of the parameters that are no plain linear layer's, by name."""
+        """Newly drawn values, by name, of the parameters that are not in a plain linear layer."""
         return {}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the parameters of :meth:`initial_values` anew."""
+        """Set the parameters to new draws of :meth:`initial_values`."""
         for name, value in self.initial_values().items():
             self.get_parameter(name).copy_(value)
 
@@ -139,7 +139,7 @@ def in_chunks(x: Tensor, chunks: int, length: int) -> Tensor:
 
 
 class GELUMLP(nn.Module):
-    """``down(gelu(up(x)))``, with biases: the network of plain Latte (paper, section 5)."""
+    """``down(gelu(up(x)))``, with biases: the MLP of plain Latte (paper, section 5)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class SwiGLU(nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """``silu(gate) * up`` by a native CPU kernel: these two alone are kept."""
+    """``silu(gate) * up`` by a native CPU kernel. Only ``gate`` and ``up`` are saved."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class CausalConv1d(Drawn):
         *,
         shards: Shards | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, T, E) and the last K-1 inputs (B, K-1, E), if asked for."""
+        """Output (B, T, E) and the last K-1 inputs (B, K-1, E) (None unless asked for)."""
         check_input("CausalConv1d", x_BTE, self.hidden_size)
         return across(causal_conv1d, shards)(
             x_BTE,
@@ -237,9 +237,9 @@ class CausalConv1d(Drawn):
         return f"hidden_size={self.hidden_size}, kernel_size={self.weight.shape[1]}"
 
 
-# Neither encoding of positions keeps a buffer: angles follow from the positions, in fp64 (where the
-# device has it), so that position 1,000,000 is as exact as position 1, and nothing is lost on the
-# meta device.
+# The position encodings have no buffers. Angles are computed from the positions in fp64 (if the
+# device has it), so that position 1,000,000 is as exact as position 1, and a model that is made on
+# the meta device loses nothing.
 
 
 class Rotary(NamedTuple):
@@ -301,12 +301,12 @@ def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
 
 
 def of_single_tokens(rotary: Rotary) -> Rotary:
-    """The table as the steps of :mod:`latte.ops.step` want it: sines with signs, (..., 2, K/2)."""
+    """The table in the format of :mod:`latte.ops.step`: sines with signs, (..., 2, K/2)."""
     return Rotary(rotary.cos, torch.cat([-rotary.sin, rotary.sin], 2))
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation, written into place; its gradient is the rotation back."""
+    """The rotation. Its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -330,7 +330,7 @@ class _Rotation(torch.autograd.Function):
 class SinusoidalPositions(nn.Module):
     """Fixed encodings (B, T, E) of given positions: sines in the first half, then cosines.
 
-    The frequencies of arXiv 1706.03762; an odd ``hidden_size`` drops the last cosine.
+    The frequencies are those of arXiv 1706.03762. An odd ``hidden_size`` drops the last cosine.
     """
 
     def __init__(self, hidden_size: int) -> None:

@@ -20,7 +20,7 @@ from latte.ops import rg_lru
 from latte.ops.step import in_dtype, rg_lru_step
 from latte.ops.tensors import computation_dtype
 
-DECAY_RANGE = (0.9, 0.999)  # Griffin's, of a_t where the recurrence gate is fully open, r = 1
+DECAY_RANGE = (0.9, 0.999)  # Griffin's range of a_t where the recurrence gate is fully open, r = 1
 
 
 class BlockDiagonalLinear(Drawn):
@@ -44,7 +44,7 @@ class BlockDiagonalLinear(Drawn):
         return torch.bmm(x_NMP, self.weight).transpose(0, 1).reshape(B, T, E) + self.bias
 
     def step(self, x_NBP: Tensor) -> Tensor:
-        """The same of single tokens, by blocks and in at least fp32: (B, E)."""
+        """The same for single tokens given by blocks, (B, E), in at least fp32."""
         N, B, P = x_NBP.shape
         wide = computation_dtype(x_NBP.dtype)  # a CPU's batched products in bf16 take twice as long
         bias, x_NBP, weight = (in_dtype(y, wide) for y in (self.bias, x_NBP, self.weight))
@@ -62,14 +62,15 @@ class RGLRU(Drawn):
         log a_t = -8 r_t softplus(theta)
         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)     at a sequence's start h_t = i_t x_t
 
-    ``theta`` starts so that a at r = 1, exp(-8 softplus(theta)), lies in ``decay_range``, uniform
-    in a^2. The state h is fp32.
+    Initially, the decay at r = 1, a = exp(-8 softplus(theta)), is drawn from ``decay_range`` with
+    a^2 uniform. The state h is fp32.
 
     Args:
-        num_blocks: of the gates' maps; the models use the number of heads.
-        reverse: run from the end to the start (for bidirectional models); then there is no state.
-        decay_range: lowest and highest initial decay a, both inside (0, 1). A channel at a
-            remembers some 1 / (1 - a) tokens: low ones follow the token, high ones average.
+        num_blocks: Number of blocks of the gates' maps. The models use the number of heads.
+        reverse: Whether to run from the end to the start, for bidirectional models. There is no
+            state then.
+        decay_range: Lowest and highest initial decay a, both inside (0, 1). A channel with decay a
+            averages over about 1 / (1 - a) tokens.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RGLRU(Drawn):
         full_precision: bool = False,
         shards: Shards | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, T, E) and the state (B, E) fp32, if asked for.
+        """Output (B, T, E) and the state (B, E) fp32 (None unless ``output_final_state``).
 
         With ``full_precision`` the output is at least fp32, as the state is.
         """
@@ -139,14 +140,14 @@ class RGLRU(Drawn):
 
     @property
     def is_plain(self) -> bool:
-        """Whether both gates and the whole are what their classes say, without hooks."""
-        held: Any = self._modules  # at a twentieth of what an attribute costs in each step
+        """Whether neither the gates nor the layer are subclassed, replaced or hooked."""
+        held: Any = self._modules  # in each step, 20 times as fast as an attribute of a module
         r, i = held["recurrence_gate"], held["input_gate"]
         gates_are = is_plain(r, BlockDiagonalLinear) and is_plain(i, BlockDiagonalLinear)
         return gates_are and is_plain(self, RGLRU)
 
     def plain_weights(self) -> tuple[Tensor, ...]:
-        """Weight and bias of both gates, and theta; none if the layer is not plain."""
+        """Weight and bias of both gates, and theta; empty if the layer is not plain."""
         if not self.is_plain:
             return ()
         held: Any = self._modules
@@ -154,7 +155,7 @@ class RGLRU(Drawn):
         return r["weight"], r["bias"], i["weight"], i["bias"], self.theta
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
-        """One token per row: the state after it, which is written in place."""
+        """Read one token per row. Returns the new state, which is also written in place."""
         x_NBP = x_BE.view(len(x_BE), *self.input_gate.weight.shape[:2]).transpose(0, 1)
         gates = self.recurrence_gate.step(x_NBP), self.input_gate.step(x_NBP)
         return rg_lru_step(x_BE, *gates, self.theta, state_BE, real_B)

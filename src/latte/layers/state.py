@@ -1,4 +1,4 @@
-"""A piece of a batch of sequences, what a mixer carries to the next, and how to take tokens back.
+"""A piece of a batch of sequences, the state between pieces, and how to remove tokens from it.
 
 Shape suffixes: B batch (or N packed sequences), S logged tokens, H query heads, G key/value
 heads, L latents per head, K key width, D value width, F feature width, E hidden size, W window.
@@ -31,27 +31,29 @@ def map_tensors(fn: Callable[[Tensor], Tensor], state: T) -> T:
 
 
 def real_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The mask of real tokens of ``x`` (B, T, ...), (B, T) bool."""
+    """The mask (B, T) bool of the real tokens of ``x`` (B, T, ...)."""
     return x.new_ones(x.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
 
 
 def without_decay(state: AnyState | None) -> LatteState | None:
-    """The state as a cache keeps it, which merges nothing: its log-mass and mean."""
+    """The log-mass and mean alone: a cache never merges states, so it needs no log-decay."""
     return None if state is None else LatteState(*state[:2])
 
 
 class TokenLog(NamedTuple):
-    """What each recorded token added to the state; a field is None if the mixer has no such part.
+    """The contribution of each recorded token to the state.
+
+    A field is None if the mixer has no such part.
 
     Attributes:
-        mask: (B, S) bool, True = a real token; None before the first.
-        k: latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
-        v: values (B, S, G, D).
-        local_k: keys of the window, after the position encoding, (B, S, G, K).
-        rglru: the RG-LRU's state after each token, (B, S, E).
-        conv: the convolution's inputs, (B, S, E).
-        own: the state of a mixer of another kind after each token, (B, S, ...).
-        log_decay: what the latents forget, (B, S, H, L).
+        mask: Mask, (B, S) bool, True = a real token; None before the first token.
+        k: Latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
+        v: Values, (B, S, G, D).
+        local_k: Keys of the window, after the position encoding, (B, S, G, K).
+        rglru: State of the RG-LRU after each token, (B, S, E).
+        conv: Inputs of the convolution, (B, S, E).
+        own: State of a mixer of another kind after each token, (B, S, ...).
+        log_decay: Log-decay of the latents, (B, S, H, L).
     """
 
     mask: Tensor | None = None
@@ -69,22 +71,22 @@ class TokenLog(NamedTuple):
         return 0 if self.mask is None else self.mask.shape[1]
 
     def append(self, tokens: TokenLog) -> TokenLog:
-        """Both logs' tokens, one after the other."""
+        """The log of these tokens followed by ``tokens``."""
         if self.mask is None:
             return tokens
         pairs: Any = zip(self, tokens, strict=True)
         return TokenLog(*(None if x is None else torch.cat([old, x], 1) for old, x in pairs))
 
     def first(self, tokens: int) -> TokenLog:
-        """The log of the first ``tokens`` tokens alone."""
+        """The log of the first ``tokens`` tokens."""
         return map_tensors(lambda x: x[:, :tokens], self)
 
 
 class UndoLog(NamedTuple):
     """The state before the first recorded token, and the recorded tokens themselves.
 
-    A state cannot be un-added, but it can be rebuilt from an earlier one: the log grows over as
-    many forwards as are run, and one merge over the tokens to keep gives the state back.
+    A token cannot be subtracted from a state. Instead the state is rebuilt from the earlier one:
+    the log holds the tokens of all calls since, and the tokens to keep are read again, at once.
     """
 
     base: Any
@@ -97,24 +99,24 @@ class UndoLog(NamedTuple):
 class MixerState(NamedTuple):
     """The state of one layer: constant in size, except for full softmax attention.
 
-    Every tensor has the batch as its first dimension. Parts that a mixer does not use, and all
-    parts before the first token, are None: ``MixerState()`` is the empty state.
+    The first dimension of every tensor is the batch. Parts that a mixer does not use are None.
+    Before the first token all parts are None: ``MixerState()`` is the empty state.
 
     Attributes:
-        position: (B,) int64, how many real tokens have been seen.
-        latent: what the latents have seen.
-        linear: the sums of undirected linear attention.
-        window: the last W-1 local keys and values (all of them for full softmax attention).
-        rglru: (B, E) fp32, the RG-LRU's state.
-        conv: (B, K-1, E), the convolution's last inputs.
-        own: (B, ...), the state of a mixer of another kind.
-        pending: latent keys (B, W, H, L) and values of the last W tokens, where latents are fed
-            only with tokens that have left the window.
-        sinks: local keys and values of a sequence's first tokens, where those stay visible.
-        sources: set to keep the keys of all tokens, for weights over the past: O(T) memory.
-        undo: set to record tokens for :func:`rewind`.
-        shards: set where other processes hold the tokens before; all parts but ``position`` then
-            come from them, op by op.
+        position: Number of real tokens seen, (B,) int64.
+        latent: Log-mass and mean of each latent.
+        linear: Sums of undirected linear attention.
+        window: Last W-1 local keys and values (all of them for full softmax attention).
+        rglru: State of the RG-LRU, (B, E) fp32.
+        conv: Last inputs of the convolution, (B, K-1, E).
+        own: State of a mixer of another kind, (B, ...).
+        pending: Latent keys (B, W, H, L) and values of the last W tokens, if the latents read a
+            token only when it leaves the window.
+        sinks: Local keys and values of a sequence's first tokens, if those stay visible.
+        sources: Keys of all tokens so far, if set, for weights over the past: O(T) memory.
+        undo: Log of recorded tokens for :func:`rewind`, if set.
+        shards: Processes that hold the tokens before, if set. All parts but ``position`` then come
+            from them, op by op.
     """
 
     position: Tensor | None = None
@@ -143,12 +145,12 @@ class Piece(NamedTuple):
     """The next tokens of a batch of sequences: all that a mixer's methods are given.
 
     Attributes:
-        x: (B, T, E).
-        key_mask: (B, T) bool, True = a real token.
-        cu_seqlens: (N+1,) int32, N sequences packed into one row (B = 1).
-        state: after the piece before.
-        output_final_state: whether the state after this piece is wanted.
-        rotary: the rotary table of these tokens, where a model shares one.
+        x: Inputs of the tokens, (B, T, E).
+        key_mask: Mask, (B, T) bool, True = a real token.
+        cu_seqlens: Bounds of N sequences packed into one row (B = 1), (N+1,) int32.
+        state: State after the piece before.
+        output_final_state: Whether to return the state after this piece.
+        rotary: Rotary table of these tokens, if the model shares one among its layers.
     """
 
     x: Tensor
@@ -165,7 +167,7 @@ class Piece(NamedTuple):
 
     @property
     def sequences(self) -> dict[str, Any]:
-        """The keywords by which every op is told of sequences."""
+        """The keywords that describe the sequences to every op."""
         return {
             "key_mask": self.key_mask,
             "cu_seqlens": self.cu_seqlens,
@@ -173,15 +175,15 @@ class Piece(NamedTuple):
         }
 
     def across(self, op: Callable[..., Any]) -> Callable[..., Any]:
-        """The op, to be called with this piece's tokens wherever those before them are."""
+        """The op, wrapped so that the tokens before this piece may be in other processes."""
         return across(op, self.state.shards)
 
     def end(self, after: MixerState, log: TokenLog) -> MixerState | None:
-        """The whole state after these tokens, if it is wanted, from the parts that they changed.
+        """The whole state after these tokens, from the parts they changed; None if not wanted.
 
         Args:
-            after: the parts, without position and undo log.
-            log: what each token added, without the mask; kept where tokens are recorded.
+            after: Changed parts, without position and undo log.
+            log: Contribution of each token, without the mask. It is kept if tokens are recorded.
         """
         if not self.output_final_state:
             return None
@@ -213,10 +215,10 @@ def advance_position(
 
 
 def rewind(state: MixerState, tokens: int) -> MixerState:
-    """Take the last ``tokens`` tokens back; the result records on, with an empty log.
+    """Remove the last ``tokens`` tokens. The result keeps recording, with an empty log.
 
     Raises:
-        ValueError: fewer tokens have been recorded than are to be removed.
+        ValueError: Fewer tokens have been recorded than are to be removed.
     """
     undo = state.undo
     recorded = 0 if undo is None else undo.tokens.length
@@ -234,7 +236,7 @@ def rewind(state: MixerState, tokens: int) -> MixerState:
 
 
 def drop_newest(state: MixerState, tokens: int) -> MixerState:
-    """Take the last ``tokens`` tokens of a growing state (full softmax attention) back."""
+    """Remove the last ``tokens`` tokens from a growing state (full softmax attention)."""
     if state.window is None or state.position is None:
         raise ValueError(f"cannot take {tokens} tokens back: the state holds none")
     held = state.window.mask.shape[1]
@@ -251,7 +253,7 @@ def _without_last(log: TokenLog | None, tokens: int) -> TokenLog | None:
 
 
 def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
-    """The state after ``base`` and the logged tokens; ``like`` tells which parts there are."""
+    """The state after ``base`` and the logged tokens, with the parts that ``like`` has."""
     mask = log.mask
     assert mask is not None
     position = mask.sum(1) if base.position is None else base.position + mask.sum(1)
@@ -264,7 +266,7 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
         inputs = torch.cat([start, log.conv * mask.unsqueeze(-1)], 1)
         conv = inputs[:, inputs.shape[1] - start.shape[1] :]
     if log.k is not None and log.v is not None:
-        # The queries do not matter for the state: any will do.
+        # The state does not depend on the queries, so they can be zeros.
         q, k, v = torch.zeros_like(log.k), log.k, log.v
         options: dict[str, Any] = {"key_mask": mask, "output_final_state": True}
         if like.latent is not None:
@@ -280,7 +282,7 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
 
 
 def _last_real(h_BS: Tensor, mask_BS: Tensor, base_B: Tensor | None) -> Tensor:
-    """The newest real entry of ``h`` (B, S, ...), or the base where there is none."""
+    """The last real entry of ``h`` (B, S, ...) in each row, or the base if there is none."""
     h_BS = h_BS.float() if h_BS.dtype in (torch.bfloat16, torch.float16) else h_BS
     steps = torch.arange(1, mask_BS.shape[1] + 1, device=mask_BS.device)
     last_B = (mask_BS * steps).amax(1)

@@ -1,8 +1,8 @@
 """Decoding a token at a time: a layer's state in buffers that a step writes in place.
 
-A :class:`StepState` is made of a :class:`MixerState` by copying, once after a prompt, and turned
-back when somebody asks for the state; between, the window is a ring, and nothing is allocated.
-Whoever owns the buffers (the cache) hands them to nobody but the layer's step.
+A :class:`StepState` is copied from a :class:`MixerState` once after a prompt. When the state is
+read, it is copied back into a :class:`MixerState`. In between, the window is a ring, and nothing
+is allocated. The owner of the buffers (the cache) passes them only to the layer's step.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K key width, L latents per
 head, W slots of a ring.
@@ -24,15 +24,16 @@ from latte.ops.step import Ring, Rotary, Sinks, number
 
 @dataclass
 class Clock:
-    """Where the sequences of a batch are: what the buffers of all layers share.
+    """The position of each sequence of a batch, shared by the buffers of all layers.
 
     Attributes:
-        position: (B,) int64, real tokens seen.
-        steps: () int64, tokens of each row since the buffers were made, padding included.
-        slots: where the next token goes, (1,) int64 by number of slots; by 0 where the ring grows.
-        length: slots of a growing ring that are used; None where all are looked at.
-        real: (B,) bool, whether the rows' present token is one; None if all are.
-        native: the present token goes through the kernels of :mod:`latte.ops.dense`.
+        position: Number of real tokens seen, (B,) int64.
+        steps: Number of tokens per row since the buffers were made, padding included, () int64.
+        slots: Slot of the next token, (1,) int64, for each ring size in slots; the key is 0 for a
+            ring that grows.
+        length: Number of used slots of a growing ring; None if all slots are read.
+        real: Whether the current token of each row is a real one, (B,) bool; None if all are.
+        native: Whether the current token uses the kernels of :mod:`latte.ops.dense`.
     """
 
     position: Tensor
@@ -43,7 +44,7 @@ class Clock:
     native: bool = False
 
     def advance(self) -> None:
-        """To the next token, after all layers have seen the present one."""
+        """Advance to the next token, after all layers have read the current one."""
         one = number(1, self.position)
         self.position.add_(one if self.real is None else self.real)
         self.steps.add_(one)
@@ -60,10 +61,10 @@ class Clock:
 class StepState:
     """One layer's buffers, all contiguous; None for parts that its mixer does not have.
 
-    The parts are those of a :class:`MixerState`; ``size`` is the number of slots of the ring, 0 if
-    it grows, and ``clock`` is shared by all layers. Where latents are fed late, ``pending``
-    (B, H, W, L) holds the latent keys of the ring's tokens: a token waits in its slot until the
-    next takes it. ``sinks`` are keys and values (B, G, n, ...), filled as far as tokens were read.
+    The parts are those of a :class:`MixerState`. ``size`` is the number of slots of the ring, 0 if
+    it grows. ``clock`` is shared by all layers. With delayed latents, ``pending`` (B, H, W, L)
+    holds the latent keys of the ring's tokens: the latents read a token when its slot is reused.
+    ``sinks`` are keys and values (B, G, n, ...); slots of tokens not read yet are empty.
     """
 
     clock: Clock
@@ -81,8 +82,8 @@ class StepState:
         """Buffers with a copy of a state.
 
         Args:
-            room: slots of the ring of a state that grows; None for one that does not.
-            masked: keep which slots hold a real token; else all do.
+            room: Number of slots of the ring of a state that grows; None if it does not grow.
+            masked: Whether to store which slots hold a real token. If not, all do.
         """
         parts = (without_decay(state.latent), state.linear, None, state.rglru, state.conv)
         made = cls(clock, *map_tensors(_copy, parts))
@@ -115,16 +116,16 @@ class StepState:
 
     @property
     def slot(self) -> Tensor:
-        """Where in the ring the next token goes, (1,) int64."""
+        """The ring's slot for the next token, (1,) int64."""
         return self.clock.slots[self.size]
 
     def state(self) -> MixerState:
-        """A copy of what the buffers hold."""
+        """A copy of the state in the buffers."""
         latent, linear, rglru, conv = map_tensors(
             torch.clone, (self.latent, self.linear, self.rglru, self.conv)
         )
         if rglru is not None:
-            # The row has begun, so that it is not the empty state, which is all zeros.
+            # Zeros would mean the empty state, but this row has read a token.
             rglru += torch.finfo(rglru.dtype).tiny
         window = pending = sinks = None
         position = self.clock.position.clone()
@@ -141,7 +142,7 @@ class StepState:
         return MixerState(position, latent, linear, window, rglru, conv, **parts)
 
     def _newest(self, keys: Tensor, ring: Ring, count: int) -> WindowState:
-        """The ring's last ``count`` tokens, oldest first, with these keys; of a growing one all."""
+        """The ring's last ``count`` tokens (all, if it grows), oldest first, with these keys."""
         slots, device = ring.keys.shape[2], self.slot.device
         if self.size:
             order = (self.slot + slots - count + torch.arange(count, device=device)) % slots
@@ -163,7 +164,7 @@ class StepState:
         )
 
     def sinks_of(self, rotary: Rotary | None) -> Sinks | None:
-        """The sinks as a step takes them; ``rotary`` turns the queries towards them."""
+        """The sinks as a step takes them; ``rotary`` rotates the queries for them."""
         return None if self.sinks is None else Sinks(*self.sinks, self.clock.position, rotary)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:

@@ -1,11 +1,11 @@
-"""The cache of Latte models, how ``generate`` comes by it, and what else a forward is given.
+"""The cache of Latte models, its use by ``generate``, and the masks and bounds of a forward.
 
-One state per layer, of constant size, in Transformers' Cache API. The states themselves are
-:class:`latte.layers.MixerState`; a cache layer holds one and moves it about. Only full softmax
-attention's state grows with the sequence. B batch, T tokens, P past tokens.
+The cache holds one state of constant size per layer, in Transformers' Cache API. A state is a
+:class:`latte.layers.MixerState`. Only the state of full softmax attention grows with the sequence.
+B batch, T tokens, P past tokens.
 
-While single tokens are decoded the states are buffers that are written in place
-(:mod:`latte.layers.step`), which the cache alone holds: whatever is read off a layer is a copy.
+While single tokens are decoded, the states are buffers that are written in place
+(:mod:`latte.layers.step`). Only the cache holds these buffers: reading a layer gives a copy.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ logger = logging.get_logger(__name__)
 
 
 class LatteCacheLayer(CacheLayerMixin):
-    """One layer's state, and how many tokens (padding included) went into it.
+    """One layer's state, and the number of tokens (padding included) that it has read.
 
     Args:
-        grows: the state keeps every token (full softmax attention), so that tokens can be cut
-            off it; otherwise cutting needs recording (:meth:`activate_past_recording`).
+        grows: Whether the state keeps every token (full softmax attention). Then tokens can be
+            removed at any time. Otherwise removal needs recording
+            (:meth:`activate_past_recording`).
     """
 
     is_croppable = True
@@ -43,10 +44,10 @@ class LatteCacheLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, grows: bool = False) -> None:
-        # Not calling the base's __init__: what it sets are read-only views of the state here.
+        # The base's __init__ is not called: the attributes it sets are read-only properties here.
         self.grows = grows
         self.record_past = False
-        self.is_compileable = False  # the cache says: its buffers stay where they are
+        self.is_compileable = False  # set by the cache if its buffers keep their addresses
         self.device: torch.device | None = None
         self.buffers: StepState | None = None
         self._state: MixerState | None = MixerState()  # None: the buffers hold it
@@ -54,7 +55,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def state(self) -> MixerState:
-        """The state, to keep: it does not change when decoding goes on."""
+        """The state. It is safe to keep: later decoding does not change it."""
         if self._state is not None:
             return self._state
         assert self.buffers is not None
@@ -69,7 +70,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens that went in, padding included."""
+        """The number of tokens read, padding included."""
         if self._state is not None:
             return self._seen
         assert self.buffers is not None
@@ -89,7 +90,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def position(self) -> Tensor | None:
-        """(B,) int64, real tokens seen; what a step writes, if the buffers hold the state."""
+        """Number of real tokens seen, (B,) int64; not a copy if buffers hold the state."""
         if self._state is not None:
             return self._state.position
         assert self.buffers is not None
@@ -101,39 +102,39 @@ class LatteCacheLayer(CacheLayerMixin):
         return self._state is None
 
     def write_in_place(self, buffers: StepState, seen: int) -> None:
-        """From now on the buffers, made when so many tokens were seen, hold the state."""
+        """Let these buffers hold the state from now on; ``seen`` tokens had been read by then."""
         self._state, self.buffers, self._seen = None, buffers, seen
 
     # --- the state, by the names of the design -------------------------------------------------
 
     @property
     def log_mass(self) -> Tensor | None:
-        """(B, H, L), the latents' log-mass (None for mixers without latents)."""
+        """Log-mass of the latents, (B, H, L); None for mixers without latents."""
         return None if self.state.latent is None else self.state.latent.log_mass
 
     @property
     def mean(self) -> Tensor | None:
-        """(B, H, L, D), what each latent has seen."""
+        """Mean of the values that each latent has read, (B, H, L, D)."""
         return None if self.state.latent is None else self.state.latent.mean
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """(B, G, W-1, K), the window's keys, oldest first."""
+        """Keys of the window, oldest first, (B, G, W-1, K)."""
         return None if self.state.window is None else self.state.window.keys.transpose(1, 2)
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """(B, G, W-1, D), the window's values."""
+        """Values of the window, oldest first, (B, G, W-1, D)."""
         return None if self.state.window is None else self.state.window.values.transpose(1, 2)
 
     @property
     def rglru(self) -> Tensor | None:
-        """(B, E) fp32, the RG-LRU's state."""
+        """State of the RG-LRU, (B, E) fp32."""
         return self.state.rglru
 
     @property
     def conv(self) -> Tensor | None:
-        """(B, K-1, E), the convolution's last inputs."""
+        """Last inputs of the convolution, (B, K-1, E)."""
         return self.state.conv
 
     # --- reading and writing -------------------------------------------------------------------
@@ -143,10 +144,10 @@ class LatteCacheLayer(CacheLayerMixin):
         return self._state is None or self._state.position is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate: the state comes from the first forward."""
+        """Allocate nothing: the first forward brings the state."""
 
     def update(self, state: MixerState, num_tokens: int) -> MixerState:  # type: ignore[override]
-        """Put the state after ``num_tokens`` more tokens in place of the old one."""
+        """Replace the state by the one after ``num_tokens`` more tokens."""
         if not self.record_past:
             state = state._replace(undo=None)
         assert state.position is not None, "a mixer's final state always has a position"
@@ -172,10 +173,10 @@ class LatteCacheLayer(CacheLayerMixin):
             self.activate_past_recording()
 
     def keep_sources(self) -> None:
-        """Keep what each token's keys are, for weights over the past.
+        """Keep the keys of every token, for weights over the past.
 
         Raises:
-            ValueError: tokens have gone in of which they were not kept.
+            ValueError: Tokens were read before whose keys were not kept.
         """
         if self.state.sources is None:
             if self.seen_tokens:
@@ -211,20 +212,19 @@ class LatteCacheLayer(CacheLayerMixin):
     # --- taking tokens back --------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Keep what each further token adds, so that :meth:`crop` can take it back.
+        """Record every further token, so that :meth:`crop` can remove it.
 
-        The log grows over as many forwards as are run, and is emptied by ``crop``.
+        The log grows with every forward. ``crop`` empties it.
         """
         self.record_past = True
         if not self.grows and not self.state.recording:
             self.state = self.state.record()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last ``-tokens_to_remove`` tokens back; 0 empties the log of recorded tokens.
+        """Remove the last ``-tokens_to_remove`` tokens. 0 empties the log of recorded tokens.
 
         Raises:
-            ValueError: a positive number, more tokens than there are, or tokens that were not
-                recorded.
+            ValueError: The number is positive, there are fewer tokens, or they were not recorded.
         """
         count = -tokens_to_remove
         if not 0 <= count <= self.seen_tokens:
@@ -249,18 +249,18 @@ class LatteCacheLayer(CacheLayerMixin):
 
 
 class LatteCache(Cache):
-    """The states of all layers of a model; constant in size but for ``transformer++``.
+    """The states of all layers of a model; constant in size except for ``transformer++``.
 
         cache = LatteCache(model.config)
         out = model(input_ids, past_key_values=cache, use_cache=True)
 
     Args:
-        config: of the model; it gives the number of layers, and ``state_grows(layer_idx)`` says
-            which of them keep every token.
-        offloading: keep each layer's state on the CPU while other layers compute.
-        max_cache_len: make it static: buffers are allocated once, with room for so many tokens
-            where a state grows, and stay where they are, so that ``torch.compile`` makes one graph
-            of a step.
+        config: Configuration of the model. It gives the number of layers, and
+            ``state_grows(layer_idx)`` says which of them keep every token.
+        offloading: Whether to keep each layer's state on the CPU while other layers compute.
+        max_cache_len: Number of tokens that a growing state has room for. If it is given, the
+            cache is static: buffers are allocated once and keep their addresses, so that
+            ``torch.compile`` makes one graph for every step. None makes a dynamic cache.
     """
 
     layers: list[LatteCacheLayer]  # type: ignore[assignment]
@@ -272,15 +272,15 @@ class LatteCache(Cache):
         layers = range(config.num_hidden_layers)
         super().__init__(layers=[LatteCacheLayer(config.state_grows(index)) for index in layers])
         self.offload_layers, self.max_cache_len = offloading, max_cache_len
-        # Asked for in every step: a graph is made for one bool, but for each length.
+        # A compiled step reads this. It would be compiled again for every value of a length.
         self.is_static = max_cache_len is not None
-        self.step: Clock | None = None  # while a single token goes through the layers
-        self.model: _Reader | None = None  # whose states these are
+        self.step: Clock | None = None  # set while a single token is read
+        self.model: _Reader | None = None  # the model that fills this cache
         for layer in self.layers:
             layer.is_compileable = self.is_static
 
     def state(self, layer_idx: int) -> MixerState | StepState:
-        """The state that layer ``layer_idx`` starts from; its buffers during a step."""
+        """The state from which layer ``layer_idx`` starts; its buffers during a step."""
         layer = self.layers[layer_idx]
         if self.step is not None:
             assert layer.buffers is not None
@@ -292,7 +292,7 @@ class LatteCache(Cache):
     def update(  # type: ignore[override]
         self, state: MixerState | None, num_tokens: int, layer_idx: int, *args: Any, **kwargs: Any
     ) -> MixerState | None:
-        """Store the state that layer ``layer_idx`` ended in after ``num_tokens`` tokens."""
+        """Store the state of layer ``layer_idx`` after ``num_tokens`` more tokens."""
         if self.step is None and state is not None:
             self.layers[layer_idx].update(state, num_tokens)
             if self.offload_layers:
@@ -302,21 +302,21 @@ class LatteCache(Cache):
     # --- single tokens, in place ---------------------------------------------------------------
 
     def begin(self, x_BTE: Tensor, key_mask: Tensor | None, steps: bool) -> Tensor | None:
-        """Before the layers: decide whether this forward is a step, written in place.
+        """Decide, before the layers run, whether this forward is a step that is done in place.
 
         Args:
-            x_BTE: the new tokens' embeddings.
-            key_mask: (B, T) bool or None.
-            steps: whether the model's layers can, and nothing else is asked of them.
+            x_BTE: Embeddings of the new tokens, (B, T, E).
+            key_mask: Mask of the real tokens, (B, T) bool or None.
+            steps: Whether the model's layers can do a step, and nothing else is wanted of them.
 
         Returns:
-            The positions (B, 1) of the step's tokens, or None: it is none.
+            The positions (B, 1) of the step's tokens; None if this is not a step.
         """
         self.step = None
         if not steps or x_BTE.shape[1] != 1 or torch.is_grad_enabled() or self.offload_layers:
             return None
         if torch.compiler.is_compiling() and not self.is_static:
-            return None  # buffers that move, and a length that is a number, are graphs without end
+            return None  # moving buffers and a changing length would be compiled again and again
         kind = x_BTE.device.type
         if torch.is_autocast_enabled(kind) or not steps_in_place(kind, self.is_static):
             return None
@@ -332,7 +332,7 @@ class LatteCache(Cache):
         return self.step.position[:, None]
 
     def end(self) -> None:
-        """After the layers: on to the next token."""
+        """Advance to the next token, after all layers have run."""
         if self.step is not None:
             self.step.advance()
             self.step = None
@@ -340,7 +340,7 @@ class LatteCache(Cache):
             self._fill_buffers(masked=True)
 
     def _ready(self, masked: bool) -> bool:
-        """Whether the buffers hold all states, with room for one token more."""
+        """Whether buffers hold all states and have room for one more token."""
         for layer in self.layers:
             if not layer.is_written_in_place or layer.record_past:
                 return False
@@ -356,10 +356,10 @@ class LatteCache(Cache):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _fill_buffers(self, masked: bool) -> bool:
-        """Copy all states into buffers, if decoding can go on there: whether it can.
+        """Copy all states into buffers if decoding can continue in them. Returns whether it can.
 
         Raises:
-            ValueError: more tokens than a static cache has room for.
+            ValueError: There are more tokens than a static cache has room for.
         """
         states = [layer.state for layer in self.layers]
         seen, position = self.layers[0].seen_tokens, states[0].position
@@ -367,7 +367,7 @@ class LatteCache(Cache):
             special = state.undo is not None or state.sources is not None or layer.record_past
             if special or state.position is None or layer.seen_tokens != seen:
                 return False
-        # Where a row has read nothing but padding, its first token is still to come.
+        # A row that has read only padding has an empty state, which buffers do not represent.
         if position is None or not bool((position > 0).all()):
             return False
         clock = Clock(position.clone(), torch.zeros((), dtype=torch.long, device=position.device))
@@ -379,7 +379,7 @@ class LatteCache(Cache):
             ]
             masked = masked or not all(bool(window.mask.all()) for window in windows)
         else:
-            masked = True  # slots that hold nothing yet
+            masked = True  # some slots hold no token yet
             if seen > room and any(layer.grows for layer in self.layers):
                 raise ValueError(f"expected at most max_cache_len={room} tokens, got {seen}")
         made = [
@@ -391,7 +391,7 @@ class LatteCache(Cache):
         return True
 
     def _at_home(self, made: list[StepState]) -> list[StepState]:
-        """These buffers; of a static cache, where its buffers have been before."""
+        """These buffers. A static cache copies them to the addresses it used before."""
         if not self.is_static:
             return made
 
@@ -414,7 +414,7 @@ class LatteCache(Cache):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """``fn`` on every tensor (B, ...): on the buffers, where they hold the states."""
+        """Apply ``fn`` to every tensor (B, ...), or to the buffers if these hold the states."""
         if not self._ready(False):
             for layer in self.layers:
                 layer._map(fn)
@@ -437,7 +437,7 @@ class LatteCache(Cache):
     # -------------------------------------------------------------------------------------------
 
     def keep_sources(self) -> None:
-        """Keep what weights over the past are made of, from the first token on."""
+        """Keep the keys of every token, from the first on, for weights over the past."""
         if self.is_static:
             raise ValueError("a static cache keeps no sources for output_attentions")
         for layer in self.layers:
@@ -450,13 +450,13 @@ class LatteCache(Cache):
 
     @property
     def position(self) -> Tensor | None:
-        """(B,) int64, real tokens seen so far (padding not counted); None before the first."""
+        """Number of real tokens seen (without padding), (B,) int64; None before the first."""
         position = self.layers[0].position
         return None if position is None else position.clone()
 
     @property
     def is_initialized(self) -> bool:
-        """Whether tokens have gone in. The base leaves out layers that nothing allocates early."""
+        """Whether tokens were read. The base class skips layers without early allocation."""
         return all(layer.is_initialized for layer in self.layers)
 
     @property
@@ -472,7 +472,7 @@ class LatteCache(Cache):
 
 
 class _Reader(weakref.ref):
-    """The model that fills a cache: copied as itself, and pickled as None."""
+    """Reference to the model that fills a cache. A copy refers to it too; a pickle has None."""
 
     def __deepcopy__(self, memo: Any) -> _Reader:
         return self
@@ -491,11 +491,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 class StateGenerationMixin(GenerationMixin):
-    """Gives ``generate`` a :class:`LatteCache`; stands first among a model's bases."""
+    """Gives ``generate`` a :class:`LatteCache`. It must be the first base class of a model."""
 
     config: Any
     model: Any
-    _most_tokens = 0  # that a static cache had room for
+    _most_tokens = 0  # the largest room of any static cache so far
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self,
@@ -505,7 +505,7 @@ class StateGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """``generate`` asks here for the cache: Latte's own, unless the user brought one."""
+        """Make the cache for ``generate``, unless the user passed one."""
         kind = generation_config.cache_implementation
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -524,7 +524,7 @@ class StateGenerationMixin(GenerationMixin):
                     "cache_implementation='static' needs layers with a step of decoding, "
                     "which this model's have not: leave it out"
                 )
-            # As long as any text before, so that what was compiled serves again.
+            # As much room as for any text before, so that the compiled step is used again.
             self._most_tokens = max(
                 max_cache_length,
                 getattr(generation_config, "max_cache_len", None) or 0,
@@ -545,22 +545,22 @@ class StateGenerationMixin(GenerationMixin):
         assistant_tokenizer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """``generate`` would send the tokenizers of stop strings and drafts on to ``forward``.
+        """Drop the tokenizers of stop strings and drafts, which ``forward`` does not take.
 
-        It looks for ``inputs_embeds`` in this signature.
+        ``generate`` looks for ``inputs_embeds`` in this signature.
         """
         prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
         return prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises LatteError: paged attention would read the layers as full attention."""
+        """Raise LatteError: paged attention would treat the layers as full attention."""
         raise LatteError(
             "continuous batching pages keys and values, and a state of Latte has no pages: use "
             "generate, with a batch"
         )
 
     def _prefill(self, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Steps alone are compiled: prompts, whole or in chunks, have all lengths."""
+        """Compile only steps: prompts have too many different lengths."""
         wanted = generation_config.disable_compile
         generation_config.disable_compile = True
         try:
@@ -572,7 +572,7 @@ class StateGenerationMixin(GenerationMixin):
     def create_masks_for_generate(
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> Tensor | None:
-        """With a static cache: the new tokens' mask (B, T), whose shape does not grow."""
+        """The mask of the new tokens, (B, T), for a static cache: its shape does not grow."""
         return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
 
 
@@ -584,10 +584,10 @@ def choose_cache(
     *,
     causal: bool = True,
 ) -> LatteCache | None:
-    """The cache that a decoder's forward fills, if any: the caller's, or a new one if wanted.
+    """The cache that a decoder's forward fills: the caller's, a new one if wanted, or None.
 
     Raises:
-        ValueError: a cache of another kind, or one that cannot be carried on.
+        ValueError: The cache is of another kind, or the inputs cannot use one.
     """
     if cache is not None and not isinstance(cache, LatteCache):
         raise ValueError(
@@ -617,7 +617,7 @@ def new_key_mask(
 ) -> Tensor | None:
     """The new tokens' part of an attention mask (B, P + T), as bool (B, T).
 
-    With a static cache the mask may be the new tokens' alone, (B, T).
+    With a static cache the mask may cover the new tokens only, (B, T).
     """
     if attention_mask is None:
         return None
@@ -636,14 +636,14 @@ def new_key_mask(
 def packed_bounds(
     position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
 ) -> Tensor | None:
-    """Bounds (N + 1,) int32 of the sequences in a row whose positions start anew, else None.
+    """Bounds (N + 1,) int32 of packed sequences, found where positions start again; else None.
 
-    Transformers' collators mark packed sequences in this way: one row, with neither a mask nor a
-    cache. Reads the positions on the host, which a graph of ``torch.compile`` cannot: there
-    ``cu_seq_lens_q`` alone says it.
+    Transformers' collators mark packed sequences in this way: one row, without mask and cache.
+    The positions are read on the host. A graph of ``torch.compile`` cannot do that; there, pass
+    ``cu_seq_lens_q``.
 
     Raises:
-        ValueError: several rows, one of which has positions that start anew.
+        ValueError: There are several rows, and the positions of one start again.
     """
     if position_ids is None or attention_mask is not None or cache is not None:
         return None

@@ -27,35 +27,40 @@ class LatteConfig(PreTrainedConfig):
     r"""Configuration of Latte models; the presets are below.
 
     Args:
-        mixer: what mixes tokens: ``latte`` (eq. 7-14), ``macchiato`` (eq. 15-17), ``swa``
+        mixer: Mixer of the tokens: ``latte`` (eq. 7-14), ``macchiato`` (eq. 15-17), ``swa``
             (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), or one
             of your own (:mod:`latte.models.registry`).
-        latent_input: where the latent logits come from: ``none`` (x), ``conv`` or ``rglru``
-            (eq. 18-19). With ``swa`` the window's queries, keys and values come from there.
-        num_latents: latent states (features of ``linear``) over all heads.
-        sliding_window: keys seen by ``macchiato`` and ``swa``, self included.
-        window_probability: p(l=0), the window's share in ``macchiato``, of a model that is not
-            yet trained, set by a bias on the window's query logit; None is no bias, 1 / (L + 1).
-        rglru_decay_range: the RG-LRU's initial decays, lowest and highest (Griffin's).
-        forgetting: what gives the latents of ``latte`` and ``macchiato`` a horizon (beyond the
-            paper): ``none``, ``static``, a rate per latent, or ``gated``, by the token.
-        half_life_range: of those latents' initial half-lives, shortest and longest, in tokens.
-        position: ``sinusoidal`` (added to the embeddings), ``rope`` (in the window or full
-            attention) or ``none``.
-        embedding_multiplier: what token embeddings are multiplied by; None is sqrt(hidden_size)
-            where sinusoidal positions are added (arXiv 1706.03762), else 1.
-        initializer_range: standard deviation of matrices that are not yet trained.
-        embedding_initializer_range: the same of the embeddings, and so of a tied head; None is
-            ``initializer_range``.
-        norm, mlp: ``rmsnorm`` and ``swiglu``, the "++" models, or ``layernorm`` and ``gelu``.
-        attn_logit_softcapping: local logits become ``cap * tanh(logit / cap)``.
-        feature_map: of ``linear``: ``elu`` (elu + 1), ``exp``, ``softplus`` or ``relu``.
-        is_causal: False for bidirectional layers (classification); they generate nothing.
-        max_position_embeddings: the training length; information only, nothing depends on it.
+        latent_input: Source of the latent logits: ``none`` (x), ``conv`` or ``rglru`` (eq.
+            18-19). With ``swa`` it is the source of the window's queries, keys and values.
+        num_latents: Total number of latents over all heads (of features for ``linear``).
+        sliding_window: Number of keys that a query of ``macchiato`` or ``swa`` sees, its own
+            included.
+        window_probability: Initial value of p(l=0), the window's share in ``macchiato``, set by a
+            bias on the window's query logit. None adds no bias; p(l=0) is then near 1 / (L + 1).
+        rglru_decay_range: Lowest and highest initial decay of the RG-LRU (Griffin's by default).
+        forgetting: Kind of forgetting of the latents of ``latte`` and ``macchiato`` (beyond the
+            paper): ``none``, ``static`` (a rate per latent) or ``gated`` (a rate per token).
+        half_life_range: Shortest and longest initial half-life of such latents, in tokens.
+        position: Position encoding: ``sinusoidal`` (added to the embeddings), ``rope`` (in the
+            window or full attention) or ``none``.
+        embedding_multiplier: Factor of the token embeddings. None is sqrt(hidden_size) if
+            sinusoidal positions are added (arXiv 1706.03762), else 1.
+        initializer_range: Standard deviation of the initial matrices.
+        embedding_initializer_range: Standard deviation of the initial embeddings, and so of a
+            tied head; None is ``initializer_range``.
+        norm, mlp: Norm and MLP: ``rmsnorm`` and ``swiglu`` (the "++" models), or ``layernorm`` and
+            ``gelu``.
+        attn_logit_softcapping: Cap of the local logits, which become ``cap * tanh(logit / cap)``.
+        feature_map: Feature map of ``linear``: ``elu`` (elu + 1), ``exp``, ``softplus`` or
+            ``relu``.
+        is_causal: Whether the layers are causal. Bidirectional models classify, and cannot
+            generate.
+        max_position_embeddings: Training length in tokens. It is information only; nothing
+            depends on it.
 
     Raises:
-        LatteError: a value has a wrong type or the sizes do not fit, or a keyword looks like a
-            misspelt field.
+        LatteError: A value has a wrong type, sizes do not fit, or a keyword looks like a misspelt
+            field.
     """
 
     model_type = "latte"
@@ -108,7 +113,7 @@ class LatteConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _reject_misspelt(self, extra: dict[str, Any]) -> None:
-        """Hugging Face keeps unknown keywords as attributes: right for its own, not for typos."""
+        """Refuse unknown keywords that look like typos; Hugging Face keeps them as attributes."""
         names = [field.name for field in fields(self)]
         for name in extra:
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
@@ -117,7 +122,7 @@ class LatteConfig(PreTrainedConfig):
 
     @property
     def mixer_uses(self) -> tuple[str, ...]:
-        """The fields that the mixer reads, of those that not every mixer does."""
+        """The fields that this mixer reads, among those that not every mixer reads."""
         return find_mixer(self.mixer).uses
 
     def validate_fields(self) -> None:
@@ -126,7 +131,7 @@ class LatteConfig(PreTrainedConfig):
         self._check_choices()
 
     def _check_sizes(self) -> None:
-        """Every size is positive and the divisions come out even."""
+        """Check that every size is positive and that sizes divide each other as they must."""
         uses = self.mixer_uses
         sizes = (
             "vocab_size",
@@ -157,7 +162,7 @@ class LatteConfig(PreTrainedConfig):
             self._divides("num_attention_heads", "num_latents")
 
     def _check_choices(self) -> None:
-        """The choices fit together."""
+        """Check that the choices fit together."""
         uses = self.mixer_uses
         if "latent_input" not in uses and self.latent_input != "none":
             raise ValueError(
@@ -212,15 +217,15 @@ class LatteConfig(PreTrainedConfig):
             )
 
     def state_grows(self, layer_idx: int) -> bool:
-        """Whether a layer's state keeps every token: full softmax attention alone does."""
+        """Whether a layer's state keeps every token. Only full softmax attention does."""
         return find_mixer(self.mixer).grows
 
     @property
     def embedding_scale(self) -> float:
-        """What token embeddings are multiplied by before anything is added to them."""
+        """The factor of the token embeddings, before positions are added."""
         if self.embedding_multiplier is not None:
             return self.embedding_multiplier
-        # So that neither the embeddings nor the positions drown the others.
+        # Embeddings and positions then have a similar size.
         return math.sqrt(self.hidden_size) if self.position == "sinusoidal" else 1.0
 
     @property
@@ -230,7 +235,7 @@ class LatteConfig(PreTrainedConfig):
 
 
 def one_line_errors(cls: type) -> None:
-    """Turn the two-line errors of ``@strict``, which are no ValueErrors, into one clear line."""
+    """Turn the two-line errors of ``@strict`` into a LatteError of one line."""
 
     def wrap(original: Any) -> Any:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,8 +260,8 @@ one_line_errors(LatteConfig)
 
 # --- the named models of the paper and their controls, at several sizes --------------------------
 
-# "++" is RMSNorm and SwiGLU, the config's defaults. Plain mixers, which look at x alone, need
-# positions; the convolution and the RG-LRU make them unnecessary, and windows have rotary ones.
+# "++" means RMSNorm and SwiGLU, the config's defaults. Plain mixers read x alone, so they need
+# positions. A convolution or an RG-LRU makes positions unnecessary. Windows use rotary positions.
 _PLAIN = {"latent_input": "none", "position": "sinusoidal"}
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -307,13 +312,14 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     """The configuration of a named model at a named size.
 
     Args:
-        name: one of ``PRESETS``, the paper's, e.g. ``"latte-r-swa++"``; ``"latte-conv-swa-f++"``
-            or ``"latte-r-swa-f++"``, whose latents forget; or a registered one.
-        size: one of ``SIZES``.
-        overrides: any field of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
+        name: Name of a preset: one of ``PRESETS`` (the paper's), e.g. ``"latte-r-swa++"``;
+            ``"latte-conv-swa-f++"`` or ``"latte-r-swa-f++"``, whose latents forget; or a
+            registered one.
+        size: Name of a size, one of ``SIZES``.
+        overrides: Fields of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
 
     Raises:
-        LatteError: an unknown name, size or field, or sizes that do not fit.
+        LatteError: The name, size or field is unknown, or sizes do not fit.
     """
     preset = preset_fields(name)
     if preset is None:

@@ -48,9 +48,9 @@ LOADED = "_is_hf_initialized"  # Transformers' mark of weights that came from a 
 
 
 def initialise(module: nn.Module) -> None:
-    """Draw the parameters that a module brings its own initial values for, if it does.
+    """Draw the parameters for which a module defines its own initial values.
 
-    Goes through ``transformers.initialization``, which leaves loaded weights alone.
+    This uses ``transformers.initialization``, which does not change loaded weights.
     """
     draw = getattr(module, "initial_values", None)
     if draw is not None:
@@ -62,14 +62,14 @@ def embed(table: nn.Module, input_ids: Any) -> Tensor:
     """The embeddings of token ids.
 
     Raises:
-        ValueError: an id that the vocabulary does not have. On a CPU alone: a GPU would have to
-            wait for the answer, and a compiled graph cannot.
+        ValueError: An id is not in the vocabulary. This is checked on a CPU only: on a GPU the
+            check would wait for the device, and a compiled graph cannot check.
     """
     if torch.compiler.is_compiling():
         return table(input_ids)
     try:
         return table(input_ids)
-    except IndexError:  # what PyTorch's own check says does not name the id: found out here
+    except IndexError:  # PyTorch's own message does not name the id
         entries = getattr(table, "num_embeddings", 0)
         wrong = input_ids[(input_ids < 0) | (input_ids >= entries)]
         if not wrong.numel():
@@ -121,7 +121,7 @@ class LatteBlock(GradientCheckpointingLayer):
         output_final_state: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
-        """Hidden states (B, T, E), the mixer's final state and its weights (B, H, T, P + T)."""
+        """Return hidden states (B, T, E), the mixer's state and its weights (B, H, T, P + T)."""
         if isinstance(state, StepState):
             return self._step(x_BTE, state, rotary), None, None
         normed = self.mixer_norm(x_BTE)
@@ -136,7 +136,7 @@ class LatteBlock(GradientCheckpointingLayer):
         return x_BTE, after, weights
 
     def _step(self, x_BTE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        """The same of single tokens, the mixer's state in place."""
+        """The same for single tokens. The mixer's state is overwritten."""
         native = state.clock.native
         normed = norm_token(self.mixer_norm, x_BTE, native)
         mixed, _ = self.mixer(normed, state=state, rotary=rotary)
@@ -144,7 +144,7 @@ class LatteBlock(GradientCheckpointingLayer):
         return x_BTE + self._drop(self.mlp(norm_token(self.mlp_norm, x_BTE, native)))
 
     def _drop(self, x_BTE: Tensor) -> Tensor:
-        """Dropout, if there is any: at one token a call that does nothing is felt."""
+        """Dropout in training. A no-op call is measurable when decoding, so it is skipped."""
         return self.dropout(x_BTE) if self.dropout.training else x_BTE
 
 
@@ -156,19 +156,21 @@ class LattePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LatteBlock"]
     _skip_keys_device_placement = ["past_key_values"]
-    _supports_context_parallel = False  # Transformers' own, which would cut rows and lose states
+    # Transformers' own context parallelism would divide rows without passing the states on.
+    _supports_context_parallel = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, nn.Linear) and getattr(module, "writes_residual", False):
-            # As in GPT-2: the residual stream keeps its scale, whatever the depth.
+            # As in GPT-2: the scale of the residual stream does not depend on the depth.
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, std=std)
         elif isinstance(module, nn.Embedding) and self.config.embedding_initializer_range:
             init.normal_(module.weight, std=self.config.embedding_initializer_range)
             if module.padding_idx is not None and not getattr(module.weight, LOADED, False):
-                init.zeros_(module.weight[module.padding_idx])  # a slice has lost the mark
+                # A slice does not have the mark of loaded weights, hence the check above.
+                init.zeros_(module.weight[module.padding_idx])
         else:
             initialise(module)
 
@@ -177,7 +179,7 @@ class LatteModel(LattePreTrainedModel):
     """Embeddings, decoder blocks and the final norm."""
 
     block_class: type[nn.Module] = LatteBlock
-    earlier: MixerState | None = None  # what is before the tokens, set by latte.parallel
+    earlier: MixerState | None = None  # the state before the tokens, set by latte.parallel
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
@@ -216,25 +218,30 @@ class LatteModel(LattePreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of a batch, of one more piece of it, or of packed sequences.
+        """Compute the hidden states of a batch, of its next tokens, or of packed sequences.
 
         Args:
-            input_ids: (B, T); or ``inputs_embeds`` (B, T, E).
-            attention_mask: (B, P + T), 1 = a real token, over the cached tokens too. Padding may
-                stand on either side; what is to be carried on in a cache is padded on the left.
-            position_ids: (B, T); by default real tokens are counted, in each sequence.
-            past_key_values: a :class:`LatteCache`, read and updated.
-            use_cache: return the cache; by default the config's choice, and not in training.
-            output_attentions: also return p(s|t), (B, H, T, P + T) per layer: O(T^2) memory, and
-                a cache that keeps what every token adds. Where gradients are recorded they flow
-                through these weights.
-            cu_seq_lens_q: (N + 1,) int32 bounds of N sequences packed into one row (B = 1), which
-                see nothing of each other. Without it, positions that start anew in a row of its
-                own, without a mask or a cache, are such bounds, outside ``torch.compile``.
+            input_ids: Token ids, (B, T).
+            attention_mask: Mask, (B, P + T), 1 = a real token. It covers the cached tokens too.
+                Padding may be on either side; with a cache, pad on the left.
+            position_ids: Positions, (B, T). By default the real tokens of each sequence are
+                counted.
+            past_key_values: :class:`LatteCache`, read and updated.
+            inputs_embeds: Embeddings, (B, T, E), instead of ``input_ids``.
+            use_cache: Whether to return the cache. By default ``config.use_cache``; not in
+                training.
+            output_attentions: Whether to return the weights p(s|t) too, (B, H, T, P + T) per
+                layer. This takes O(T^2) memory, and a cache then keeps the keys of every token.
+                If gradients are recorded, they flow through these weights.
+            output_hidden_states: Whether to return the hidden states before each layer and at the
+                end.
+            cu_seq_lens_q: Bounds of N sequences packed into one row (B = 1), (N + 1,) int32. The
+                sequences do not see each other. Without it, a single row without mask and cache
+                is split where its positions start again (but not under ``torch.compile``).
 
         Raises:
-            ValueError: the arguments do not fit together, or a token id that the vocabulary does
-                not have (see :func:`embed`).
+            ValueError: The arguments do not fit together, or a token id is not in the vocabulary
+                (see :func:`embed`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -258,7 +265,7 @@ class LatteModel(LattePreTrainedModel):
 
         hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
         hidden_states, attentions = [], []
-        # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
+        # ``generate`` lowers num_hidden_layers for drafts by early exit.
         for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
             hidden_states.append(hidden)
             state = self.earlier if cache is None else cache.state(index)
@@ -302,7 +309,7 @@ class LatteModel(LattePreTrainedModel):
         cache: LatteCache | None,
         cu_seq_lens: Tensor | None,
     ) -> tuple[Tensor, Rotary | None]:
-        """Embeddings with their positions in, and the rotary table that all layers share."""
+        """The embeddings with positions added, and the rotary table that all layers share."""
         rotary = None
         if (scale := self.config.embedding_scale) != 1:
             x_BTE = x_BTE * scale
@@ -360,27 +367,29 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         max_length_k: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, vocabulary), and the loss if there are labels.
+        """Compute logits (B, T, vocabulary), and the loss if there are labels.
 
         Args:
-            labels: (B, T), shifted here; -100 is not predicted. The first token of a packed
-                sequence is not predicted either: its past belongs to another text.
-            logits_to_keep: compute logits of the last so many tokens only (0: of all), or of the
-                positions in a 1-D tensor.
-            shift_labels: (B, T), the label of the token after each, in the place of ``labels``; as
-                some collators and sequence parallelism send them. They are taken as they are.
-            num_items_in_batch: divide the summed loss by this, not by this batch's own count.
-            cu_seq_lens_k, max_length_q, max_length_k: what Hugging Face's packing collator sends
-                along; ``cu_seq_lens_q`` says it all.
+            labels: Labels, (B, T), which are shifted here. A label of -100 is not predicted. The
+                first token of a packed sequence is not predicted either, because the token before
+                it belongs to another text.
+            logits_to_keep: Number of last tokens whose logits are computed (0: all), or their
+                positions as a 1-D tensor.
+            shift_labels: Labels, (B, T), that are shifted already: the label of the token after
+                each. They replace ``labels``; some collators and sequence parallelism send them.
+            num_items_in_batch: Number by which the summed loss is divided, instead of this batch's
+                number of targets.
+            cu_seq_lens_k, max_length_q, max_length_k: Arguments that Hugging Face's packing
+                collator sends. They are ignored; ``cu_seq_lens_q`` is enough.
 
-        The rest is as for :class:`LatteModel`.
+        The other arguments are those of :class:`LatteModel`.
 
         Raises:
-            ValueError: the arguments do not fit together.
+            ValueError: The arguments do not fit together.
         """
         scored = labels if shift_labels is None else shift_labels
         if scored is not None and use_cache is None and past_key_values is None:
-            use_cache = False  # a loss is no reason to compute states
+            use_cache = False  # a loss needs no states
         if labels is not None and cu_seq_lens_q is None:  # the loss needs the bounds too
             cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         outputs = self.model(
@@ -410,8 +419,8 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
                     f"logits_to_keep do not go together), got {tuple(scored.shape)}"
                 )
             if labels is not None and cu_seq_lens_q is not None:
-                # index_fill, not assignment: the caller's labels stay as they are. The last
-                # bound is T, where no sequence starts; 0 is never predicted anyway.
+                # index_fill, not assignment, so that the caller's labels do not change. The last
+                # bound is T, where no sequence starts. Token 0 is never predicted anyway.
                 starts = cu_seq_lens_q[:-1].long()
                 labels = labels.index_fill(1, starts.clamp_max(labels.shape[1] - 1), IGNORED)
             if in_chunks:
@@ -436,7 +445,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
 
 
 def count_parameters(config: LatteConfig) -> int:
-    """Parameters of the language model (tied ones once), without allocating any."""
+    """Count the language model's parameters (tied ones once) without allocating them."""
     with torch.device("meta"):
         model = LatteForCausalLM(config)
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
@@ -445,8 +454,8 @@ def count_parameters(config: LatteConfig) -> int:
 class LatteForSequenceClassification(LattePreTrainedModel):
     """A classifier over the mean of the real tokens' hidden states.
 
-    With ``is_causal=False`` in the configuration the layers are bidirectional, which is what a
-    classifier trained from scratch wants; a pretrained language model keeps its causal ones.
+    With ``is_causal=False`` in the configuration the layers are bidirectional. That is better for
+    a classifier trained from scratch. A pretrained language model keeps its causal layers.
     """
 
     accepts_loss_kwargs = False  # the loss is a mean over the batch; Trainer scales it
@@ -471,13 +480,13 @@ class LatteForSequenceClassification(LattePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutputWithPast:
-        """Logits (B, labels), and the loss if there are labels.
+        """Compute logits (B, labels), and the loss if there are labels.
 
         Args:
-            labels: (B,) classes, (B,) or (B, labels) targets of a regression, or (B, labels) for
-                several classes at once; ``config.problem_type`` decides, as in Hugging Face.
+            labels: Classes (B,), targets of a regression (B,) or (B, labels), or several classes
+                at once (B, labels). ``config.problem_type`` decides, as in Hugging Face.
 
-        The rest is as for :class:`LatteModel`.
+        The other arguments are those of :class:`LatteModel`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -502,10 +511,10 @@ class LatteForSequenceClassification(LattePreTrainedModel):
 
 
 def mean_over_tokens(hidden_BTE: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The mean over real tokens, (B, E); zero for a row without any."""
+    """The mean over the real tokens of each row, (B, E); zero for a row without any."""
     if attention_mask is None:
         return hidden_BTE.mean(1)
     real_BT1 = attention_mask.bool().unsqueeze(-1)
-    # where, not a product: what stands at padding must not matter, even if it is not finite.
+    # where, not a product: padding must not matter, even if its values are not finite.
     total_BE = hidden_BTE.where(real_BT1, 0.0).sum(1)
     return total_BE / real_BT1.sum(1).clamp_min(1)

@@ -39,10 +39,11 @@ _providers: list[str] = []
 
 
 def register_mixer(name: str, mixer: type | str) -> None:
-    """``LatteConfig(mixer=name)`` is this class from now on; registering it again replaces it.
+    """Register a mixer, so that ``LatteConfig(mixer=name)`` uses it. A second call replaces it.
 
     Args:
-        mixer: a :class:`latte.layers.Mixer`, or where it is, as ``"module:name"``.
+        name: Name of the mixer.
+        mixer: Subclass of :class:`latte.layers.Mixer`, or its place as ``"module:name"``.
     """
     _mixers[name] = mixer
 
@@ -56,7 +57,7 @@ def find_mixer(name: str) -> Any:
     """The class of a mixer.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: The name is unknown.
     """
     if name not in _mixers:
         raise ValueError(
@@ -78,10 +79,10 @@ class ModelEntry:
     """A model that a recipe can name; a class to derive from, which defines :meth:`config`.
 
     Args:
-        name: as in ``model.preset`` of a recipe.
-        model_type: of its configurations.
-        causal: it can be a language model; otherwise it reads both ways, and only classifies.
-        carries_state: text can be carried on in a cache, and sequences be packed into a row.
+        name: Name in ``model.preset`` of a recipe.
+        model_type: Model type of its configurations.
+        causal: Whether it can be a language model. If not, it is bidirectional and only classifies.
+        carries_state: Whether it can continue a text from a cache, and read packed sequences.
     """
 
     name: str
@@ -93,7 +94,7 @@ class ModelEntry:
         """Its configuration at one of the named sizes, with fields of LatteConfig or its own set.
 
         Raises:
-            LatteError: an unknown size or field, or values that do not fit.
+            LatteError: A size or field is unknown, or values do not fit.
         """
         raise TypeError(f"{type(self).__name__} must define config: ModelEntry is only a base")
 
@@ -152,7 +153,7 @@ def find_model(name: str) -> ModelEntry:
     """The model of a name: a preset, or what a provider or plugin has registered.
 
     Raises:
-        LatteError: an unknown name.
+        LatteError: The name is unknown.
     """
     if name in preset_names():
         return Preset(name)
@@ -173,7 +174,7 @@ def other_models() -> dict[str, ModelEntry]:
 
 
 def entry_of_type(model_type: str) -> ModelEntry | None:
-    """A registered model with such configurations; None for Latte's own and those of nobody."""
+    """The registered model with this model type; None for Latte's own and for unknown types."""
     return next((e for e in other_models().values() if e.model_type == model_type), None)
 
 
@@ -181,14 +182,14 @@ def make_known(model_type: str) -> None:
     """Let Transformers' Auto classes know a model type, before a configuration of it is read.
 
     Raises:
-        LatteError: the library, or what it runs on, is missing.
+        LatteError: The library, or a device that it needs, is missing.
     """
     if entry := entry_of_type(model_type):
         entry.prepare()
 
 
 def carries_state(model: Any) -> bool:
-    """Whether a model can go on from what it has read; as its entry says, or taken to be so."""
+    """Whether a model can continue from what it has read. True if it has no entry."""
     entry = entry_of_type(getattr(getattr(model, "config", None), "model_type", ""))
     return entry is None or entry.carries_state
 
@@ -220,7 +221,7 @@ def load_plugin(path_or_module: str | Path) -> Any:
     A file is imported once, whatever way its path is written.
 
     Raises:
-        LatteError: there is no such file or module, or it fails.
+        LatteError: There is no such file or module, or its import fails.
     """
     text = str(path_or_module)
     try:

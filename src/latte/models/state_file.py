@@ -1,7 +1,7 @@
-"""The state after a text as a file: read once, go on from it any number of times, anywhere.
+"""The state after a text as a file: read the text once, continue from it any number of times.
 
-The file is in safetensors format: every tensor of every layer's state, and what tells the model
-that read the text from others, its configuration and a sample of its weights.
+The file is in safetensors format. It holds every tensor of every layer's state, and the identity
+of the model that read the text: its configuration and a sample of its weights.
 """
 
 from __future__ import annotations
@@ -35,28 +35,31 @@ TUPLES: dict[str, Any] = {
     "sinks": WindowState,
 }
 OF_ACTIVATIONS = ("window", "pending", "sinks", "conv")  # in the model's dtype
-NOT_KEPT = ("sources", "undo")  # they tell tokens apart, and grow with their number
-# Fields that every model has say nothing of how it reads.
+NOT_KEPT = ("sources", "undo")  # they grow with the number of tokens
+# Fields of every Transformers configuration do not change how a model reads a text.
 IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
 
 
 def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -> None:
-    """Write the states of all layers, with the identity of the model that they are of.
+    """Write the states of all layers, with the identity of their model.
 
         cache = LatteCache(model.config)
         model(document_ids, past_key_values=cache)
         save_state(cache, "document.safetensors")
 
-    Any cache serves: of a batch, with padding, static, offloaded, in the middle of decoding. It
-    stays as it is. What is recorded to take tokens back, or to show weights over the past, is not
-    written: a loaded state begins anew there. The file appears whole or not at all.
+    Every kind of :class:`LatteCache` can be saved: of a batch, with padding, static, offloaded, in
+    the middle of decoding. The cache is not changed. Tokens recorded for removal, or for weights
+    over the past, are not written; a loaded state starts with an empty record. The file is written
+    completely or not at all.
 
     Args:
-        ids: the tokens that were read, to be kept in the file: see :func:`load_ids`.
+        cache: Cache whose states are written.
+        path: File to write.
+        ids: Tokens that were read, (B, T), to keep them in the file: see :func:`load_ids`.
 
     Raises:
-        LatteError: another kind of cache, one that has read nothing, or whose model is gone; a
-            path that cannot be written.
+        LatteError: The cache is of another kind, has read nothing, or its model was deleted; or
+            the path cannot be written.
     """
     if not isinstance(cache, LatteCache):
         raise LatteError(f"expected a LatteCache to save, got {type(cache).__name__}")
@@ -69,7 +72,7 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         tensors["ids"] = ids
     for index, layer in enumerate(cache.layers):
         for name, x in _named(layer.state):
-            # A copy: safetensors takes no two names for one memory.
+            # A copy, because safetensors refuses two names for the same memory.
             tensors[f"layers.{index}.{name}"] = x.detach().to("cpu", copy=True).contiguous()
     about = {
         "format": FORMAT,
@@ -89,25 +92,26 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
 
 
 def load_state(path: str | Path, model: Any, *, static_room: int | None = None) -> LatteCache:
-    """A cache that goes on where :func:`save_state` left off, for the model that read the text.
+    """Load a cache from :func:`save_state`, for the model that read the text.
 
         cache = load_state("document.safetensors", model)
         ones = torch.ones(1, cache.get_seq_length() + prompt_ids.shape[1], dtype=torch.long)
         model.generate(prompt_ids, attention_mask=ones, past_key_values=cache)
 
-    Each call gives a cache of its own, and reads the file alone: whoever goes on from one changes
-    no other. The state goes to the device of each layer. In another dtype than the text was read
-    in, what the layers keep of their activations is rounded to the model's, and states that are
-    accumulated stay in fp32 (fp64 in an fp64 model).
+    Each call makes a new, independent cache from the file. The state goes to the device of each
+    layer. If the model has another dtype than when the text was read, the parts of the state that
+    are activations are rounded to the model's dtype. Accumulated states stay in fp32 (fp64 in an
+    fp64 model).
 
     Args:
-        model: the language model or its decoder. Its configuration is compared, and a sample of
-            each of its weights: exactly, or within the coarser dtype's rounding.
-        static_room: make it a static cache, for compiled steps, with room for so many more tokens
-            where a state grows (see :class:`LatteCache`).
+        path: File that :func:`save_state` wrote.
+        model: Language model or its decoder. Its configuration and a sample of each of its weights
+            are compared with the file's: exactly, or within the rounding of the coarser dtype.
+        static_room: Number of further tokens that a growing state has room for. If it is given,
+            the cache is static, for compiled steps (see :class:`LatteCache`).
 
     Raises:
-        LatteError: no such file, a damaged one, or the state of another model.
+        LatteError: The file does not exist, is damaged, or is the state of another model.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -133,7 +137,7 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
         for name in [name for name in tensors if name.startswith(prefix)]:
             part, _, field = name.removeprefix(prefix).partition(".")
             x = tensors[name]
-            # Copied, where nothing is converted too: the file is not held open.
+            # Copied even if nothing is converted, so that the file does not stay open.
             x = x.to(device, _dtype_of(part, x, dtype, decoder.dtype), copy=True)
             if field:
                 parts.setdefault(part, {})[field] = x
@@ -145,10 +149,10 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
 
 
 def load_ids(path: str | Path) -> Tensor:
-    """The tokens that the state in this file has read, where :func:`save_state` was given them.
+    """The tokens that the state in this file has read, if :func:`save_state` was given them.
 
     Raises:
-        LatteError: no such file, a damaged one, or one without its tokens.
+        LatteError: The file does not exist, is damaged, or has no tokens.
     """
     try:
         with safe_open(Path(path).expanduser(), framework="pt") as file:
@@ -158,7 +162,7 @@ def load_ids(path: str | Path) -> Tensor:
 
 
 def fingerprint(model: Any) -> str:
-    """A hash of what a state file compares: the configuration, the dtype, some of each weight."""
+    """A hash of a model's configuration, dtype and a sample of each weight, as in a state file."""
     decoder = model.get_decoder()
     about = json.dumps([_identity(decoder), str(decoder.dtype)], sort_keys=True).encode()
     return hashlib.sha256(about + _sample(decoder).numpy().tobytes()).hexdigest()
@@ -175,14 +179,14 @@ def _named(state: MixerState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _dtype_of(part: str, x: Tensor, before: torch.dtype, now: torch.dtype) -> torch.dtype:
-    """What a part of the state of a model in one dtype is in a model in another."""
+    """The dtype of a part of the state, for a model in dtype ``now``, saved in dtype ``before``."""
     if before == now or not x.is_floating_point():
         return x.dtype
     return now if part in OF_ACTIVATIONS else torch.promote_types(now, torch.float32)
 
 
 def _identity(decoder: Any) -> dict[str, Any]:
-    """The fields of a configuration that say how a model reads, as JSON gives them back."""
+    """The fields of a configuration that change how a model reads a text, as JSON values."""
     fields = json.loads(json.dumps(decoder.config.to_dict(), default=str))
     return {name: value for name, value in fields.items() if name not in IGNORED}
 
@@ -190,7 +194,7 @@ def _identity(decoder: Any) -> dict[str, Any]:
 def _sample(decoder: Any) -> Tensor:
     """Some values of every weight, spread evenly, fp32 on the CPU.
 
-    Training changes all weights, and merged updates whole matrices: reading all would find no more.
+    A sample is enough: training changes all weights, and merged updates change whole matrices.
     """
     flat = (weight.detach().flatten() for weight in decoder.parameters())
     picked = (x[:: max(1, x.numel() // SAMPLES)][:SAMPLES] for x in flat)
@@ -198,9 +202,9 @@ def _sample(decoder: Any) -> Tensor:
 
 
 def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | None:
-    """What tells the model that a state is of from this one; None if it is this one."""
+    """A difference between the model of a saved state and this one; None if they are the same."""
     was, own = json.loads(about["config"]), _identity(decoder)
-    for name in was:  # those of one release of Transformers alone do not count
+    for name in was:  # fields that only one release of Transformers has do not count
         if name in own and was[name] != own[name]:
             return f"its {name} is {was[name]!r}, this one's {own[name]!r}"
     here = _sample(decoder)

@@ -6,18 +6,18 @@ n sinks.
 
 Keywords that every op shares:
 
-* ``key_mask`` (B, T) bool, True = a real token. A masked source contributes nothing, wherever it
-  stands; a query that sees no source gets zeros.
-* ``cu_seqlens`` (N+1,) int32: N sequences packed into one row (B = 1) that never see each other.
-  States then have N entries.
-* ``initial_state``, ``output_final_state``: carry a sequence on; the state goes back in as it
-  came out, and gradients flow through it.
-* ``backend``: ``"reference"``, ``"torch"``, ``"cpu"`` or ``"triton"`` is exactly that one; None
-  takes the default: unless set, ``"cpu"`` where a native CPU kernel is at hand, else ``"torch"``
-  (:mod:`latte.ops.backend`).
+* ``key_mask`` (B, T) bool, True = a real token. A masked source contributes nothing, whatever its
+  position. A query that sees no source gets zeros.
+* ``cu_seqlens`` (N+1,) int32: bounds of N sequences packed into one row (B = 1). They never see
+  each other. States then have N entries.
+* ``initial_state``, ``output_final_state``: continue a sequence in a later call. Pass the final
+  state of one call unchanged as the initial state of the next. Gradients flow through it.
+* ``backend``: ``"reference"``, ``"torch"``, ``"cpu"`` or ``"triton"``. A backend that is named is
+  always the one that runs. None uses the default. If no default is set, that is ``"cpu"`` where a
+  native CPU kernel is available, else ``"torch"`` (:mod:`latte.ops.backend`).
 
-Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32, states are fp32 (fp64
-for fp64 inputs), the output has the dtype of ``v``. Bad arguments raise ``ValueError``.
+Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32. States are fp32 (fp64
+for fp64 inputs). The output has the dtype of ``v``. Bad arguments raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from latte.ops.triton_backend.launch import (
     window_unavailable,
 )
 
-# Of each op, who serves it: called with inputs that have been checked, and all keywords.
+# The backends of each op. They are called with checked inputs and all keywords.
 LATTE: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
     "reference": reference.latte_attention,
     "torch": torch_latte.latte_attention,
@@ -111,7 +111,7 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cpu": cpp_backend.causal_conv1d,
     "triton": triton_backend.causal_conv1d,
 }
-# Full softmax attention has no kernels of its own: by default it stays with PyTorch's.
+# The native and Triton backends have no kernels for full softmax attention: PyTorch computes it.
 FULL = ("reference", "torch")
 
 
@@ -132,25 +132,26 @@ def latte_attention(
     """Latte: linear-time attention whose weights are probabilities (paper, eq. 6-14).
 
     ``p(l|t) = softmax_l(q_t)``, ``p(s|l,t) = softmax_{s<=t}(k_s[l])`` and
-    ``y_t = sum_l p(l|t) sum_{s<=t} p(s|l,t) v_s``; bidirectional (``causal=False``) with s over
-    the whole sequence. The latent logits are not scaled. Exact for any finite logits.
+    ``y_t = sum_l p(l|t) sum_{s<=t} p(s|l,t) v_s``. If bidirectional (``causal=False``), s runs
+    over the whole sequence. The latent logits are not scaled. The result is exact for any finite
+    logits.
 
     Args:
-        q: query logits over the latents, (B, T, H, L).
-        k: key logits over the sources, (B, T, H, L).
-        v: values, (B, T, H, D), or (B, T, G, D) with G dividing H.
+        q: Query logits over the latents, (B, T, H, L).
+        k: Key logits over the sources, (B, T, H, L).
+        v: Values, (B, T, H, D), or (B, T, G, D) with G dividing H.
         initial_state: ``LatteState`` of (B or N, H, L) and (B or N, H, L, D).
-        log_decay: g <= 0, what each latent forgets of its past at a token, (B, T, H, L), or (H, L)
-            for all tokens alike; causal only. ``p(s|l,t)`` is then the softmax over s <= t of
-            ``k_s[l] + g_{s+1}[l] + ... + g_t[l]`` (beyond the paper). A masked token makes nothing
-            forget.
+        log_decay: Log of the factor by which each latent's past decays at a token, g <= 0. Shape
+            (B, T, H, L), or (H, L) if it is the same for all tokens. Causal only. ``p(s|l,t)`` is
+            then the softmax over s <= t of ``k_s[l] + g_{s+1}[l] + ... + g_t[l]`` (beyond the
+            paper). At a masked token nothing decays.
 
     Returns:
         Output (B, T, H, D) and the final state (None unless ``output_final_state``).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available; on a CPU
-            also where ``log_decay`` is not finite or above 0.
+        ValueError: Shapes, dtypes or devices do not fit, or the backend is not available. On a CPU
+            also if ``log_decay`` is not finite or is above 0.
     """
     op = "latte_attention"
     sizes = check_inputs(op, q=(q, "BTHL"), k=(k, "BTHL"), v=(v, "BTGD"))
@@ -181,7 +182,7 @@ def latte_attention(
     elif step and chosen == "triton":
         from latte.ops.triton_backend.step import latte_step_op
 
-        (A, mu, *_), decay = as_given  # this kernel does all that a step is
+        (A, mu, *_), decay = as_given  # this kernel does the whole step
         out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
         state = LatteState(*after)
     else:
@@ -192,14 +193,14 @@ def latte_attention(
 
 
 def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
-    """Who serves attention: the native kernels only if it is causal."""
+    """The available backends; the native kernels are causal only."""
     return serves if causal else [name for name in serves if name != "cpu"]
 
 
 def _forget_first(
     state: AnyState | None, log_decay: Tensor | None, step: bool
 ) -> tuple[AnyState | None, Tensor | None]:
-    """Before a step, which has no source to forget but the state: any kernel then serves it."""
+    """Apply the decay of a single step to the state, so that kernels without decay can run it."""
     if log_decay is None or not step:
         return state, log_decay
     if state is not None:
@@ -231,37 +232,39 @@ def macchiato_attention(
 ) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
 
-    ``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with p a softmax over L+1 logits: one
-    normalised distribution over the past. ``window`` counts the keys seen, self included; if not
-    causal a query sees ``|s - t| <= window // 2``.
+    ``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]``, with p a softmax over L+1 logits. The
+    weights of each query form one normalised distribution over the past. ``window`` is the number
+    of keys a query sees, its own included. If not causal, a query sees ``|s - t| <= window // 2``.
 
     Args:
-        latent_q: (B, T, H, L+1), column 0 is the window's logit.
-        latent_k: (B, T, H, L).
-        q: local queries, (B, T, H, K), after the position encoding.
-        k: local keys, (B, T, G, K).
-        v: values of both branches, (B, T, G, D).
-        scale: of the local logits; 1 / sqrt(K) if None.
-        softcap: local logits become ``softcap * tanh(logit / softcap)``.
-        log_decay: what the latents forget, as for :func:`latte_attention`; the window does not.
-            With ``delay`` it is what they forget at the query's token, so that a source's weight
-            falls from the token on at which the latents are fed with it. For decays (H, L) that is
-            the same as without delay, since what W tokens forget is a factor of all sources.
-        sinks: first tokens that stay visible to the window's softmax; causal only.
-        delay: the latents are fed only with sources that have left the window, s <= t - W, so that
-            the two branches share no source; while nothing has left it p(0|t) is 1. Causal only.
-        joint: the window's keys and the latents share one softmax. The window's logit
+        latent_q: Latent query logits, (B, T, H, L+1). Column 0 is the window's logit.
+        latent_k: Latent key logits, (B, T, H, L).
+        q: Local queries, (B, T, H, K), after the position encoding.
+        k: Local keys, (B, T, G, K), after the position encoding.
+        v: Values of both branches, (B, T, G, D).
+        scale: Factor of the local logits; 1 / sqrt(K) if None.
+        softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
+        log_decay: Log-decay of the latents, as for :func:`latte_attention`. The window does not
+            decay. With ``delay`` a source's weight decays from the token at which the latents
+            read it. Decays (H, L) then give the same result as without delay, because the decay
+            over W tokens is a factor that all sources share.
+        sinks: First tokens, which stay visible to the window's softmax. Causal only.
+        delay: Whether the latents read only sources that have left the window, s <= t - W. The two
+            branches then share no source. While none has left the window, p(0|t) is 1. Causal
+            only.
+        joint: Whether the window's keys and the latents share one softmax. The window's logit
             ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
             ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
             logits, sinks included. Causal only (beyond the paper).
 
     Returns:
-        Output (B, T, H, D), and the state, a tuple ``(LatteState, WindowState)``, or None. With
-        ``delay`` its third part is a ``WindowState`` of the sources that the latents have yet to
-        see: their latent keys (N, W, H, L), values (N, W, G, D) and mask (N, W).
+        Output (B, T, H, D) and the final state, a tuple ``(LatteState, WindowState)`` (None unless
+        ``output_final_state``). With ``delay`` the tuple has a third part, a ``WindowState`` of the
+        sources that the latents have not read yet: their latent keys (N, W, H, L), values
+        (N, W, G, D) and mask (N, W).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+        ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "macchiato_attention"
     sizes = check_inputs(
@@ -329,7 +332,7 @@ def macchiato_attention(
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
     seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    fused = chosen in ("cpu", "triton")  # whose kernels have the log-mass at hand
+    fused = chosen in ("cpu", "triton")  # these kernels compute the log-mass themselves
     if joint and not fused:
         mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
         latent_q = torch_log_mass.with_log_mass(latent_q, mass)
@@ -387,17 +390,18 @@ def window_log_mass(
     initial_state: WindowState | None = None,
     sinks: Sinks | None = None,
 ) -> Tensor:
-    """The logsumexp of a causal window's logits, (B, T, H): what ``joint`` adds to its share.
+    """The logsumexp of a causal window's logits, which ``joint`` adds to the window's logit.
 
     Args:
-        q, k, window, scale, softcap, sinks: as for :func:`macchiato_attention`.
-        initial_state: the window's state before the first token; not with ``cu_seqlens``.
+        q, k, window, scale, softcap, sinks: Arguments as for :func:`macchiato_attention`.
+        initial_state: ``WindowState`` before the first token. Not together with ``cu_seqlens``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs). A query that sees no key gets a number near the lowest finite.
+        Log-mass (B, T, H), in fp32 (fp64 for fp64 inputs). For a query that sees no key it is close
+        to the lowest finite number.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: Shapes, dtypes or devices do not fit.
     """
     op = "window_log_mass"
     sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
@@ -432,24 +436,24 @@ def sliding_window_attention(
 ) -> tuple[Tensor, WindowState | None]:
     """Softmax attention over a sliding window, in linear time and memory (paper, eq. 17).
 
-    ``window=w`` means w keys, s in [t-w+1, t], as in Hugging Face and FlashAttention; if not
-    causal, ``|s - t| <= w // 2``. ``window=None`` is full softmax attention, whose state holds
-    every key and value.
+    With ``window=w`` a query sees w keys, s in [t-w+1, t], as in Hugging Face and FlashAttention.
+    If not causal, it sees ``|s - t| <= w // 2``. ``window=None`` is full softmax attention, whose
+    state holds every key and value.
 
     Args:
-        q: (B, T, H, K).
-        k: (B, T, G, K), G dividing H.
-        v: (B, T, G, D).
-        scale: of the logits; 1 / sqrt(K) if None.
-        softcap: logits become ``softcap * tanh(logit / softcap)``.
+        q: Queries, (B, T, H, K).
+        k: Keys, (B, T, G, K), G dividing H.
+        v: Values, (B, T, G, D).
+        scale: Factor of the logits; 1 / sqrt(K) if None.
+        softcap: Cap of the logits, which become ``softcap * tanh(logit / softcap)``.
         initial_state: ``WindowState`` with the last W-1 keys and values (causal only).
-        sinks: first tokens that stay visible beside the window (causal, and with a window).
+        sinks: First tokens, which stay visible beside the window (causal, and with a window).
 
     Returns:
-        Output (B, T, H, D) and the final ``WindowState`` (None unless asked for).
+        Output (B, T, H, D) and the final ``WindowState`` (None unless ``output_final_state``).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+        ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "sliding_window_attention"
     sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"), v=(v, "BTGD"))
@@ -515,25 +519,25 @@ def linear_attention(
     output_final_state: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, LinearState | None]:
-    """Undirected linear attention, the other reading of the factorisation (paper, eq. 4-5).
+    """Linear attention with a feature map: the paper's undirected model (eq. 4-5).
 
     ``y_t = S_t phi(q_t) / (phi(q_t) z_t)`` with ``S_t = sum_{s<=t} phi(k_s) v_s`` and
     ``z_t = sum_{s<=t} phi(k_s)``. Latte with p(l|t) proportional to ``e^{q_l} alpha_t[l]`` is
     this model with phi = exp.
 
     Args:
-        q: (B, T, H, F).
-        k: (B, T, H, F).
-        v: (B, T, H, D).
-        feature_map: phi; ``"elu"`` (elu + 1), ``"exp"``, ``"softplus"``, ``"relu"`` or any
-            callable that keeps the shape of the first dimensions; None: q and k are features
-            already, and must not be negative.
+        q: Queries, (B, T, H, F).
+        k: Keys, (B, T, H, F).
+        v: Values, (B, T, H, D).
+        feature_map: Feature map phi: ``"elu"`` (elu + 1), ``"exp"``, ``"softplus"``, ``"relu"`` or
+            any callable that keeps the shape of the first dimensions. With None, q and k are
+            already features, and must not be negative.
 
     Returns:
-        Output (B, T, H, D) and the final ``LinearState`` (None unless asked for).
+        Output (B, T, H, D) and the final ``LinearState`` (None unless ``output_final_state``).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+        ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "linear_attention"
     check_floats(op, {"q": q, "k": k, "v": v})
@@ -587,24 +591,24 @@ def rg_lru(
     """Real-gated linear recurrent unit (Griffin, arXiv 2402.19427; paper, eq. 18-19).
 
     ``r, i = sigmoid(recurrence_gate), sigmoid(input_gate)``, ``log a_t = -8 r_t softplus(theta)``
-    and ``h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)``. At the start of a sequence a = 0 and
-    the factor is 1. A masked token leaves the state as it is.
+    and ``h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)``. At the first token of a sequence a is 0
+    and the factor of the input is 1. A masked token does not change the state.
 
     Args:
-        x: input, (B, T, E).
-        recurrence_gate: logits of r, (B, T, E).
-        input_gate: logits of i, (B, T, E).
-        theta: (E,).
-        initial_state: (B or N, E). A row of zeros is the empty state, the one before a sequence:
-            the sequence then starts at its first real token.
-        reverse: run from the end of every sequence to its beginning.
+        x: Input, (B, T, E).
+        recurrence_gate: Logits of r, (B, T, E).
+        input_gate: Logits of i, (B, T, E).
+        theta: Parameter of the decay, (E,).
+        initial_state: State before the first token, (B or N, E). A row of zeros is the empty
+            state: that sequence then starts at its first real token.
+        reverse: Whether to run from the end of every sequence to its beginning.
 
     Returns:
         h (B, T, E) in the dtype of x, and the last state (B or N, E) in fp32 (fp64 for fp64
         inputs; None unless ``output_final_state``).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+        ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "rg_lru"
     gates = {"recurrence_gate": (recurrence_gate, "BTE"), "input_gate": (input_gate, "BTE")}
@@ -645,19 +649,21 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """Causal depthwise convolution, ``y_t = bias + sum_i weight[:, i] x_{t-K+1+i}``, i = 0..K-1.
 
-    No activation. Masked inputs count as 0; taps do not cross the bounds of packed sequences.
+    There is no activation. Masked inputs count as 0. Taps do not cross the bounds of packed
+    sequences.
 
     Args:
-        x: (B, T, E).
-        weight: (E, K), the last tap is the present token's.
-        bias: (E,) or None.
-        initial_state: the last K-1 inputs, oldest first, (B or N, K-1, E).
+        x: Input, (B, T, E).
+        weight: Taps of each channel, (E, K). The last tap is multiplied by the current token.
+        bias: Bias, (E,), or None.
+        initial_state: Last K-1 inputs before the first token, oldest first, (B or N, K-1, E).
 
     Returns:
-        y (B, T, E) in the dtype of x, and the new tail (B or N, K-1, E), or None.
+        y (B, T, E) in the dtype of x, and the last K-1 inputs (B or N, K-1, E) (None unless
+        ``output_final_state``).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the backend is not available.
+        ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "causal_conv1d"
     sizes = check_inputs(op, x=(x, "BTE"), empty="BTE")
@@ -697,15 +703,16 @@ def attention_weights(
     cu_seqlens: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Tensor:
-    """The probabilities p(s|t) themselves, (B, H, T, T), for looking at: O(T^2) memory.
+    """The probabilities p(s|t) as a dense matrix (B, H, T, T), for inspection: O(T^2) memory.
 
-    Without local ``q`` and ``k``: Latte (eq. 6-8), with latent_q and latent_k (B, T, H, L). With
-    them: Latte-Macchiato (eq. 15), latent_q (B, T, H, L+1), q (B, T, H, K), k (B, T, G, K). Every
-    row sums to 1, less p(0|t) where the window holds no source at all; a row without any source
-    is all zeros. ``log_decay`` is that of :func:`latte_attention`.
+    Without local ``q`` and ``k`` these are the weights of Latte (eq. 6-8), with latent_q and
+    latent_k (B, T, H, L). With them they are the weights of Latte-Macchiato (eq. 15), with latent_q
+    (B, T, H, L+1), q (B, T, H, K) and k (B, T, G, K). Every row sums to 1, with two exceptions. If
+    the window of a query holds no source, its row sums to 1 - p(0|t). If there is no source at all,
+    the row is zero. ``log_decay`` is that of :func:`latte_attention`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: Shapes, dtypes or devices do not fit.
     """
     op = "attention_weights"
     if (q is None) != (k is None):

@@ -1,33 +1,38 @@
-"""Which backend serves a call.
+"""The choice of the backend of each call.
 
-Where a caller names none (``backend=None``), the default does: ``LATTE_BACKEND`` from the
-environment, else ``"cpu"``, the native kernels, on CPU tensors if the library is there and has the
-op, else ``"torch"``. Models and layers name no backend, so this is the one place that
-decides for all of them; a recipe sets it by ``training.backend``. Ops that the default does not
-have (full softmax attention has no Triton kernels, say) take ``"torch"``; an op that has it uses
-it, or raises ``ValueError`` where it cannot serve the inputs.
-On a GPU ``"torch"`` takes the place of a default ``"triton"`` that cannot serve the card or the
-widths, with one warning. Nothing switches by size, but for one token at a time:
+If a call names no backend (``backend=None``), the default is used. The default is:
 
-A *step* of decoding is a call with one token per row (T = 1) that is causal, not packed, and of
-which nobody wants a gradient.
+1. ``LATTE_BACKEND`` from the environment, if it is set;
+2. else ``"cpu"``, the native kernels, on CPU tensors if the library is installed and has the op;
+3. else ``"torch"``.
 
-| ``backend``, or the default that somebody named | a step |
+Models and layers name no backend, so the rule here holds for all of them. A recipe sets the
+default by ``training.backend``. If the default does not have an op, the op uses ``"torch"``; full
+softmax attention, for example, has no Triton kernels. If it has the op but cannot serve the
+inputs, the op raises ``ValueError``. There is one exception: on a GPU, if a default ``"triton"``
+cannot serve the card or the widths, ``"torch"`` is used, with one warning. The backend never
+depends on the size of the inputs, except for one token at a time:
+
+A *step* of decoding is a call with one token per row (T = 1) that is causal, not packed, and
+needs no gradient.
+
+| ``backend``, or the default that was named | backend of a step |
 |---|---|
 | ``"triton"`` | the step's kernel: on CUDA tensors, or anywhere under Triton's interpreter |
-| neither | on CUDA tensors the step's kernel if Triton, dtype and widths allow it; else ``torch`` |
+| none named | on CUDA tensors the step's kernel if Triton can serve it; else 2. or 3. |
 | another | that one |
 
-The native kernels are no default inside a transform of ``torch.func`` and for inputs with
-forward-mode tangents, which custom ops do not have: ``torch`` serves these. Gradients of gradients
-come from PyTorch's operations, whichever served the first. ``backend="cpu"`` without the library,
-or for tensors elsewhere, raises ``ValueError``, forward mode ``NotImplementedError``; the steps of
-decoding in place (:mod:`latte.ops.step`) are native kernels unless another backend is named. Where
-the library is not there but could be, the first op that it would serve warns, once.
+The native kernels are not the default inside a transform of ``torch.func``, nor for inputs with
+forward-mode tangents, because custom ops do not support these. ``"torch"`` is used there.
+Second-order gradients always come from PyTorch's operations. ``backend="cpu"`` raises
+``ValueError`` without the library and for tensors on another device, and ``NotImplementedError``
+in forward mode. The in-place steps of decoding (:mod:`latte.ops.step`) use native kernels unless
+another backend is named. If the library is not installed but could be, the first op that would use
+it warns, once.
 
-What the kernel cannot serve when a call asked for it raises ``ValueError``. The RG-LRU and the
-convolution follow the same rule with their own kernels. ``LATTE_BACKEND=torch`` or ``with
-use_backend("torch"):`` keeps steps off the kernels.
+A call that names a kernel that cannot serve its inputs raises ``ValueError``. The RG-LRU and the
+convolution follow the same rule with their own kernels. To decode without Triton's step kernels,
+set ``LATTE_BACKEND=torch`` or use ``with use_backend("torch"):``.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from latte.ops.tensors import Sequences
 
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
-# None: nobody has named one. A plain value, so that torch.compile can guard on it.
+# None: no default was named. A plain value, so that torch.compile can guard on it.
 _default: str | None = os.environ.get("LATTE_BACKEND")
 _watched: set[str] | None = None  # see `watch_choices`
 
@@ -54,24 +59,24 @@ _watched: set[str] | None = None  # see `watch_choices`
 def default_backend(device: torch.device | str = "cpu") -> str:
     """The backend of ops whose caller names none.
 
-    Of ops that have it: ``"torch"`` serves the others. On a CPU that is ``"cpu"`` where the native
-    kernels are there. On a GPU a step of decoding is Triton's where Triton can serve it.
+    Ops that this backend does not have use ``"torch"``. On a CPU the default is ``"cpu"`` if the
+    native kernels are installed. On a GPU a step of decoding uses Triton if Triton can serve it.
 
     Args:
-        device: of the inputs.
+        device: Device of the inputs.
 
     Raises:
-        ValueError: ``LATTE_BACKEND`` names no backend.
+        ValueError: ``LATTE_BACKEND`` is not the name of a backend.
     """
     native = torch.device(device).type == "cpu" and cpp_backend.ABSENT is None
     return named_backend() or ("cpu" if native else "torch")
 
 
 def named_backend() -> str | None:
-    """The default backend if somebody has named it, else None.
+    """The default backend if it was named, else None.
 
     Raises:
-        ValueError: ``LATTE_BACKEND`` names no backend.
+        ValueError: ``LATTE_BACKEND`` is not the name of a backend.
     """
     if _default is not None and _default not in BACKENDS:
         raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {_default!r}")
@@ -79,10 +84,10 @@ def named_backend() -> str | None:
 
 
 def set_default_backend(backend: str) -> None:
-    """Let ops whose caller names no backend take this one from now on.
+    """Set the backend of ops whose caller names none.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: There is no such backend.
     """
     global _default
     if backend not in BACKENDS:
@@ -92,10 +97,10 @@ def set_default_backend(backend: str) -> None:
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """``set_default_backend`` for the time of a ``with`` block.
+    """Set the default backend within a ``with`` block.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: There is no such backend.
     """
     global _default
     before = _default
@@ -108,7 +113,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
 @contextmanager
 def watch_choices() -> Iterator[set[str]]:
-    """Within it, the backends that ops run on are collected, for telling which they were."""
+    """Collect the backends that ops run on within a ``with`` block, to report them."""
     global _watched
     before, _watched = _watched, set()
     try:
@@ -118,7 +123,7 @@ def watch_choices() -> Iterator[set[str]]:
 
 
 def choose(op: str, backend: str | None, *given: Any, **named: Any) -> str:
-    """As :func:`_choose`, seen by :func:`watch_choices`."""
+    """Like :func:`_choose`, and records the choice for :func:`watch_choices`."""
     chosen = _choose(op, backend, *given, **named)
     if _watched is not None:
         _watched.add(chosen)
@@ -135,19 +140,19 @@ def _choose(
     step: bool = False,
     inputs: tuple[Any, ...] = (),
 ) -> str:
-    """The backend of one call: exactly the one asked for, which None leaves open.
+    """The backend of one call: the one it names, or the default's choice for None.
 
     Args:
-        serves: the backends that have this op.
-        device: of the inputs.
-        refusal: why the Triton kernels cannot serve the inputs, or None if they can; asked only
-            where it matters.
-        step: this is a step of decoding, and ``op`` has a kernel for it.
-        inputs: of the op, where the native CPU kernels serve it.
+        serves: Backends that have this op.
+        device: Device of the inputs.
+        refusal: Function that returns why the Triton kernels cannot serve the inputs, or None if
+            they can. It is called only if that matters.
+        step: Whether this is a step of decoding for which ``op`` has a kernel.
+        inputs: Inputs of the op, if the native CPU kernels have it.
 
     Raises:
-        ValueError: the op has no such backend, or that one cannot serve the inputs; on a GPU a
-            default ``"triton"`` warns instead, once, and ``"torch"`` serves them.
+        ValueError: The op has no such backend, or that one cannot serve the inputs. On a GPU a
+            default ``"triton"`` warns once instead, and ``"torch"`` is used.
     """
     exactly = backend is not None
     if backend is None:
@@ -178,8 +183,8 @@ def _choose(
 def steps_in_place(device_type: str, compiled: bool) -> bool:
     """Whether models decode by :mod:`latte.ops.step`, on states that are written in place.
 
-    Not where another backend than PyTorch's was named, and on a GPU not without a compiler, since
-    there a step's kernel makes fewer launches.
+    They do not if the reference or Triton backend was named. On a GPU they do only if the step is
+    compiled; if not, Triton's step kernel needs fewer launches.
     """
     named = named_backend()
     if named is None:
@@ -188,7 +193,7 @@ def steps_in_place(device_type: str, compiled: bool) -> bool:
 
 
 def is_step(inputs: tuple[Any, ...], sequences: Sequences) -> bool:
-    """One token per row of ``inputs[0]`` (B, T, ...), causal, not packed, no gradient wanted."""
+    """Whether ``inputs[0]`` (B, T, ...) has one token per row, causal, not packed, no gradient."""
     B, T = inputs[0].shape[:2]
     if T != 1 or B == 0 or not sequences.causal or sequences.cu_seqlens is not None:
         return False

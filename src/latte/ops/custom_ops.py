@@ -1,9 +1,9 @@
-"""PyTorch's custom ops: a backend's two passes as one op that ``torch.compile`` leaves whole.
+"""PyTorch's custom ops: a backend's two passes as one op that ``torch.compile`` does not split.
 
-An op takes tensors, of which some may be None, then numbers; ``latte::NAME_backward`` takes the
-gradients of its outputs, its tensors, what it has saved, and its numbers. Latte's ops and the
-window's have one signature, whichever backend serves them: :func:`latte_op` and :func:`window_op`
-make them of two functions.
+An op takes tensors (some may be None), then numbers. ``latte::NAME_backward`` takes the gradients
+of its outputs, its tensors, what it has saved, and its numbers. The ops of Latte and of the window
+have the same signature for every backend: :func:`latte_op` and :func:`window_op` make them from
+two functions.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
 width, N states.
@@ -28,7 +28,7 @@ SEQUENCES = "Tensor? key_mask, Tensor? cu_seqlens"
 LATTE = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, Tensor? log_mass, Tensor? mean"
 TAIL = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask"
 SINKS = "Tensor? sink_q, Tensor? sink_k, Tensor? sink_v, Tensor? sink_mask, Tensor? sinks_seen"
-# Latents that see a source late take keys in the place of latent_k, and these.
+# Delayed latents take the delayed keys instead of latent_k, and these.
 LATE = "Tensor? late_v, Tensor? late_mask, Tensor? begun"
 MACCHIATO = LATTE.replace(
     "Tensor q, Tensor k", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k"
@@ -61,14 +61,16 @@ def connect_gradients(
     saved_from: int,
     again: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> None:
-    """Let the custom op ``backward_op`` give the gradients of ``op``.
+    """Register the custom op ``backward_op`` as the gradient of ``op``.
 
     Args:
-        wanted: the inputs whose gradients it gives, in its order; empty for those that are None.
-        outputs: so many have gradients, the first; the others are there to be saved.
-        saved_from: the first of the outputs that the backward pass needs.
-        again: the outputs that have gradients, of the same inputs, by operations that can be
-            differentiated twice. None: the gradients cannot be differentiated.
+        wanted: Indices of the inputs whose gradients ``backward_op`` returns, in its order. The
+            gradient of an input that is None is an empty tensor.
+        outputs: Number of leading outputs that have gradients. The other outputs are only saved.
+        saved_from: Index of the first output that the backward pass needs.
+        again: Function that computes the outputs with gradients from the same inputs, by
+            operations that can be differentiated twice. None: the gradients cannot be
+            differentiated.
     """
 
     def fake(*args):
@@ -105,7 +107,7 @@ def _differentiable(
     numbers: tuple[Any, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of all inputs, as functions of the inputs and of ``grads``."""
-    # Inputs of their own: the same tensor may stand in two places.
+    # Views, because the same tensor may be two of the inputs.
     inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
     places = {i: x for i in wanted if (x := inputs[i]) is not None and x.requires_grad}
     outputs = again(*inputs, *numbers)
@@ -124,7 +126,7 @@ def _differentiable(
 
 
 def custom_op(name: str, function: Callable[..., Any], inputs: str, outputs: int) -> Any:
-    """The op ``latte::NAME`` with these inputs and so many tensors as outputs."""
+    """The op ``latte::NAME`` with these inputs and this number of outputs, all tensors."""
     results = ", ".join(["Tensor"] * outputs)
     schema = f"({inputs}) -> {results if outputs == 1 else f'({results})'}"
     return torch.library.custom_op(
@@ -149,18 +151,20 @@ def latte_op(
     saved_from: int = 2,
     forgets: bool = False,
 ) -> Any:
-    """The op of ``latte_attention``: to the output, the final log-mass and mean, and what is saved.
+    """The op of ``latte_attention``. It returns output, final log-mass and mean, and what is saved.
 
     Args:
-        forward: of (q, k, v), the :class:`Sequences` and the earlier log-mass and mean, or None.
-        backward: of the gradients of output, log-mass and mean; those; and what is saved. To the
-            gradients of q, k, v and the earlier state.
-        saved: empty buffers for what is saved, from q, k, v and ``cu_seqlens``. None: (top, mass)
-            of the final state.
-        count: how many they are.
+        forward: Function of (q, k, v), the :class:`Sequences`, and the earlier log-mass and mean
+            or None.
+        backward: Function of the gradients of output, log-mass and mean, then the arguments of
+            ``forward``, then what is saved. It returns the gradients of q, k, v and the earlier
+            state.
+        saved: Function of q, k, v and ``cu_seqlens`` that makes empty buffers for what is saved.
+            None: (top, mass) of the final state.
+        count: Number of these buffers.
         saved_from: 2 if the backward pass needs the final mean too, else 3.
-        forgets: there is one more input, ``log_decay``, which the passes take by that name; its
-            gradient is the last.
+        forgets: Whether there is one more input, ``log_decay``. The passes take it by that name;
+            its gradient is the last.
     """
 
     def run(q, k, v, key_mask, cu_seqlens, *more):
@@ -199,14 +203,15 @@ def window_op(
     backward: Callable[..., tuple[Tensor, ...]],
     sinks: bool = False,
 ) -> Any:
-    """The op of ``sliding_window_attention``, whose inputs are all that is saved.
+    """The op of ``sliding_window_attention``. It saves only its inputs.
 
     Args:
-        forward: of (q, k, v), the :class:`Local`, the :class:`Sequences` and the tail's keys,
-            values and mask, or None; then the sinks, if it takes them.
-        backward: of the output's gradient and those. To the gradients of q, k, v, of the tail's
-            keys and values, and of the sinks' queries, keys and values, empty where there are none.
-        sinks: the op takes sinks.
+        forward: Function of (q, k, v), the :class:`Local`, the :class:`Sequences`, and the tail's
+            keys, values and mask or None; then of the sinks, if it takes them.
+        backward: Function of the output's gradient, then the arguments of ``forward``. It returns
+            the gradients of q, k, v, of the tail's keys and values, and of the sinks' queries, keys
+            and values. The gradient of a missing input is empty.
+        sinks: Whether the op takes sinks.
     """
 
     def told(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, *rest):
@@ -228,7 +233,7 @@ def window_op(
 
 
 def maybe_sinks(tensors: Sequence[Tensor | None]) -> SeenSinks | None:
-    """The sinks that an op was given, by all of their tensors or as many times None."""
+    """The sinks of an op's arguments, which are all of their tensors, or all None."""
     return None if tensors[0] is None else SeenSinks(*tensors)  # type: ignore[arg-type]
 
 
@@ -239,7 +244,7 @@ def run_latte(
     earlier: tuple[Tensor, Tensor] | None,
     *log_decay: Tensor,
 ) -> tuple[Tensor, LatteState]:
-    """Output and final state, by an op of :func:`latte_op`."""
+    """Output and final state from an op of :func:`latte_op`."""
     out, A, mu = op(*qkv, *sequences[:2], *(earlier or (None, None)), *log_decay)[:3]
     return out, LatteState(A, mu)
 
@@ -254,6 +259,6 @@ def run_window(
     tail: WindowState | None,
     *sinks: Tensor | None,
 ) -> Tensor:
-    """Output, by an op of :func:`window_op`; with ``sinks`` if that takes them."""
+    """Output from an op of :func:`window_op`, with ``sinks`` if it takes them."""
     earlier = tail or (None, None, None)
     return op(q, k, v, *sequences[:2], *earlier, *sinks, *local, sequences.causal)

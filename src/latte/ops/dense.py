@@ -94,11 +94,11 @@ def rg_lru(
     """The RG-LRU of rows that have begun and the RMSNorm of its state after the token, (B, E).
 
     Args:
-        x: (B, E).
-        weights: of the recurrence gate, then of the input gate, (N, P, P) and the bias (E,):
-            affine maps of blocks of x; and theta (E,).
-        norm, eps: of the RMSNorm, (E,).
-        state: h, (B, E), written.
-        real: (B,) bool or None.
+        x: Input, (B, E).
+        weights: Weight (N, P, P) and bias (E,) of the recurrence gate, the same of the input gate
+            (affine maps of blocks of x), and theta (E,).
+        norm, eps: Weight (E,) and epsilon of the RMSNorm.
+        state: State h, (B, E), overwritten.
+        real: Whether each row's token is a real one, (B,) bool; None: all are.
     """
     return torch.ops.latte.cpu_rg_lru_step(x, *weights, norm, eps, state, real)

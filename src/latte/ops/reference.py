@@ -1,7 +1,8 @@
-"""The equations of every op, spelled out in O(T^2) or token by token: the judge, meant for fp64.
+"""The equations of every op, written out in O(T^2) or token by token.
 
-Nothing here knows a backend. Inputs come checked, states in the dtype of the sums; half-precision
-inputs are computed in fp32 and rounded at the end. Autograd gives the gradients.
+The other backends are tested against this one, usually in fp64. Inputs are already checked, and
+states have the dtype of the sums. Half-precision inputs are computed in fp32 and rounded at the
+end. Autograd gives the gradients.
 
 Shape suffixes: B batch, T queries, S sources, H query heads, G key/value heads, L latents per
 head, K key width (of a convolution: taps), D value width, F feature width, E channels, N states
@@ -43,9 +44,9 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 def visible_sources(
     T: int, sequences: Sequences, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """(B or 1, T, S) bool: which source a query may read.
+    """Whether a query may read a source, (B or 1, T, S) bool.
 
-    Causal: s <= t, and s > t - window; otherwise |s - t| <= window // 2.
+    If causal: s <= t, and s > t - window. If not: |s - t| <= window // 2.
     """
     key_mask, cu_seqlens, causal = sequences
     gap = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)[None, :]
@@ -62,7 +63,7 @@ def visible_sources(
 
 
 def masked_softmax(logits: Tensor, seen: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row with nothing to see is all zeros, not an average."""
+    """Softmax over the last dimension. A row that sees nothing is all zeros, not an average."""
     logits = logits.masked_fill(~seen, -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)
     top = torch.where(torch.isneginf(top), 0.0, top)
@@ -72,14 +73,14 @@ def masked_softmax(logits: Tensor, seen: Tensor) -> Tensor:
 
 
 def _per_token(state_NX: Tensor, sequences: Sequences, B: int, T: int) -> Tensor:
-    """State (B or N, ...) as seen by every token: (B, T, ...)."""
+    """The state (B or N, ...) of every token's sequence, (B, T, ...)."""
     if sequences.cu_seqlens is None:
         return state_NX[:, None].expand(B, T, *state_NX.shape[1:])
     return state_NX[sequence_ids(sequences.cu_seqlens, T)][None]
 
 
 def _own_sources(like: Tensor, sequences: Sequences) -> Tensor:
-    """(N, T) bool: the tokens of each sequence that are not masked; ``like``: (B, T, ...)."""
+    """The mask (N, T) bool of each sequence's own real tokens; ``like`` is (B, T, ...)."""
     B, T = like.shape[:2]
     key_mask, cu_seqlens, _ = sequences
     real = like.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
@@ -90,7 +91,7 @@ def _own_sources(like: Tensor, sequences: Sequences) -> Tensor:
 
 
 def forgotten(log_decay_BTHL: Tensor, sequences: Sequences) -> Tensor:
-    """What each latent forgets from the start of a token's sequence to that token, (B, T, H, L)."""
+    """Total log-decay of each latent from the start of the sequence to a token, (B, T, H, L)."""
     total_BTHL = log_decay_BTHL.cumsum(1)
     if sequences.cu_seqlens is None:
         return total_BTHL
@@ -108,7 +109,7 @@ def latte_weights(
 ) -> Tensor:
     """p(s|l,t) for one latent (eq. 8): (B, H, T, S), or S+1 with the earlier state in column 0.
 
-    What a latent forgets between s and t is taken from the logit of s.
+    The log-decay of the latent between s and t is added to the logit of s.
     """
     logits_BHTS = k_BTHL[..., latent].transpose(1, 2)[:, :, None, :]
     logits_BHTS = logits_BHTS.expand(-1, -1, seen_BTS.shape[1], -1)

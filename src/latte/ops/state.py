@@ -1,4 +1,4 @@
-"""The states that carry a sequence on: what a decoder keeps instead of a growing cache.
+"""The states of fixed size that a decoder keeps between calls, instead of a growing cache.
 
 Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), H query heads, G
 key/value heads, L latents per head, D value width, K key width, F feature width, W window, P tail
@@ -24,16 +24,16 @@ from latte.ops.tensors import (
 
 
 class LatteState(NamedTuple):
-    """What a Latte head has seen: a log-mass and a mean for each latent.
+    """The state of Latte attention: a log-mass and a mean for each latent.
 
     ``log_mass[l] = logsumexp_s k_s[l]`` over the sources seen so far and ``mean[l] = sum_s
     p(s|l) v_s``. The mean never exceeds ``max |v|``, whatever the logits or the length (paper,
-    eq. 7-14). The empty state is ``(-inf, 0)``. Where latents forget, the state is a
-    :class:`ForgettingState`, which is also what ``LatteState(log_mass, mean, log_decay)`` makes.
+    eq. 7-14). The empty state is ``(-inf, 0)``. If latents forget, the state is a
+    :class:`ForgettingState`. ``LatteState(log_mass, mean, log_decay)`` makes one too.
 
     Attributes:
-        log_mass: (B, H, L), fp32 (fp64 for fp64 inputs).
-        mean: (B, H, L, D), of the same dtype.
+        log_mass: Log-masses, (B, H, L), in fp32 (fp64 for fp64 inputs).
+        mean: Means of the values, (B, H, L, D), of the same dtype.
     """
 
     log_mass: Tensor
@@ -41,7 +41,7 @@ class LatteState(NamedTuple):
 
     @property
     def log_decay(self) -> Tensor:
-        """Nothing is forgotten: zeros (B, H, L)."""
+        """Zeros (B, H, L), because nothing is forgotten."""
         return torch.zeros_like(self.log_mass)
 
     @classmethod
@@ -55,7 +55,7 @@ class LatteState(NamedTuple):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LatteState:
-        """The state that has seen nothing, the neutral element of :meth:`merge`."""
+        """The state before any token, the neutral element of :meth:`merge`."""
         log_mass = torch.full((batch, heads, latents), -torch.inf, device=device, dtype=dtype)
         return cls(log_mass, log_mass.new_zeros(batch, heads, latents, value_dim))
 
@@ -72,10 +72,10 @@ class ForgettingState(NamedTuple):
     """A :class:`LatteState` of latents that forget.
 
     Attributes:
-        log_mass: (B, H, L), as there, less what was forgotten of each source.
-        mean: (B, H, L, D).
-        log_decay: (B, H, L), what reading this span has made the latents forget of what was before
-            it, in all.
+        log_mass: Log-masses, (B, H, L), after the decay of each source.
+        mean: Means of the values, (B, H, L, D).
+        log_decay: Total log-decay over the tokens of this state, (B, H, L). It applies to whatever
+            the latents read before these tokens.
     """
 
     log_mass: Tensor
@@ -99,7 +99,7 @@ def _followed_by(state: AnyState, other: AnyState) -> AnyState:
 
 
 def state_of(log_mass: Tensor, mean: Tensor, log_decay: Tensor | None) -> AnyState:
-    """A pair where nothing is forgotten: a state is then what it always was."""
+    """A plain :class:`LatteState` if nothing is forgotten, else a :class:`ForgettingState`."""
     if log_decay is None:
         return LatteState(log_mass, mean)
     return ForgettingState(log_mass, mean, log_decay)
@@ -116,12 +116,12 @@ AnyState = LatteState | ForgettingState
 
 
 class WindowState(NamedTuple):
-    """The last W-1 local keys and values, oldest first; ``mask`` is False where there is none.
+    """The last W-1 local keys and values, oldest first.
 
     Attributes:
-        keys: (B, W-1, G, K).
-        values: (B, W-1, G, D).
-        mask: (B, W-1) bool.
+        keys: Keys, (B, W-1, G, K).
+        values: Values, (B, W-1, G, D).
+        mask: Whether a slot holds a token, (B, W-1) bool.
     """
 
     keys: Tensor
@@ -130,24 +130,25 @@ class WindowState(NamedTuple):
 
     @classmethod
     def empty(cls, k_BTGK: Tensor, v_BTGD: Tensor, window: int) -> WindowState:
-        """A tail without a key, for keys and values like these."""
+        """A state without a token, with the shapes and dtypes of these keys and values."""
         B, slots = k_BTGK.shape[0], window - 1
         keys, values = (x.new_zeros(B, slots, *x.shape[2:]) for x in (k_BTGK, v_BTGD))
         return cls(keys, values, k_BTGK.new_zeros(B, slots, dtype=torch.bool))
 
 
 class Sinks(NamedTuple):
-    """A sequence's first real tokens, which its queries see wherever they are (arXiv 2309.17453).
+    """A sequence's first real tokens, which stay visible to all its queries (arXiv 2309.17453).
 
-    Sink j shares the window's softmax from the query on that has W real tokens since it, itself
-    counted; before that it is in the window, as any other key.
+    At first a sink is a key of the window like any other. It joins the window's softmax as a sink
+    when it leaves the window: from the query that is W real tokens after it.
 
     Attributes:
-        q: (B, T, H, K), the queries as they look at the sinks, after an encoding of their own.
-        keys: (N, n, G, K).
-        values: (N, n, G, D).
-        mask: (N, n) bool, False where a sequence has no such token.
-        position: (N,) int64, the real tokens of each sequence before the first of these; None: 0.
+        q: Queries for the sinks, (B, T, H, K), with a position encoding of their own.
+        keys: Keys of the sinks, (N, n, G, K).
+        values: Values of the sinks, (N, n, G, D).
+        mask: Whether a sequence has such a token, (N, n) bool.
+        position: Number of real tokens of each sequence before the first query, (N,) int64; None
+            is 0.
     """
 
     q: Tensor
@@ -158,7 +159,7 @@ class Sinks(NamedTuple):
 
 
 class SeenSinks(NamedTuple):
-    """Sinks as backends take them: the first ``seen`` (B, T) int64 of them, of each query."""
+    """Sinks as backends take them. Each query sees the first ``seen`` (B, T) int64 of them."""
 
     q: Tensor
     keys: Tensor
@@ -168,7 +169,7 @@ class SeenSinks(NamedTuple):
 
     @classmethod
     def of(cls, sinks: Sinks, window: int, sequences: Sequences) -> SeenSinks:
-        """Those that have left the window of each query."""
+        """The sinks that have left the window of each query."""
         (B, T), n = sinks.q.shape[:2], sinks.mask.shape[1]
         place = token_positions(sinks.q, *sequences[:2], sinks.position)
         seen = (place - (window - 1)).clamp(0, n).expand(B, T)
@@ -176,7 +177,7 @@ class SeenSinks(NamedTuple):
         return cls(sinks.q, keys, values, sinks.mask, seen)
 
 
-# What Macchiato carries on: its latents, its window, and what is pending of latents that are late.
+# Macchiato's state: latents, window, and with delayed latents the tokens they have not read yet.
 MacchiatoState = tuple[AnyState, WindowState] | tuple[AnyState, WindowState, WindowState]
 
 
@@ -184,8 +185,8 @@ class LinearState(NamedTuple):
     """Undirected linear attention: ``sum_s phi(k_s) v_s`` and ``sum_s phi(k_s)`` (eq. 4-5).
 
     Attributes:
-        memory: (B, H, F, D), fp32 (fp64 for fp64 inputs).
-        normaliser: (B, H, F), of the same dtype.
+        memory: Sum of phi(k) v, (B, H, F, D), in fp32 (fp64 for fp64 inputs).
+        normaliser: Sum of phi(k), (B, H, F), of the same dtype.
     """
 
     memory: Tensor
@@ -195,8 +196,8 @@ class LinearState(NamedTuple):
 def merge_states(a1: Tensor, mu1: Tensor, a2: Tensor, mu2: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two (log-mass, mean) pairs without ever forming -inf - -inf.
 
-    The reference point is the larger log-mass, replaced by 0 where both are -inf; no term of the
-    result, or of its gradient, is then NaN.
+    The larger log-mass is subtracted first; where both are -inf, 0 is. Then no term of the result
+    or of its gradient is NaN.
     """
     top = torch.maximum(a1, a2).detach()
     top = torch.where(torch.isneginf(top), 0.0, top)
@@ -211,7 +212,7 @@ def merge_states(a1: Tensor, mu1: Tensor, a2: Tensor, mu2: Tensor) -> tuple[Tens
 def total_log_decay(
     log_decay_BTHL: Tensor | None, earlier: AnyState | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """What latents have forgotten by the end of every sequence, (N, H, L); None: they do not."""
+    """Total log-decay at the end of every sequence, (N, H, L); None if latents do not forget."""
     before = earlier.log_decay if isinstance(earlier, ForgettingState) else None
     if log_decay_BTHL is None:
         return before
@@ -282,9 +283,9 @@ def last_tokens(
 def delayed(
     x_BTX: Tensor, window: int, cu_seqlens: Tensor | None, pending_NWX: Tensor | None
 ) -> Tensor:
-    """What leaves the window at every token: the one W tokens before it, (B, T, ...).
+    """The token that leaves the window at every token, W tokens earlier, (B, T, ...).
 
-    Before a sequence's first token these are its pending ones, or 0.
+    Where that is before the sequence's first token here, it is taken from ``pending``, or is 0.
     """
     B, T = x_BTX.shape[:2]
     if cu_seqlens is None:
@@ -303,13 +304,13 @@ def delayed(
 
 
 class LateSources(NamedTuple):
-    """What latents that see a token when it leaves the window are fed at each query.
+    """The source that delayed latents read at each query: the token that leaves the window.
 
     Attributes:
-        keys: (B, T, H, L).
-        values: (B, T, G, D).
-        mask: (B, T) bool, whether there is such a token.
-        begun: (B, T) bool, whether there has been one, or the earlier state holds any.
+        keys: Latent keys, (B, T, H, L).
+        values: Values, (B, T, G, D).
+        mask: Whether there is such a token, (B, T) bool.
+        begun: Whether the latents have read any token by now, (B, T) bool.
     """
 
     keys: Tensor
@@ -327,7 +328,7 @@ class LateSources(NamedTuple):
         pending: WindowState | None,
         log_mass_NHL: Tensor | None,
     ) -> LateSources:
-        """Of keys and values, those that are pending, and the latents' earlier state."""
+        """The delayed sources, from these tokens, pending tokens and the latents' earlier state."""
         (B, T), (key_mask, cu_seqlens, _) = k_BTHL.shape[:2], sequences
         real = k_BTHL.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
         earlier = (None, None, None) if pending is None else pending
@@ -347,10 +348,10 @@ class LateSources(NamedTuple):
 
 
 def begun(state_NE: Tensor, sequences: Sequences) -> Tensor:
-    """The RG-LRU's state, never a row of zeros where a real token was read: that is the empty one.
+    """The RG-LRU's state, kept different from zeros once a real token was read.
 
-    A token may be 0 itself, as the embedding of padding is. What is added is below the last digit
-    of any state but 0.
+    A row of zeros means the empty state. A token may be 0 itself, as the embedding of padding is,
+    so the smallest normal number is added. It changes no state but 0.
     """
     dtype, (key_mask, cu_seqlens, _) = state_NE.dtype, sequences
     tiny = torch.finfo(dtype).tiny

@@ -1,17 +1,17 @@
-"""One token per row, its states written in place: what decoding is made of.
+"""The ops of decoding: one token per row, with states that are written in place.
 
-The ops of :mod:`latte.ops.api` take a state and give a new one; these write into the one that they
-are given, which nobody else may hold. They check nothing, have no gradients and go on only with
-sequences that have begun: every row has read a real token. The cache sees to all of that
-(:mod:`latte.layers.step`). Shapes never change and nothing waits for the host, so that a step is
-one graph for ``torch.compile``.
+The ops of :mod:`latte.ops.api` take a state and return a new one. These ops overwrite the state
+they are given, so nothing else may hold it. They check nothing and have no gradients. Every row
+must have read a real token before. The cache ensures all of this (:mod:`latte.layers.step`). Shapes
+never change and nothing waits for the host, so that a step is one graph for ``torch.compile``.
 
-Most are one call of a native CPU kernel where there are such (:mod:`latte.ops.cpp_backend`), unless
-somebody has named another backend (the RG-LRU's kernel is in :mod:`latte.ops.dense`); elsewhere a
-few large tensor operations, since at one token what an operation costs is its call. States are fp32
-(fp64 for fp64 inputs), and what is computed is too; outputs have the dtype of ``v``. ``real`` (B,)
-bool is False for rows whose token is padding, None if there are none: padding leaves latents, sums
-and the RG-LRU as they are, and is a masked slot of the window and a zero of the convolution.
+If there are native CPU kernels (:mod:`latte.ops.cpp_backend`) and no other backend was named, most
+of these ops are one kernel call (the RG-LRU's kernel is in :mod:`latte.ops.dense`). If not, they
+are a few large tensor operations, because for one token most of the cost of an operation is its
+call. States and sums are fp32 (fp64 for fp64 inputs). Outputs have the dtype of ``v``. ``real``
+(B,) bool is False for rows whose token is padding; None if there is no padding. Padding does not
+change latents, sums and the RG-LRU. It is a masked slot of the window, and a zero for the
+convolution.
 
 Shape suffixes: B batch, H query heads, G key/value heads, L latents per head, K key width, D value
 width, F feature width, E channels, W slots of the window, n sinks, R = H / G.
@@ -38,9 +38,9 @@ class Ring(NamedTuple):
     """The last W local keys and values; the next token takes the oldest one's slot.
 
     Attributes:
-        keys: (B, G, W, K), contiguous.
-        values: (B, G, W, D), contiguous.
-        mask: (B, W) bool, True = a real token; None if all slots are.
+        keys: Keys, (B, G, W, K), contiguous.
+        values: Values, (B, G, W, D), contiguous.
+        mask: Mask of the slots, (B, W) bool, True = a real token; None if all slots are real.
     """
 
     keys: Tensor
@@ -49,15 +49,16 @@ class Ring(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """The first n real tokens of each row, which stay visible: those that have left the window,
-    W positions ago or more, are further slots of its softmax.
+    """The first n real tokens of each row, which stay visible.
+
+    Sinks that have left the window, W or more positions ago, are further slots of its softmax.
 
     Attributes:
-        keys: (B, G, n, K), contiguous.
-        values: (B, G, n, D), contiguous.
-        position: (B,) int64, real tokens before the present one, which becomes a sink if they are
-            less than n.
-        rotary: turns the queries towards the sinks; None: as towards the window.
+        keys: Keys, (B, G, n, K), contiguous.
+        values: Values, (B, G, n, D), contiguous.
+        position: Number of real tokens before the current one, (B,) int64. The current token
+            becomes a sink if this is less than n.
+        rotary: Table that rotates the queries for the sinks; None: the same as for the window.
     """
 
     keys: Tensor
@@ -79,16 +80,16 @@ def latte_step(
     """Latte: ``A' = logaddexp(A, k)``, ``mu' = mu + e^{k - A'} (v - mu)``, ``y = p(l) mu'``.
 
     Args:
-        q: query logits over the latents, (B, H, L).
-        k: key logits, (B, H, L).
-        v: (B, G, D).
-        log_mass: A, (B, H, L), written.
-        mean: mu, (B, H, L, D), written.
-        real: (B,) bool or None.
-        log_decay: what the latents forget before they see the token, (B, H, L) or (H, L).
+        q: Query logits over the latents, (B, H, L).
+        k: Key logits, (B, H, L).
+        v: Values, (B, G, D).
+        log_mass: Log-mass A, (B, H, L), overwritten.
+        mean: Mean mu, (B, H, L, D), overwritten.
+        real: Whether each row's token is a real one, (B,) bool; None: all are.
+        log_decay: Log-decay of the latents before they read the token, (B, H, L) or (H, L).
 
     Returns:
-        y, (B, H, D).
+        Output y, (B, H, D).
     """
     if _native(mean, q, k, v):
         return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, log_decay, real)
@@ -122,15 +123,16 @@ def macchiato_step(
     """Latte-Macchiato: ``y = p(0) SWA + sum_{l>=1} p(l) mu'[l]``.
 
     Args:
-        latent_q: (B, H, L+1), column 0 is the window's logit.
-        latent_k: (B, H, L); the dtype of both may be another than the values'.
-        q, k: local, (B, H, K) and (B, G, K).
-        v: values of both branches, (B, G, D).
-        log_mass, mean: as for :func:`latte_step`, written.
-        ring: the window, of which ``slot`` (1,) int64 is written.
-        scale, softcap: of the local logits.
-        rotary: turns ``q`` and ``k`` first, :func:`latte.layers.parts.of_single_tokens`.
-        log_decay: as for :func:`latte_step`.
+        latent_q: Latent query logits, (B, H, L+1). Column 0 is the window's logit.
+        latent_k: Latent key logits, (B, H, L). The dtype of both may differ from the values'.
+        q, k: Local queries and keys, (B, H, K) and (B, G, K).
+        v: Values of both branches, (B, G, D).
+        log_mass, mean: State as for :func:`latte_step`, overwritten.
+        ring: Window, in which ``slot`` (1,) int64 is overwritten.
+        scale, softcap: Scale and soft cap of the local logits.
+        rotary: Table that rotates ``q`` and ``k`` first, in the format of
+            :func:`latte.layers.parts.of_single_tokens`.
+        log_decay: Log-decay as for :func:`latte_step`.
         sinks: tokens that stay visible to the window's softmax; written.
         pending: latent keys of the ring's tokens, (B, H, W, L), of the values' dtype, written:
             latents are fed with the token that leaves the window, and p(0) = 1 while they have
@@ -217,13 +219,13 @@ def linear_step(
     """Undirected linear attention: ``S' = S + phi(k) v``, ``y = phi(q) S' / phi(q) z'``.
 
     Args:
-        q, k: features (B, H, F), of at least fp32.
-        v: (B, H, D), of the same dtype.
-        memory: S, (B, H, F, D), written.
-        normaliser: z, (B, H, F), written.
+        q, k: Features, (B, H, F), of at least fp32.
+        v: Values, (B, H, D), of the same dtype.
+        memory: Memory S, (B, H, F, D), overwritten.
+        normaliser: Normaliser z, (B, H, F), overwritten.
 
     Returns:
-        y, (B, H, D); zero where nothing is visible.
+        Output y, (B, H, D); zero if nothing is visible.
     """
     if real is not None:
         k, v = (x.masked_fill(~real[:, None, None], 0.0) for x in (k, v))
@@ -246,12 +248,12 @@ def rg_lru_step(
     """The RG-LRU: ``h' = a h + sqrt(1 - a^2) sigmoid(i) x``, of rows that have begun.
 
     Args:
-        x, recurrence_gate, input_gate: (B, E), gates before their sigmoid.
-        theta: (E,).
-        state: h, (B, E), written.
+        x, recurrence_gate, input_gate: Input and logits of the gates, (B, E) each.
+        theta: Parameter of the decay, (E,).
+        state: State h, (B, E), overwritten.
 
     Returns:
-        h' itself, (B, E): the state, which the next step overwrites.
+        The new state h', (B, E): the same tensor, which the next step overwrites.
     """
     x, r, i, theta = (in_dtype(y, state.dtype) for y in (x, recurrence_gate, input_gate, theta))
     rate = torch.sigmoid(r) * F.softplus(theta)
@@ -267,13 +269,13 @@ def conv_step(
     """Causal depthwise convolution: ``y = bias + sum_i weight[:, i] x_{t-K+1+i}``.
 
     Args:
-        x: (B, E).
-        weight: (E, K), the last tap is the present token's.
-        bias: (E,) or None.
-        tail: the last K-1 inputs, oldest first, (B, K-1, E), written.
+        x: Input, (B, E).
+        weight: Taps of each channel, (E, K). The last tap is multiplied by the current token.
+        bias: Bias, (E,), or None.
+        tail: Last K-1 inputs, oldest first, (B, K-1, E), overwritten.
 
     Returns:
-        y, (B, E), in the dtype of x.
+        Output y, (B, E), in the dtype of x.
     """
     if _native(None, x, tail):
         return torch.ops.latte.cpu_convolution_step(x, weight, bias, tail, real)
@@ -287,11 +289,11 @@ def conv_step(
 
 
 def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
-    """The native CPU kernels take this step: nobody has named another backend.
+    """Whether the native CPU kernels run this step: no other backend was named, and dtypes fit.
 
     Args:
-        state: of the precision of the sums; None if there is none.
-        first, others: all of one dtype.
+        state: State, in the dtype of the sums; None if there is none.
+        first, others: Other tensors, all of one dtype.
     """
     if first.device.type != "cpu":
         return False

@@ -35,7 +35,7 @@ class Local(NamedTuple):
 
     @classmethod
     def of(cls, window: int | None, scale: float | None, softcap: float | None, K: int) -> Local:
-        """With the scale that keys of width K have if nobody says otherwise."""
+        """These options, with the default scale for keys of width K."""
         return cls(window, 1.0 / math.sqrt(K) if scale is None else float(scale), softcap or 0.0)
 
 

@@ -55,31 +55,31 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
 
 def context_group(device: torch.device, together: int) -> dist.ProcessGroup:
-    """This process's group of so many, of ranks that follow one another."""
+    """This process's group of ``together`` processes with consecutive ranks."""
     shape = dist.get_world_size() // together, together
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
     return mesh["context"].get_group()
 
 
 def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
-    """This process's part of a batch of whole sequences, which all of the group must be given.
+    """This process's part of a batch of whole sequences. All processes pass the same batch.
 
     Process p of P gets tokens ``p T / P`` to ``(p + 1) T / P`` (rounded down) of every row.
     ``labels`` become ``shift_labels``, the label of the token after each, before they are
-    cut. Positions are what they were in the whole.
+    divided. Positions are those in the whole sequence.
 
-    Bounds of packed sequences become those within the part. Its first sequence is what goes on from
-    the part before, and is empty where a sequence begins with the part: ``[0, 0, ...]``. Where
-    positions alone say that a row is packed, the bounds are added.
+    Bounds of packed sequences become those within the part. Its first sequence always continues
+    the part before. If a sequence begins with the part, that first sequence is empty:
+    ``[0, 0, ...]``. If only positions show that a row is packed, the bounds are added.
 
     Args:
-        batch: a model's arguments, ``input_ids`` or ``inputs_embeds`` among them; what is no
-            tensor of tokens or bounds is handed on as it is.
-        group: a process group, a ``DeviceMesh`` of one dimension, or None for all processes.
+        batch: Arguments of a model, with ``input_ids`` or ``inputs_embeds``. Values that are not
+            tensors of tokens or bounds are returned unchanged.
+        group: Process group, ``DeviceMesh`` of one dimension, or None for all processes.
 
     Raises:
-        LatteError: there is no process group, or it has more processes than the rows have tokens;
-            or a tensor of tokens is not known.
+        LatteError: There is no process group, it has more processes than the rows have tokens, or
+            a tensor of tokens has an unknown name.
     """
     group = process_group(group)
     rank, processes = dist.get_rank(group), dist.get_world_size(group)
@@ -102,7 +102,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
         if bounds is not None:
             whole["cu_seq_lens_q"] = bounds
     if (labels := whole.pop("labels", None)) is not None and whole.get("shift_labels") is None:
-        if bounds is not None:  # what begins a sequence is not predicted
+        if bounds is not None:  # the first token of a sequence is not predicted
             labels = labels.index_fill(1, bounds[:-1].long().clamp_max(T - 1), IGNORED)
         whole["shift_labels"] = next_labels(labels)
     start, end = (T * p // processes for p in (rank, rank + 1))

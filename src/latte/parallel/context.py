@@ -23,34 +23,35 @@ from latte.parallel.handover import Shard, Shards, all_gather
 
 @contextlib.contextmanager
 def context_parallel(model: nn.Module, group: Group = None) -> Iterator[nn.Module]:
-    """Within, forward and backward passes of the model are exact over a group's parts of a batch.
+    """Divide each sequence among a group of processes within a ``with`` block; results are exact.
 
         with context_parallel(model, group):
             loss = model(**shard_batch(batch, group)).loss
             loss.backward()
 
-    Each process holds consecutive tokens of every row, in the order of its rank, as many as it
-    likes. What it gets is what one process with all tokens would have for them: hidden states,
-    logits, and gradients of ``inputs_embeds``. The loss is the mean over all tokens of the group,
-    or their sum over ``num_items_in_batch``, on every process. The gradients of parameters are
-    those of one process too: they are summed over the group when the backward pass reaches the
-    parameter.
+    Each process holds consecutive tokens of every row, in the order of its rank. The processes may
+    have different numbers of tokens. Hidden states, logits and gradients of ``inputs_embeds`` are
+    those that a single process with all tokens would compute. On every process the loss is the mean
+    over all tokens of the group, or their sum divided by ``num_items_in_batch``. The gradients of
+    parameters are also those of a single process: they are summed over the group when the backward
+    pass reaches the parameter.
 
-    So a mean over processes, of ``DistributedDataParallel`` or ``fully_shard``, comes out as the
-    mean over groups, whether they run over all processes or over the other dimension of a mesh.
+    So the mean over processes of ``DistributedDataParallel`` or ``fully_shard`` is the mean over
+    groups, whether these use all processes or the other dimension of a mesh.
 
-    All processes of the group run the same passes, the backward ones within the context too.
+    All processes of the group must run the same passes, and the backward passes must be within the
+    block too.
 
     Args:
-        model: a causal model of Latte's, converted ones among them, or its decoder; it may be in
+        model: Causal model of Latte's (also a converted one) or its decoder. It may be wrapped in
             DistributedDataParallel, or sharded by ``fully_shard``.
-        group: a process group, a ``DeviceMesh`` of one dimension, or None for all processes.
+        group: Process group, ``DeviceMesh`` of one dimension, or None for all processes.
 
     Raises:
-        LatteError: there is no process group; the model cannot be cut, since it keeps all tokens
-            (full softmax attention), sees later ones, or is compiled; or it is already in a context
-            of this kind. In a pass: a cache, attention weights or ``labels`` that are not shifted
-            yet, or parts that do not fit together.
+        LatteError: There is no process group; the model cannot be divided, because it keeps all
+            tokens (full softmax attention), sees later ones, or is compiled; or the model is
+            already in such a block. In a pass: a cache, attention weights or unshifted ``labels``
+            are used, or the parts do not fit together.
     """
     group = process_group(group)
     whole = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -76,7 +77,7 @@ def context_parallel(model: nn.Module, group: Group = None) -> Iterator[nn.Modul
 
 
 def find_decoder(model: Any) -> Any:
-    """The module with the layers. Raises LatteError if a sequence cannot be cut over processes."""
+    """The module with the layers. Raises LatteError if its sequences cannot be divided."""
     name = type(model).__name__
     if any(
         module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
@@ -95,9 +96,9 @@ def find_decoder(model: Any) -> Any:
         mixer = getattr(layer, "mixer", None) or layer.self_attn
         if not getattr(mixer, "splits", False):
             raise LatteError(
-                f"context_parallel: {type(mixer).__name__} ({mixer.extra_repr()}) hands on no state"
-                " of constant size from one process to the next; expected a mixer of Latte's but"
-                " full softmax attention, without sinks or delayed latents"
+                f"context_parallel: {type(mixer).__name__} ({mixer.extra_repr()}) passes no state"
+                " of constant size from one process to the next; expected a mixer of Latte's, but"
+                " not full softmax attention, without sinks or delayed latents"
             )
     if any(hook.__module__ == __name__ for hook in decoder._forward_pre_hooks.values()):
         raise LatteError(f"context_parallel: {name} is in such a context already")
@@ -105,7 +106,7 @@ def find_decoder(model: Any) -> Any:
 
 
 def _connect(decoder: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Before the decoder's pass: what is before its tokens is with the other processes."""
+    """A hook before the decoder's pass: earlier tokens are in the other processes."""
     signature = inspect.signature(decoder.forward)
 
     def connect(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -125,7 +126,7 @@ def _connect(decoder: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
 def _look_around(
     tokens: Tensor, mask: Tensor | None, bounds: Tensor | None, group: dist.ProcessGroup
 ) -> Shards:
-    """Tell the other processes how many tokens are here, and be told: two small exchanges."""
+    """Exchange the numbers of tokens with the other processes, in two small all-gathers."""
     B, T = tokens.shape[:2]
     sequences = 0 if bounds is None else len(bounds) - 1
     own = torch.tensor([B, T, sequences], device=tokens.device)
@@ -151,13 +152,13 @@ def _look_around(
     position = torch.zeros_like(counts[0])
     for shard, count in zip(every[: dist.get_rank(group)], counts, strict=False):
         position = count if shard.begins else position + count
-    if sequences > 1:  # those that begin here have nothing before them
+    if sequences > 1:  # sequences that begin here have position 0
         position = torch.cat([position, position.new_zeros(sequences - 1)])
     return Shards(group, every, position, last)
 
 
 def _count_labels(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Before the language model's pass: its loss is a sum over the labels of all processes."""
+    """A hook before the language model's pass: its loss is over the labels of all processes."""
 
     def count(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         labels = kwargs.get("shift_labels")
@@ -211,7 +212,7 @@ def _summed(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
 
 
 def _sum_shards(module: Any, group: dist.ProcessGroup) -> None:
-    """Let ``fully_shard`` sum what it has reduced, or scale it where its mean is over the group."""
+    """Let ``fully_shard`` sum gradients over the group, or undo its mean if that was over it."""
     own = [p for p in module.parameters() if isinstance(p, DTensor)]
     if not own:
         return

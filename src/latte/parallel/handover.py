@@ -1,8 +1,8 @@
-"""What each op hands on from one process's tokens to the next process's, and how it is gathered.
+"""The state that each op passes from one process's tokens to the next process's.
 
-Every process makes the state that its own tokens alone leave behind, all exchange these in one
-all-gather, and each merges those of the processes before it into the ``initial_state`` of its op.
-The gradients go the same way back: that of an all-gather is a reduce-scatter.
+Every process computes the state of its own tokens. All processes exchange these states in one
+all-gather. Each process merges the states of the processes before it into the ``initial_state`` of
+its op. The gradients return the same way: the gradient of an all-gather is a reduce-scatter.
 
 Shape suffixes: B batch (1 where sequences are packed), T tokens, N packed sequences, H query heads,
 G key/value heads, L latents per head, D value width, E channels, P slots of a tail, R processes.
@@ -45,15 +45,16 @@ def all_gather(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all processes, (R, N), differentiable."""
     renamed = getattr(collectives, "all_gather_single_autograd", None)  # by PyTorch 2.13
     gather = renamed or collectives.all_gather_tensor_autograd
-    return gather(x_N[None], 0, group).clone()  # a plain tensor, which the exchange has filled
+    return gather(x_N[None], 0, group).clone()  # waits for the exchange and gives a plain tensor
 
 
 class Shard(NamedTuple):
     """The tokens of one process.
 
     Attributes:
-        tokens: T, how many there are of each row.
-        begins: the row's last sequence begins here; what was before does not matter after it.
+        tokens: Number T of tokens of each row.
+        begins: Whether the row's last sequence begins here. Later processes then need nothing
+            from before.
     """
 
     tokens: int
@@ -65,10 +66,11 @@ class Shards:
     """The tokens of a group's processes in one forward pass, seen from one of them.
 
     Attributes:
-        group: the processes, in the order of the tokens.
-        every: the tokens of each.
-        position: (B or N,) int64, real tokens before this process's, of each of its sequences.
-        last: (1, T) bool, the tokens of a packed row's last sequence; None: all.
+        group: Processes, in the order of their tokens.
+        every: Tokens of each process.
+        position: Number of real tokens before this process's, for each of its sequences, (B or N,)
+            int64.
+        last: Whether a token is of the packed row's last sequence, (1, T) bool; None: all are.
     """
 
     group: dist.ProcessGroup
@@ -87,11 +89,11 @@ class Shards:
         """The op's output for this process's tokens; its ``initial_state`` comes from the others.
 
         Raises:
-            ValueError: the op has no state of constant size.
+            ValueError: The op has no state of constant size.
         """
         if op not in HANDOVERS or options.get("window", 1) is None:
             raise ValueError(
-                f"context_parallel: {op.__name__} has no state of constant size to hand on"
+                f"context_parallel: {op.__name__} has no state of constant size to pass on"
             )
         handover = HANDOVERS[op]
         own = handover.own(self, *inputs, **options)
@@ -105,7 +107,7 @@ class Shards:
         gathered, states = self._gather(own)
         for shard, theirs in zip(self.every[: self.rank], states, strict=False):
             state = theirs if shard.begins else handover.follow(state, theirs, shard)
-        # Process 0 uses nothing of the others, but has to take part in their backward pass.
+        # Process 0 uses no state of the others, but must take part in their backward pass.
         nothing = gathered[:0].sum()
         state = tuple(x + nothing.to(x.dtype) if x.is_floating_point() else x for x in state)
         rows = len(self.position) - len(state[0])
@@ -115,11 +117,11 @@ class Shards:
         return tuple(torch.cat(pair) for pair in zip(state, new, strict=True))
 
     def _gather(self, own: State) -> tuple[Tensor, list[State]]:
-        """All processes' states, as one tensor (R, numbers) and as they were."""
+        """The states of all processes, as one tensor (R, numbers) and as tuples of tensors."""
         dtype = torch.float64 if own[0].dtype == torch.float64 else torch.float32
         flat = torch.cat([x.reshape(-1).to(dtype) for x in own])
         gathered = flat.new_zeros(len(self.every), 0)
-        if len(flat):  # a window of one token, or a convolution of one tap, hands on nothing
+        if len(flat):  # a window of one token, or a convolution of one tap, has an empty state
             gathered = all_gather(flat, self.group)
         sizes = [x.numel() for x in own]
         states = [
@@ -136,14 +138,15 @@ class Shards:
 
 
 class Handover(NamedTuple):
-    """How an op's state goes from process to process.
+    """The functions that pass an op's state from process to process.
 
     Attributes:
-        fills: what the tensors of the state are filled with before the first token; those of
-            latents that do not forget lack the last.
-        own: the state after this process's tokens of the row's last sequence, from nothing.
-        follow: the state after one state and another of a later shard.
-        build: the op's ``initial_state``.
+        fills: Values of the state's tensors before the first token. Latents that do not forget do
+            not have the last tensor.
+        own: Function for the state after this process's tokens of the row's last sequence, from
+            the empty state.
+        follow: Function that merges a state with the state of a later shard.
+        build: Function that makes the op's ``initial_state``.
     """
 
     fills: tuple[float, ...]
@@ -165,16 +168,16 @@ def _latents(
     log_decay: Tensor | None = None,
     **_: Any,
 ) -> State:
-    """Log-mass (B, H, L) and mean (B, H, L, D), without any query.
+    """Log-mass (B, H, L) and mean (B, H, L, D), computed without queries.
 
-    Then the total log-decay (B, H, L), if the latents forget.
+    If the latents forget, the total log-decay (B, H, L) follows.
     """
     dtype, real = computation_dtype(k_BTHL.dtype), shards.of_last(key_mask)
     k, v = k_BTHL.to(dtype), without_masked(real, v_BTGD.to(dtype))
     forgotten: State = ()
     if log_decay is not None:
         g = without_masked(real, log_decay.to(dtype).expand_as(k))
-        # What is forgotten of a token: the sum over those after it.
+        # The total decay of a token is the sum over the tokens after it.
         k = k + F.pad(g.flip(1).cumsum(1)[:, :-1], (0, 0, 0, 0, 1, 0)).flip(1)
         forgotten = (g.sum(1),)
     if real is not None:
@@ -233,12 +236,12 @@ def _convolution(
 
 
 def _of_last(state: State, cu_seqlens: Tensor | None) -> State:
-    """Of each packed sequence's state that of the last one; rows that are none have one each."""
+    """The state of the last packed sequence; of rows that are not packed, all states."""
     return tuple(state) if cu_seqlens is None else tuple(x[-1:] for x in state)
 
 
 def _followed_tail(before: State, own: State, shard: Shard) -> State:
-    """The tokens of a short shard push the earlier ones on."""
+    """The last tokens of both shards: a short shard replaces only some of the earlier tokens."""
     kept = max(own[0].shape[1] - shard.tokens, 0)
     pairs = zip(before, own, strict=True)
     return tuple(torch.cat([x[:, x.shape[1] - kept :], y[:, kept:]], 1) for x, y in pairs)

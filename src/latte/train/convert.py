@@ -7,7 +7,8 @@
       next-token/         next-token training, a run folder
       config.json, model.safetensors, tokenizer.json ...   the result
 
-Run again, it goes on where it stopped. `latte.evaluate.lengths` compares base and result.
+When it is run again, it continues where it stopped. `latte.evaluate.lengths` compares base and
+result.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ConversionRecipe:
     plugins: list[str] = field(default_factory=list)  # files or modules, imported first
 
     def stages(self, base: str, output: Path) -> dict[str, Recipe]:
-        """The training runs, in order: each goes on from the one before."""
+        """The training runs, in order. Each starts from the result of the one before."""
         found: dict[str, Recipe] = {}
         start = base
         # The first stage is not the Trainer's: of a run's training it has a placeholder.
@@ -116,7 +117,7 @@ def convert_and_train(
     """Convert `base` and run the recipe's stages; returns the output folder, which has the result.
 
     Raises:
-        LatteError: the base, the recipe or the text will not do, or `output` holds something else.
+        LatteError: The base, the recipe or the text cannot be used, or `output` has other files.
     """
     from latte.train.run import first_alone, train
 
@@ -143,7 +144,7 @@ def convert_and_train(
         if not result.finished:
             raise LatteError(
                 f"{name} was stopped at step {result.steps} by its max_minutes; run again with"
-                " more to go on"
+                " more to continue"
             )
     first_alone(lambda: _export(Path(list(stages.values())[-1].output_dir), folder))
     return folder

@@ -49,12 +49,12 @@ def starting_config(section: ConversionSection) -> Any:
 
 
 def starting_model(section: ConversionSection, seed: int, rows: Sequence[torch.Tensor]) -> Any:
-    """The converted model in training mode, with gradients for what `trainable` names alone.
+    """The converted model in training mode, with gradients only for the `trainable` weights.
 
-    What is trained is fp32 at least, whatever the base's precision.
+    Trained weights are at least fp32, whatever the base's precision.
 
     Args:
-        rows: token ids (T,) of the training text, of which landmarks are computed.
+        rows: Token ids, (T,) each, of the training text, to compute landmarks from.
     """
     config = starting_config(section)
     assert section.base is not None
@@ -208,7 +208,7 @@ class ConversionTrainer(LatteTrainer):
         return {"output_error": output / passes, "mass_divergence": mass / passes}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Checkpoints keep low-rank updates apart, to go on with; the result has them merged in."""
+        """Save low-rank updates apart in checkpoints, to resume, and merged in the result."""
         if self.section.trainable != "lora" or _internal_call or output_dir is None:
             return super().save_model(output_dir, _internal_call)
         if self._sharded:

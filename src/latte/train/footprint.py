@@ -28,7 +28,7 @@ def check_memory(recipe: Recipe, config: Any) -> None:
     """Raise LatteError for a model or a batch that is larger than the machine's memory.
 
     Args:
-        config: of the model, whose vocabulary may be larger once the tokenizer is known.
+        config: Configuration of the model. Its vocabulary may grow once the tokenizer is known.
     """
     training = recipe.training
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,13 +1,13 @@
 """The first stage of a conversion: every layer learns its base's attention by itself.
 
     OUT/layers/
-      rows/row-00000.safetensors ...      what the layers of the base read, recorded once
+      rows/row-00000.safetensors ...      the inputs of the base's layers, recorded once
       fitted/layer-00.safetensors ...     the latents of the layers that are done
       layers.csv                          their errors on held-out rows
       config.json, model.safetensors ...  the model, once all layers are done
 
-Run again, it goes on where it stopped: a row that is recorded and a layer that is fitted are not
-done anew. Layers are fitted in several processes of one thread each.
+When it is run again, it continues where it stopped: recorded rows and fitted layers are kept.
+Layers are fitted in several processes of one thread each.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     """Fit all converted layers of the recipe's base; returns the folder, which has the model.
 
     Raises:
-        LatteError: the recipe keeps documents apart inside a block, the text is too short, or the
+        LatteError: The recipe keeps documents apart inside a block, the text is too short, or the
             folder cannot be written.
     """
     folder = Path(recipe.output_dir)

@@ -28,12 +28,12 @@ LOSS_PARTS = (
 
 
 class Progress(TrainerCallback):
-    """Speeds, memory and remaining time beside the losses; writes them everywhere.
+    """Reports losses, speeds, memory and remaining time to the terminal and to files.
 
     Args:
-        recipe: the run's recipe.
-        label: what the bar is called, such as the preset's name.
-        quiet: no bar and no lines (the files are written all the same).
+        recipe: Recipe of the run.
+        label: Name of the bar, such as the preset's name.
+        quiet: Whether to print no bar and no lines. The files are written anyway.
     """
 
     def __init__(self, recipe: Recipe, label: str | None = None, quiet: bool = False) -> None:

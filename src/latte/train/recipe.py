@@ -2,10 +2,11 @@
 
     latte train recipes/tiny/latte-r-swa++.yaml training.max_steps=200 output_dir=runs/mine
 
-A recipe has the sections `model`, `data`, `training` and an `output_dir`; `base: other.yaml`
-(relative to the file) starts from another recipe. `plugins: [my_mixer.py, a.module]` are imported
-before the model is built, so that `model` can name what they register. Every key below can be
-overridden on the command line by its dotted name. This module never imports torch.
+A recipe has the sections `model`, `data`, `training` and an `output_dir`. `base: other.yaml`
+(relative to the file) takes another recipe's values first. `plugins: [my_mixer.py, a.module]` are
+imported before the model is built, so that `model` can name mixers and models that they register.
+Every key below can be overridden on the command line by its dotted name. This module never imports
+torch.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from latte.data.preparing import DataSection
 from latte.errors import LatteError, check_seed
 from latte.train.typed import apply_override, build, merge, read_yaml
 
-# Of `training`: how often a run reports, and how long it may take. It stays the same run.
+# Keys of `training` for reports and duration. A run may be resumed with other values of them.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
-# Of `conversion` and of `training`: keys that a run begun by an earlier version does not have.
+# Keys that earlier versions did not have. The runs of those versions can still be resumed.
 LATER = ("forgetting", "half_life_range", "keep_layers")
 LATER_IN_TRAINING = ("context_parallel",)
 LATER_IN_DATA = ("start_blocks",)
-# Of `training` too: what cannot be 0.
+# Keys of `training` that cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
 POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
 
 
 @dataclass
 class ModelSection:
-    """Which model: `latte.models.preset_config(preset, size, **overrides)`.
+    """The model: `latte.models.preset_config(preset, size, **overrides)`.
 
-    `preset` may also name any other model of `latte.models.registry`. With an
-    `architecture`, a plain model of Transformers instead, such as a base to convert: `preset` and
-    `size` are not used, and `overrides` are fields of its config.
+    `preset` may also be the name of any other model of `latte.models.registry`. With an
+    `architecture` it is a plain model of Transformers instead, such as a base to convert. Then
+    `preset` and `size` are not used, and `overrides` are fields of its config.
     """
 
     preset: str = "latte-r-swa++"
@@ -48,12 +49,12 @@ class ModelSection:
 
     @property
     def name(self) -> str:
-        """What tables and figures call the model."""
+        """The model's name in tables and figures."""
         return self.architecture or self.preset
 
     @property
     def is_comparator(self) -> bool:
-        """Whether its name is that of a model to compare with: registered, and no preset."""
+        """Whether this is a comparator: a registered model that is not a preset."""
         from latte.models.registry import other_models
 
         return self.architecture is None and self.preset in other_models()
@@ -61,10 +62,10 @@ class ModelSection:
 
 @dataclass
 class TrainingSection:
-    """AdamW with warmup and decay; lengths in optimiser steps unless a name says otherwise.
+    """AdamW with warmup and decay. Lengths are in optimiser steps unless a name says otherwise.
 
-    Give exactly one of `max_steps` and `max_tokens`. `max_minutes` is a budget of wall time on
-    top: the run saves and stops there, though its schedule is still that of the steps.
+    Give exactly one of `max_steps` and `max_tokens`. `max_minutes` limits the wall time too: the
+    run saves and stops then, but the learning-rate schedule does not change.
     """
 
     max_steps: int | None = None
@@ -75,7 +76,7 @@ class TrainingSection:
     learning_rate: float = 1e-3  # the peak, after warmup
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 100
-    min_learning_rate: float = 0.0  # what the decay ends at
+    min_learning_rate: float = 0.0  # at the end of the decay
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     epsilon: float = 1e-8
     weight_decay: float = 0.1  # on matrices; not on norms, biases and gates
@@ -87,7 +88,7 @@ class TrainingSection:
     chunked_loss: bool = False  # the loss without all logits in memory
     gradient_checkpointing: bool = False
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
-    context_parallel: int = 1  # processes that each block is cut over, under torchrun
+    context_parallel: int = 1  # number of processes that share each block, under torchrun
     seed: int = 0
     log_steps: int = 10
     save_steps: int = 500
@@ -97,28 +98,28 @@ class TrainingSection:
 
 @dataclass
 class ConversionSection:
-    """A pretrained decoder as the start: how it becomes Latte-Macchiato, and what is trained.
+    """The conversion of a pretrained decoder to Latte-Macchiato, and the weights that are trained.
 
-    With a `base`, `model` is not used, and `data.tokenizer` is the base's. A base that has been
-    converted already is gone on with; its own window, latents and the like must be the ones here.
+    With a `base`, `model` is not used, and `data.tokenizer` is the base's. If the base is already
+    converted, its training continues; its window, latents and the like must be the same as here.
     """
 
     base: str | None = None  # a folder, or a name on the Hub
-    window: int = 128  # keys that the window sees, self included
-    num_latents: int | None = None  # over all query heads; None: 16 a head
+    window: int = 128  # number of keys that the window sees, self included
+    num_latents: int | None = None  # total over all query heads; None: 16 per head
     latent_input: Literal["none", "conv", "rglru"] = "none"
-    window_probability: float = 0.95  # what p(l=0) starts at
+    window_probability: float = 0.95  # initial value of p(l=0)
     rglru_decay_range: list[float] = field(default_factory=lambda: [0.9, 0.999])  # initial decays
-    forgetting: Literal["none", "static", "gated"] = "none"  # the latents' horizon
+    forgetting: Literal["none", "static", "gated"] = "none"  # whether and how latents forget
     half_life_range: list[float] = field(default_factory=lambda: [4.0, 512.0])  # initial, in tokens
-    num_sinks: int = 4  # first tokens that stay visible to the window
-    delay_latents: bool = True  # feed latents only with tokens that have left the window
+    num_sinks: int = 4  # number of first tokens that stay visible to the window
+    delay_latents: bool = True  # latents read a token only when it has left the window
     joint_softmax: bool = True  # the window's keys and the latents share one softmax
     initial: Literal["auto", "landmarks", "random"] = "auto"  # auto: landmarks where latents read x
-    keep_layers: list[int] = field(default_factory=list)  # of full attention, left to the base
+    keep_layers: list[int] = field(default_factory=list)  # layers that keep full attention
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
     objective: Literal["next-token", "transfer"] = "next-token"
-    mass_weight: float = 1.0  # of KL(m || p(l=0)) in attention transfer
+    mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in attention transfer
     distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
     trainable: Literal["latents", "lora", "all"] = "latents"  # with lora: the latents too
     lora_rank: int = 16
@@ -144,19 +145,19 @@ class ConversionSection:
 
 @dataclass
 class ComparisonSection:
-    """What `latte compare` puts side by side; of no meaning to a single run."""
+    """Options of `latte compare`. A single run ignores them."""
 
     presets: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)  # none: one run each, by training.seed
-    baseline: str | None = None  # what differences are taken to; None: transformer++ or the first
+    baseline: str | None = None  # model to compare with; None: transformer++ or the first
     lengths: list[int] | None = None  # context lengths of the evaluation, in tokens
-    positions: list[int] = field(default_factory=list)  # where to divide scores within windows
-    max_tokens: int | None = None  # held-out tokens scored at the end; None: all
+    positions: list[int] = field(default_factory=list)  # positions that divide windows' scores
+    max_tokens: int | None = None  # number of held-out tokens scored at the end; None: all
 
 
 @dataclass
 class Recipe:
-    """One training run, complete."""
+    """All settings of one training run."""
 
     model: ModelSection = field(default_factory=ModelSection)
     conversion: ConversionSection = field(default_factory=ConversionSection)
@@ -171,10 +172,10 @@ class Recipe:
         return values if self.plugins else {k: v for k, v in values.items() if k != "plugins"}
 
     def import_plugins(self) -> None:
-        """Import what registers the recipe's model, or parts of it, in `latte.models.registry`.
+        """Import the plugins, which register models or mixers in `latte.models.registry`.
 
         Raises:
-            LatteError: there is no such file or module, or it fails.
+            LatteError: A file or module does not exist, or its import fails.
         """
         from latte.models.registry import load_plugin
 
@@ -183,26 +184,26 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """What tables and figures call the model."""
+        """The model's name in tables and figures."""
         if self.conversion.base is not None:
             return f"{Path(self.conversion.base).name}, converted"
         return self.model.name
 
     def tokens_per_step(self, processes: int = 1) -> int:
-        """Tokens read in one optimiser step over all processes."""
+        """The number of tokens of one optimiser step, over all processes."""
         section = self.training
         groups = max(1, processes // section.context_parallel)
         return section.batch_size * section.gradient_accumulation * groups * self.data.block_length
 
     def steps(self, processes: int = 1) -> int:
-        """Optimiser steps of the whole run (tokens are rounded up to whole steps)."""
+        """The number of optimiser steps of the run (tokens are rounded up to whole steps)."""
         if self.training.max_steps is not None:
             return self.training.max_steps
-        assert self.training.max_tokens is not None  # `check` saw to it
+        assert self.training.max_tokens is not None  # `check` ensures it
         return -(-self.training.max_tokens // self.tokens_per_step(processes))
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs the same run: everything but where and how often it reports."""
+        """The settings that must be the same to resume a run: all but those of reports."""
         values = self.as_dict()
         del values["output_dir"], values["comparison"]
         del values["data"]["cache_dir"]
@@ -217,9 +218,9 @@ class Recipe:
 def leave_out_later(
     conversion: dict[str, Any], data: dict[str, Any], *training: dict[str, Any]
 ) -> None:
-    """Take new keys out of sections of an identity where they are at their defaults.
+    """Remove keys that earlier versions did not have from an identity, if they are defaults.
 
-    A run that an earlier version has begun is then the same run.
+    So a run of an earlier version can be resumed.
     """
     sections: list[tuple[dict[str, Any], Any, tuple[str, ...]]] = [
         (conversion, ConversionSection, LATER),
@@ -237,7 +238,8 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """Read a YAML recipe, apply dotted overrides, check everything.
 
     Raises:
-        LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
+        LatteError: The file is missing or not valid YAML, a key is unknown, or a value has a wrong
+            type or is impossible.
     """
     tree = read_with_bases(Path(path))
     _make_room_for_length(tree, overrides)
@@ -249,18 +251,18 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def plugin_names(plugins: list[str]) -> list[str]:
-    """Of files and modules, as a run's identity has them: where a file lies makes no other run."""
+    """The names of plugins in a run's identity, without folders: a file may be moved."""
     return [Path(plugin).name if plugin.endswith(".py") else plugin for plugin in plugins]
 
 
 def located(plugin: str) -> str:
-    """A file's whole path, by which a stored recipe finds it again; a module's name as it is."""
+    """The absolute path of a file, so that a stored recipe finds it; a module's name unchanged."""
     if not plugin.endswith(".py"):
         return plugin
     path = Path(plugin).expanduser()
     if not path.is_file():
         raise LatteError(
-            f"plugins: {plugin} is no file, neither beside the recipe nor in {Path.cwd()}"
+            f"plugins: {plugin} is not a file, neither next to the recipe nor in {Path.cwd()}"
         )
     return str(path.resolve())
 
@@ -281,7 +283,7 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
 
 
 def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's tree, merged into those that it names as its bases."""
+    """The values of a recipe, merged into those of its bases."""
     if path.resolve() in seen:
         raise LatteError(f"recipe {path} is its own base: {' -> '.join(map(str, seen))}")
     if path.is_dir():
@@ -307,7 +309,7 @@ def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(read_with_bases(path.parent / base, (*seen, path.resolve())), tree)
 
 
-# What a value is expected to be, as errors say it.
+# Checks of values, by the words that errors use for what is expected.
 EXPECTED: dict[str, Callable[[Any], bool]] = {
     "a number above 0": lambda value: value > 0,
     "0 or more": lambda value: value >= 0,
@@ -321,7 +323,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
 
 
 def expect(recipe: Any, what: str, *keys: str) -> None:
-    """Raise LatteError for a value that is given, by its dotted key, and not what is expected."""
+    """Raise LatteError if the value of a dotted key is given and is not as expected."""
     for key in keys:
         value = operator.attrgetter(key)(recipe)
         if value is not None and not EXPECTED[what](value):
@@ -329,7 +331,7 @@ def expect(recipe: Any, what: str, *keys: str) -> None:
 
 
 def check(recipe: Recipe) -> Recipe:
-    """Values that have the right type but cannot be used together."""
+    """Refuse values of the right type that are impossible, or that do not go together."""
     training, conversion = recipe.training, recipe.conversion
     if (training.max_steps is None) == (training.max_tokens is None):
         raise LatteError(

@@ -55,8 +55,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     uninterrupted run with as many processes.
 
     Raises:
-        LatteError: anything wrong with the recipe, the text or the folder, or a loss that is not
-            finite.
+        LatteError: The recipe, the text or the folder cannot be used, or the loss is not finite.
     """
     check_model(recipe)
     check_speed(recipe)
@@ -113,7 +112,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
 
 
 def check_groups(key: str, together: int, processes: int) -> None:
-    """Raise LatteError where processes do not make whole groups of so many."""
+    """Raise LatteError if the number of processes is not a multiple of ``together``."""
     if processes % together:
         raise LatteError(
             f"{key}={together}: expected a multiple of {together} processes, got {processes};"
@@ -286,7 +285,7 @@ def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished:
                 f"finished: {folder} holds the model (try: latte generate {folder})"
                 if finished
                 else f"stopped at step {result['steps']} by training.max_minutes="
-                f"{recipe.training.max_minutes:g}; run again with more minutes to go on",
+                f"{recipe.training.max_minutes:g}; run again with more minutes to continue",
                 flush=True,
             )
     if trainer.args.world_size > 1:
@@ -327,7 +326,7 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
 
 
 def _emulates_bf16() -> bool:
-    """Whether training runs on a CPU without AVX-512 or its like, which oneDNN asks for."""
+    """Whether training runs on a CPU without AVX-512 or the like, which oneDNN needs for bf16."""
     if torch.accelerator.is_available():
         return False
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -84,11 +84,11 @@ class Claim:
 
 
 def claim(recipe: Identified, processes: int = 1) -> Claim:
-    """Take `recipe.output_dir` for this run, or say in one line why not. Overwrites nothing.
+    """Lock `recipe.output_dir` for this run. Nothing is overwritten.
 
     Raises:
-        LatteError: the folder cannot be written, holds another run or something else, is in
-            use by another process, or all its checkpoints are damaged.
+        LatteError: The folder cannot be written, has another run or other files, is in use by
+            another process, or all its checkpoints are damaged.
     """
     identity = {"recipe": recipe.identity(), "processes": processes}
     owner, new = take(
@@ -122,14 +122,14 @@ def take(
     what: str = "run",
     identity: Callable[[Any], dict[str, Any]] = lambda content: content["identity"],
 ) -> tuple[Claim, bool]:
-    """Hold a folder whose file `name` says whose it is; whether it is new, and the file written.
+    """Lock a folder whose file `name` stores its identity. Returns the lock, and whether it is new.
 
     Args:
-        content: what a new folder's file says.
-        wanted, what, identity: as of `check_same`, for a file that was there.
+        content: Content of the file of a new folder.
+        wanted, what, identity: Arguments of `check_same`, for a file that exists.
 
     Raises:
-        LatteError: the folder cannot be written, holds something else, or is in use.
+        LatteError: The folder cannot be written, has other files, or is in use.
     """
     made = not folder.exists()
     writable_folder(folder)
@@ -185,8 +185,8 @@ def check_same(
     """Raise LatteError if a folder's file names another identity than `wanted`, by its first key.
 
     Args:
-        what: the folder is to hold.
-        identity: of the file's content.
+        what: Name of what the folder should have, for the error.
+        identity: Function that gives the identity of the file's content.
     """
     try:
         found = identity(json.loads(file.read_text(encoding="utf-8")))

@@ -61,7 +61,7 @@ class Score:
 
 
 def turns(device: torch.device, together: int) -> dict[str, Any]:
-    """Options of `score` by which all processes take part, so many of them sharing each window."""
+    """Options of `score` for all processes. Groups of ``together`` processes share each window."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes == 1:
         return {}
@@ -86,21 +86,21 @@ def score(
     """Score all windows of `length` tokens.
 
     Args:
-        model: a causal language model of transformers; it is left in its mode.
-        length: window length n, in tokens.
-        segment: tokens read at a time; longer windows carry the cache from segment to segment.
-            Comparators, which name and keep their states in ways of their own, read all at once.
-        batch_tokens: inputs side by side in a batch (one window at least); fewer if the logits of
-            a segment would take more than 1 GiB.
-        bf16: autocast to bfloat16; the NLL is computed in fp32 and summed in fp64.
-        rank, processes: with several processes each takes every `processes`-th batch, all make
-            the same number of forward passes (sharded models need that), and the sums are
-            reduced.
-        group: processes of one rank among whom each window is cut (:mod:`latte.parallel`); all
-            read their part at once.
-        positions: in windows where to divide the scores, rising: [64, 256] gives those of
-            predictions from inputs 0 to 63, 64 to 255 and from 256 on, which see as many before.
-        on_batch: called with the number of tokens scored after each batch.
+        model: Causal language model of Transformers. Its mode (train or eval) is not changed.
+        length: Window length n in tokens.
+        segment: Number of tokens read at a time. Longer windows pass the cache from segment to
+            segment. Comparators keep their states in other ways, so they read a window at once.
+        batch_tokens: Number of input tokens in a batch (at least one window). It is reduced if the
+            logits of a segment would take more than 1 GiB.
+        bf16: Whether to autocast to bfloat16. The NLL is computed in fp32 and summed in fp64.
+        rank, processes: This process's rank, and the number of processes. Each process takes every
+            `processes`-th batch. All make the same number of forward passes, as sharded models
+            need. The sums are reduced.
+        group: Processes that divide each window among them (:mod:`latte.parallel`). They read
+            their parts at the same time.
+        positions: Rising positions in a window that divide its scores. [64, 256] gives separate
+            scores of the predictions from inputs 0 to 63, 64 to 255, and from 256 on.
+        on_batch: Function that is called after each batch with its number of scored tokens.
     """
     device = next(model.parameters()).device
     if not carries_state(model):

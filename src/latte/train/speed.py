@@ -1,7 +1,7 @@
 """Faster training on request: the ops' backend, compiled blocks, Liger's kernels, a loss in chunks.
 
-They change how a model computes and not what: parameters keep their names, and a saved model is
-the plain one. Nothing here is on unless a recipe or a caller asks for it.
+They change how a model computes, not its results: parameters keep their names, and a saved model
+is a plain one. Everything here is off unless a recipe or a caller turns it on.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def liger_functions() -> tuple[Any, Any]:
 
 
 def use_liger(model: nn.Module) -> int:
-    """Let RMSNorm and SwiGLU run on Liger-Kernel's Triton kernels, in place; how many now do.
+    """Let RMSNorm and SwiGLU use Liger-Kernel's Triton kernels, in place. Returns their number.
 
     Raises:
         LatteError: liger-kernel is not installed, or the model has no such module.

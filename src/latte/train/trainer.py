@@ -1,14 +1,15 @@
-"""The Hugging Face Trainer, made exact: atomic checkpoints, data by index, honest losses.
+"""The Hugging Face Trainer, made exact: atomic checkpoints, data by index, exact losses.
 
-What is changed, and why:
+The changes, and their reasons:
 
 - Example i is a function of (seed, i), read in order, so that a resumed run sees the same data.
-- A checkpoint is staged and renamed; a killed process never leaves half of one.
-- The logged loss is the summed NLL of the log window over its token count; a loss or a gradient
-  norm that is not finite stops the run before it can reach the weights.
-- FSDP2 is applied here by plain `fully_shard`, before an optimiser is made: Accelerate turns it
-  into DDP on a CPU without a word. Its checkpoints are distributed (each process writes its
-  shards); the exported model is gathered once, in full.
+- A checkpoint is written to a temporary folder and renamed. A killed process never leaves an
+  incomplete one.
+- The logged loss is the summed NLL since the last log line, divided by its number of tokens. If
+  the loss or a gradient norm is not finite, the run stops before the weights change.
+- FSDP2 is applied here by plain `fully_shard`, before an optimiser is made. Accelerate would use
+  DDP instead on a CPU, without a warning. FSDP2's checkpoints are distributed: each process writes
+  its shards. The exported model is gathered once, in full.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
 from latte.train.speed import of_own_blocks, quicken
 
-# What libraries keep in more than one dimension and is no matrix: biases by head, Mamba's rates of
-# forgetting, RWKV's rates, mixing shares and bonuses.
+# Parameters of other libraries with more than one dimension that are not matrices: biases by head,
+# Mamba's decay rates, RWKV's rates, mixing shares and bonuses.
 _RATES = re.compile(r"(bias|bonus|A_log|time_\w+)$")
 
 
-SHARDS = "shards"  # of a checkpoint: a folder with each process's part
+SHARDS = "shards"  # folder of a checkpoint with each process's part
 
 
 class Diverged(LatteError):
@@ -66,12 +67,17 @@ class LatteTrainer(Trainer):
     """Trains one model by one recipe. See the module docstring.
 
     Args:
-        recipe: the checked recipe.
-        steps: optimiser steps of the whole run.
-        text: what it holds out is scored at `eval_steps` and at the end, at the training length.
+        recipe: Checked recipe.
+        model: Model to train.
+        text: Text of the run. Its held-out part is scored every `eval_steps` and at the end, at
+            the training length.
+        train_dataset: Training blocks.
+        collate: Function that makes a batch of blocks.
+        steps: Number of optimiser steps of the whole run.
+        callbacks: Callbacks of the Trainer.
     """
 
-    # The Trainer types these as possibly None, which they are not once training has begun.
+    # The Trainer declares these as possibly None. They are not None during training.
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -92,9 +98,9 @@ class LatteTrainer(Trainer):
         self._sharded, self.group = False, None
         self._use_cache = getattr(model.config, "use_cache", False)
         quicken(model, recipe)
-        # Libraries differ in whether their loss is a mean over the batch or over all micro-batches,
-        # and some take `num_items_in_batch` without using it: of a model to compare with that does
-        # not say that it divides by it, only the logits are asked for.
+        # The loss of some libraries is a mean over the batch, of others over all micro-batches.
+        # Some accept `num_items_in_batch` without using it. So for a comparator that does not
+        # declare that it divides by it, the loss is computed here from the logits.
         logits_alone = recipe.model.is_comparator and not getattr(
             model, "accepts_loss_kwargs", False
         )
@@ -119,7 +125,7 @@ class LatteTrainer(Trainer):
         if recipe.training.strategy == "fsdp2" and self.args.world_size > 1:
             self._sharded = True
             shard(self.model, self.args.device)
-            # The model places itself and reduces its gradients: Accelerate must not wrap it.
+            # FSDP2 moves the model and reduces its gradients, so Accelerate must not wrap it.
             self.is_distributed_loading_by_transformers = True
 
     # ---- data, optimiser, schedule
@@ -159,7 +165,7 @@ class LatteTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        # Each group counts its labels on all of its processes, which DDP's mean over them undoes.
+        # All processes of a group count the same labels; DDP's mean over processes corrects that.
         if self.group is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:
@@ -171,17 +177,18 @@ class LatteTrainer(Trainer):
         # loss = (this process's summed NLL) / (tokens of the step, all processes) * processes
         items = num_items_in_batch / self.args.world_size
         share = items / self.current_gradient_accumulation_steps
-        # Tokens are counted in equal shares: they add up to the step's count over everything.
+        # Tokens are counted in equal shares. Over processes and micro-batches they sum to the
+        # step's number of tokens.
         self._window += torch.stack([loss.double() * items, share.double()])
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Runs between the backward pass and the optimiser's step, on every step."""
+        """Check the gradient norm between the backward pass and the optimiser's step."""
         norm = super()._get_grad_norm(model, grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self._not_finite |= ~torch.isfinite(torch.as_tensor(norm, device=self.args.device))
-        # Reading a flag waits for a GPU, so there only now and then; a CPU has nothing to wait for.
+        # Reading the flag waits for a GPU, so there it is read only at some steps.
         step = self.state.global_step + 1
         looked_at = (step % k == 0 for k in (self.args.logging_steps, self.args.save_steps))
         if self.args.device.type == "cpu" or any(looked_at) or step >= self.state.max_steps:
@@ -204,7 +211,7 @@ class LatteTrainer(Trainer):
         super().log(logs, start_time)
 
     def loss_parts(self, loss: float) -> dict[str, float]:
-        """What is logged beside the loss, nats per token."""
+        """The values that are logged besides the loss (in nats per token)."""
         return {
             "perplexity": math.exp(min(loss, 700.0)),
             "bits_per_byte": loss / math.log(2) / self.text.bytes_per_token,
@@ -236,7 +243,7 @@ class LatteTrainer(Trainer):
     # ---- checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The Trainer's checkpoint, written aside and renamed when every process has written."""
+        """Write the Trainer's checkpoint to a temporary folder, and rename it when all are done."""
         folder = Path(self.recipe.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
@@ -248,7 +255,7 @@ class LatteTrainer(Trainer):
         except (OSError, RuntimeError, SafetensorError) as error:  # each writer's own
             raise LatteError(
                 f"checkpoint {folder / name} cannot be written: {one_line(error, first=True)};"
-                " run again to go on from the one before"
+                " run again to continue from the one before"
             ) from error
         finally:
             self.args.output_dir = str(folder)
@@ -267,12 +274,12 @@ class LatteTrainer(Trainer):
             self.export(folder, state)
 
     def export(self, folder: str, state: dict[str, torch.Tensor] | None) -> None:
-        """Write a model folder; `state` are its weights where they are not the model's own."""
+        """Write a model folder. `state` are its weights if they must be gathered, else None."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if state is not None and model.config.tie_word_embeddings:
             for name in model._tied_weights_keys:  # gathered twice, saved once
                 state.pop(name, None)
-        # The Trainer turns the cache off, for itself: a loaded model should have one.
+        # The Trainer turns the cache off during training. A loaded model should have one.
         training, model.config.use_cache = model.config.use_cache, self._use_cache
         try:
             model.save_pretrained(folder, state_dict=state)
@@ -323,10 +330,10 @@ class LatteTrainer(Trainer):
 
 
 def decayed_names(model: nn.Module) -> list[str]:
-    """Parameters that weight decay is for: matrices.
+    """The names of the parameters with weight decay: matrices.
 
-    Not norms, biases and rates of forgetting, whichever library's, nor what a layer names in its
-    ``undecayed``.
+    Norms, biases and decay rates, of any library, have no weight decay, nor have parameters that a
+    layer lists in its ``undecayed``.
     """
     spared = {
         f"{path}.{name}"
@@ -343,7 +350,7 @@ def decayed_names(model: nn.Module) -> list[str]:
 def next_token_loss(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Summed NLL of the next tokens over their number in the whole step, as of our own models."""
+    """The summed NLL divided by the number of tokens of the step, as in Latte's own models."""
     vocab_size = outputs.logits.shape[-1]
     return ForCausalLMLoss(outputs.logits, labels, vocab_size, num_items_in_batch)
 
@@ -351,7 +358,7 @@ def next_token_loss(
 def learning_rate_factor(
     step: int, steps: int, *, warmup: int, schedule: str, floor: float = 0.0
 ) -> float:
-    """Learning rate over its peak at a step: linear warmup, then decay to `floor` at the end."""
+    """The learning rate at a step, relative to its peak: linear warmup, then decay to `floor`."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -403,7 +410,7 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
 
 
 def shard(model: nn.Module, device: torch.device) -> nn.Module:
-    """Shard every transformer block, then what is left, over all processes. In place."""
+    """Shard every transformer block, then the rest of the model, over all processes, in place."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     for block in max(lists, key=len, default=[]):  # the transformer blocks
@@ -414,14 +421,14 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def assert_sharded(model: nn.Module) -> None:
-    """Raise if a parameter is a plain tensor: it would be trained as under DDP."""
+    """Raise an error if a parameter is not sharded."""
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if plain:
         raise RuntimeError(f"FSDP2 left {len(plain)} parameters unsharded, such as {plain[0]}")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights in full on the CPU of process 0 (empty elsewhere). Every process must call."""
+    """All weights on the CPU of process 0 (empty elsewhere). Every process must call this."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     return state

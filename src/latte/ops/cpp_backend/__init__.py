@@ -2,8 +2,8 @@
 
 Each op is a file, ``rg_lru.cpp`` and so on, compiled when the package is installed (:mod:`.build`)
 into one library that registers the kernels of the ops ``latte::cpu_*`` (:mod:`.library` finds it).
-What is said of them here is the rest of an op: schema, shapes of the results, gradients. The
-package works without the library; :data:`ABSENT` says why it is not there.
+This module defines the rest of each op: schema, shapes of the results, gradients. The package works
+without the library; :data:`ABSENT` says why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
 ones), H query heads, G key/value heads, L latents, D value width.
@@ -363,7 +363,7 @@ if ABSENT is None:
     )
     for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
         torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
-    # What lies between the matrix products of training (latte.layers.parts), which nobody compiles.
+    # Pointwise ops between the matrix products of training (latte.layers.parts); not for compiling.
     for pointwise in (
         "cpu_glu(Tensor gate, Tensor up) -> Tensor",
         "cpu_glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",

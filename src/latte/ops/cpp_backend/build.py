@@ -64,7 +64,7 @@ except OSError as error:
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here, said in one line."""
+    """The kernels cannot be compiled here. The message is one line."""
 
 
 def native_mode() -> str:

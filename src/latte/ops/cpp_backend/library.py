@@ -74,9 +74,9 @@ def mending(mode: str) -> str:
 
 
 def warns() -> bool:
-    """The library could be here, nobody has said that it shall not, and this process may speak.
+    """Whether to warn about a missing library: it could be built, and was not switched off.
 
-    Of the processes of torchrun one speaks.
+    Of the processes of torchrun only one warns.
     """
     speaks = os.environ.get("RANK", "0") == "0"
     return speaks and build.native_mode() != "skip" and build.unsupported() is None

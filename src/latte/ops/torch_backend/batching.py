@@ -1,8 +1,9 @@
-"""How a batch, packed or not, is cut into segments that fit the cache and the allocator.
+"""The division of a batch, packed or not, into segments that fit the cache and the allocator.
 
-On a CPU intermediates above some 32 MB are mapped and unmapped again and again, and page faults
-then dominate. All ops here therefore compute a segment at once, some sequences for some time, and
-carry the state on; packed sequences of similar length are padded into common batches.
+On a CPU intermediates above about 32 MB are mapped and unmapped again and again, and page faults
+then take most of the time. All ops here therefore compute one segment at a time (some sequences,
+some tokens) and pass the state to the next segment. Packed sequences of similar length are padded
+into common batches.
 
 Shape suffixes: B batch, T tokens, n sequences computed together, X rows (n sequences of H heads
 each), L latents, D value width.
@@ -37,14 +38,14 @@ class Rows(NamedTuple):
         return self.view(x, span) if self.tokens is None else x[0][self.tokens[:, span]]
 
     def view(self, x: Tensor, span: slice) -> Tensor:
-        """The same where nothing is packed: x itself if that is all of it."""
+        """The same for rows that are not packed; x itself if that is all of it."""
         whole = isinstance(self.ids, slice) and self.ids.stop - self.ids.start == x.shape[0]
         if whole and span.stop - span.start == x.shape[1]:
             return x
         return x[self.ids, span]
 
     def take_gradient(self, dx: Tensor, span: slice) -> Tensor:
-        """Like :meth:`take`, with zeros for padding, whose outputs nobody saw."""
+        """Like :meth:`take`. Padded positions get zero gradient."""
         values = self.take(dx, span)
         if self.real is None:
             return values
@@ -79,7 +80,7 @@ class Rows(NamedTuple):
             x[0, self.tokens[:, span][real]] += values[real]
 
     def visible(self, key_mask: Tensor | None, span: slice) -> Tensor | None:
-        """(n, span) bool: real, unmasked tokens; None if all are."""
+        """Whether a token is real and not masked, (n, span) bool; None if all are."""
         own = None if self.real is None else self.real[:, span]
         if key_mask is None:
             return own

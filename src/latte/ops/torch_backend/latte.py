@@ -348,7 +348,7 @@ def walks(
 
 
 def mask_empty(earlier: Earlier, dA: Tensor, dmu: Tensor) -> tuple[Tensor, Tensor]:
-    """An empty state has no mass to move and a mean that nobody reads: no gradient."""
+    """Zero the gradients of empty initial states: their mean has no influence."""
     if earlier[0] is None:
         return dA, dmu
     empty = torch.isneginf(earlier[0])

@@ -350,7 +350,7 @@ def triton_mode() -> str:
 
 
 def rounding(product: str) -> str:
-    """What ``tiles.mm`` is told: under the interpreter what is rounded multiplies in fp32."""
+    """The precision argument of ``tiles.mm``. Under the interpreter rounded inputs stay fp32."""
     if triton_mode() == "interpreter":
         return "bf16_as_fp32" if product == "bf16" else "ieee"
     return product

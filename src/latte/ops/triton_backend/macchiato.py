@@ -110,9 +110,9 @@ ALL = tl.constexpr(1.0e38)
 def saved_states(
     latent_k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool, causal: bool
 ) -> Between:
-    """Empty buffers: :func:`between_segments`; bidirectional: the final (top, mass) alone.
+    """Empty buffers of :func:`between_segments`; if bidirectional, only the final (top, mass).
 
-    The last is empty where nothing is forgotten: an op has so many outputs.
+    The last is empty if nothing is forgotten, because the number of an op's outputs is fixed.
     """
     if causal and forgets:
         return between_segments(latent_k, D, cu_seqlens, forgets)

@@ -71,7 +71,7 @@ def one_walk(B: int, T: int, E: int, packed: bool) -> bool:
 def _launch(
     kernel: Any, programs: int, tile: dict[str, int], E: int, *args: Any, **options: Any
 ) -> None:
-    """For so many chunks or sequences, each tile of channels a program of its own."""
+    """The grid for this number of chunks or sequences: one program for each tile of channels."""
     grid = (programs, -(-E // tile["BE"]))
     launch(args[0].device, kernel[grid], *args, **options, **tile)
 

@@ -276,8 +276,8 @@ def between_segments(
 ) -> Between:
     """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
 
-    Without entries where no sequence is cut: nobody needs them. From shapes alone. ``forgets``: one
-    more, (M, H, L), for what is forgotten in each segment.
+    They have no entries if no sequence is cut, because they are not needed then. Only shapes are
+    read. ``forgets`` adds one more, (M, H, L), for the total log-decay of each segment.
     """
     B, T = k.shape[:2]
     walk = walking(k.shape[-1], D, k.dtype, capability(k.device), forgets)
@@ -366,7 +366,7 @@ def state_gradients(
 ) -> tuple[Tensor, Tensor]:
     """(dlog_mass, dmean) of the initial state, from ``lost`` = <dmean, mean> - dlog_mass.
 
-    An empty state has no mass to move and a mean that nobody reads: no gradient.
+    The gradients of empty initial states are zero, because their mean has no influence.
     """
     log_mass, mean = earlier
     if log_mass is None or mean is None:
@@ -459,8 +459,8 @@ def scan(
     """Merge the segments of one sequence in order, U at a time, for one head and tile of (L, D).
 
     ``first_ptr``: (N+1,) the sequences' first segments when packed, else None. ``before_*`` is None
-    if nobody needs the states between segments. The first tile of D writes what has no D.
-    ``fall_ptr``: what is forgotten in each segment, or None.
+    if the states between segments are not needed. The first tile of D writes what has no D.
+    ``fall_ptr``: the log-decay of each segment, or None.
     """
     n, h, x, d, real_L, real_LD, at_LD = state_tile(H, L, D, BL, BD)
     u = tl.arange(0, U)
