@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def due(self) -> bool:
-        """Not what has a result, what would diverge again at the same step, or cannot run here."""
+        """Whether to start a run: not one that has a result, has diverged, or cannot run here."""
         return self.result is None and not self.problem.startswith(("diverged", "cannot run here"))
 
     @property
