@@ -82,7 +82,7 @@ class Comparator(ModelEntry):
         """Let Transformers' Auto classes know it, and see that it runs as well as it can.
 
         Raises:
-            LatteError: the library, Triton or a GPU for it is missing.
+            LatteError: The library, Triton or a GPU for it is missing.
         """
         if self.library == _FLA:
             self.check()
