@@ -36,12 +36,13 @@ _classes.__getattr__ = _load
 
 
 def register_family(model_type: str, room: str, config: str, *models: str) -> None:
-    """The Auto classes know a model type, from now on or from when they are loaded.
+    """Register a model type with the Auto classes, now or when they are loaded.
 
     Args:
-        room: the package that has the classes in its modules ``config`` and ``modeling``.
-        config: the name of its configuration.
-        models: those of its decoder, language model and classifier, as far as there are.
+        model_type: Model type.
+        room: Package that has the classes in its modules ``config`` and ``modeling``.
+        config: Name of its configuration class.
+        models: Names of its decoder, language model and classifier; fewer if it has not all.
     """
     _homes[config] = f"{room}.config"
     _homes.update(dict.fromkeys(models, f"{room}.modeling"))

@@ -14,10 +14,10 @@ def lazy_names(
     """``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: its ``__name__``.
-        names: what it shows, its ``__all__``.
-        modules: its modules, which are names too, in the order in which they are loaded and asked
-            for a name: light ones first.
+        package: The package's ``__name__``.
+        names: Public names, the package's ``__all__``.
+        modules: Modules of the package, which are names too, in the order in which they are loaded
+            and searched for a name: light ones first.
     """
 
     def get(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Converted models: a pretrained decoder's own classes, with Latte-Macchiato as the attention.
 
-Parameter names are the base's; only ``layers.*.self_attn.latents.*`` is new, so that converting is
-``from_pretrained(base, config=...)``. Shape suffixes: B batch, T tokens, P past tokens, N packed
+Parameter names are the base's. Only ``layers.*.self_attn.latents.*`` is new. So a base is converted
+by ``from_pretrained(base, config=...)``. Shape suffixes: B batch, T tokens, P past tokens, N packed
 sequences.
 """
 
@@ -37,15 +37,15 @@ NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not
 
 
 class MacchiatoPreTrained:
-    """What the decoder and the language model share: how the new weights are made and kept."""
+    """The parts that decoder and language model share: initial values and dtype of new weights."""
 
-    # A tenth of a percent of the weights, and the mixture depends on all of their digits.
+    # They are a tenth of a percent of the weights, and the mixture depends on all their digits.
     _keep_in_fp32_modules_strict: Any = {"latents"}
-    _supports_sdpa = True  # attention is ours, whatever the base's could do
+    _supports_sdpa = True  # the attention is Latte's, whatever the base supports
     _supports_flash_attn = False
     _supports_flex_attn = False
     _can_compile_fullgraph = False
-    _supports_context_parallel = False  # Transformers' own, which would cut rows and lose states
+    _supports_context_parallel = False  # Transformers' own does not pass states between processes
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -56,7 +56,7 @@ class MacchiatoPreTrained:
 
 
 class MacchiatoDecoder(MacchiatoPreTrained):
-    """The decoder: stands before the base's own class, whose attention it replaces."""
+    """The decoder. It is inherited before the base's class, and replaces its attention."""
 
     softcap_field: str | None = None  # the field of the config with the attention's soft cap
     masks_by_kind = False  # the base takes a dict of masks, one per kind of layer

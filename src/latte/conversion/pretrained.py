@@ -278,7 +278,7 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     """``from_pretrained`` of the base as a converted model; the new weights are drawn by ``seed``.
 
     Raises:
-        LatteError: weights are missing, damaged, or of other shapes than the config says.
+        LatteError: Weights are missing, damaged, or have other shapes than the config says.
     """
     from latte.conversion.modeling import FAMILIES, NEW_WEIGHTS
 

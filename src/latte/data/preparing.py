@@ -21,13 +21,13 @@ from latte.errors import LatteError
 if TYPE_CHECKING:
     from latte.data.blocks import BlockCollator, EvaluationText, PackedBlocks
 
-# A vocabulary is learnt from at most so much text, drawn evenly from the corpus.
+# Most text from which a vocabulary is learnt. It is drawn evenly from the corpus.
 BPE_SAMPLE_BYTES = 20_000_000
 
 
 @dataclass
 class DataSection:
-    """Which text, and how it becomes blocks of tokens."""
+    """The text of a run, and how it is cut into blocks of tokens."""
 
     corpus: str | list[str] = "embedded"  # see latte.data.corpora.open_corpus
     validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
@@ -45,7 +45,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class Text:
-    """What training and evaluation read."""
+    """The text that training and evaluation read."""
 
     corpus: Corpus
     tokenizer: Any
@@ -54,7 +54,7 @@ class Text:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the training text; bos and eos count as tokens of no bytes."""
+        """Bytes per token of the training text. bos and eos count as tokens without bytes."""
         return self.train.num_bytes / len(self.train)
 
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
@@ -151,7 +151,7 @@ def evaluation_text(
     join: bool = False,
     max_tokens: int | None = None,
 ) -> EvaluationText:
-    """What `--corpus` names, to be scored: all of local files, the held-out part of others."""
+    """The text of `--corpus` to score: all of local files, the held-out part of other corpora."""
     if isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:")):
         chosen = open_corpus(corpus, field=field)
     else:
@@ -165,7 +165,7 @@ def evaluation_text(
 def held_out_text(
     section: DataSection, tokenizer: Any, *, join: bool = False, max_tokens: int | None = None
 ) -> EvaluationText:
-    """What a run with this `data` section held out: nothing that it was trained on."""
+    """The text that a run with this `data` section held out. It was not trained on."""
     cache = cache_folder(section.cache_dir)
     return _tokenized(open_section(section), tokenizer, cache, join, max_tokens)
 
@@ -173,6 +173,6 @@ def held_out_text(
 def _tokenized(
     corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
 ) -> EvaluationText:
-    first = os.environ.get("RANK", "0") == "0"  # under torchrun one process speaks
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun only one process prints
     tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=first)
     return data.EvaluationText(tokens, join=join, max_tokens=max_tokens)

@@ -56,8 +56,8 @@ def check_inputs(
     """Dtypes, devices, then shapes of inputs named with their letters: the size of each letter.
 
     Args:
-        empty: the letters that may be 0; rows and tokens may, heads and widths may not.
-        inputs: tensor and letters, or None in the place of the letters to check no shape.
+        empty: Letters of sizes that may be 0. By default rows and tokens, not heads and widths.
+        inputs: Tensors and their letters, or None instead of the letters to check no shape.
     """
     check_floats(op, {name: x for name, (x, _) in inputs.items()})
     sizes: dict[str, int] = {}

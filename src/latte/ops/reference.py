@@ -155,7 +155,7 @@ def latte_attention(
         out_BHTD = out_BHTD + p_BTHL[..., latent].transpose(1, 2)[..., None] * mean_BHTD
     own_NT = _own_sources(k_BTHL, sequences)
     if log_decay is not None and lost is not None:
-        # Later tokens make the latents forget what is kept: the total, of each state.
+        # The final state of a sequence has decayed by the total over its tokens.
         total_NHL = total_log_decay(log_decay, None, sequences.cu_seqlens)
         assert total_NHL is not None
         k_BTHL = k_BTHL + (_per_token(total_NHL, sequences, B, T) - lost)
@@ -167,7 +167,7 @@ def latte_attention(
 def _latte_state(
     k_BTHL: Tensor, v_BTHD: Tensor, seen_NT: Tensor, earlier: tuple[Tensor, Tensor] | None
 ) -> LatteState:
-    """Log-mass and mean over all the sources of a sequence, then merged with the earlier state."""
+    """Log-mass and mean over all sources of a sequence, merged with the earlier state."""
     N = seen_NT.shape[0]
     k_NHLT = k_BTHL.expand(N, -1, -1, -1).permute(0, 2, 3, 1)
     seen = seen_NT[:, None, None, :].expand_as(k_NHLT)
@@ -211,7 +211,7 @@ def sliding_window_attention(
 ) -> Tensor:
     """Softmax attention over the last ``window`` keys, self included; over all keys if None.
 
-    And over the sinks that have left the window.
+    Sinks that have left the window are visible too.
     """
     dtype, (key_mask, cu_seqlens, _) = v_BTGD.dtype, sequences
     q_BTHK, k_BTGK, v_BTGD = wide(q_BTHK, k_BTGK, v_BTGD)
@@ -220,11 +220,11 @@ def sliding_window_attention(
     seen = visible_sources(T, sequences, q_BTHK.device, local.window).expand(B, T, T)
     logits = window_logits(q_BTHK, k_BTGK, local)
     repeats = H // v_BTGD.shape[2]
-    # What each sequence keeps of its past: logits, whether they are seen, values (N, P, G, D).
+    # The past that each sequence keeps: logits, whether they are seen, values (N, P, G, D).
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     if tail is not None:
-        # The earlier keys sit before the sequence's own: tail slot j of P lies at distance
-        # (position in the sequence) + P - j from a query.
+        # The earlier keys come before the sequence's own: the distance of tail slot j of P from
+        # a query is (position in the sequence) + P - j.
         P = tail.keys.shape[1]
         position = torch.arange(T, device=q_BTHK.device)
         if cu_seqlens is not None:
@@ -275,10 +275,10 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
 
-    With p(0|t) = sigmoid(q_0 - logsumexp_{l>=1} q_l), and the others the rest of it: softmax over
-    the L+1 logits factors. Both gates come from the same difference, so neither suffers
-    cancellation. With ``delay`` the latents see a source when it leaves the window, and p(0|t) is 1
-    while they have seen none.
+    The softmax over the L+1 logits is computed in two factors: p(0|t) =
+    sigmoid(q_0 - logsumexp_{l>=1} q_l), and the other states share 1 - p(0|t). Both gates come from
+    the same difference, so there is no cancellation. With ``delay`` the latents read a source when
+    it leaves the window, and p(0|t) is 1 while they have read none.
     """
     near = sliding_window_attention(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail, sinks)
     keys, values, begun = latent_k_BTHL, v_BTGD, None

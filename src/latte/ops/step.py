@@ -133,14 +133,14 @@ def macchiato_step(
         rotary: Table that rotates ``q`` and ``k`` first, in the format of
             :func:`latte.layers.parts.of_single_tokens`.
         log_decay: Log-decay as for :func:`latte_step`.
-        sinks: tokens that stay visible to the window's softmax; written.
-        pending: latent keys of the ring's tokens, (B, H, W, L), of the values' dtype, written:
-            latents are fed with the token that leaves the window, and p(0) = 1 while they have
-            seen none. None: they are fed with this token.
-        joint: the logsumexp of the window's logits is added to its logit of the mixture.
+        sinks: Tokens that stay visible to the window's softmax, overwritten.
+        pending: Latent keys of the ring's tokens, (B, H, W, L), of the values' dtype, overwritten.
+            The latents then read the token that leaves the window, and p(0) = 1 while they have
+            read none. None: they read this token.
+        joint: Whether the logsumexp of the window's logits is added to its logit of the mixture.
 
     Returns:
-        y, (B, H, D).
+        Output y, (B, H, D).
     """
     if _native(mean, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
@@ -189,13 +189,13 @@ def window_step(
     """Softmax attention over the slots of a window, or over all tokens so far.
 
     Args:
-        q, k, v: (B, H, K), (B, G, K), (B, G, D).
-        ring: of which ``slot`` (1,) int64 is written.
-        length: slots that are used, from the first on; all if None.
-        sinks: as for :func:`macchiato_step`.
+        q, k, v: Queries (B, H, K), keys (B, G, K) and values (B, G, D).
+        ring: Window, in which ``slot`` (1,) int64 is overwritten.
+        length: Number of used slots, from the first on; None: all.
+        sinks: Sinks as for :func:`macchiato_step`.
 
     Returns:
-        y, (B, H, D).
+        Output y, (B, H, D).
     """
     if _native(None, q, k, v, *ring[:2]):
         slots = ring.keys.shape[2] if length is None else length

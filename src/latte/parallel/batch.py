@@ -31,7 +31,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
     """The processes among which sequences are cut: a group, a mesh of one dimension, or all.
 
     Raises:
-        LatteError: there is none, or this process is not one of it.
+        LatteError: There is no process group, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise LatteError(

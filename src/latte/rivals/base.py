@@ -46,11 +46,11 @@ class ComparatorMixer(Drawn):
         """What the block adds to its input, (B, T, E).
 
         Args:
-            x_BTE: the normalised input (B, T, E).
-            key_mask: (B, T) bool, True = a real token.
+            x_BTE: Normalised input, (B, T, E).
+            key_mask: Mask, (B, T) bool, True = a real token.
 
         Raises:
-            ValueError: shapes or dtypes do not fit.
+            ValueError: Shapes or dtypes do not fit.
         """
         self._check(x_BTE, key_mask)
         return self._mix(x_BTE, key_mask) if x_BTE.shape[1] else x_BTE

@@ -53,8 +53,8 @@ class Comparator(ModelEntry):
     """One model of the tables.
 
     Attributes:
-        fields: from a `transformer++` config of the wanted size to fields of the model's own.
-        matched: the field that is fitted until the numbers of parameters agree.
+        fields: Function from a `transformer++` config of the wanted size to the model's own fields.
+        matched: Field that is fitted until the numbers of parameters agree.
     """
 
     carries_state: bool = False  # few of the libraries' do: all read whole windows
@@ -82,7 +82,7 @@ class Comparator(ModelEntry):
         """Let Transformers' Auto classes know it, and see that it runs as well as it can.
 
         Raises:
-            LatteError: the library, Triton or a GPU for it is missing.
+            LatteError: The library, Triton or a GPU for it is missing.
         """
         if self.library == _FLA:
             self.check()
@@ -114,12 +114,12 @@ class Comparator(ModelEntry):
         fitted here.
 
         Args:
-            overrides: sizes by LatteConfig's names, for `transformer++` and the comparator alike,
+            overrides: Sizes by LatteConfig's names, for `transformer++` and the comparator alike,
                 or fields of the comparator's own config.
 
         Raises:
-            LatteError: an unknown size or field, values that do not fit, or something that the
-                model needs is missing.
+            LatteError: A size or field is unknown, values do not fit, or something that the model
+                needs is missing.
         """
         from transformers.models.auto import modeling_auto as auto
 

@@ -12,17 +12,18 @@ class ComparatorConfig(LatteConfig):
     r"""Configuration of the comparators' models; fields that are not here are LatteConfig's.
 
     Args:
-        mixer: ``mega``, ``h3``, ``s5``, ``luna`` or ``linformer`` (which is bidirectional only,
-            as ``h3`` is causal only).
-        state_size: what the mixer remembers by; None is the layer's own choice. Moving averages
-            of ``mega``, states of ``h3`` and ``s5``, memories of ``luna``, projected length of
-            ``linformer``, whose longest sequence is ``max_position_embeddings``.
-        chunk_size: of ``mega``'s attention; None is all of the sequence.
-        head_dim: of ``h3``, 1 if None.
-        num_attention_heads: heads of ``luna`` and ``linformer``, blocks of ``s5``.
+        mixer: Mixer: ``mega``, ``h3`` (causal only), ``s5``, ``luna`` or ``linformer``
+            (bidirectional only).
+        state_size: Size of the mixer's state; None is the layer's own default. It is the number of
+            moving averages of ``mega``, of states of ``h3`` and ``s5``, of memories of ``luna``,
+            and the projected length of ``linformer``. The longest sequence of ``linformer`` is
+            ``max_position_embeddings``.
+        chunk_size: Chunk of ``mega``'s attention in tokens; None is the whole sequence.
+        head_dim: Width of a head of ``h3``; 1 if None.
+        num_attention_heads: Number of heads of ``luna`` and ``linformer``, of blocks of ``s5``.
 
     Raises:
-        LatteError: as LatteConfig.
+        LatteError: The errors of LatteConfig.
     """
 
     model_type = "latte_comparator"

@@ -59,7 +59,7 @@ class Luna(ComparatorMixer):
     its P, in bidirectional models; here every layer has its own.
 
     Args:
-        num_memories: L.
+        num_memories: Number L of memories.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Linformer(ComparatorMixer):
     of a token in its columns, so that left padding moves a sequence.
 
     Args:
-        max_length: M, the longest sequence; a longer one is refused.
-        projected_length: R; M / 4 if None.
+        max_length: Length M of the longest sequence. A longer one is refused.
+        projected_length: Projected length R; M / 4 if None.
     """
 
     directions = (False,)

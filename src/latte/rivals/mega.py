@@ -80,11 +80,13 @@ class Mega(ComparatorMixer):
     average from the end to the start, and its output is the sum.
 
     Args:
-        num_averages: N.
-        attention_width: z, even; E / 4 if None, as in the paper's larger models.
-        value_width: 2E if None, as in the paper.
-        chunk_size: attention stays within chunks of so many tokens, counted from the row's first
-            token, as in Mega-chunk (section 3.5); the average alone crosses them. None: no chunks.
+        num_averages: Number N of moving averages.
+        attention_width: Width z of queries and keys, even; E / 4 if None, as in the paper's larger
+            models.
+        value_width: Width of the values; 2E if None, as in the paper.
+        chunk_size: Number of tokens in a chunk, as in Mega-chunk (section 3.5). Attention stays
+            within a chunk; only the average crosses them. Chunks are counted from the row's first
+            token. None: no chunks.
     """
 
     gates_residual = True

@@ -64,7 +64,7 @@ class ComparatorBlock(LatteBlock):
         """Hidden states (B, T, E); there is neither a state nor attention weights to return.
 
         Raises:
-            ValueError: a cache, packed sequences or attention weights are asked for.
+            ValueError: A cache, packed sequences or attention weights are wanted.
         """
         for asked, what in (
             (state is not None or output_final_state, "cache (leave use_cache out)"),

@@ -36,8 +36,9 @@ class H3(ComparatorMixer):
     :func:`long_convolution`), and causal only.
 
     Args:
-        head_dim: P, dividing E.
-        num_states: of either SSM, M = ``num_states`` and N = ``num_states`` / 2; even.
+        head_dim: Width P of a head, dividing E.
+        num_states: Number of states of each SSM, even: M = ``num_states`` and N = ``num_states``
+            / 2.
     """
 
     directions = (True,)
@@ -156,8 +157,8 @@ class S5(ComparatorMixer):
     readout C~ of its own.
 
     Args:
-        num_states: in total, real; ``hidden_size`` if None.
-        num_blocks: J; each block has an even number of states.
+        num_states: Total number of real states; ``hidden_size`` if None.
+        num_blocks: Number J of blocks. Each block has an even number of states.
     """
 
     undecayed = ("log_step", "log_real", "imaginary", "skip")

@@ -36,7 +36,7 @@ STAGES = ("layers", "transfer", "next-token")
 
 @dataclass
 class EvaluationSection:
-    """What the base, the controls and the result are compared on: held-out text."""
+    """The held-out text on which the base, the controls and the result are compared."""
 
     lengths: list[int] | None = None  # context lengths; None: 1, 2, 4 and 8 training blocks
     max_tokens: int | None = 100_000  # held-out tokens scored; None: all
@@ -45,9 +45,9 @@ class EvaluationSection:
 
 @dataclass
 class ConversionRecipe:
-    """A conversion, complete. `conversion.base` and the output folder are given to the command.
+    """All settings of a conversion, without the base and the output folder.
 
-    A stage that is null is left out.
+    The command line gives these two. A stage that is null is skipped.
     """
 
     conversion: ConversionSection = field(default_factory=ConversionSection)

@@ -92,10 +92,10 @@ def _op(
     """The op ``latte::NAME`` and its backward op, whose kernels the library has.
 
     Args:
-        inputs: the schema's, tensors then numbers.
+        inputs: Inputs of the schema, tensors then numbers.
         outputs: how many there are, of which the first ``differentiable`` have gradients.
         saved_from: the first that the backward op takes; None: those without gradients.
-        wanted: the inputs whose gradients the backward op gives.
+        wanted: Indices of the inputs whose gradients the backward op returns.
         again: the differentiable outputs by PyTorch's operations, for the gradients of gradients.
         fake: empty outputs.
     """

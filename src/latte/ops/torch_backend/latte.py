@@ -224,8 +224,8 @@ class Run:
         """Of the pairwise kernel, unless :meth:`scaled` says otherwise.
 
         Args:
-            state: before these tokens.
-            g_XSL: what the segment's tokens forget; None if these forget nothing.
+            state: State before these tokens.
+            g_XSL: Log-decay of the segment's tokens; None if nothing is forgotten.
         """
         self.span, self.state = span, state
         self.length = span.stop - span.start

@@ -101,8 +101,9 @@ def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal:
     """The op of both branches.
 
     Args:
-        passes: of the latents, forward and backward.
-        saved: empty buffers for what the forward pass saves beside the final state.
+        passes: Forward and backward pass of the latents.
+        saved: Function that makes empty buffers for what the forward pass saves besides the final
+            state.
         saved_from: 2 if the backward pass needs the final mean too, else 3.
     """
     forward, backward = passes

@@ -168,8 +168,8 @@ def limits(
     """Upper limits of the logits where no key is masked, (1, width or 1, Q, M).
 
     Args:
-        edges: where keys before the first or beyond the last token are read, the width, the first
-            token of a row of the line, and how many tokens there are.
+        edges: If keys before the first or after the last token are read: the width, the first
+            token of a row of the line, and the number of tokens. Else None.
     """
     seen = chunks.band(device)[None, None]
     if edges is not None:

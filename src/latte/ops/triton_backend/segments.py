@@ -84,11 +84,11 @@ class Parts(NamedTuple):
         The tables of packed ones are kept: all layers of a model, and both passes, share them.
 
         Args:
-            at_least: this many for a sequence without tokens, which are then empty.
+            at_least: Number of (empty) parts of a sequence without tokens.
 
         Raises:
-            RuntimeError: ``cu_seqlens`` does not rise from 0 to T; on a GPU the kernel that finds
-                it traps, and nothing after it runs.
+            RuntimeError: ``cu_seqlens`` does not rise from 0 to T. On a GPU the kernel that finds
+                this traps, and nothing runs after it.
         """
         M, N = count_parts(B, T, C, cu_seqlens, at_least), count_sequences(B, cu_seqlens)
         if cu_seqlens is None:
