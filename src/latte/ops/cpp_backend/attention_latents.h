@@ -246,7 +246,7 @@ inline void Head<T>::refer_back(const T* from, const LatentRun<T>& run) {
     }
 }
 
-// An empty state has no mass to move and a mean that nobody reads: no gradient.
+// The gradients of an empty initial state are zero.
 template <class T>
 inline void Head<T>::end_state() {
     const int64_t at = (task.n * op.heads() + task.h) * L;

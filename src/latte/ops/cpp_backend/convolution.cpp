@@ -404,8 +404,9 @@ static void take_step(Convolution& op) {
                 const bool none = i == K - 1 && !real;
                 const V<T> now = none ? V<T>{} : load(held, stride, left);
                 sum = sum + load(taps.data() + i * E + c, 1, left) * now;
+                if (!i) continue;  // the oldest input leaves the tail
                 S* before = tail + (i - 1) * next + c * of_tail;
-                for (int64_t j = 0; i && j < left; ++j)
+                for (int64_t j = 0; j < left; ++j)
                     before[j * of_tail] = none ? S{} : held[j * stride];
             }
             store(out + c, sum, left);
