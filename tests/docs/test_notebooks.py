@@ -10,7 +10,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot
 import pytest
 import torch
 
