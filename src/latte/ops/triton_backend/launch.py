@@ -1,8 +1,8 @@
-"""What the kernels serve, every number that is tuned, and how a kernel is launched.
+"""The inputs that the kernels accept, all tuned numbers, and the launch of a kernel.
 
-Sizes of tiles, warps, stages and limits of registers of all kernels are here, chosen by what their
-machine code takes and issues: docs/kernels.md has it. They are functions of the compute capability,
-the widths and the dtype. But for the cuts none depends on B or T.
+The sizes of tiles, warps, stages and limits of registers of all kernels are here. They were chosen
+by the resources and instructions of the machine code: see docs/kernels.md. They are functions of
+the compute capability, the widths and the dtype. Except for the cuts, none depends on B or T.
 
 This file loads without Triton.
 
