@@ -7,8 +7,9 @@ inline int64_t Head<T>::pending_rows(int64_t chunk, int64_t rows) const {
     return least(rows, most(0, delay - chunk * TOKENS));
 }
 
-// What the latents are fed with at a chunk's tokens, of x or, before its first, of what is
-// pending: rows of T, zeros up to n; anything where there is no source.
+// The sources that the latents receive at a chunk's tokens. They come from x or, before its first
+// token, from `pending`. They are rows of T, with zeros up to n. Where there is no source, a row
+// may hold any numbers.
 template <class T>
 inline void Head<T>::take_sources(const Tensor& x, const Tensor& pending, int64_t head,
                                   int64_t chunk, int64_t rows, T* to, int64_t n) {
@@ -264,7 +265,7 @@ inline void Head<T>::end_state() {
     }
 }
 
-// Values of late sources, and <dy_t, v_s> of those that a query's latents have been fed.
+// Values of late sources, and <dy_t, v_s> of those that a query's latents have received.
 template <class T>
 inline void Head<T>::load_late(int64_t c, int64_t rows) {
     load_values(c, rows, late_v);

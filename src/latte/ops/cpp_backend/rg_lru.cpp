@@ -36,7 +36,7 @@ struct RgLru {
     int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : x.sizes[0]; }
 };
 
-// Where sequence n is, in the order in which it is walked.
+// The place of sequence n, and the order in which its tokens are processed.
 struct Walk {
     int64_t row, begin, count;
     bool reverse;

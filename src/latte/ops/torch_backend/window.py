@@ -209,7 +209,7 @@ class Segment:
         self.t = span.stop - span.start
         self.N = -(-self.t // Q)
         P = 0 if tail[0] is None else tail[0].shape[1]
-        # Tokens [low, high) of the sequence stand in a row from ``pad`` on, after ``old`` of the
+        # Tokens [low, high) of the sequence are in a row from ``pad`` on, after ``old`` of the
         # state's, whose last one is token -1.
         self.before = chunks.before if span.start or P or apart else 0
         after = chunks.after if span.stop < rows.length or apart else 0

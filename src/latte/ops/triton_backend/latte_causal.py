@@ -4,8 +4,8 @@ Forward. If sequences and heads fill the GPU, there is one segment per sequence.
 then the forward pass: it reads q, k and v once and writes y once. Otherwise ``segment_sums`` and
 ``scan`` (segments.py) find the state before each segment, and ``walk`` starts from it. The state is
 (ref, mass, S), with S = sum_s exp(k_s - ref) v_s and mass = sum_s exp(k_s - ref), so that the mean
-is S / mass. All sources of a chunk count from one
-reference, while no logit is more than e^REACH above it:
+is S / mass. All sources of a chunk count from one reference, while no logit is more than e^REACH
+above it:
 
     y_t = sum_l p(l|t) / mass_t (S + sum_s exp(k_s - ref) v_s)
 
@@ -321,7 +321,7 @@ def begin(
 
 @triton.jit
 def leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
-    """Packed sequences may need fewer segments: what is saved is defined there too."""
+    """Zeros for the segments that packed sequences do not use: all saved numbers are defined."""
     if mean_ptr is not None:
         store_latents(top_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
         store_latents(mass_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
@@ -470,9 +470,10 @@ def query_walk(
     latents', in q and in dq, or in ``window_logit`` (B, T, H). ``R`` heads share one head of the
     values.
 
-    Where latents forget: what they have forgotten before each chunk since its reference was chosen,
-    and the logarithm of what one unit before a chunk is worth after it: -inf where tokens are
-    beyond reach, whose own (ref, mass) go to ``token_ref`` and ``token_mass`` (B, T, H, L).
+    Where latents forget: their log-decay before each chunk since its reference was chosen, and the
+    logarithm of the weight after a chunk of one unit before it. That is -inf where tokens are
+    beyond reach. The (ref, mass) of these tokens go to ``token_ref`` and ``token_mass``
+    (B, T, H, L).
     """
     GATED: tl.constexpr = window_delta_ptr is not None
     FORGETS: tl.constexpr = g_ptr is not None

@@ -393,7 +393,7 @@ def apply(
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     batch, start, stop, n = place(m, table_ptr, T, per_row, C)
     if start >= stop:
-        # Packed sequences may need fewer chunks than there are: what is saved is defined there too.
+        # Packed sequences may not use all chunks. The saved numbers of unused chunks are defined.
         tl.store(before_ptr + m * E + e, tl.zeros((BE,), tl.float32), mask=e < E)
         return
     if mask_ptr is not None:
@@ -483,8 +483,8 @@ def retreat(
 ):  # fmt: skip
     """Gradients of a chunk, from the state before it and the gradient of the state after it.
 
-    The decays of the next tokens are computed anew: a scan of g_t = dh_t + a_{t+1} g_{t+1} then
-    needs no second pair of maps for what lies behind each token.
+    The decays of the next tokens are computed again: a scan of g_t = dh_t + a_{t+1} g_{t+1} then
+    needs no second pair of maps for the tokens after each token.
 
     Returns the gradient of the state before it, and sum_t dlog a_t r_t: what theta needs.
     """

@@ -516,7 +516,7 @@ def worn(j):
 
 @triton.jit
 def moved(ref, fall, above):
-    """The next chunk's reference, and the logarithm of what one unit is worth counted from it.
+    """The next chunk's reference, and the logarithm of the weight of one unit relative to it.
 
     ``fall`` (C, BL): what has been forgotten by then since ``ref`` was chosen, the same for all
     tokens; ``above`` (C, BL): the chunk's logits less ``ref`` and what they had lost by the start.
