@@ -37,7 +37,7 @@ from latte.ops.torch_backend import recurrence
 SEGMENT = 256
 
 
-# The library that is loaded, or None; why there is none; whether that is worth a warning.
+# The library that is loaded, or None; the reason if there is none; whether to warn about that.
 LIBRARY, ABSENT = library.load()
 WARNS = library.warns()
 

@@ -4,10 +4,11 @@
 //     y_t = sum_s a_ts v_s,  a_ts = p_t[0] w_ts + sum_l p_t[l] exp(k_s[l] - A_t[l])
 //     w_t = softmax of scale <q_t, k_s> over t-W < s <= t,  A_t[l] = log sum_{s<=t} exp(k_s[l])
 //
-// A task is one head of one sequence, walked in chunks of C tokens that stay in the cache, up to
-// TOGETHER heads of a sequence in turns: their rows lie side by side in memory. Inside a chunk the
-// weights a_ts of window and latents are one matrix, so that the products with the values are
-// shared; what lies before it comes from the latents' state. With a logit r of the past
+// A task is one head of one sequence. It processes chunks of C tokens, which stay in the cache. Up
+// to TOGETHER heads of a sequence take turns, because their rows are adjacent in memory. Inside a
+// chunk the weights a_ts of window and latents are one matrix, so that both share the products with
+// the values. The tokens before the chunk contribute through the latents' state. With a logit r of
+// the past
 //
 //     e_s = exp(k_s - r),  alpha_t = m + sum_{s<=t} e_s,  U = sum e_s v_s
 //     y_t = sum_s a_ts v_s + sum_l p_t[l] / alpha_t[l] U[l]
@@ -15,33 +16,34 @@
 //     dk_s[l] = e_s (<R_s, v_s> - sum_{t>=s} p_t d_t / alpha_t)
 //     dv_s = sum_t a_ts dy_t + sum_l e_s R
 //
-// r[l] is the largest logit before a *run* of tokens or the first of it; the run, within a chunk,
-// ends before the first key that exceeds any r by REACH, so that nothing overflows whatever the
-// logits are, and nothing that a token is given depends on later ones, not even by rounding. The
-// state (r, m, U) is relative to the largest logit seen. Kept for the backward pass are the states
-// at every SEGMENT tokens; all else is computed anew.
+// r[l] is the largest logit before a *run* of tokens, or the first logit of the run. A run is part
+// of a chunk. It ends before the first key that exceeds any r by REACH. Therefore nothing overflows
+// for any logits, and no token's result depends on later tokens, not even by rounding. The state
+// (r, m, U) is relative to the largest logit so far. The backward pass uses the saved states at
+// every SEGMENT tokens, and computes everything else again.
 //
-// Latents that forget have k_s - G_s for k_s, G_s = g_1 + ... + g_s from the run's start; after it
-// r becomes r + G, so that no sum is longer than a run. With dA the gradient of the log-mass before
-// the run
+// Latents that forget use k_s - G_s in place of k_s, with G_s = g_1 + ... + g_s from the run's
+// start. After the run r becomes r + G, so that no sum is longer than a run. With dA the gradient
+// of the log-mass before the run
 //
 //     dA[l] = <R[l], U[l]> - m sum_t p_t d_t / alpha_t,  dg_t[l] = dA[l] + sum_{s<t} dk_s[l]
 //
-// Sinks, keys of a sequence that its queries see wherever they are, are S more columns of the
-// window's logits, behind those of the chunks. Latents that are late (delay = W) take in, at token
-// t, the source t - W: the same runs, over keys and values of other tokens, with scores of their
-// own since they share no column with the window.
+// Sinks are keys of a sequence that all its queries read, at any distance. They are S more columns
+// of the window's logits, after the columns of the chunks. Latents that are late (delay = W) add
+// the source t - W at token t. Their runs are the same, over keys and values of other tokens. They
+// have separate scores, because they share no column with the window.
 //
-// One softmax over the window's keys and the latents (joint): p is then the softmax over the
-// latents' logits and that of the window plus the logsumexp m_t of its keys' logits z_ts. Of these
+// With joint, one softmax covers the window's keys and the latents. p is then the softmax over the
+// latents' logits and the window's logit plus m_t. m_t is the logsumexp of the logits z_ts of the
+// window's keys. The gradients of z_ts are
 //
-//     dz_ts = p_t[0] w_ts <dy_t, v_s - y_t>,  and otherwise  p_t[0] w_ts <dy_t, v_s - SWA_t>
+//     dz_ts = p_t[0] w_ts <dy_t, v_s - y_t>,  without joint  p_t[0] w_ts <dy_t, v_s - SWA_t>
 //
 // FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
 // 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
 // and 1.4 us. W + 2 L exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L)
-// bytes 0.05 and 0.1 us. Measured 1.2 and 3.3 us: beside the tiles are the rows' softmax, and loads
-// and stores of rows that lie apart.
+// bytes 0.05 and 0.1 us. Measured 1.2 and 3.3 us: the rest is the rows' softmax, and loads and
+// stores of rows that are not adjacent.
 //
 // Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
 // W window, P = W - 1 keys of the earlier state, S sinks, N sequences (B, or the packed ones), M
@@ -56,10 +58,11 @@ namespace latte {
 
 constexpr int64_t TOKENS = 64;    // C: of a chunk, a multiple of every vector's width
 constexpr int64_t SEGMENT = 256;  // tokens between two states that are kept, in whole chunks
-constexpr int64_t TOGETHER = 4;   // heads of a sequence that walk through it together
+constexpr int64_t TOGETHER = 4;   // heads of a sequence that are processed in turns
 constexpr int64_t LONG = 1024;    // tokens from which that costs less than its memory
 constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
-// Of keys since which something was forgotten: the past loses weight as fast as they gain it.
+// The reach of keys after which something was forgotten: the past loses weight as fast as they
+// gain it.
 constexpr double FORGETTING_REACH = 40.0;
 
 struct Attention {
@@ -232,7 +235,7 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     op.last_mean = Tensor::empty({N, H, L, D}, dtype);
     op.kept_top = Tensor::empty({M, H, L}, dtype), op.kept_mass = Tensor::empty({M, H, L}, dtype);
     op.kept_sum = Tensor::empty({M, H, L, D}, dtype);
-    // Packed sequences may need fewer segments than there are: what they keep is defined there too.
+    // Packed sequences may use only some of the segments. The other ones hold defined numbers too.
     if (op.bounds)
         for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum})
             x->clear();
@@ -259,7 +262,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     const int64_t B = op.batch(), T = op.tokens(), H = op.heads(), G = op.groups();
     const int64_t L = op.latents(), K = op.key_width(), D = op.v.sizes[3], N = op.sequences();
     const int32_t dtype = op.v.dtype, sums = wide(op.v);
-    // Heads that share keys and values give each their own gradients, added up in one order.
+    // Heads that share keys and values each compute separate gradients. The sum has a fixed order.
     const int32_t each = H == G ? dtype : sums;
     const bool carried = bool(op.log_mass), tailed = bool(op.tail_k);
     op.dv = Tensor::empty({B, T, H, D}, each);
@@ -283,7 +286,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
         const int64_t P = op.window;
         op.dpending_k = pending ? Tensor::empty({N, P, H, L}, dtype) : Tensor::empty({0}, dtype);
         op.dpending_v = pending ? Tensor::empty({N, P, H, D}, each) : Tensor::empty({0}, dtype);
-        // Of those that stay pending no latent has heard.
+        // No latent has received the sources that are still pending: their gradients are 0.
         for (Tensor* x : {&op.dpending_k, &op.dpending_v}) x->clear();
     }
     LATTE_CHOOSE(run_backward)(op);
@@ -405,7 +408,7 @@ inline void Head<T>::begin_backward(int64_t number) {
     begin_task(number);
     if (chunks() && far) walk_segment((task.count - 1) / SEGMENT);
     if (far) begin_reverse();
-    if (late)  // the last tokens have reached no latent
+    if (late)  // no latent has received the last tokens
         for (int64_t i = most(0, task.count - delay); i < task.count; ++i)
             std::memset(op.dlatent_k.data +
                             place(op.dlatent_k, task.row, task.begin + i, task.h) * size,

@@ -26,7 +26,7 @@ struct Latents { T *top, *mass, *sum; };
 template <class T>
 struct LatentRun { int64_t begin, end; Latents<T> before; const T* forgotten; };
 
-// Room for arrays of which first the sizes are told, then the places.
+// Memory for arrays. The first pass adds up their sizes, and the second pass sets their pointers.
 struct Memory {
     std::vector<char> bytes;
     size_t used = 0;
@@ -42,7 +42,7 @@ struct Memory {
     }
 };
 
-// What is kept of a head from chunk to chunk, and what all use for the chunk at hand.
+// The data of a head that is kept from chunk to chunk, and the buffers for the present chunk.
 template <class T>
 struct Head {
     static constexpr int64_t W = width<T>;
@@ -56,7 +56,7 @@ struct Head {
     const bool near, far, back, forgets;
     const int64_t delay;           // tokens by which latents are late
     const bool late, shared;       // latents; that share the columns of a chunk's own keys
-    int64_t heard = 0;             // the first token of which late latents have seen anything
+    int64_t heard = 0;             // the first token at which late latents have received a source
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     Memory own_memory;
     std::vector<Keys<T>> ring;
@@ -142,8 +142,8 @@ struct Head {
         return op.pending_k && op.pending_mask.at<bool>()[(task.n + 1) * delay + token];
     }
 
-    // Asks for the memory of a token that is read, or written, soon: rows of one head are too far
-    // apart to be foreseen.
+    // Prefetches the memory of a token that is read or written soon: rows of one head are too far
+    // apart for the processor to predict.
     void ask(const Tensor& x, int64_t token, int64_t head, int64_t each) const {
         if (token < 0 || token >= task.count) return;
         const char* at = x.data + each * place(x, task.row, task.begin + token, head);

@@ -1,14 +1,15 @@
 // The latents of a head: runs with one reference, their state, and back. Included by attention.cpp
 // once per instruction set.
 
-// The rows of a chunk whose latents are fed with what is pending: tokens before the first.
+// The rows of a chunk whose latents receive pending sources: these are from before the first token.
 template <class T>
 inline int64_t Head<T>::pending_rows(int64_t chunk, int64_t rows) const {
     return least(rows, most(0, delay - chunk * TOKENS));
 }
 
-// What the latents are fed with at a chunk's tokens, of x or, before its first, of what is
-// pending: rows of T, zeros up to n; anything where there is no source.
+// The sources that the latents receive at a chunk's tokens. They come from x or, before its first
+// token, from `pending`. They are rows of T, with zeros up to n. Where there is no source, a row
+// may hold any numbers.
 template <class T>
 inline void Head<T>::take_sources(const Tensor& x, const Tensor& pending, int64_t head,
                                   int64_t chunk, int64_t rows, T* to, int64_t n) {
@@ -18,7 +19,7 @@ inline void Head<T>::take_sources(const Tensor& x, const Tensor& pending, int64_
     take(x, task.row, task.begin + first + old, head, rows - old, to + old * n, n);
 }
 
-// The latents' logits of a chunk, -inf where they count for nothing, and what they forget.
+// The latents' logits of a chunk, -inf where a source does not count, and what they forget.
 template <class T>
 inline void Head<T>::load_logits(int64_t chunk, int64_t rows) {
     const int64_t token = task.begin + chunk * TOKENS;
@@ -157,7 +158,7 @@ inline void Head<T>::find_heard() {
     while (heard < task.count && !source(heard - delay)) ++heard;
 }
 
-// Adds to the outputs what late latents have been fed in a run, up to a query's own.
+// Adds to the outputs the sources that late latents received in a run, up to a query's own source.
 template <class T>
 inline void Head<T>::with_late(const LatentRun<T>& run, bool strange) {
     const int64_t begin = run.begin, together = strange ? 1 : ROWS;
@@ -169,7 +170,7 @@ inline void Head<T>::with_late(const LatentRun<T>& run, bool strange) {
         }
 }
 
-// The runs of a segment and the states before them: from the state kept, once more forward.
+// The runs of a segment and the states before them: a second forward pass from the saved state.
 template <class T>
 inline void Head<T>::walk_segment(int64_t segment) {
     const int64_t at = kept_at(segment), one = 3 * Lp + Lp * Dp;
@@ -205,7 +206,7 @@ inline void Head<T>::walk_segment(int64_t segment) {
     }
 }
 
-// Values that the latents are fed with at a chunk's tokens, zeros where there is no source.
+// The values that the latents receive at a chunk's tokens, zeros where there is no source.
 template <class T>
 inline void Head<T>::load_values(int64_t chunk, int64_t rows, T* to) {
     take_sources(op.v, op.pending_v, task.g, chunk, rows, to, Dp);
@@ -264,7 +265,7 @@ inline void Head<T>::end_state() {
     }
 }
 
-// Values of late sources, and <dy_t, v_s> of those that a query's latents have been fed.
+// Values of late sources, and <dy_t, v_s> of those that a query's latents have received.
 template <class T>
 inline void Head<T>::load_late(int64_t c, int64_t rows) {
     load_values(c, rows, late_v);
@@ -341,7 +342,7 @@ inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
     if (forgets) put(op.dlog_decay, task.row, token, task.h, rows, decays, Lp);
 }
 
-// Of sources with values v, whose gradients are added to dv; <dy_t, v_s> stand in `products`.
+// For sources with values v. Their gradients are added to dv; `products` holds <dy_t, v_s>.
 template <class T>
 inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products,
                                   int64_t ldp) {
@@ -406,7 +407,7 @@ inline void Head<T>::backward_decays(const LatentRun<T>& run) {
     }
 }
 
-// Of the log-mass of a state that R and its scalar are relative to.
+// The gradient of the log-mass of the state that R and its scalar are relative to.
 template <class T>
 inline T Head<T>::log_mass_gradient(const Latents<T>& at, int64_t l) const {
     V<T> sums{};

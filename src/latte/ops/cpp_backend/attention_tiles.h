@@ -1,5 +1,5 @@
-// Products of small matrices, softmax over rows, and rows of one head in and out of memory: what
-// attention.cpp is made of. Included there once per instruction set.
+// The parts of attention.cpp: products of small matrices, softmax over rows, and loads and stores
+// of the rows of one head. Included there once per instruction set.
 
 constexpr int64_t ROWS = 6;  // of a tile: 12 vectors of sums, 2 of b and one of a fill 16 registers
 

@@ -1,7 +1,7 @@
 // The window of a head and its sinks: scores, their softmax, the products with values, and back.
 // Included by attention.cpp once per instruction set.
 
-// Keys and values of a chunk; of chunks before the first one those of the earlier state.
+// Keys and values of a chunk. Chunks before the first one have those of the earlier state.
 template <class T>
 inline void Head<T>::load_keys(int64_t chunk) {
     Keys<T>& s = slot(chunk);
@@ -59,7 +59,7 @@ inline void Head<T>::against_sinks(int64_t rows, const T* x, int64_t ldx, int64_
     }
 }
 
-// Adds the sinks' part to the outputs: a query multiplies those that it sees.
+// Adds the sinks' part to the outputs: a query uses only the sinks that it may read.
 template <class T>
 inline void Head<T>::with_sinks(int64_t chunk, int64_t rows, const T* x, T* to) {
     const int64_t together = sinks.strange ? 1 : ROWS;
@@ -143,8 +143,8 @@ inline void Head<T>::to_keys(int64_t chunk, int64_t rows, const T* x, const T* y
     }
 }
 
-// Zeros around what a query sees, as far as a tile reads, and in all of its own chunk if
-// `whole_chunk`; there are zeros already in the vectors in which that begins and ends.
+// Sets zeros around the keys that a query may read, as far as a tile reads, and in all of its own
+// chunk if `whole_chunk`. The vectors in which those keys begin and end have their zeros already.
 template <class T>
 inline void Head<T>::clear_around(int64_t chunk, int64_t i, bool whole_chunk, T* x) {
     for (int64_t c = columns + whole<T>(sink_span(chunk, i).stop - columns); c < ld; c += W)
@@ -198,8 +198,8 @@ inline void Head<T>::probabilities(int64_t chunk, int64_t rows) {
     }
 }
 
-// p of query i, from the logits in its place: all of it the window's if there are no latents, or
-// late ones that have seen nothing.
+// p of query i, from the logits in its place. The window has all of p if there are no latents, or
+// if the latents are late and have received nothing.
 template <class T>
 inline void Head<T>::mix(int64_t chunk, int64_t i) {
     T* x = p + i * Lq;

@@ -44,8 +44,8 @@ SYSTEMS = {
 }
 MODES = ("auto", "require", "skip")
 # Loads a library in a process of its own. Where there is no PyTorch, as in pip's build environment,
-# the stand-in has its functions' names. Where there is neither, or the stand-in lies in a folder
-# that nothing can be loaded from, nothing can be told.
+# the stand-in has its functions' names. The check says nothing if there is neither, or if the
+# stand-in is in a folder from which nothing can be loaded.
 LOAD = """
 import ctypes, sys
 library, *stand_in = sys.argv[1:]
@@ -106,9 +106,10 @@ def library_name() -> str:
 
 
 def folders() -> list[Path]:
-    """Where libraries lie: beside the sources, then in the user's folder, if there is a home.
+    """The folders of libraries: beside the sources, then the user's folder, if there is a home.
 
-    That is $LATTE_CACHE/native, else $XDG_CACHE_HOME/latte/native, else ~/.cache/latte/native.
+    The user's folder is $LATTE_CACHE/native, else $XDG_CACHE_HOME/latte/native, else
+    ~/.cache/latte/native.
     """
     base = os.environ.get("LATTE_CACHE")
     if not base:
@@ -118,10 +119,10 @@ def folders() -> list[Path]:
 
 
 def found_libraries() -> list[Path]:
-    """The libraries of these sources that are there, those beside the sources first.
+    """The libraries of these sources that exist, those beside the sources first.
 
-    Of the user's folder only what the user or root owns: $LATTE_CACHE may be a folder that others
-    can write.
+    In the user's folder, only files that the user or root owns count: other users may be able to
+    write to $LATTE_CACHE.
     """
     name, owners = library_name(), (0, os.getuid() if hasattr(os, "getuid") else 0)
     found = []
@@ -181,7 +182,7 @@ def _from_environment(name: str) -> list[str]:
 
 
 def _for_system() -> list[str]:
-    """What compiler and linker are told of the system."""
+    """The flags of the compiler and the linker for this system."""
     if sys.platform != "darwin":
         return []
     oldest = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or "11.0"
@@ -258,7 +259,8 @@ def compile_library(folder: Path, *, check: bool = True) -> Path:
             torch = ["-Wl,--no-as-needed", str(stand_in), "-Wl,--as-needed"]
         link = ["-shared", *_for_system(), *torch, *_from_environment("LDFLAGS")]
         _run([*compiler, *objects, *link, "-o", str(linked)])
-        # Whole or not at all, under a name of its own until then: two builds at once do not meet.
+        # The library appears in one step, and has a unique name before that: two builds at the same
+        # time do not disturb each other.
         target = folder / linked.name
         handle, name = tempfile.mkstemp(prefix=f"{linked.name}.", suffix=".part", dir=folder)
         os.close(handle)

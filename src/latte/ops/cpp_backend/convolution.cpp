@@ -1,9 +1,9 @@
 // The causal depthwise convolution, y_t = bias + sum_i weight[:, i] x_{t-K+1+i}, and its gradients.
 //
-// A sequence with its tail of K-1 earlier inputs before it is one line; each output is a sum over
-// K neighbours of it, always in the same order, so that a sequence that is cut goes on in the same
-// bits. Tasks are runs of ROWS tokens; the sums of the weights' gradients are kept by run and added
-// in order, however many threads there are.
+// A line is a sequence after its tail of K-1 earlier inputs. Each output is a sum over K neighbours
+// in the line. The sum always has the same order, so that a sequence in several parts gives the
+// same bits as in one part. A task is a run of ROWS tokens. Each run has its own sums of the
+// weights' gradients, and these are added in order for any number of threads.
 //
 // Shapes: B batch, T tokens, E channels, K taps, N sequences (B, or the packed ones).
 #ifndef LATTE_CONVOLUTION
@@ -192,8 +192,8 @@ struct Run {
     explicit Run(int64_t K) : x(size_t(K)), stride(size_t(K)) {}
 };
 
-// As many rows of one line as are read together: every element is read and widened once for all of
-// them, and the taps stay in registers.
+// The number of rows of one line that are read together. Each element is read and widened once for
+// all of them, and the taps stay in registers.
 constexpr int64_t TOGETHER = 8;
 
 // TOGETHER rows, whose first reads x[0], x[row], ..., x[(K-1) row]: neighbours, all real. The sums
@@ -368,7 +368,7 @@ static void backward_all(Convolution& op) {
                                    op.dinitial.at<S>() + (n * (K - 1) + p) * E);
 }
 
-// A tensor's elements e, whatever its dtype, `stride` apart, next to each other and in T.
+// Copies a tensor's elements, which are `stride` apart, to adjacent places, from any dtype to T.
 template <class T>
 static void gather(const Tensor& x, int64_t at, int64_t stride, int64_t count, T* to) {
     auto copy = [&](auto* from) {

@@ -1,13 +1,13 @@
-// What a token of decoding needs besides mixing: linear maps, norms, SwiGLU and the RG-LRU.
+// The ops of a decoding step besides mixing: linear maps, norms, SwiGLU and the RG-LRU.
 //
 //     y = W x,   r + W x,   silu(G x) * (U x),   gelu(G x) * (U x)
 //     y = (o + w) x / sqrt(mean(x^2) + eps)
 //     r, i = sigmoid of block-diagonal affine maps of x,  log a = -8 r softplus(theta)
 //     h' = a h + sqrt(1 - a^2) i x,   z = RMSNorm(h')
 //
-// Few rows are bound by the weights that come from memory: each is read once, in the order in which
-// they lie, on all threads. A task is one row of a matrix, or one block of the gates; a row of x
-// comes out the same whatever stands beside it.
+// For few rows of x, the time is that of reading the weights from memory. All threads read them,
+// each weight once, in the order of memory. A task is one row of a matrix, or one block of the
+// gates. The result of a row of x does not depend on the other rows.
 //
 // Shapes: R rows of x, all its dimensions but the last, E width, M outputs of a map, N blocks of P.
 #ifndef LATTE_DENSE
@@ -18,7 +18,7 @@
 
 namespace latte {
 
-constexpr int64_t WEIGHTS = 16384;  // that are worth a thread of their own
+constexpr int64_t WEIGHTS = 16384;  // the fewest for which another thread saves time
 
 inline int64_t width_of(const Tensor& x) { return x.sizes[x.dims - 1]; }
 inline int64_t rows_of(const Tensor& x) {
@@ -200,8 +200,8 @@ struct Rows {
     const T* operator[](int64_t row) const { return numbers.data() + row * step; }
 };
 
-// A whole vector in the order in which it is widened fastest: of bf16 the even elements, then the
-// odd ones.
+// A whole vector in the order that is fastest to widen: for bf16 the even elements, then the odd
+// ones.
 template <class S>
 LATTE_INLINE V<typename Computed<S>::type> load_shuffled(const S* from) { return load_all(from); }
 LATTE_INLINE V<float> load_shuffled(const bf16* from) {
@@ -218,8 +218,9 @@ static V<typename Computed<S>::type> read_shuffled(const S* from, int64_t stride
     return load_shuffled(padded);
 }
 
-// A row of weights with a row of x that was read alike. Memory gives most to one stream: rows are
-// read one after the other, and what lies a page ahead is asked for.
+// The product of a row of weights and a row of x that was read in the same order. Memory is fastest
+// with one stream. Therefore rows are read one after the other, and data one page ahead is
+// prefetched.
 template <class S, class T>
 LATTE_INLINE T dot(const S* weights, int64_t stride, const T* x, int64_t size) {
     constexpr int64_t step = width<T>, line = 64 / sizeof(S), ahead = 4096 / sizeof(S);

@@ -1,9 +1,9 @@
 // Compiles the file LATTE_FILE once per instruction set, each time in a namespace of its own, with
-// the vectors of simd.h in that set's width. The compiler's own flags stay the baseline's: which of
-// the functions run is decided once, when the first of them is called.
+// the vectors of simd.h in that set's width. The compiler's flags stay those of the baseline. The
+// first call of such a function decides, once, which set runs.
 //
 // LATTE_CHOOSE(f) is the function f of the best namespace that this processor runs;
-// ATEN_CPU_CAPABILITY=default|avx2|avx512 holds it down, as it does PyTorch.
+// ATEN_CPU_CAPABILITY=default|avx2|avx512 limits the choice, as it does in PyTorch.
 #include <cstdlib>
 #include <cstring>
 

@@ -1,6 +1,7 @@
-// What the arguments of an op have to be. An op can be called with anything, and from a compiled
-// graph with values that nobody has seen: what does not fit is one line that says what was expected
-// and what came (a ValueError in Python), never a look at memory that is not the tensor's.
+// Checks of the arguments of an op. An op can be called with any arguments, and a compiled graph
+// may pass values that nothing has checked before. A wrong argument raises an error (a ValueError
+// in Python) of one line. It says what the op expected and what it received. The op never reads
+// memory outside a tensor.
 #pragma once
 
 #include "torch_abi.h"
@@ -49,7 +50,7 @@ inline std::string name_of(int32_t dtype) {
     return "another dtype";
 }
 
-// The checks of one op. They let a tensor pass that the op can do without and was not given.
+// The checks of one op. They accept the absence of a tensor that is optional.
 class Expect {
   public:
     explicit Expect(const char* name) : op(name) {}

@@ -25,7 +25,7 @@ COMMAND = f"{sys.executable} -m latte.ops.cpp_backend"
 
 
 def load() -> tuple[Path | None, str | None]:
-    """Load the library: its path, or why it is not there and what mends that.
+    """Load the library: its path, or the reason why it is not there and how to repair that.
 
     Raises:
         LatteError: ``LATTE_NATIVE`` is require and the library is not there, or it is unknown.

@@ -1,13 +1,13 @@
-// What training needs between the matrix products, each in one walk forward and one back: SwiGLU's
-// product, the RMSNorm and the rotation of queries and keys.
+// The ops of training between the matrix products: SwiGLU's product, the RMSNorm and the rotation
+// of queries and keys. Each op reads its inputs once forward and once backward.
 //
 //     silu(g) u:   s = sigmoid(g),  du = dy g s,  dg = dy u s (1 + g (1 - s))
 //     w x s:       s = 1 / sqrt(mean(x^2) + eps),  dx = s (w dy - x s^2 mean(w dy x))
 //                  dw = sum dy x s
 //     rotation:    (a, b) -> (a cos - b sin, b cos + a sin), back by the negative angle
 //
-// All tensors are contiguous. Sums over rows are kept by runs of ROWS and added in order, however
-// many threads there are.
+// All tensors are contiguous. Each run of ROWS rows has its own sums over rows. These are added in
+// order, for any number of threads.
 //
 // Shapes: R rows, all dimensions but the last, E width; B batch, T tokens, H heads, K width of a
 // head.
@@ -20,7 +20,7 @@
 namespace latte {
 
 constexpr int64_t ROWS = 64;
-constexpr int64_t ELEMENTS = 8192;  // that are worth a thread of their own
+constexpr int64_t ELEMENTS = 8192;  // the fewest for which another thread saves time
 
 struct Glu {
     Tensor gate, up, out, dout, dgate, dup;  // alike
@@ -161,7 +161,7 @@ static void apply_glu(Glu& op) {
         for (int64_t c = begin * W; c < end * W; c += W) {
             const int64_t left = count - c;
             V<T> g = load(gate + c, 1, left), u = load(up + c, 1, left), s = sigmoid(g);
-            // Of -infinity 0, so that the product is NaN: as PyTorch's, and nobody overlooks it.
+            // For -infinity this is 0. The product is then NaN, as in PyTorch, and stays visible.
             s = select(g < -std::numeric_limits<T>::max(), V<T>{}, s);
             if (out) {
                 store(out + c, g * s * u, left);

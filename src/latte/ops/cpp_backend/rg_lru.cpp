@@ -5,10 +5,11 @@
 //     g_t = dh_t + a_{t+1} g_{t+1}                       the gradient that reaches h_t
 //     dlog a_t = g_t (a_t h_{t-1} - i_t x_t a_t^2 / sqrt(1 - a_t^2))
 //
-// A task is one sequence and a block of channels, walked token by token: each input is read once,
-// nothing is written but the results, and a sequence that is cut goes on in the same bits. The
-// backward walk takes h_{t-1} from the output, and makes the gates again from their logits.
-// Where a sequence starts a = 0 and the factor is 1; a masked token leaves the state as it is.
+// A task is one sequence and a block of channels, and processes one token after the other. Each
+// input is read once, and only the results are written. A sequence in several parts gives the same
+// bits as in one part. The backward walk reads h_{t-1} from the output, and computes the gates
+// again from their logits. At the start of a sequence a = 0 and the factor is 1. A masked token
+// does not change the state.
 //
 // Shapes: B batch, T tokens, E channels, N sequences (B, or the packed ones).
 #ifndef LATTE_RG_LRU
@@ -21,7 +22,7 @@ namespace latte {
 
 constexpr int64_t CHUNK = 32;    // tokens of which dtheta is summed in the dtype of the state
 constexpr int64_t BLOCK = 2048;  // channels of a task at most
-constexpr int64_t AHEAD = 8;     // tokens by which memory is asked for before it is read
+constexpr int64_t AHEAD = 8;     // memory is prefetched this many tokens before it is read
 
 struct RgLru {
     Tensor x, r, i, theta, initial, mask, bounds;  // (B,T,E) x 3, (E,), (N,E), (B,T), (N+1,) int64
@@ -35,7 +36,7 @@ struct RgLru {
     int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : x.sizes[0]; }
 };
 
-// Where sequence n is, in the order in which it is walked.
+// The place of sequence n, and the order in which its tokens are processed.
 struct Walk {
     int64_t row, begin, count;
     bool reverse;
@@ -54,7 +55,7 @@ struct Walk {
         return reverse ? begin + count - 1 - step : begin + step;
     }
     bool real(int64_t step) const { return !mask || mask[token(step)]; }
-    // The step at which the sequence starts anew: -1 if it goes on from a state that is not all 0.
+    // The step at which the sequence starts: -1 if it continues from a state that is not all 0.
     template <class T>
     int64_t start(const RgLru& op, int64_t n) const {
         const int64_t E = op.channels();
@@ -141,7 +142,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     op.dinitial = op.initial ? Tensor::empty({N, E}, wide(op.x)) : Tensor::empty({0}, wide(op.x));
     op.slopes.assign(size_t(N * E), 0.0);
     LATTE_CHOOSE(run_backward)(op);
-    for (int64_t e = 0; e < E; ++e) {  // in one order, however many threads there are
+    for (int64_t e = 0; e < E; ++e) {  // in one order, for any number of threads
         double sum = 0.0;
         for (int64_t n = 0; n < N; ++n) sum += op.slopes[size_t(n * E + e)];
         if (op.x.type() == Type::F64) dtheta.at<double>()[e] = sum;
@@ -175,8 +176,8 @@ LATTE_INLINE const S* at_token(const Tensor& x, int64_t row, int64_t token, int6
     return x.at<S>() + row * x.strides[0] + token * x.strides[1] + first * x.strides[2];
 }
 
-// Asks for the memory of a V<T> of neighbouring elements, which may be two cache lines. The rows of
-// a block are too short, and too far apart, for the processor to foresee them.
+// Prefetches the memory of a V<T> of neighbouring elements, which may be two cache lines. The rows
+// of a block are too short, and too far apart, for the processor to predict them.
 template <class S>
 LATTE_INLINE void ask_for(const S* from) {
     constexpr int64_t bytes = width<typename Computed<S>::type> * int64_t(sizeof(S));
@@ -184,8 +185,8 @@ LATTE_INLINE void ask_for(const S* from) {
         __builtin_prefetch(reinterpret_cast<const char*>(from) + at);
 }
 
-// The sigmoids of a row's gate, in a loop of their own: of a longer chain of operations a processor
-// sees too little to begin the next one meanwhile. Memory of a row to come is asked for.
+// The sigmoids of a row's gate, in a separate loop. In a longer chain of operations, the processor
+// cannot look far enough ahead to begin the next vector. The memory of a later row is prefetched.
 template <class S, class T>
 static void open(const S* gate, int64_t stride, const S* next, int64_t size, T* to) {
     for (int64_t c = 0; c < size; c += width<T>) {

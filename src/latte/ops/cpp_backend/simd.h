@@ -1,7 +1,7 @@
 // Vectors for one instruction set: included by each_isa.h, once per namespace. V<float> and
-// V<double> are what is computed with, a pair of vectors of LATTE_WIDTH bytes in the compiler's own
-// types: two independent chains of operations hide each other's latency. bf16 and fp16 exist in
-// memory alone.
+// V<double> are the types of all arithmetic. Each is a pair of vectors of LATTE_WIDTH bytes in the
+// compiler's own types: two independent chains of operations hide each other's latency. bf16 and
+// fp16 exist only in memory.
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
@@ -71,7 +71,7 @@ LATTE_INLINE void by_dtype(Type type, const Work& work) {
     }
 }
 
-// What elements S of memory are computed in.
+// The type of the arithmetic on elements that are S in memory.
 template <class S> struct Computed { using type = float; };
 template <> struct Computed<double> { using type = double; };
 

@@ -5,15 +5,16 @@
 //     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits (L without a window)
 //
 // The window is a ring: the token goes into one slot, and attention runs over all slots that hold
-// a token. A task is one head of one row. A token that is not real leaves the latents as they are
-// and is a masked slot.
+// a token. A task is one head of one row. A token that is not real does not change the latents, and
+// its slot is masked.
 //
-// Delayed latents are fed with the token that leaves the window, whose slot is taken: its latent
-// key stood in a ring of its own, beside the key and the value. While they have seen nothing,
+// Delayed latents receive the token that leaves the window. The new token takes its slot. A ring
+// for latent keys exists beside those for keys and values. While the latents have received nothing,
 // p(0) = 1.
 //
-// Sinks are the first n real tokens of a row. One that has left the window, W positions ago or
-// more, is a further slot, to which the query turns by a table of its own.
+// Sinks are the first n real tokens of a row. A sink that is W positions or more before the token
+// has left the window. It is then an additional slot, for which the query is rotated by a separate
+// table.
 //
 // Shapes: B batch, H query heads, G key/value heads, L latents, K key width, D value width, W
 // slots, n sinks.
@@ -285,7 +286,7 @@ LATTE_INLINE void add_value(const Step& step, T share, const S* value, T* y) {
 }
 
 // Adds softmax attention over the ring's slots and the sinks that have left it to y, and returns
-// the logsumexp; `logits` has room for them, `far_q` is the query as it looks at sinks.
+// the logsumexp; `logits` has room for them, `far_q` is the query rotated for sinks.
 template <class S, class T>
 static T attend(
     const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T* logits, T* y) {
@@ -309,7 +310,7 @@ static T attend(
     return log_mass;
 }
 
-// What delayed latents are fed with: the token that leaves the window, (B,H,L) and (B,G,D).
+// The source that delayed latents receive: the token that leaves the window, (B,H,L) and (B,G,D).
 template <class T>
 struct Leaving {
     std::vector<T> k, v;

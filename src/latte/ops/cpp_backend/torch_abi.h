@@ -2,9 +2,9 @@
 //
 // The declarations are those of torch/csrc/stable/c/shim.h and of torch/csrc/inductor/aoti_torch/c/
 // shim.h, which keep their meaning from PyTorch 2.10 on; a test compiles both together, so that a
-// difference is an error there. They stand here because then no PyTorch is needed to build the
-// library, and one library serves every version: pip builds a package before it installs what the
-// package depends on.
+// difference is an error there. With the declarations here, the library can be built without
+// PyTorch, and one library works with every version. This matters because pip builds a package
+// before it installs the package's dependencies.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,7 @@ __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace latte {
 
-// Says with PyTorch's own words what it has refused.
+// Reports PyTorch's own message about a call that failed.
 inline void check(AOTITorchError error) {
     if (!error) return;
     const char* what = torch_exception_get_what_without_backtrace
@@ -83,8 +83,8 @@ struct Tensor {
     int32_t dtype = 0;
 
     Tensor() = default;
-    // To be read, unless it is `written`: asking for memory to write in makes a copy of a tensor
-    // that shares it until then (copy-on-write).
+    // For reading, unless it is `written`. A request for memory to write copies a tensor that still
+    // shares its memory (copy-on-write).
     explicit Tensor(AtenTensorHandle owned, bool written = false) : handle(owned) {
         int64_t *size, *stride;
         if (written) {
@@ -134,7 +134,7 @@ struct Tensor {
         result.expect_huge_pages();
         return result;
     }
-    // Memory that comes fresh from the system costs more to map in small pages than to write.
+    // For new memory from the system, mapping it in small pages takes longer than writing it.
     void expect_huge_pages() const {
 #ifdef MADV_HUGEPAGE  // Linux's
         const uintptr_t page = uintptr_t(1) << 21, at = reinterpret_cast<uintptr_t>(data);
@@ -174,8 +174,9 @@ inline int32_t wide(const Tensor& x) {
     return x.type() == Type::F64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
 }
 
-// The arguments of a kernel, taken off the stack one after the other; then its results, put there.
-// A tensor that is not taken is never freed: all of them come off before any of them is looked at.
+// The arguments of a kernel are taken from the stack one after the other. Its results are then put
+// on the stack. A tensor that is not taken is never freed. Therefore all arguments are taken before
+// any of them is checked.
 class Stack {
   public:
     explicit Stack(StableIValue* arguments) : stack(arguments) {}

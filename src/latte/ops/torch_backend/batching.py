@@ -1,8 +1,8 @@
 """The division of a batch, packed or not, into segments that fit the cache and the allocator.
 
-On a CPU intermediates above about 32 MB are mapped and unmapped again and again, and page faults
-then take most of the time. All ops here therefore compute one segment at a time (some sequences,
-some tokens) and pass the state to the next segment. Packed sequences of similar length are padded
+On a CPU, intermediates above about 32 MB are mapped and unmapped repeatedly. Page faults then take
+most of the time. Therefore all ops here compute one segment at a time (some tokens of some
+sequences) and pass the state to the next segment. Packed sequences of similar length are padded
 into common batches.
 
 Shape suffixes: B batch, T tokens, n sequences computed together, X rows (n sequences of H heads

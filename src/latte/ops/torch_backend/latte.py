@@ -1,12 +1,12 @@
 """Latte in linear time: the driver over batches and segments, as custom ops.
 
-The passes take p(l|t) in the place of the query logits, and give p times its gradient, so that
-Macchiato (``macchiato``), whose distribution has the window in it, uses them as they are.
+The passes take p(l|t) in the place of the query logits, and return p times its gradient. Therefore
+Macchiato (``macchiato``), whose distribution includes the window, uses the same passes.
 
 Saved activations are the inputs and one state per segment of time: O(T / 2048) states, never
-O(T L D). A segment is one run in the linear domain (``linear_domain``) wherever one reference can
-serve all of it; else it is cut into such runs and pairwise ones (``pairwise``). On a GPU all are
-pairwise, as asking would wait for the device.
+O(T L D). A segment is one run in the linear domain (``linear_domain``) if one reference is enough
+for all of it. Otherwise it is cut into such runs and pairwise runs (``pairwise``). On a GPU all
+runs are pairwise, because the check of a reference would wait for the device.
 
 Shape suffixes: B batch, T tokens, n sequences computed together, X = n H rows, S tokens of a
 segment, t of them not padding, H heads, L latents, D value width, N states.
@@ -148,7 +148,7 @@ class Segment:
         """The run of tokens from ``start`` on, as long as its kernel can serve; see ``Run``."""
         k, seen, g, stop = self.k_XSL, self.seen_XS, self.g_XSL, self.S
         if k.device.type != "cpu":
-            # Asking for the reach of a reference would wait for the device.
+            # To compute the reach of a reference would wait for the device.
             return Run(self, slice(start, stop), state, g)
         if g is not None and not g[:, start].any():
             # Up to the first token that forgets, as where none does: to the same bits.
@@ -212,10 +212,10 @@ class Segment:
 class Run:
     """Consecutive tokens of a segment that one kernel serves.
 
-    The linear-domain kernel needs a reference that no key exceeds by far; it ends where one does.
-    Where such runs are short (logits that rise by leaps) the pairwise kernel takes some tokens;
-    where latents forget fast, shorter chunks are tried before (``level`` counts the short runs in
-    a row). The choice depends on the past alone.
+    The linear-domain kernel needs a reference that no key exceeds by far. Its run ends before such
+    a key. If these runs are short (the logits rise in large steps), the pairwise kernel computes
+    some tokens. If latents forget fast, shorter chunks are tried first (``level`` counts the short
+    runs in a row). The choice depends only on the past.
     """
 
     def __init__(

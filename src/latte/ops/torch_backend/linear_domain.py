@@ -5,14 +5,14 @@ quantity of the model is a cumulative sum:
 
     y_t = sum_l p_t[l] / alpha_t[l] (m_0 mu_0 + sum_{s<=t} e_s[l] v_s)
 
-No logarithm, and no rescaling between chunks. The reference is the largest logit before the run,
-or the first one of the sequence; alpha is then at least 1, and the run ends before the first key
-that exceeds r by ``REACH`` (:func:`run_length`). Both depend on the past alone, so that future
-inputs cannot change the past, not even its rounding.
+There is no logarithm, and no rescaling between chunks. The reference is the largest logit before
+the run, or the first one of the sequence. alpha is then at least 1. The run ends before the first
+key that exceeds r by ``REACH`` (:func:`run_length`). The reference and the end depend only on the
+past. Therefore future inputs cannot change the past, not even its rounding.
 
-Where latents forget, a run has a reference for each chunk (:class:`Gauge`): inside a chunk the
-logits are taken as ``k_s - G_s``, G what has been forgotten since the chunk's start, and between
-chunks all sums are rescaled. What was forgotten is never summed over more than a chunk in fp32.
+Where latents forget, a run has a reference for each chunk (:class:`Gauge`). Inside a chunk the
+logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums are
+rescaled. Log-decay is never summed over more than a chunk in fp32.
 
 Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk length
 (S = N C), L latents, D value width.
@@ -314,7 +314,7 @@ def backward(
     pulled_XSL = p_XSL * delta_XSL
     lost_XSL = pulled_XSL / keys.alpha_XSL
 
-    # Reverse states, by chunk: what later chunks and the final state ask of a source.
+    # Reverse states, by chunk: the gradients that later chunks and the final state give a source.
     alpha_XL = keys.alpha_XSL[:, -1]
     last_mean_XLD = last_XLD / alpha_XL[..., None]
     reverse_XLD = dmean_XLD / alpha_XL[..., None]

@@ -27,10 +27,10 @@ def window_log_mass(
     tail: WindowState | None,
     sinks: SeenSinks | None,
 ) -> Tensor:
-    """``log sum_s exp(logit_ts)`` over the keys and sinks that a causal query sees, (B, T, H).
+    """``log sum_s exp(logit_ts)`` over the keys and sinks visible to a causal query, (B, T, H).
 
-    The result has the dtype of the sums. A query that sees nothing gets the lowest finite number
-    or a little more.
+    The result has the dtype of the sums. A query without visible keys gets the lowest finite
+    number or a little more.
     """
     window = local.window
     assert window is not None

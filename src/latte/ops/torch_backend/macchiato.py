@@ -1,9 +1,10 @@
 """Macchiato in linear time: the window and the latents as one op, with one distribution for both.
 
-p = softmax over the L+1 query logits is formed once, and again in the backward pass: column 0 is
-the window's share of a token, the others are Latte's p(l|t). Each branch adds to one output and to
-one gradient of the values; each gives p times its gradient, from which that of the logits follows.
-Saved are the inputs and the states between segments: neither branch's own output.
+p = softmax over the L+1 query logits is computed once forward and once backward. Column 0 is the
+window's share of a token. The other columns are Latte's p(l|t). Both branches add to the same
+output and to the same gradient of the values. Each branch returns p times its gradient, and the
+gradient of the logits follows from that. The inputs and the states between segments are saved, but
+not the output of either branch.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
 width.

@@ -1,7 +1,8 @@
 """The RG-LRU in about 2 sqrt(T) steps instead of T, and the causal convolution.
 
-Time is cut into sqrt(T) chunks that are advanced together: once to learn what each does to its
-incoming state, then, with the true incoming states, to write the outputs.
+Time is cut into sqrt(T) chunks that are computed together, in two passes. The first pass finds how
+each chunk changes its incoming state. The second pass starts from the true incoming states and
+writes the outputs.
 
 Shape suffixes: B batch, T tokens, N chunks (of a state: sequences), C chunk length, E channels, K
 taps.

@@ -105,7 +105,8 @@ def _sdpa(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(
             1, 2
         )
-    # A query without a visible key would be NaN, or an average: let it look at all, then zero it.
+    # A query without a visible key would give NaN, or an average: it reads all keys, and its output
+    # is then set to zero.
     alive = seen.any(-1, keepdim=True)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~alive, scale=scale)
     return (out * alive).transpose(1, 2)
@@ -185,9 +186,9 @@ class Segment:
 
     A line has a row of ``width`` chunks for each of X = n G sequences and heads of keys: those
     before the segment, its own N, and those after it, as far as there are any. Every chunk of
-    queries reads M consecutive keys of the line where they stand, without a copy; what it finds
-    there of a neighbouring row, or of the zeros around the line, is masked. Rows that are
-    ``apart`` stand with room between them, and are computed one at a time.
+    queries reads M consecutive keys of the line without a copy. Some of these may belong to a
+    neighbouring row, or to the zeros around the line, and are masked. Rows that are ``apart`` have
+    space between them, and are computed one at a time.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Segment:
         self.t = span.stop - span.start
         self.N = -(-self.t // Q)
         P = 0 if tail[0] is None else tail[0].shape[1]
-        # Tokens [low, high) of the sequence stand in a row from ``pad`` on, after ``old`` of the
+        # Tokens [low, high) of the sequence are in a row from ``pad`` on, after ``old`` of the
         # state's, whose last one is token -1.
         self.before = chunks.before if span.start or P or apart else 0
         after = chunks.after if span.stop < rows.length or apart else 0

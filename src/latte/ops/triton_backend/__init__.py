@@ -1,8 +1,9 @@
 """Latte on a GPU, in Triton: what the interface calls, with inputs that it has checked.
 
-Each op is a file with its kernels and the custom op that launches them, loaded at its first use:
-before that nothing imports Triton. ``launch`` says what they serve, and holds what is tuned. The
-steps of decoding, in ``step``, are called from where they are chosen.
+Each op is a file with its kernels and the custom op that launches them. The file is loaded at its
+first use, and nothing imports Triton before that. ``launch`` defines which inputs the kernels
+accept, and holds the tuned numbers. The steps of decoding are in ``step``. The code that chooses
+them calls them directly.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
 width, E channels, N sequences.

@@ -83,7 +83,7 @@ def backward(
     log_mass, _ = earlier
     if log_mass is None:
         return dq, dk, dv, lost, g
-    # exp(A_0 - A): what the initial state is worth to the whole.
+    # exp(A_0 - A): the weight of the initial state in the whole.
     seen = torch.where(mass == 0, 1.0, mass)
     kept = torch.exp(log_mass - torch.where(torch.isneginf(top), 0.0, top)) / seen
     return dq, dk, dv, *state_gradients(earlier, kept[..., None] * g, kept * lost)
@@ -186,7 +186,7 @@ def add_up(
     per_row, H, L, D,
     U: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add what each sequence's chunks ask, (M, H, L, D), to dmean (N, H, L, D)."""
+    """Add the gradients from each sequence's chunks, (M, H, L, D), to dmean (N, H, L, D)."""
     n, h, _, _, _, real_LD, at_LD = state_tile(H, L, D, BL, BD)
     first, last = parts_of(n, per_row, first_ptr)
     i = n * H + h

@@ -1,16 +1,16 @@
 """Causal Latte on kernels: one program walks a segment of the sequence, its state kept on chip.
 
-Forward. Where sequences and heads fill the GPU there is one segment per sequence, and ``walk``
-alone is the forward pass: it reads q, k and v once and writes y once. Where they do not,
-``segment_sums`` and ``scan`` (segments.py) find the state before each segment, and ``walk`` starts
-from there. The state is (ref, mass, S): S = sum_s exp(k_s - ref) v_s and
-mass = sum_s exp(k_s - ref), so that the mean is S / mass. All sources of a chunk count from one
-reference, while no logit lies more than e^REACH above it:
+Forward. If sequences and heads fill the GPU, there is one segment per sequence. ``walk`` alone is
+then the forward pass: it reads q, k and v once and writes y once. Otherwise ``segment_sums`` and
+``scan`` (segments.py) find the state before each segment, and ``walk`` starts from it. The state is
+(ref, mass, S), with S = sum_s exp(k_s - ref) v_s and mass = sum_s exp(k_s - ref), so that the mean
+is S / mass. All sources of a chunk count from one reference, while no logit is more than e^REACH
+above it:
 
     y_t = sum_l p(l|t) / mass_t (S + sum_s exp(k_s - ref) v_s)
 
-Tokens behind a logit beyond the reach take their weights source by source. The choice is made per
-token and depends on the past alone: future inputs cannot change an output, not even its rounding.
+Tokens after a logit beyond the reach compute their weights source by source. The choice is made per
+token and depends only on the past: future inputs cannot change an output, not even its rounding.
 
 Backward, two walks. With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
 
@@ -19,7 +19,7 @@ Backward, two walks. With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] 
     dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
 
 1. ``query_walk``, forwards: dq and c; the reference and the mass before each chunk; and, where
-   sequences are cut, what the segment asks of the state before it.
+   sequences are cut, the segment's part of the gradient of the state before it.
 2. ``scan_back`` (segments.py), where sequences are cut: the gradient of the state after each
    segment.
 3. ``source_walk``, backwards: dk and dv. It needs no state of the past: p_t delta_t is
@@ -321,7 +321,7 @@ def begin(
 
 @triton.jit
 def leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
-    """Packed sequences may need fewer segments: what is saved is defined there too."""
+    """Zeros for the segments that packed sequences do not use: all saved numbers are defined."""
     if mean_ptr is not None:
         store_latents(top_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
         store_latents(mass_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
@@ -470,9 +470,10 @@ def query_walk(
     latents', in q and in dq, or in ``window_logit`` (B, T, H). ``R`` heads share one head of the
     values.
 
-    Where latents forget: what they have forgotten before each chunk since its reference was chosen,
-    and the logarithm of what one unit before a chunk is worth after it: -inf where tokens are
-    beyond reach, whose own (ref, mass) go to ``token_ref`` and ``token_mass`` (B, T, H, L).
+    Where latents forget: their log-decay before each chunk since its reference was chosen, and the
+    logarithm of the weight after a chunk of one unit before it. That is -inf where tokens are
+    beyond reach. The (ref, mass) of these tokens go to ``token_ref`` and ``token_mass``
+    (B, T, H, L).
     """
     GATED: tl.constexpr = window_delta_ptr is not None
     FORGETS: tl.constexpr = g_ptr is not None

@@ -1,8 +1,8 @@
-"""What the kernels serve, every number that is tuned, and how a kernel is launched.
+"""The inputs that the kernels accept, all tuned numbers, and the launch of a kernel.
 
-Sizes of tiles, warps, stages and limits of registers of all kernels are here, chosen by what their
-machine code takes and issues: docs/kernels.md has it. They are functions of the compute capability,
-the widths and the dtype. But for the cuts none depends on B or T.
+The sizes of tiles, warps, stages and limits of registers of all kernels are here. They were chosen
+by the resources and instructions of the machine code: see docs/kernels.md. They are functions of
+the compute capability, the widths and the dtype. Except for the cuts, none depends on B or T.
 
 This file loads without Triton.
 
@@ -105,7 +105,7 @@ WALKS = {
         256: (16, 16, 8, 2, 16, 8, 2),
     },
 }
-# Without Hopper's products, whose factors lie in shared memory, those of bf16 take registers too.
+# Hopper's products have their factors in shared memory. Without them, bf16 needs registers too.
 WALKS_ELSEWHERE = {
     **WALKS,
     torch.bfloat16: WALKS[torch.bfloat16]
@@ -193,7 +193,7 @@ MACCHIATO = {
 }
 
 # The RG-LRU: tokens of a chunk; channels of a tile and warps of one program per chunk, one per row,
-# and backward; loads of so many chunks are under way in a walk; U chunks of a round of the scan
+# and backward; the number of chunks that a walk loads ahead; U chunks of a round of the scan
 # over chunks. A chunk of 64 backward takes all registers of eight warps, and half as much again to
 # issue.
 LRU_CHUNK = 32

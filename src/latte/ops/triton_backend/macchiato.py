@@ -10,10 +10,11 @@ the states before its segments. Backward: Latte's walks, beside the window's own
 Bidirectional: the states of Latte's, then outputs and gradients by chunk.
 
 Sinks are more keys of the window (softmax.py, sinks.py). Latents that are late read, at each token,
-the source that leaves the window: keys and values of their own, so that the two branches have a
-product with the values each. Where window and latents share one softmax, the window's logit gets
-its log-mass added, which the walk has at hand when it mixes; backward its kernels need the delta of
-the whole mixture, so that dq comes after the latents' walk, in a launch of its own.
+the source that leaves the window. Their keys and values differ from the window's, so that each
+branch has its own product with the values. Where window and latents share one softmax, the window's
+log-mass is added to its logit. The walk has computed it before it mixes. Backward, the window's
+kernels need the delta of the whole mixture. Therefore dq comes after the latents' walk, in a
+separate launch.
 
 Saved for the backward pass: the inputs, the final mean, where sequences are cut one state per
 segment, and one fp32 number per token and head, the window's share p(0|t); for late latents and one

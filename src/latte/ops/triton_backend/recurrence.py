@@ -5,15 +5,15 @@
     g_t = dh_t + a_{t+1} g_{t+1}       the gradient that reaches h_t
     dlog a_t = g_t (a_t h_{t-1} - i_t x_t a_t^2 / sqrt(1 - a_t^2))
 
-A stretch of time is an affine map of the state, h -> A h + B, and stretches compose. Where
-sequences and channels fill the GPU one program walks over a sequence (``lru_walk``,
-``lru_walk_back``: each input is read once); where they do not, every chunk has a program: ``ends``
-and ``ends_back`` find each chunk's map, ``carry`` composes them, ``apply`` and ``apply_back`` write
-the results.
+A range of tokens is an affine map of the state, h -> A h + B, and these maps compose. If sequences
+and channels fill the GPU, one program processes a whole sequence (``lru_walk``, ``lru_walk_back``:
+each input is read once). Otherwise every chunk has a program: ``ends`` and ``ends_back`` find each
+chunk's map, ``carry`` composes the maps, ``apply`` and ``apply_back`` write the results.
 
 ``DOWN`` walks from the end of a sequence to its beginning; in the backward pass it is still the
-forward pass's direction, and gradients run against it. A masked token is the identity. ``begins``
-(N,) is the token at which a sequence starts anew (a = 0, factor 1), -1 if it carries on.
+forward pass's direction, and gradients go in the opposite direction. A masked token is the
+identity. ``begins`` (N,) is the token at which a sequence starts (a = 0, factor 1), or -1 if it
+continues from a state.
 
 Saved for the backward pass: the inputs and one state per chunk, from which the others are computed
 anew.
@@ -393,7 +393,7 @@ def apply(
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     batch, start, stop, n = place(m, table_ptr, T, per_row, C)
     if start >= stop:
-        # Packed sequences may need fewer chunks than there are: what is saved is defined there too.
+        # Packed sequences may not use all chunks. The saved numbers of unused chunks are defined.
         tl.store(before_ptr + m * E + e, tl.zeros((BE,), tl.float32), mask=e < E)
         return
     if mask_ptr is not None:
@@ -483,8 +483,8 @@ def retreat(
 ):  # fmt: skip
     """Gradients of a chunk, from the state before it and the gradient of the state after it.
 
-    The decays of the next tokens are computed anew: a scan of g_t = dh_t + a_{t+1} g_{t+1} then
-    needs no second pair of maps for what lies behind each token.
+    The decays of the next tokens are computed again: a scan of g_t = dh_t + a_{t+1} g_{t+1} then
+    needs no second pair of maps for the tokens after each token.
 
     Returns the gradient of the state before it, and sum_t dlog a_t r_t: what theta needs.
     """

@@ -1,9 +1,10 @@
-"""Where chunks and segments lie, launches over them, and the states between segments.
+"""The places of chunks and segments, launches over them, and the states between segments.
 
-A *chunk* is what one matrix product covers, a *segment* what one program computes at once: many
-chunks of one *row*, a sequence of one head. Fewer programs than fill the GPU leave it idle; more
-segments than one per row cost a pass over k and v: ``segment_sums`` then finds the sum of each,
-``scan`` merges them into the state before each, and ``scan_back`` takes gradients the other way.
+A *chunk* is the tokens of one matrix product. A *row* is a sequence of one head. A *segment* is
+many chunks of one row, which one program computes. With too few programs, part of the GPU is idle.
+With more than one segment per row, one more pass over k and v is necessary: ``segment_sums`` then
+finds the sum of each segment, ``scan`` merges the sums into the state before each segment, and
+``scan_back`` computes the gradients in the other direction.
 
 Shape suffixes: B batch, T tokens, H heads, L latents, D value width, C tokens of a chunk,
 N sequences, M chunks or segments of all sequences, U of them at a time.
@@ -264,7 +265,7 @@ Between = tuple[Tensor, ...]
 
 
 def decays(log_decay: Tensor | None) -> dict[str, Any]:
-    """What kernels are told of latents that forget, (B, T, H, L) in fp32 with any strides."""
+    """The kernels' arguments for latents that forget, (B, T, H, L) in fp32 with any strides."""
     if log_decay is None:
         return {}
     strides = zip(("g_b", "g_t", "g_h", "g_l"), log_decay.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""Gradients of sinks, the first tokens that every query of a sequence sees beside its window.
+"""Gradients of sinks, the first tokens, which every query of a sequence reads beside its window.
 
 With w_tj the weight of sink j in the window's softmax, p_t and delta_t as in window.py:
 

@@ -1,12 +1,12 @@
 """The softmax of a window, as its kernels compute it: by chunks, with a running maximum and sum.
 
-Keys lie at positions of a sequence's tokens; those before its first are the earlier state's, in
-``tail`` buffers (N, P, G, .), the last of them just before the first token. Chunks are counted from
-the first token, so that none holds keys of both kinds.
+Keys have the positions of a sequence's tokens. Keys before the first token belong to the earlier
+state. They are in ``tail`` buffers (N, P, G, .), and the last of them is just before the first
+token. Chunks are counted from the first token, so that no chunk holds keys of both kinds.
 
-Sinks are further keys (N, S, G, K), of which each query sees the first ``seen`` with a query of its
-own. They come before all others, ``SINKS_AT_ONCE`` at a time; kernels without sinks are compiled
-without a line of this.
+Sinks are additional keys (N, S, G, K). Each query reads the first ``seen`` of them, with a separate
+query vector. Sinks come before all other keys, ``SINKS_AT_ONCE`` at a time. Kernels without sinks
+are compiled without any of this code.
 
 Shape suffixes: G key heads, K key width, D value width, N sequences, P keys of the earlier state,
 S sinks, C tokens of a chunk, queries or keys.
@@ -26,7 +26,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def keys_at(at, begin, ptr, stride, tail_ptr, tail_stride, P):
-    """A pointer to the key at position ``at``, and how far the next key lies behind it."""
+    """A pointer to the key at position ``at``, and the distance to the next key."""
     here = ptr + at * stride
     step = tl.cast(stride, tl.int32)
     if tail_ptr is not None:
@@ -40,7 +40,7 @@ def keys_at(at, begin, ptr, stride, tail_ptr, tail_stride, P):
 def load_chunk(ptr, stride, first, last, x0, X, C: tl.constexpr, BX: tl.constexpr):
     """(C, BX) in fp32: keys from ``first`` up to ``last`` of those at ``ptr``; zeros outside.
 
-    Inside a chunk offsets of 32 bits do: the driver sees to it that keys lie close enough.
+    Inside a chunk offsets of 32 bits are enough: the driver ensures that keys are close enough.
     """
     i = tl.arange(0, C)
     x = x0 + tl.arange(0, BX)

@@ -3,11 +3,11 @@
     A' = logaddexp(A + g, k),  mu' = e^{A+g-A'} mu + e^{k-A'} v       (g: what latents forget)
     y = p(0) SWA + sum_{l>=1} p(l) mu'[l],  p = softmax over L + 1 logits     (L without a window)
 
-One program per sequence and head. Nothing is updated in place: the old state may be kept by
-somebody. The window's slots move up by one on the way, written by the first head of each group;
-every slot is near enough to be seen. Sinks are further slots, which stay where they are. Latents
-that are late are fed with the oldest of the pending sources, which move up in the same way, and
-have no share while they have seen none.
+There is one program per sequence and head. Nothing is updated in place, because the caller may keep
+the old state. The window's slots move up by one; the first head of each group writes them. Every
+slot is inside the window. Sinks are additional slots, which do not move. Latents that are late
+receive the oldest of the pending sources, which also move up by one. Such latents have no share
+before they have received a source.
 
 For inference: these ops have no gradient. All shapes follow from the inputs' shapes and nothing
 waits for the host, so that a step can be captured in a CUDA graph.

@@ -99,7 +99,7 @@ def slot_of(batch, at, T, n, C: tl.constexpr):
 
 @triton.jit
 def tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
-    """Where (C, BX) lies, from token ``start`` and column ``x0`` on, and what of it exists."""
+    """Pointers to (C, BX) from token ``start`` and column ``x0`` on, and which elements exist."""
     t = start + tl.arange(0, C)
     x = x0 + tl.arange(0, BX)
     inside = (t < stop)[:, None] & (x < X)[None, :]
@@ -463,7 +463,7 @@ def merge_masses(top1, mass1, top2, mass2):
 def merge_forgetting(top1, mass1, fall1, top2, mass2, fall2):
     """:func:`merge_masses` where the second stretch makes forget ``fall2`` of the first one.
 
-    The top may be rounded: what it lacks is in the difference.
+    The top may be rounded: the difference contains the rounding error.
     """
     top = tl.maximum(top1 + fall2, top2)
     at = finite(top)
@@ -473,9 +473,9 @@ def merge_forgetting(top1, mass1, fall1, top2, mass2, fall2):
 
 @triton.jit
 def kept_share(top1, mass1, top2, mass2, fall=None):
-    """exp(A_1 - A_2), what an earlier state is worth to a later one: exactly 1 if they agree.
+    """exp(A_1 - A_2), the weight of an earlier state in a later one: exactly 1 if they agree.
 
-    ``fall``: what is forgotten between them.
+    ``fall``: the log-decay between them.
     """
     above = top1 - finite(top2)
     if fall is not None:
@@ -516,11 +516,11 @@ def worn(j):
 
 @triton.jit
 def moved(ref, fall, above):
-    """The next chunk's reference, and the logarithm of what one unit is worth counted from it.
+    """The next chunk's reference, and the logarithm of the weight of one unit relative to it.
 
     ``fall`` (C, BL): what has been forgotten by then since ``ref`` was chosen, the same for all
     tokens; ``above`` (C, BL): the chunk's logits less ``ref`` and what they had lost by the start.
-    The new reference may be any number nearby: what it is rounded by is in the difference.
+    The new reference may be any near number: the difference contains its rounding error.
     """
     fall = tl.max(fall, 0)
     later = ref + fall + tl.maximum(tl.max(above, 0), 0.0)

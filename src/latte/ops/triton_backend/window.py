@@ -1,9 +1,9 @@
 """Softmax over a sliding window on kernels, alone or as state 0 of Latte; closed gradients.
 
-Forward, one program makes the outputs of a chunk of one head, or of a tile of their values where
-they are wide. The C queries of a chunk meet the chunks of C keys that their window reaches, their
-own last, with a running maximum and sum: :func:`attend`, which the walk of causal Macchiato
-(macchiato.py) calls too. Beside latents each token's share of the window, ``gate`` = p(0|t), is
+Forward, one program computes the outputs of a chunk of one head, or of a tile of their values if
+these are wide. The C queries of a chunk read the chunks of C keys in their window, their own chunk
+last, with a running maximum and sum. :func:`attend` does this. The walk of causal Macchiato
+(macchiato.py) calls it too. Beside latents, the window's share of each token, ``gate`` = p(0|t), is
 saved.
 
 Backward, with w_ts the softmax over the window, p_t its share p(0|t) (1 without latents) and
@@ -18,8 +18,8 @@ delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
    it, over all heads of their group: nothing is added up between programs. A second launch serves
    the keys of the earlier state.
 
-The weights are computed anew, and not from what the forward pass found: a product of another shape
-may round a logit of 15,000 otherwise, and e^0.001 is not 1. Only the inputs are saved.
+The weights are computed again, and not from results of the forward pass: a product of another shape
+may round a logit of 15,000 differently, and e^0.001 is not 1. Only the inputs are saved.
 
 Where window and latents share one softmax, dlogit_ts has the delta of the whole mixture, which the
 latents' walk finds: step 1 is then two launches, one before that walk and one after it. The
@@ -172,7 +172,7 @@ class Window(NamedTuple):
 
     @property
     def far(self) -> dict[str, Any]:
-        """What kernels are told of the sinks."""
+        """The kernels' arguments for the sinks."""
         if self.sinks is None:
             return {}
         q, keys, values, mask, seen = self.sinks
@@ -193,7 +193,7 @@ def readable_sinks(sinks: SeenSinks) -> SeenSinks:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """``x``, copied if its last dimension has a stride, or if its tokens lie very far apart.
+    """``x``, copied if its last dimension has a stride, or if its tokens are very far apart.
 
     Offsets within a chunk then fit into 32 bits.
     """
@@ -597,7 +597,7 @@ def window_source_gradients(
     v_ptr += held * v_b + g * v_h
     q_ptr += batch * q_b
     dy_ptr += batch * dy_b
-    # Queries stand from `nearest` up to `farthest` chunks behind the keys.
+    # Queries are from `nearest` up to `farthest` chunks after the keys.
     farthest = tl.minimum(tl.cdiv(reach, C), tl.cdiv(stop - at, C) - 1).to(tl.int32)
     if EARLIER:
         nearest = ((begin - at) // C).to(tl.int32)
