@@ -69,7 +69,7 @@ def checksum(path: Path, whole: float = math.inf) -> int:
 
 
 class TokenFile:
-    """Tokenised documents on disk, memory-mapped. They open at once, whatever their size.
+    """Tokenised documents on disk, memory-mapped. They open without delay, whatever their size.
 
     Attributes:
         tokens: Ids of all documents in a row, (N,) uint16 or uint32 (read-only).

@@ -1,4 +1,4 @@
-"""`latte benchmark`: time and memory of the ops and of whole models, on the device at hand.
+"""`latte benchmark`: time and memory of the ops and of whole models, on this device.
 
 Times are wall times of single calls, all names of one mode and length in turns: `latte.machine`.
 Peak memory is net of what was in use before the inputs were made (for models: once the model was
@@ -244,7 +244,7 @@ def _row(
 def _times(
     makers: dict[Case, Callable[[int], Call]], length: int, budget: float
 ) -> dict[Case, Times | str]:
-    """Times of one length, all cases in turns; those that run out of memory stand aside."""
+    """Times of one length, all cases in turns; a case without enough memory is left out."""
     calls: dict[Case, Call] = {}
     for case, make in makers.items():
         with suppress(torch.OutOfMemoryError):
