@@ -168,7 +168,7 @@ def benchmark(
     """
     cases = check(settings)
     backends = {}
-    for case in cases:  # what cannot run here says so before anything is written
+    for case in cases:  # a case that cannot run here raises before files are written
         try:
             with watch_choices() as chosen:
                 _maker(case, settings)(WARM_UP)()
@@ -282,7 +282,7 @@ def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
 
 
 def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
-    """From a length to a call that returns when its work is done."""
+    """A function of a length; it makes a call that returns when its work is done."""
     torch.manual_seed(0)
     make = _op(case, settings) if case.kind == "op" else _model(case, settings)
     if settings.place.type != "cuda":

@@ -45,7 +45,7 @@ class Reader:
         self.store = StateStore(0) if store is None else store
         self.new_cache = new_cache or (lambda: LatteCache(model.config))
         layers = range(model.config.num_hidden_layers)
-        # A state that grows holds all earlier tokens: it is kept at ends of messages and prompts only.
+        # A state that grows is large: it is kept at ends of messages and prompts only.
         grows = any(model.config.state_grows(index) for index in layers)
         self._every = None if grows else max(1, EVERY // piece) * piece
         self._root = root_of(model)
