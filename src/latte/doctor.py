@@ -1,4 +1,4 @@
-"""The report of `latte doctor`: what runs here, on what, and why not on something faster.
+"""The report of `latte doctor`: what runs here, on what hardware, and why nothing faster does.
 
 Each section is made independently. An error in one section is reported there and stops no other.
 """
@@ -32,7 +32,7 @@ VARIABLES = {
 
 
 def report() -> dict[str, Section]:
-    """Everything, by section; a section that could not be found out is {"error": one line}."""
+    """The whole report, by section; a section that failed is {"error": one line}."""
     sections: dict[str, Callable[[], Section]] = {
         "versions": _versions,
         "native": _native,
@@ -156,7 +156,7 @@ def _native() -> Section:
 
 
 def _backends() -> Section:
-    """Of each op and device, what serves a call that names no backend (causal, if there is a
+    """For each op and device, the backend of a call that names none (causal, if there is a
     choice); on a GPU also one token at a time.
     """
     _native_modules()

@@ -1,9 +1,10 @@
-"""GGUF files: pretrained decoders as llama.cpp keeps them, weights and tokenizer in one file.
+"""GGUF files: pretrained decoders in llama.cpp's format, weights and tokenizer in one file.
 
 Transformers reads them (``from_pretrained(folder, gguf_file=...)``, with the ``gguf`` package).
-What is here goes before and after. Before: the header is read, in a fraction of a second, and says
-what cannot be loaded. After: what Transformers leaves at its defaults is set as the file says it,
-and documents begin and end as they did in the base's training.
+This module works before and after Transformers. Before, it reads the header, in a fraction of a
+second, and refuses files that cannot be loaded. After, it sets the values that Transformers leaves
+at its defaults, as the file has them. It also makes documents begin and end as in the base's
+training.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -29,7 +30,7 @@ INSTALL = "pip install 'latte-attention[gguf]'"
 TRANSFORMERS = (5, 23)  # the first whose tokenizers of GGUF files split text as llama.cpp does
 # Architectures by llama.cpp's names. Mistral's models are `llama` there.
 ARCHITECTURES = ("gemma2", "gemma3", "llama", "qwen2", "qwen3")
-# Tokens that begin or end a document, by every name that the families here have for them.
+# Tokens that begin or end a document, by all names that these model families use.
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 DOCUMENT_STARTS = ("<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>")
 CONTROL = 3  # the token type of marks, which text never is
@@ -101,7 +102,7 @@ class GgufFile:
 
 
 def gguf_at(place: str | Path) -> Path | None:
-    """The GGUF file that a place is or holds; None if it is a folder of another kind, or a name.
+    """The GGUF file at a path or in a folder; None for another kind of folder, or a name.
 
     Raises:
         LatteError: A folder has several, or a file is of another kind.
@@ -255,7 +256,7 @@ def gguf_config(file: GgufFile) -> Any:
         config: Any = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     for name in ("_model_name_or_path", "unk_token_id"):
         config.__dict__.pop(name, None)
-    # What Transformers does not look at, and has defaults of its own for.
+    # Values that Transformers does not read: it uses its own defaults for them.
     if "token_embd.weight" in file.tensors:
         config.vocab_size = file.tensors["token_embd.weight"][1][0]
     width = file.own("attention.key_length")
@@ -333,7 +334,7 @@ def _llama3_rotation(file: GgufFile, theta: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Ends:
-    """The tokens around documents, what generation stops at, and a template that knows its own."""
+    """The tokens around documents, the stop tokens, and a template with its own tokens."""
 
     bos: int | None
     eos: int | None

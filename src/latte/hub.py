@@ -1,7 +1,7 @@
 """Whether the Hugging Face Hub answers, asked once and quickly.
 
 Without a network the Hub's client tries five times, for half a minute, and prints every attempt.
-What is on the disk already needs no Hub: then the client is told to look there alone.
+Files that are on the disk already need no Hub: the client then reads only the disk.
 """
 
 from __future__ import annotations

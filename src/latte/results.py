@@ -1,4 +1,4 @@
-"""Where a command may write: no command loses what is there.
+"""Where a command may write, so that no command deletes other results.
 
 One rule serves all commands. A result is replaced only by a result of the same settings. Otherwise:
 
@@ -205,7 +205,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write aside and rename: a reader sees the old file or the new one, other writers or not."""
+    """Write a temporary file and rename it: a reader gets the old file or the new one."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

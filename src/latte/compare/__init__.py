@@ -1,1 +1,1 @@
-"""Several models by one recipe, put side by side."""
+"""Train several models by one recipe, and compare them."""

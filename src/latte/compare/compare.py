@@ -1,8 +1,8 @@
-"""Presets by one recipe, put side by side: by its own seed, or by several to tell chance.
+"""Compare presets by one recipe: with its own seed, or with several to measure chance.
 
     output_dir/
       PRESET/[seed-N/]   an ordinary run by the recipe, with training.seed = N
-        measured.json    what it was worth: parameters, losses, speed, memory, hardware
+        measured.json    its results: parameters, losses, speed, memory, hardware
                          (measured-2.json ... at other context lengths or tokens)
         failed.json      why there is no result, if its last attempt failed
       comparison.csv, .md, .png; by several seeds seeds.csv, .md, .png
@@ -40,7 +40,7 @@ from latte.train.run import check_model, first_alone, train
 from latte.train.run_folder import FINISHED_FILE, check_same_recipe
 
 MEASURED_FILE = "measured.json"
-EARLIER_FILE = "lengths.json"  # as comparisons by one seed used to call it, with less in it
+EARLIER_FILE = "lengths.json"  # its earlier name, for one seed and with fewer entries
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run:
     preset: str
     seed: int | None
     recipe: Recipe
-    lacks: str = ""  # what the model needs and this machine has not
+    lacks: str = ""  # what the model needs, and this machine does not have
 
     @property
     def folder(self) -> Path:
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a finished run was worth. Losses and perplexities are in `rows`, by context length."""
+    """The results of a finished run. Losses and perplexities are in `rows`, by context length."""
 
     parameters: int
     steps: int
@@ -136,7 +136,7 @@ class Comparison(Grid):
         return "comparison.csv", "comparison.md", "comparison.png", "positions.csv"
 
     def report_place(self) -> Results:
-        """Where the report goes: with a number where there is one of other settings."""
+        """The report's place; it has a number if there is a report of other settings."""
         settings = {
             "recipe": self.recipe.identity(),
             "comparison": asdict(self.recipe.comparison),
@@ -178,7 +178,7 @@ def runs_of(recipe: Recipe) -> list[Run]:
     check_positions(section.positions)
     by_preset = {preset: preset_recipe(recipe, preset) for preset in section.presets}
     lacks = {preset: _lacks(preset) if section.seeds else "" for preset in section.presets}
-    for preset, each in by_preset.items():  # the last one's mistake shows before the first trains
+    for preset, each in by_preset.items():  # an error in the last is found before the first trains
         if not lacks[preset]:
             check_model(each)
     if not section.seeds:

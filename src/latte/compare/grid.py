@@ -27,7 +27,7 @@ FAILED_FILE = "failed.json"  # why a run's folder has no result, if its last att
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run stands: its `result`, or the `problem` in the way of one."""
+    """The status of a run: its `result`, or the `problem` that prevents one."""
 
     run: Any
     result: Any = None
@@ -58,7 +58,7 @@ class Grid:
 
     def __init__(self, recipe: Any, runs: Sequence[Any], *, quiet: bool = False) -> None:
         self.recipe, self.runs, self.quiet = recipe, runs, quiet
-        self.first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process speaks
+        self.first = int(os.environ.get("RANK", "0")) == 0  # under torchrun only one process prints
         self.problems: dict[str, str] = {}  # of the runs that this call has tried, by label
 
     # ---- what a kind of grid says
@@ -80,16 +80,16 @@ class Grid:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """What all runs need, before the first one that is due."""
+        """Prepare what all runs need, before the first run that has no result."""
 
     def is_spared(self, run: Any, outcomes: Sequence[Outcome]) -> bool:
-        """Whether a run that is due need not be done, by what others found."""
+        """Whether a run need not be done, because of the results of others."""
         return False
 
     # ---- the engine
 
     def outcomes(self) -> list[Outcome]:
-        """Where all runs stand, by their folders and by what this call has met."""
+        """The status of all runs, from their folders and from this call."""
         return [self._outcome(run) for run in self.runs]
 
     def _outcome(self, run: Any) -> Outcome:
@@ -130,13 +130,13 @@ class Grid:
         return found, self.write(found) if self.first else ""
 
     def _attempt(self, run: Any) -> str:
-        """Do a run; returns what went wrong, if something of its own did, and keeps it."""
+        """Do a run. If it fails by itself, keep its error and return it."""
         import torch
 
         from latte.machine import WorkFailed, in_fresh_process
         from latte.train.trainer import Diverged
 
-        # Of several processes all run out of memory; what else fails may fail in one of them.
+        # A lack of memory stops all processes; another error may stop only one of them.
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         plain = torch.OutOfMemoryError if several else RuntimeError
         try:
@@ -177,7 +177,7 @@ class Grid:
             print(line, flush=True)
 
     def listing(self) -> str:
-        """For a dry run: each run, its folder and where it stands."""
+        """For a dry run: each run, its folder and its status."""
         lines = [
             f"{outcome.run.label}: {outcome.run.folder}"
             f" ({'finished' if outcome.result is not None else outcome.problem})"

@@ -46,7 +46,7 @@ Meter = Callable[[int], Any]
 
 
 def no_meter(done: int) -> None:
-    """Nobody looks at how far the reading has come."""
+    """A meter that shows no progress."""
 
 
 class Source:
@@ -61,7 +61,7 @@ class Source:
         raise NotImplementedError
 
     def documents(self, meter: Meter = no_meter) -> Iterator[str]:
-        """The documents; ``meter`` is told how many ``unit``s of them are read."""
+        """The documents; ``meter`` gets the number of ``unit``s that are read."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def kind_of(path: Path) -> tuple[str, str]:
 
 
 def find_files(spec: str | os.PathLike[str]) -> list[Path]:
-    """The corpus files that a path, a folder (searched in depth) or a glob stands for, sorted."""
+    """The corpus files of a path, a folder (with its subfolders) or a glob, sorted."""
     text = os.path.expanduser(os.fspath(spec))
     path = Path(text)
     if path.is_file():
@@ -276,7 +276,7 @@ def _parquet_documents(path: Path, column: str, meter: Meter) -> Iterator[str]:
 
 
 def read_documents(path: Path, field: str = "text", meter: Meter = no_meter) -> Iterator[str]:
-    """The documents of one file; ``meter`` is told how many of its bytes on disk are read."""
+    """The documents of one file; ``meter`` gets the number of its bytes on disk that are read."""
     kind = kind_of(path)[0]
     if kind in JSON_SUFFIXES:
         for where, row in json_rows(path, meter):
@@ -383,7 +383,7 @@ def require_columns(dataset: Any, columns: Sequence[str], name: str) -> None:
 class HubSource(Source):
     """One split of a dataset: a name on the Hugging Face Hub, a builder ("json"), or a folder.
 
-    The dataset is downloaded and loaded when its documents are first asked for, not before: once
+    The dataset is downloaded and loaded when its documents are first read, not before: once
     its tokens are cached, neither the network nor the dataset is needed. The fingerprint is
     therefore that of the request (and of the local files in it): pin ``revision`` where a dataset
     may change.

@@ -11,7 +11,7 @@ A split becomes a folder ``<cache>/<split>-<fingerprint>/``:
 
 The fingerprint covers the documents, the tokeniser and the layout: a folder is found again only
 by a request for exactly what it holds. It is written under another name and renamed when whole,
-under a lock that dies with its process: no half-made cache is ever seen, and of several ranks
+under a lock that ends with its process. So no process reads an incomplete cache. Of several ranks,
 one writes while the others wait.
 """
 
@@ -69,7 +69,7 @@ def checksum(path: Path, whole: float = math.inf) -> int:
 
 
 class TokenFile:
-    """Tokenised documents on disk, memory-mapped. They open at once, whatever their size.
+    """Tokenised documents on disk, memory-mapped. They open without delay, whatever their size.
 
     Attributes:
         tokens: Ids of all documents in a row, (N,) uint16 or uint32 (read-only).
@@ -300,7 +300,7 @@ def made_once(
             stack.callback(lock.release)
             if final.is_dir():  # another process made it while this one waited
                 return final
-            # Whoever left these was killed: the lock would still be held otherwise.
+            # The process that left these was killed: otherwise it would still hold the lock.
             for stale in root.glob(f".{name}.tmp-*"):
                 shutil.rmtree(stale)
             folder = root / f".{name}.tmp-{os.getpid()}"

@@ -135,7 +135,7 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     try:
         place = str(path) if path.is_dir() else name
         tokenizer = AutoTokenizer.from_pretrained(place, **hub_options(place))
-    # The hub, the network and every tokeniser class have errors of their own; each says "no".
+    # The hub, the network and every tokeniser class have errors of their own; each means "no".
     except Exception as error:
         reason = unreachable(place) or one_line(error, first=True)
         raise LatteError(
@@ -174,7 +174,8 @@ def model_vocab_size(
 def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise LatteError if a tokenizer can produce ids beyond a model's embeddings.
 
-    Special tokens that no text produces may lie beyond. Gemma 3's text models have one, for images.
+    Special tokens that no text produces may have larger ids. Gemma 3's text models have one, for
+    images.
     """
     marks = {index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
     used = [i for i in tokenizer.get_vocab().values() if i not in marks]

@@ -1,4 +1,4 @@
-"""`latte benchmark`: time and memory of the ops and of whole models, on the device at hand.
+"""`latte benchmark`: time and memory of the ops and of whole models, on this device.
 
 Times are wall times of single calls, all names of one mode and length in turns: `latte.machine`.
 Peak memory is net of what was in use before the inputs were made (for models: once the model was
@@ -168,7 +168,7 @@ def benchmark(
     """
     cases = check(settings)
     backends = {}
-    for case in cases:  # what cannot run here says so before anything is written
+    for case in cases:  # a case that cannot run here raises before files are written
         try:
             with watch_choices() as chosen:
                 _maker(case, settings)(WARM_UP)()
@@ -244,7 +244,7 @@ def _row(
 def _times(
     makers: dict[Case, Callable[[int], Call]], length: int, budget: float
 ) -> dict[Case, Times | str]:
-    """Times of one length, all cases in turns; those that run out of memory stand aside."""
+    """Times of one length, all cases in turns; a case without enough memory is left out."""
     calls: dict[Case, Call] = {}
     for case, make in makers.items():
         with suppress(torch.OutOfMemoryError):
@@ -282,7 +282,7 @@ def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
 
 
 def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
-    """From a length to a call that returns when its work is done."""
+    """A function of a length; it makes a call that returns when its work is done."""
     torch.manual_seed(0)
     make = _op(case, settings) if case.kind == "op" else _model(case, settings)
     if settings.place.type != "cuda":

@@ -145,7 +145,7 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
 
 
 def contents_of(paths: Iterable[Path]) -> str:
-    """A short digest of files, by name and content: what results of them depend on.
+    """A short digest of files, by name and content, on which their results depend.
 
     Of a large file it reads samples.
     """
@@ -160,7 +160,7 @@ def weights_of(checkpoint: Path) -> str:
 
 
 def training_recipe(path: str | Path) -> Recipe | None:
-    """The recipe that a checkpoint was trained by, if it is there."""
+    """The recipe of a checkpoint's training, if it is there."""
     file = find_checkpoint(path) / "recipe.json"
     if not file.exists():
         return None
@@ -181,7 +181,7 @@ def load_config(folder: Path) -> Any:
         try:
             recipe = training_recipe(folder)
         except LatteError:
-            recipe = None  # damaged: who needs more of it says so
+            recipe = None  # damaged: code that needs it reports the error
         if recipe is not None:
             recipe.import_plugins()  # the config may name what they register
         make_known(values["model_type"])
@@ -195,7 +195,7 @@ def load_config(folder: Path) -> Any:
 
 
 def check_weights(folder: Path) -> list[str]:
-    """The weights' names; their safetensors files are whole, and as a manifest has recorded."""
+    """The weights' names, after a check that files are complete and match the manifest."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))

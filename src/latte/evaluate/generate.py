@@ -76,7 +76,7 @@ def generate(
     if not document or not keeps_state(model):
         before, ids = [], before + ids
     elif not ids and max_new_tokens:
-        before, ids = before[:-1], before[-1:]  # what comes next is asked of the last token
+        before, ids = before[:-1], before[-1:]  # the last token predicts the next one
     if not before + ids:
         raise LatteError("prompt: expected some text to continue with after the state, got none")
     cache: Any = None
@@ -131,7 +131,7 @@ def generate(
 
 @torch.no_grad()
 def read(model: Any, ids: list[int], cache: Any) -> None:
-    """Put tokens through the model into a cache, in pieces; says how far where that lasts."""
+    """Read tokens into a cache, in pieces; prints the progress if it takes long."""
     device = next(model.parameters()).device
     with progress(len(ids), "token", shown=len(ids) > READ_AT_ONCE) as bar:
         for first in range(0, len(ids), READ_AT_ONCE):
@@ -141,7 +141,7 @@ def read(model: Any, ids: list[int], cache: Any) -> None:
 
 
 def text_ends(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What ends a text and what pads it, by option of ``generate``."""
+    """The tokens that end and pad a text, as options of ``generate``."""
     _, end = document_ends(tokenizer)
     named = model.generation_config.eos_token_id
     named = named if isinstance(named, list) else [end if named is None else named]
@@ -162,7 +162,7 @@ def has_steps(model: Any) -> bool:
 def compile_step(model: Any, room: int) -> Any:
     """Compile a step of decoding for static caches of such a length, and say how long it took.
 
-    Returns the ``compile_config`` that has ``generate`` use it.
+    Returns the ``compile_config`` with which ``generate`` uses it.
     """
     from transformers import CompileConfig
 
@@ -194,9 +194,9 @@ def check_sampling(
     *,
     reads: bool = False,
 ) -> None:
-    """Raise LatteError for what `generate` cannot sample with.
+    """Raise LatteError for options that `generate` cannot use.
 
-    reads: what is read is to be saved, so that nothing need follow it.
+    reads: the state will be saved, so that the answer may be empty.
     """
     least = 0 if reads else 1
     if max_new_tokens < least:
@@ -223,7 +223,7 @@ def sampling_options(temperature: float, top_k: int | None, top_p: float | None)
 
 
 def _streamer(tokenizer: Any) -> Any:
-    """Prints what follows the prompt, decoded together with it."""
+    """Prints the text after the prompt. Both are decoded together."""
     from transformers import TextStreamer
 
     class Continuation(TextStreamer):

@@ -1,7 +1,7 @@
 """`latte evaluate`: perplexity and bits per byte at several context lengths.
 
-The protocol is that of `latte.train.scoring`: what is compared between lengths is the same text,
-and only how far back a prediction may look differs.
+The protocol is that of `latte.train.scoring`. All lengths are compared on the same text. Only the
+number of earlier tokens that a prediction may use differs.
 
 `latte convert BASE OUT --recipe RECIPE` ends with it too (:func:`report`).
 """
@@ -98,7 +98,7 @@ def evaluate_lengths(
 
 
 def check_positions(positions: Sequence[int]) -> None:
-    """Raise LatteError for what cannot divide windows."""
+    """Raise LatteError for positions that cannot divide windows."""
     if any(a >= b for a, b in pairwise([0, *positions])):
         raise LatteError(f"positions: expected rising numbers of at least 1, got {positions}")
 
@@ -143,7 +143,7 @@ def write_rows(path: Path, by_label: Mapping[str, Sequence[Row]], name: str = "m
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """What a row says of its length as a whole."""
+    """A row's values for the whole length."""
     return {name: getattr(row, name) for name in COLUMNS}
 
 
@@ -216,7 +216,7 @@ def report(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What an earlier call has scored. Raises LatteError if the file is damaged."""
+    """The scores of an earlier call. Raises LatteError if the file is damaged."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         return {"wanted": stored["wanted"], "rows": dict(stored["rows"])}

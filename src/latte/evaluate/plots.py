@@ -85,8 +85,8 @@ def conversion_figure(
 def draw_curves(axis: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Held-out bits per byte against training tokens.
 
-    The panel ends above what they are after a quarter of the tokens: the fall before is alike for
-    all models, and would flatten where they differ.
+    The panel's upper end is above the values after a quarter of the tokens. Before that, all
+    curves fall alike, and would make the later differences too small to see.
     """
     for index, (label, records) in enumerate(curves.items()):
         axis.plot(

@@ -1,4 +1,4 @@
-"""Models to measure side by side, as a command line names them.
+"""Models to compare, as a command line names them.
 
 NAME=FOLDER                                     a checkpoint, or a base in Hugging Face's format
 NAME=FOLDER,mixing=window,local_window=152      a control: other values of its config's fields
@@ -44,7 +44,7 @@ class Side:
         return ",".join(f"{name}={value}" for name, value in self.overrides)
 
     def identity(self) -> dict[str, str]:
-        """What makes two measurements measurements of the same weights, as columns of a table."""
+        """The values that identify the weights of a measurement, as columns of a table."""
         digest = hashlib.sha256()
         folder = find_checkpoint(self.folder)
         for file in sorted(folder.glob("*.safetensors")):

@@ -6,7 +6,7 @@ files where the YAML says `dataset_path: json`; paths in a YAML are relative to 
 the command runs in. Nothing here touches the network by itself.
 
 Two things are ours. A tokeniser that has a start token but does not put it before a text by
-itself (all that `latte train` makes) is told to, since that is how the model saw its documents;
+itself (all that `latte train` makes) is set to do so, since the model read its documents like that;
 tokenisers whose start and end token are one (GPT-2's) stay as the harness uses them. And a model
 whose state is constant in size has no longest input: `max_length` decides how much of a prompt it
 sees.

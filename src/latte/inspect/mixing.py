@@ -238,7 +238,7 @@ class Usage:
     head: int
     state: int  # 0 is the window
     mean_probability: float
-    of_equal_share: float  # 1 if every state were asked alike
+    of_equal_share: float  # 1 if all states had the same probability
     largest_probability: float
     mean_distance: float  # tokens back, weighted by p(l|t)
     unused: bool
@@ -362,7 +362,7 @@ def _effective(p_NS: Tensor) -> float:
 
 
 def _distances(mixing: Mixing, shown: int) -> Tensor:
-    """(H, S): how far back a state looks when it is asked: the mean of t - s under
+    """(H, S): how far back a state reads: the mean of t - s under
     p(l|t) p(s|l,t). The latents' is over all tokens, the window's over those shown.
     """
     assert mixing.states_THS is not None and mixing.latent_k_THL is not None

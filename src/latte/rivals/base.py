@@ -18,8 +18,8 @@ from latte.ops.tensors import full_precision
 class ComparatorMixer(Drawn):
     """Base of the comparators' layers: ``forward(x, key_mask) -> update``, whole sequences only.
 
-    There is no state to carry on and nothing is packed: a row is a sequence. A masked token
-    contributes nothing as a source, and what comes out at its place means nothing.
+    There is no state for later calls, and nothing is packed: a row is a sequence. A masked token
+    contributes nothing as a source, and the output at its position has no meaning.
 
     Class attributes:
         directions: whether the layer can be causal (True), bidirectional (False) or either.

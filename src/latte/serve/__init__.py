@@ -1,1 +1,1 @@
-"""A trained model behind somebody else's engine: Transformers' server, and vLLM."""
+"""Runs a trained model in another project's engine: Transformers' server, or vLLM."""

@@ -1,8 +1,9 @@
-"""How Transformers' request handlers come by their answers.
+"""How Transformers' request handlers get their answers.
 
-A handler asks its manager for the tokens of an answer, whole or as they come. There are two here:
-:class:`Answers` hands requests to the loop that decodes them together; :class:`OneByOne` has
-``generate`` answer one after the other, where a step is compiled or a model keeps no state.
+A handler gets the tokens of an answer from its manager: all together, or each as it is computed.
+There are two managers here. :class:`Answers` sends requests to the loop that decodes them together.
+:class:`OneByOne` answers one request after the other with ``generate``. It is used where a step is
+compiled, or where a model keeps no state.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Call:
     Attributes:
         seed: of its random numbers.
         penalties: of tokens that the answer has had.
-        bounded: whether it says itself how long its answer may be.
-        most_likely: of so many tokens the probabilities are told with each token; None: of none.
+        bounded: whether the request itself limits the length of its answer.
+        most_likely: each token comes with the probabilities of this number of most likely tokens;
+            None: no probabilities.
         scores: the tokens of the answer with their probabilities.
         longest: tokens of prompt and answer together; None: no bound.
-        reused: tells, once the answer has begun, how many tokens of the prompt had been read.
+        reused: after the answer has begun, a call of it returns how many tokens of the prompt had
+            been read before.
     """
 
     seed: int | None = None
@@ -90,11 +93,11 @@ class ScoredText(str):
 class Streamer(DirectStreamer):
     """Passes tokens on to a handler as text; ``gone`` is set when its client has left.
 
-    ``scores`` is the list that the loop adds to, where probabilities are asked for.
+    The loop adds to the list ``scores`` if the request wants probabilities.
     """
 
     scores: list[Score] | None = None
-    _told = 0  # scores that have gone on
+    _told = 0  # number of scores that were passed to the handler
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -121,7 +124,7 @@ def stream_error(error: Exception) -> _StreamError:
 
 
 class Answers(BaseGenerateManager):
-    """Requests to the loop, and its tokens back to the handlers' event loop."""
+    """Sends requests to the loop, and its tokens to the handlers' event loop."""
 
     def __init__(self, engine: Engine, prompts: Prompts) -> None:
         self._engine, self._prompts = engine, prompts
@@ -247,7 +250,7 @@ def begun(prompts: Prompts, inputs: Any) -> tuple[Ids, tuple[int, ...]]:
 
 
 class OneByOne(GenerateManager):
-    """One request after the other in one thread, by ``generate``.
+    """Answers one request after the other in one thread, with ``generate``.
 
     Args:
         reader: reads prompts into caches, with the states that it keeps; None for a model without.
@@ -287,7 +290,7 @@ class OneByOne(GenerateManager):
         return text, inputs["input_ids"].shape[-1], ids
 
     def _begin(self, inputs: Any, config: GenerationConfig) -> tuple[Any, Any, dict[str, Any]]:
-        """What stands for the model here, the tokenizer, and the prompt for ``generate``."""
+        """What replaces the model here, the tokenizer, and the prompt for ``generate``."""
         call = CALL.get()
         asked = {"logprobs": call.most_likely is not None, "penalties": any(call.penalties)}
         for name in (name for name in asked if asked[name]):

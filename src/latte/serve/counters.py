@@ -61,7 +61,7 @@ class Counters:
         self._read.inc(tokens)
 
     def wrote(self, seconds: float, *, first: bool) -> None:
-        """A token of an answer, so long after the one before, or after its request came."""
+        """Count a token, and its time since the token before it or since its request."""
         self._written.inc()
         (self._first if first else self._next).observe(seconds)
 

@@ -1,12 +1,13 @@
 """Requests share a step: the loop that reads prompts and decodes all running answers together.
 
-There are ``slots`` places. A request takes one, is read in pieces, and then has a row in a common
-cache (:mod:`latte.serve.rows`); a step decodes one token of every row. Between two steps one piece
-of one prompt is read, so that a long prompt holds no running answer up for longer than that. A row
-that has ended, or whose client has gone, leaves at once.
+There are ``slots`` places. A request takes one place. Its prompt is read in pieces, and then it has
+a row in a common cache (:mod:`latte.serve.rows`). A step decodes one token of every row. Between
+two steps one piece of one prompt is read, so a long prompt delays running answers by one piece at
+most. A row is removed at the next step when its answer has ended or its client has disconnected.
 
-What was said is read once more when it is whole, as the next turn of the chat will send it, if
-there is nothing better to do (:class:`Ahead`): so the next turn finds a state that has read it.
+When an answer is complete, it is read once more, in the form that the next turn of the chat will
+send. This is done when there is no other work (:class:`Ahead`). The next turn then finds a state
+that has read the answer.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class Request:
         ids: of the prompt, at least one.
         marks: numbers of tokens after which other requests are likely to branch.
         sampler: chooses the tokens.
-        stops: given the tokens of the answer so far, whether it ends.
+        stops: takes the tokens of the answer so far, and returns whether the answer ends.
         put: takes a token of the answer.
         end: the answer is whole, or it failed by this exception.
         follow: what the next turn will send, given the answer: tokens and marks; or None.
-        most_likely: of so many tokens the probabilities are told with each token, in ``scores``;
-            None: of none.
-        gone: set by the client's side when nobody waits for the answer any more.
+        most_likely: for each token, ``scores`` gets the probabilities of this number of most
+            likely tokens; None: no probabilities.
+        gone: set by the client's side when no client waits for the answer any more.
     """
 
     ids: Ids
@@ -133,7 +134,7 @@ class Engine:
         self._came.put(request)
 
     def end(self) -> None:
-        """Have the thread end after its present forward; requests that are left fail."""
+        """Make the thread end after its present forward; remaining requests fail."""
         self._ends = True
         self._came.put(None)
 
@@ -149,7 +150,7 @@ class Engine:
         while not self._ends:
             try:
                 self._turn()
-            except Exception as error:  # of whatever it was: those who wait are told, others served
+            except Exception as error:  # any error: waiting requests get it, later ones are served
                 self._fail(self._let_all_go(), error)
         over = BadRequest("the server ends", status=503)
         self._fail([*self._let_all_go(), *self._waiting], over)
@@ -173,7 +174,7 @@ class Engine:
         return left
 
     def _admit(self) -> None:
-        """Take in what has come; wait for it where nothing else is to be done."""
+        """Take new requests; wait for one if there is no other work."""
         idle = not (self._rows or self._reading or self._waiting or self._ahead)
         try:
             while True:
@@ -189,7 +190,7 @@ class Engine:
                 self._reading.append(request)
 
     def _read(self) -> None:
-        """Pieces of prompts, in turns: one, or some short ones. Who has been read gets a row."""
+        """Read one piece of a prompt, or some short ones. A prompt that is read gets a row."""
         left = self.reader.piece
         ready: list[Request] = []
         while self._reading and left > 0:
@@ -255,7 +256,7 @@ class Engine:
         return logits[:, -1].float()
 
     def _keep(self, kept: list[int]) -> None:
-        """Let the other rows go."""
+        """Remove the other rows."""
         if len(kept) == len(self._rows):
             return
         self._rows = [self._rows[i] for i in kept]
@@ -265,7 +266,7 @@ class Engine:
             self._cache = None
 
     def _write(self, request: Request, token: int, logits_1V: Tensor) -> bool:
-        """Hand a token on; whether it was the answer's last."""
+        """Pass a token to its request; returns whether it was the answer's last."""
         now = time.perf_counter()
         self.counters.wrote(now - (request.last or request.came), first=not request.last)
         request.last = now
@@ -282,7 +283,7 @@ class Engine:
         return True
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
-        """Tell those who wait; who does not any more, since all ends, is no concern."""
+        """Pass the error to requests. When the server ends, some may no longer wait."""
         if requests and not self._ends:
             logger.error("a request failed", exc_info=error)
         for request in requests:

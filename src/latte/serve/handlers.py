@@ -31,10 +31,10 @@ MENDED = ('"usage":', '"error":')  # what an event may have in it that is not ye
 
 
 class Checked(BaseHandler):
-    """Stands first among a handler's bases.
+    """The first base class of each handler.
 
-    ``one_model`` is its name in requests, the model and its prompts; ``longest`` how many tokens
-    prompt and answer may have together, or None.
+    ``one_model`` has the model's name in requests, the model and its prompts. ``longest`` is the
+    number of tokens that prompt and answer may have together, or None.
     """
 
     one_model: tuple[str, Any, Prompts]
@@ -74,10 +74,10 @@ class Checked(BaseHandler):
         return name, model, prompts
 
     def _build_generation_config(self, body: Body, *rest: Any, **options: Any) -> Any:
-        # The handlers' seed would be that of all requests at once.
+        # The handlers would set one seed for all requests.
         call = CALL.get()
         call.seed, call.most_likely = body.get("seed"), most_likely(body)
-        # Those of the handlers are other penalties, of one of them alone.
+        # The handlers read one of the penalties only, and compute it in another way.
         call.penalties = Penalties(*(body.get(name) or 0.0 for name in PENALTIES))
         own = {name: value for name, value in body.items() if name not in ("seed", *PENALTIES)}
         vocabulary = self.one_model[1].config.get_text_config().vocab_size
@@ -93,7 +93,7 @@ class Checked(BaseHandler):
         return config
 
     def _logprobs(self, scores: list[Score]) -> Body:
-        """Tokens with their probabilities, as this endpoint tells them."""
+        """Tokens with their probabilities, in this endpoint's format."""
         raise NotImplementedError
 
     def _text(self, token: int) -> str:

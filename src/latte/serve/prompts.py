@@ -1,8 +1,8 @@
 """From a request to tokens, and where in them other requests are likely to branch.
 
-A chat is sent whole at every turn. Its text is the template's; what was sent before is the
-beginning of it, and ends where a message ends, or where an answer begins. These places are marked,
-so that states are kept there (:mod:`latte.serve.states`).
+A client sends the whole chat at every turn. The chat template makes its text. This text begins with
+the text of the turn before, which ends where a message ends or where an answer begins. These places
+are marked, so that states are kept there (:mod:`latte.serve.states`).
 
 Long texts between special tokens are remembered with their tokens: to split a document of 32,000
 tokens anew takes longer than to read the question after it.
@@ -57,9 +57,9 @@ class Prompts:
     """A tokenizer, as handlers of requests take it, whose chats are marked."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer  # which handlers ask for by this name
+        self.tokenizer = tokenizer  # handlers read it by this name
         self._start, _ = document_ends(tokenizer)
-        # A tokenizer with a template of its own says itself how texts begin.
+        # If a tokenizer has a template, the template decides how texts begin.
         self._begins = tokenizer.chat_template is None
         if self._begins:
             tokenizer.chat_template = PLAIN_CHAT
@@ -106,7 +106,7 @@ class Prompts:
         prompt = Prompt.of(ids)
         prompt.chat = messages, options
         marks = (starts(end - 1) for end in self._ends(text, messages, options))
-        # The token with the last character is left out: another text may go on within it.
+        # The token with the last character is left out: in a longer text it may be another token.
         prompt.marks = tuple(sorted({mark for mark in marks if mark}))
         return prompt
 
@@ -127,7 +127,7 @@ class Prompts:
                 yield len(before)
 
     def _begin_alike(self) -> bool:
-        """Whether an answer follows its opening in a chat that goes on, as templates mostly do."""
+        """Whether an answer follows its opening in a longer chat, as in most templates."""
         opening = self._render([USER], {"add_generation_prompt": True}, strict=False)
         after = self._render([USER, ANSWER], {"add_generation_prompt": False}, strict=False)
         return bool(opening) and after.startswith(opening)
@@ -149,8 +149,8 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 class Splits:
     """Texts as tokens; long texts that begin with a special token are remembered.
 
-    A tokenizer takes special tokens out of a text first, and splits what is between them each for
-    itself: so the tokens of a text are those of its parts, cut before each special token.
+    A tokenizer first finds the special tokens of a text. It then splits each part between them
+    separately. So the text can be cut before each special token, and its tokens stay the same.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -163,7 +163,7 @@ class Splits:
                 for token in added
                 if token.special and not (token.lstrip or token.rstrip or token.single_word)
             ]
-        # Where one begins with another, the longer is meant.
+        # If one special token begins with another, the longer one matches.
         special = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._pattern = re.compile("|".join(special)) if special else None
         self._known: OrderedDict[str, np.ndarray] = OrderedDict()
@@ -171,7 +171,7 @@ class Splits:
         self._lock = threading.RLock()
 
     def check(self, text: str) -> None:
-        """Cut no texts from now on, if this one's tokens are others when it is cut."""
+        """Stop cutting texts if this text has other tokens when it is cut."""
         if self.encode(text)[0].tolist() != self._encoding(text).ids:
             self._special, self._pattern = [], None
             self._known.clear()
@@ -179,7 +179,7 @@ class Splits:
     def encode(self, text: str) -> tuple[np.ndarray, Any]:
         """The tokens (T,) int32, and a function: the tokens that end before a character.
 
-        For any thread: handlers and the loop that answers both split texts.
+        Any thread may call it: the handlers and the loop that answers both split texts.
         """
         with self._lock:
             return self._encode(text)

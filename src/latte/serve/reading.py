@@ -1,11 +1,12 @@
-"""A prompt is read piece by piece, from the longest beginning of it that was read before.
+"""Reads a prompt in pieces, and starts after the longest beginning that was read before.
 
     reading = reader.begin(ids, marks)
     while reading.left:
         reading.read()           # one forward over one piece
     reading.cache                # has read all tokens
 
-States are kept on the way where other requests are likely to branch (:mod:`latte.serve.states`).
+During reading, states are kept where other requests are likely to branch
+(:mod:`latte.serve.states`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Reader:
 
     Args:
         model: a language model whose cache is a :class:`LatteCache`.
-        piece: tokens that are read at once, at most.
-        store: of states to go on from; by default nothing is kept.
+        piece: the most tokens that one forward reads.
+        store: the kept states, from which reading continues; by default nothing is kept.
         new_cache: makes an empty cache.
     """
 
@@ -44,7 +45,7 @@ class Reader:
         self.store = StateStore(0) if store is None else store
         self.new_cache = new_cache or (lambda: LatteCache(model.config))
         layers = range(model.config.num_hidden_layers)
-        # A state that grows holds all tokens before: at each end of a message it is large enough.
+        # A state that grows is large: it is kept at ends of messages and prompts only.
         grows = any(model.config.state_grows(index) for index in layers)
         self._every = None if grows else max(1, EVERY // piece) * piece
         self._root = root_of(model)
@@ -53,7 +54,7 @@ class Reader:
         return pieces_of(ids, self._root, self.piece, marks, self._every)
 
     def begin(self, ids: Ids, marks: Collection[int] = (), *, most: int | None = None) -> Reading:
-        """Begin to read tokens (T,), from where they have been read before.
+        """Begin to read tokens (T,), after those that have been read before.
 
         Args:
             marks: numbers of tokens after which other requests are likely to branch.
@@ -93,7 +94,7 @@ class Reading:
         decoder = model.get_decoder()
         decoder(tokens.to(model.device), past_key_values=self.cache, use_cache=True)
         read, self.at = piece.end - self.at, piece.end
-        # Laid out in memory as a kept state is, kept or not: the last bits depend on that too.
+        # Same memory layout as a kept state, kept or not: the last bits depend on it too.
         for layer in self.cache.layers:
             layer.state = map_tensors(_laid_out, layer.state)
         if piece.branches:

@@ -1,7 +1,7 @@
-"""What a request may ask for: its fields are checked before any work, and refused in one sentence.
+"""Checks a request's fields before any work; a wrong field is refused in one sentence.
 
-Transformers' handlers read the fields that they know and trust their kinds: a number where a list
-is expected ends in a traceback, and a field that they do not know how to serve is ignored. Here
+Transformers' handlers read the fields that they know, and do not check their types. A number in
+place of a list ends in a traceback. A field that they do not support is ignored. Here
 every field that changes an answer is either served or refused. Errors look like OpenAI's:
 
     {"error": {"message": "...", "type": "invalid_request_error", "param": "stop", "code": null}}
@@ -56,13 +56,13 @@ def _between(low: float, high: float) -> Field:
 
 
 def _only(*values: Any) -> Field:
-    """Values that ask for nothing that is not done anyway."""
+    """Values that change nothing: the server does the same without them."""
     said = " or ".join(json.dumps(value) for value in values) or "null"
     return Field(f"{said} (nothing else is served)", lambda x: x in values and x is not True)
 
 
 def _is_text(value: Any) -> bool:
-    """A string without half characters, which JSON can spell and no tokenizer takes."""
+    """A string without lone surrogates: JSON can have them, but no tokenizer takes them."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:
@@ -202,7 +202,7 @@ def check_completion(body: Body) -> None:
     """A request to /v1/completions.
 
     Raises:
-        BadRequest: a field that is none of what it may be.
+        BadRequest: a field has a value that is not allowed.
     """
     _check(body, OF_COMPLETIONS, "prompt")
     _check_generation_config(body)
@@ -221,7 +221,7 @@ def check_chat(body: Body) -> None:
 
 
 def most_likely(body: Body) -> int | None:
-    """How many of the most likely tokens are to be told with each token; None: nothing is."""
+    """How many most likely tokens to return with each token; None: no probabilities."""
     if "messages" in body:
         return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     return body.get("logprobs")
@@ -278,7 +278,7 @@ def _check_content(content: Any, at: str, param: str) -> None:
 
 
 def _check_item(item: Body, at: str) -> None:
-    """One of the items that a request to /v1/responses goes on from."""
+    """One of the input items of a request to /v1/responses."""
     kind = item.get("type")
     if "role" in item:
         _check_message(item, at, "input")

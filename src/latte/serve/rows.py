@@ -1,7 +1,8 @@
 """The sequences that are decoded together: one cache, a row for each.
 
-A row joins with the state that its prompt has left, and leaves at any time; the others' states are
-copied as they are. In layers of full attention, whose states grow, rows are padded on the left.
+A new row begins with the state after its prompt. A row can be removed at any time; the states of
+the other rows are copied unchanged. In layers of full attention, whose states grow, rows are padded
+on the left.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from latte.ops.state import WindowState
 
 
 def joined(config: Any, caches: Sequence[LatteCache]) -> LatteCache:
-    """A cache with the rows of all, each after what it has read. They may be used no more.
+    """One cache with the rows of all these caches, which must not be used any more.
 
-    Each has read a token at least.
+    Each cache has read at least one token.
     """
     if len(caches) == 1:
         return caches[0]
@@ -50,7 +51,7 @@ def _of_one_length(states: Sequence[MixerState]) -> list[MixerState]:
 
 
 def _without_padding(window: WindowState) -> WindowState:
-    """Without what no row needs any more, since a longer one has left."""
+    """Remove padding that no row needs after a longer row was removed."""
     begin = int(window.mask.any(0).long().argmax())
     return WindowState(*(x[:, begin:] for x in window))
 

@@ -1,4 +1,4 @@
-"""Which token comes next, each request by its own parameters and its own random numbers."""
+"""Chooses the next token, by each request's own parameters and random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from latte.serve.states import Ids
 class Score(NamedTuple):
     """A token, the logarithm of its probability, and the most likely ones with theirs.
 
-    Of the model's own distribution: temperature and penalties do not count.
+    They are of the model's own distribution, before temperature and penalties.
     """
 
     token: int
@@ -34,7 +34,7 @@ def score(logits_1V: Tensor, token: int, most: int) -> Score:
 
 
 class Penalties(NamedTuple):
-    """OpenAI's: what a token's logit loses each time, and once, when the answer has had it."""
+    """OpenAI's: a token's logit loses one per use in the answer, and the other if used at all."""
 
     frequency: float = 0.0
     presence: float = 0.0
@@ -75,7 +75,7 @@ class Sampler:
             else:
                 self._generator.manual_seed(seed)
         self._penalties, self._counts = penalties, Counter[int]()
-        # Processors look at all tokens: they stand in a buffer that doubles.
+        # Processors read all tokens: these are in a buffer whose size doubles when it is full.
         self._length = len(ids)
         self._ids: Tensor | None = None
         if len(self._processors):
@@ -102,7 +102,7 @@ class Sampler:
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def took(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Add this token to the answer."""
         self._counts[token] += 1
         if self._ids is not None:
             if self._length == self._ids.shape[1]:
@@ -118,7 +118,7 @@ def ends(
     eos = config.eos_token_id
     last = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     most = config.max_new_tokens
-    # A token has a byte at least: in so many of the last ones a stop string would be.
+    # A token has at least one byte, so a stop string is within this number of last tokens.
     tail = 1 + max((len(string.encode()) for string in strings), default=0)
 
     def whole(written: list[int]) -> bool:

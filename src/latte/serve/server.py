@@ -1,10 +1,13 @@
-"""`latte serve`: a checkpoint behind Transformers' own OpenAI-compatible server.
+"""`latte serve`: a checkpoint in Transformers' own OpenAI-compatible server.
 
-Endpoints, requests and answers are those of ``transformers serve``. What is different: the one
-model is loaded and checked as by every command here, prompts begin with the start token as
-documents did in training, requests are checked (:mod:`latte.serve.requests`), share a step
-(:mod:`latte.serve.engine`) and go on from what was read before (:mod:`latte.serve.states`), and one
-whose client has gone is not computed any further.
+Endpoints, requests and answers are those of ``transformers serve``. These things are different:
+
+- One model is served. It is loaded and checked as by every command here.
+- Prompts begin with the start token, as documents did in training.
+- Requests are checked (:mod:`latte.serve.requests`).
+- Requests share a step (:mod:`latte.serve.engine`).
+- A request reuses the states of text that was read before (:mod:`latte.serve.states`).
+- A request is not computed any further after its client has disconnected.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ ROUTES = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
     *("/health", "/metrics"),
 )
-# A CPU reads 256 tokens at once nearly as fast as many; others wait for a quarter of a second.
+# A CPU reads 256 tokens per forward nearly as fast as more; others wait a quarter of a second.
 PIECES = {"cpu": 256, "other": 2048}
 GRACE = 3  # seconds in which answers may end when the server is asked to
 
@@ -58,7 +61,7 @@ class Serving:
     longest: int | None = None
 
     def check(self) -> None:
-        """Raise LatteError for numbers that serve nobody."""
+        """Raise LatteError for numbers that are out of range."""
         for name, least in (("slots", 1), ("piece", 1), ("state_cache", 0), ("longest", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -1,9 +1,9 @@
-"""States on disk: what a server has read, after a restart too.
+"""Keeps a server's states on disk, so that they are still there after a restart.
 
-Each state is a file of :mod:`latte.models.state_file` with its tokens in it, named as the state is
-(:mod:`latte.serve.states`); ``latte generate --state`` goes on from one as well. A thread of its
-own writes them, so that no request waits. A file appears whole or not at all, whenever the process
-is killed; one that cannot be read is removed, and its text read anew.
+Each state is a file of :mod:`latte.models.state_file`, which also has its tokens. The file has the
+name of the state (:mod:`latte.serve.states`). ``latte generate --state`` can read such a file too.
+A separate thread writes the files, so that no request waits. A file is complete or absent, also
+when the process is killed. A file that cannot be read is removed, and its text is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from latte.serve.states import Ids, Kept
 
 logger = logging.get_logger(__name__)
 
-WAITING = 64  # states to be written, at most: those that come faster than the disk are not
+WAITING = 64  # most states that wait for the disk; further ones are not written
 
 
 class StateFolder:
@@ -90,7 +90,7 @@ class StateFolder:
         return Kept.of(cache, read)
 
     def put(self, name: bytes, kept: Kept) -> None:
-        """Have a state written, if the disk keeps up; returns at once."""
+        """Have a state written, if the disk is fast enough; does not wait for it."""
         if self._file(name).name in self._held:
             return
         try:
@@ -99,7 +99,7 @@ class StateFolder:
             logger.warning_once("the disk is slower than states come: some are not written")
 
     def close(self, seconds: float = 10) -> None:
-        """Write what waits, for so long at most."""
+        """Write the waiting states, for at most this time."""
         self._waiting.put(None)
         self._writer.join(seconds)
 
@@ -107,7 +107,7 @@ class StateFolder:
         return self.path / f"{name.hex()}.safetensors"
 
     def _look(self) -> None:
-        """What is here, and away with what killed processes have left half-written."""
+        """List the files here, and remove the incomplete files of killed processes."""
         found = []
         for path in self.path.iterdir():
             _, part, process = path.name.partition(".safetensors.tmp-")

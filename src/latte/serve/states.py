@@ -1,13 +1,14 @@
-"""States that are kept, so that no text is read twice: a store of them, bounded in bytes.
+"""A store of states, bounded in bytes, so that no text is read twice.
 
-A model of Latte has read a text when it has its state: some tensors of constant size, whatever the
-length of the text. Whoever sends the same text with something after it, as a chat does at every
-turn, needs only that state and the new tokens.
+After a model of Latte has read a text, it has a state: some tensors, whose size does not depend on
+the length of the text. A later request may send the same text with more text after it, as a chat
+does at every turn. It then needs only that state and the new tokens.
 
-**How a text is read.** In pieces, one forward each: up to the next multiple of ``piece`` tokens, or
-up to a place where requests branch, such as the end of a message (:func:`pieces_of`). The last
-bits of a state depend on where its pieces end. So a state is named by a hash of all pieces before
-it, each hashed with the name of the one before: the name says which tokens were read, and how.
+**How a text is read.** It is read in pieces, one forward each. A piece ends at the next multiple of
+``piece`` tokens, or at a place where requests branch, such as the end of a message
+(:func:`pieces_of`). The last bits of a state depend on where its pieces end. So the name of a state
+is a hash of all pieces before it: each piece is hashed with the name of the one before. The name
+says which tokens were read, and in which pieces.
 
     pieces     | system prompt | the user's document, first 512 | ... | question |
     names      h1 = H(h0, piece)  h2 = H(h1, piece)              ...
@@ -17,7 +18,8 @@ is in the store is where reading begins; its tokens are compared one by one as w
 in the same places whatever the store holds, and the state is the same to the bit, so that an answer
 is the same with and without the store.
 
-States come in and go out as copies, on the CPU. The least recently used leaves first.
+The store holds copies on the CPU, and returns copies. The least recently used state is removed
+first.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ NAME = 24  # bytes of a name
 
 
 class Piece(NamedTuple):
-    """Some tokens that are read at once: up to ``end``; ``name`` is that of the state after them.
+    """Tokens of one forward, up to ``end``; ``name`` is the name of the state after them.
 
-    ``branches``: whether other requests are likely to go on from here.
+    ``branches``: whether other requests are likely to continue from here.
     """
 
     end: int
@@ -55,15 +57,15 @@ class Piece(NamedTuple):
 def pieces_of(
     ids: Ids, root: bytes, piece: int, marks: Collection[int] = (), every: int | None = None
 ) -> list[Piece]:
-    """Where the reading of a text stops on its way, its end included.
+    """The places where the pieces of a text end, the text's end included.
 
     Args:
         ids: of all tokens to be read.
         root: what the first name is made of: the model's identity.
-        piece: tokens that are read at once, at most.
+        piece: the most tokens that one forward reads.
         marks: places where requests branch, as numbers of tokens before them. Where a client marks
             none, the last multiple of ``piece`` is one: it is cut in a longer text too.
-        every: a multiple of so many tokens is such a place, too.
+        every: each multiple of this number of tokens is such a place, too.
     """
     length = len(ids)
     grid = range(piece, length + 1, piece)
@@ -86,7 +88,7 @@ def root_of(model: Any) -> bytes:
 
 
 class Kept(NamedTuple):
-    """A state, on the CPU, and the tokens that it has read."""
+    """A state on the CPU, and the tokens that it has read."""
 
     states: States
     ids: Ids
@@ -102,7 +104,7 @@ class Kept(NamedTuple):
         return cls(tuple(copies), ids.copy())
 
     def cache(self, decoder: Any) -> LatteCache:
-        """A cache of its own that goes on from here."""
+        """A new cache that continues from this state."""
         cache = LatteCache(decoder.config)
         self.fill(cache, decoder)
         return cache
@@ -130,11 +132,12 @@ class Slower(Protocol):
 class StateStore:
     """States by name, of at most ``room`` bytes; the least recently used leaves first.
 
-    For one thread: whoever reads texts.
+    One thread may use it: the one that reads texts.
 
     Args:
         room: bytes of tensors and tokens. A larger state is not kept.
-        slower: asked for what is not here, and given all that is kept here.
+        slower: a second store. States that are not here are looked up in it, and all states that
+            are kept here are given to it.
     """
 
     def __init__(self, room: int, slower: Slower | None = None) -> None:

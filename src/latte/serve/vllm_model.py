@@ -1,8 +1,8 @@
-"""Latte's models in vLLM (experimental): all that a sequence leaves behind in one page of bytes.
+"""Latte's models in vLLM (experimental): all states of a sequence are one page of bytes.
 
-vLLM schedules, batches, samples and owns the memory; the layers are Latte's own. Of its pages for
-Mamba-like layers there is one per sequence, of constant size, with the states of all layers, each
-tensor in its own dtype. Nothing is paged by tokens.
+vLLM schedules, batches, samples and owns the memory. The layers are Latte's own. vLLM has pages for
+Mamba-like layers; here each sequence has one such page, of constant size. The page has the states
+of all layers, each tensor in its own dtype. No page is a number of tokens.
 
 Shape suffixes: N sequences, T tokens of all sequences in a row, E hidden size.
 """
@@ -127,7 +127,7 @@ class LatteForVLLM(nn.Module):
             return self._run(input_ids[None], None)[0]
         batch, places, steps, pieces = metadata[LAYER], [], [], []
         bounds, ends = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-        # In any order, padding after them. Only how much of a sequence was there before says
+        # Sequences are in any order, padding after them. Only the number of earlier tokens says
         # whether its page is its own yet: a prompt of one token counts as decoding.
         for row, slot in enumerate(batch.state_indices_tensor.tolist()):
             begin, end = bounds[row : row + 2]
@@ -168,8 +168,8 @@ class LatteForVLLM(nn.Module):
     def _put_back(self) -> None:
         """Write what stepped in place to its pages.
 
-        Of a sequence that has ended the page may be another's by now, which has not written to it:
-        what it reads first is in this forward, after this.
+        The page of an ended sequence may belong to another sequence by now. That sequence has not
+        written to the page yet: in this forward it reads and writes later than this call.
         """
         if self.stepping is not None:
             self._write([slot for slot, _ in self.expected], self.stepping)

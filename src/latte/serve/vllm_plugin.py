@@ -1,7 +1,7 @@
-"""What vLLM is told of Latte's models, and what is refused there: the entry point of the plug-in.
+"""The plug-in's entry point: makes Latte's models known to vLLM, and refuses some settings.
 
-vLLM calls :func:`register` in each of its processes. Nothing here imports vLLM before; the model is
-:mod:`latte.serve.vllm_model`, which vLLM imports once a checkpoint asks for it.
+vLLM calls :func:`register` in each of its processes. Nothing here imports vLLM before that. The
+model is :mod:`latte.serve.vllm_model`; vLLM imports it when a checkpoint needs it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what a vLLM `ModelConfig` asks for and a Latte model cannot do there.
+    """Refuse settings of a vLLM `ModelConfig` that a Latte model does not support there.
 
     Raises:
         LatteError: a state that grows, or anything but generating text from tokens with the
@@ -54,7 +54,7 @@ def check_model(model: Any) -> None:
 
 
 def settle(vllm: Any) -> None:
-    """Refuse what would be misread, and settle what one page per sequence asks for.
+    """Refuse settings that do not work, and set those that one page per sequence needs.
 
     Args:
         vllm: a `VllmConfig`.
@@ -63,7 +63,7 @@ def settle(vllm: Any) -> None:
         LatteError: prefix caching, several processes, drafts, adapters, states sent elsewhere or
             in another dtype: none of them knows what is in a page.
     """
-    check_model(vllm.model_config)  # of a classifier vLLM asks here alone
+    check_model(vllm.model_config)  # for a classifier, vLLM calls only this check
     cache, parallel = vllm.cache_config, vllm.parallel_config
     several = max(parallel.world_size, parallel.data_parallel_size)
     _refuse(

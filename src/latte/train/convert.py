@@ -3,7 +3,7 @@
     OUT/
       conversion.json     the recipe: the folder's identity
       layers/             attention transfer, layer by layer (:mod:`latte.train.layers`)
-      transfer/           attention transfer of all layers at once, a run folder
+      transfer/           attention transfer of all layers together, a run folder
       next-token/         next-token training, a run folder
       config.json, model.safetensors, tokenizer.json ...   the result
 
@@ -151,7 +151,7 @@ def convert_and_train(
 
 
 def _identity(values: dict[str, Any]) -> dict[str, Any]:
-    """What makes two conversions the same: everything but where and how often they report."""
+    """The identity of a conversion: all settings but where and how often it reports."""
     found: dict[str, Any] = json.loads(json.dumps(values))
     recipe = found["recipe"]
     recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
@@ -169,7 +169,7 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claim(folder: Path, values: dict[str, Any]) -> Claim:
-    """The folder is new, or holds this very conversion."""
+    """Check that the folder is new, or holds the same conversion."""
     if not (folder / IDENTITY_FILE).is_file():
         check_output(folder)
     wanted = _identity(values)

@@ -32,7 +32,7 @@ KL_ROWS = 2**24  # elements of the two distributions compared at a time
 
 
 def starting_config(section: ConversionSection) -> Any:
-    """The configuration of the model to train. Raises LatteError for a base that will not do."""
+    """The configuration of the model to train. Raises LatteError for an unsuitable base."""
     assert section.base is not None
     wanted, config = section.fields(), read_config(section.base)
     if not config.model_type.startswith("macchiato_"):

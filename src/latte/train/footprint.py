@@ -1,7 +1,7 @@
 """The least memory that a training run takes, before anything is made.
 
-A bound from below: what is refused by it could not run. What a run really takes is more, by what
-its layers keep for the backward pass.
+This is a lower bound: a run that it refuses could not run. A real run takes more memory, because
+its layers keep values for the backward pass.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def vocabulary(recipe: Recipe, config: Any) -> int:
 
 
 def count_parameters(config: Any) -> int | None:
-    """Parameters of a language model, of which none is made; None if it cannot be told."""
+    """Count a model's parameters without making them; None if they cannot be counted."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or layers <= MOST_LAYERS:
         return _counted(config)

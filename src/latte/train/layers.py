@@ -61,7 +61,7 @@ class LayersSection:
     learning_rate: float = 2e-2  # the peak
     eval_steps: int = 30  # steps between scores on the held-out rows
     patience: int = 2  # scores without a gain of 0.5% after which a layer is done
-    processes: int = 2  # layers that are fitted at once, each on one thread
+    processes: int = 2  # layers fitted at the same time, each on one thread
     seed: int = 0  # of the rows' choice and of new weights
 
     def options(self, mass_weight: float) -> FitOptions:

@@ -144,7 +144,7 @@ class Progress(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Let go of bar, files and thread, also where training has failed."""
+        """Close the bar, files and thread, also after training has failed."""
         for resource in (self._bar, self._writer, self._file):
             if resource is not None:
                 resource.close()
@@ -225,7 +225,7 @@ def read_metrics(folder: str | Path, kind: str) -> list[dict[str, Any]]:
 
 
 def drop_lines_after(path: Path, step: int) -> float:
-    """Forget what a killed run reported beyond the checkpoint that it resumes from.
+    """Remove reports of a killed run that are later than the checkpoint it resumes from.
 
     Returns the seconds of training that the kept lines account for.
     """
@@ -236,7 +236,7 @@ def drop_lines_after(path: Path, step: int) -> float:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """What can be read of a file of metrics; nothing of one that is not there."""
+    """The readable lines of a file of metrics; none if there is no file."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):  # half-written

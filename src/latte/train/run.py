@@ -124,7 +124,7 @@ def join_processes() -> tuple[int, bool]:
     """How many processes torchrun started, and whether this is the first; they can talk then."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     first = int(os.environ.get("RANK", "0")) == 0
-    # Libraries' chatter off the terminal: lines there are ours.
+    # Hide the messages of libraries: the terminal shows only Latte's own lines.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
@@ -140,7 +140,7 @@ def join_processes() -> tuple[int, bool]:
 
 
 def first_alone(action: Callable[[], T]) -> T:
-    """Let the first process act while the others wait; its result, or mistake, is that of all."""
+    """Run in the first process while others wait; all get its result or its error."""
     processes, first = join_processes()
     answer: list[Any] = [None, None]
     if first:

@@ -1,4 +1,4 @@
-"""The folder of a training run: whose it is, which checkpoints are complete, what is final.
+"""The folder of a training run: its identity, its complete checkpoints, its result.
 
     output_dir/
       run.json            the recipe and the number of processes: the run's identity
@@ -62,16 +62,16 @@ class Claim:
     finished: bool = False
     lock: IO[str] | None = None
     skipped: tuple[str, ...] = ()  # damaged checkpoints that were passed over
-    file: str = RUN_FILE  # says whose folder it is
+    file: str = RUN_FILE  # stores the folder's identity
     made: bool = False  # the folder was not there before
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lock": None}  # a lock belongs to one process
 
     def give_back(self) -> None:
-        """Leave a new folder as it was found: what could not start leaves nothing.
+        """Remove a new folder whose run could not start.
 
-        What has begun keeps what it has, and only the process that holds the lock acts.
+        A run that has begun keeps its files. Only the process that holds the lock does this.
         """
         if self.lock is None or self.resume is not None:
             return
@@ -270,7 +270,8 @@ def seal(staged: Path, final: Path) -> None:
 def rotate(newest: Path, keep: int) -> None:
     """Delete all but `keep` checkpoints, the newest and those before it.
 
-    Later ones are damaged: the run went on from an earlier one. They neither count nor go.
+    Later ones are damaged: the run continued from an earlier one. They are not counted, and are
+    not deleted.
     """
     found = checkpoints(newest.parent)
     for path in found[: found.index(newest) + 1][:-keep]:

@@ -38,7 +38,7 @@ BATCH_LOGIT_BYTES = 2**30  # of what a model returns for a segment of a batch, c
 class Score:
     """Summed NLL in nats of `tokens` tokens, which spell `text_bytes` bytes of UTF-8.
 
-    `by_position` has (first position, tokens, NLL) of what lies between the edges asked for.
+    `by_position` has (first position, tokens, NLL) of the positions between the given edges.
     """
 
     nll: float

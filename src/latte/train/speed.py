@@ -1,4 +1,4 @@
-"""Faster training on request: the ops' backend, compiled blocks, Liger's kernels, a loss in chunks.
+"""Optional faster training: the ops' backend, compiled blocks, Liger's kernels, a loss in chunks.
 
 They change how a model computes, not its results: parameters keep their names, and a saved model
 is a plain one. Everything here is off unless a recipe or a caller turns it on.
