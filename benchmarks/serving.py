@@ -37,7 +37,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,14 +229,10 @@ def lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__)
+def with_text(options: Any, arguments: list[str] | None, run: Callable[[Any], None]) -> None:
+    """Run a benchmark on CHECKPOINT and FILE, or with --quick on small ones made for it."""
     options.add_argument("checkpoint", nargs="?")
     options.add_argument("file", nargs="?", help="text, one document a line (.jsonl, .jsonl.xz)")
-    options.add_argument("--tokens", type=lengths, help=f"of documents; {TOKENS}")
-    options.add_argument("--repeats", type=int, help="conversations of each length; 5")
-    options.add_argument("--base", help="a model for `transformers serve`, to put beside it")
-    options.add_argument("--base-options", default="", help="more options of `transformers serve`")
     args = options.parse_args(arguments)
     if not args.quick and args.file is None:
         options.error("expected CHECKPOINT and FILE, or --quick")
@@ -244,6 +240,15 @@ def main(arguments: list[str] | None = None) -> None:
         if args.quick:
             args.checkpoint, args.file = quick_checkpoint(Path(folder))
         run(args)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=lengths, help=f"of documents; {TOKENS}")
+    options.add_argument("--repeats", type=int, help="conversations of each length; 5")
+    options.add_argument("--base", help="a model for `transformers serve`, to put beside it")
+    options.add_argument("--base-options", default="", help="more options of `transformers serve`")
+    with_text(options, arguments, run)
 
 
 def run(args: Any) -> None:

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from records import Row, Table, output_folder, parser, say, use_all_threads
-from serving import Server, documents, latte_server, lengths, quick_checkpoint
+from serving import Server, documents, latte_server, lengths, with_text
 
 CLIENTS, PROMPT, ANSWER, LONG = (1, 2, 4, 8, 16), 16, 256, 32768
 
@@ -112,19 +110,11 @@ def quantile(values: list[float], part: float) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("checkpoint", nargs="?")
-    options.add_argument("file", nargs="?", help="text, one document a line (.jsonl, .jsonl.xz)")
     options.add_argument("--clients", type=lengths, help=f"at once; {CLIENTS}")
     options.add_argument("--answer", type=int, help=f"tokens of each answer; {ANSWER}")
     options.add_argument("--long", type=int, help=f"tokens of the other client's prompt; {LONG}")
     options.add_argument("--repeats", type=int, default=3, help="of each number of clients")
-    args = options.parse_args(arguments)
-    if not args.quick and args.file is None:
-        options.error("expected CHECKPOINT and FILE, or --quick")
-    with tempfile.TemporaryDirectory() as folder:
-        if args.quick:
-            args.checkpoint, args.file = quick_checkpoint(Path(folder))
-        run(args)
+    with_text(options, arguments, run)
 
 
 def run(args: Any) -> None:

@@ -181,6 +181,14 @@ def _evaluate(command: Any) -> None:
     add("--force", **FORCE)
 
 
+def _sampling(add: Any, sampled: str) -> None:
+    """The options of sampling, of `sampled`: what a seed repeats."""
+    add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
+    add("--top-k", type=int, help="sample among the k most likely tokens")
+    add("--top-p", type=float, default=0.95, help="sample within this probability mass")
+    add("--seed", type=int, help=f"seed: the same seed gives the same {sampled}")
+
+
 def _generate(command: Any) -> None:
     add = command(
         commands.generate,
@@ -200,10 +208,7 @@ def _generate(command: Any) -> None:
         default=200,
         help="largest number of new tokens; 0 to save a state only",
     )
-    add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
-    add("--top-k", type=int, help="sample among the k most likely tokens")
-    add("--top-p", type=float, default=0.95, help="sample within this probability mass")
-    add("--seed", type=int, help="seed: the same seed gives the same text")
+    _sampling(add, "text")
     add("--compile", action="store_true", help="compile a step of decoding first: for long texts")
     add("--device", help=DEVICE)
 
@@ -220,10 +225,7 @@ def _chat(command: Any) -> None:
     add("--system", default="", help="system message; the template's own if it is left out")
     add("--file", help="document to talk about; the first of several")
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
-    add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
-    add("--top-k", type=int, help="sample among the k most likely tokens")
-    add("--top-p", type=float, default=0.95, help="sample within this probability mass")
-    add("--seed", type=int, help="seed: the same seed gives the same answers")
+    _sampling(add, "answers")
     add("--device", help=DEVICE)
 
 

@@ -255,7 +255,9 @@ def repetition(tokens: int, wanted: int) -> str:
 
 def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
     """Blocks of training text, (T,) each, of some 8,000 tokens: what landmarks are made of."""
-    count = max(1, 8192 // section.block_length)
+    from latte.conversion.landmarks import CALIBRATION_TOKENS
+
+    count = max(1, CALIBRATION_TOKENS // section.block_length)
     blocks = text.blocks(section, count, seed=0)
     return [blocks[i]["input_ids"] for i in range(count)]
 
