@@ -85,11 +85,13 @@ sanitize: $(NATIVE)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)/*.cpp $(CPP)/*.h
 	$(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)/*.cpp $(CPP)/*.h
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

@@ -66,18 +66,18 @@ constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
 constexpr double FORGETTING_REACH = 40.0;
 
 struct Attention {
-    Tensor latent_q, latent_k, q, k, v;  // (B,T,H,L+1), (B,T,H,L), (B,T,H,K), (B,T,G,K), (B,T,G,D)
-    Tensor mask, bounds, log_mass, mean; // (B,T), (N+1,) int64, (N,H,L), (N,H,L,D)
-    Tensor log_decay;                    // (B,T,H,L), of the sums' dtype
-    Tensor tail_k, tail_v, tail_mask;    // (N,P,G,K), (N,P,G,D), (N,P)
-    Tensor sink_q, sink_k, sink_v;       // (B,T,H,K), (N,S,G,K), (N,S,G,D)
-    Tensor sink_mask, sinks_seen;        // (N,S), (B,T) int64: the first of them, of each query
-    Tensor pending_k, pending_v, pending_mask;       // (N,W,H,L), (N,W,G,D), (N,W)
-    int64_t window, delay;               // delay: 0, or the window
-    bool joint;                          // one softmax over the window's keys and the latents
-    double scale, softcap;               // 0: none
-    Tensor out, last_mass, last_mean;    // (B,T,H,D), and as log_mass and mean
-    Tensor kept_top, kept_mass, kept_sum;            // (M,H,L), (M,H,L), (M,H,L,D)
+    Tensor latent_q, latent_k, q, k, v;   // (B,T,H,L+1), (B,T,H,L), (B,T,H,K), (B,T,G,K), (B,T,G,D)
+    Tensor mask, bounds, log_mass, mean;  // (B,T), (N+1,) int64, (N,H,L), (N,H,L,D)
+    Tensor log_decay;                     // (B,T,H,L), of the sums' dtype
+    Tensor tail_k, tail_v, tail_mask;     // (N,P,G,K), (N,P,G,D), (N,P)
+    Tensor sink_q, sink_k, sink_v;        // (B,T,H,K), (N,S,G,K), (N,S,G,D)
+    Tensor sink_mask, sinks_seen;         // (N,S), (B,T) int64: the first of them, of each query
+    Tensor pending_k, pending_v, pending_mask;  // (N,W,H,L), (N,W,G,D), (N,W)
+    int64_t window, delay;                      // delay: 0, or the window
+    bool joint;                            // one softmax over the window's keys and the latents
+    double scale, softcap;                 // 0: none
+    Tensor out, last_mass, last_mean;      // (B,T,H,D), and as log_mass and mean
+    Tensor kept_top, kept_mass, kept_sum;  // (M,H,L), (M,H,L), (M,H,L,D)
     Tensor dout, dlast_mass, dlast_mean;
     Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dlog_decay, dtail_k, dtail_v;
     Tensor dsink_q, dsink_k, dsink_v, dpending_k, dpending_v;
@@ -123,7 +123,9 @@ struct HeadTask {
 namespace latte {
 
 // What an op has: latents, and a window.
-struct Parts { bool far, near; };
+struct Parts {
+    bool far, near;
+};
 
 static Attention inputs(Stack& stack, Parts parts) {
     Attention op;
@@ -237,8 +239,7 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     op.kept_sum = Tensor::empty({M, H, L, D}, dtype);
     // Packed sequences may use only some of the segments. The other ones hold defined numbers too.
     if (op.bounds)
-        for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum})
-            x->clear();
+        for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum}) x->clear();
     LATTE_CHOOSE(run_forward)(op);
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
 }
@@ -271,8 +272,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
         op.dlatent_k = Tensor::empty({B, T, H, L}, dtype);
         op.dlog_mass = carried ? Tensor::empty({N, H, L}, sums) : Tensor::empty({0}, sums);
         op.dmean = carried ? Tensor::empty({N, H, L, D}, sums) : Tensor::empty({0}, sums);
-        op.dlog_decay =
-            op.forgets() ? Tensor::empty({B, T, H, L}, sums) : Tensor::empty({0}, sums);
+        op.dlog_decay = op.forgets() ? Tensor::empty({B, T, H, L}, sums) : Tensor::empty({0}, sums);
     }
     if (near) {
         op.dq = Tensor::empty({B, T, H, K}, dtype), op.dk = Tensor::empty({B, T, H, K}, each);
@@ -291,8 +291,8 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     }
     LATTE_CHOOSE(run_backward)(op);
     if (H != G) {
-        for (Tensor* x : {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v, &op.dsink_k, &op.dsink_v,
-                          &op.dpending_v}) {
+        for (Tensor* x :
+             {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v, &op.dsink_k, &op.dsink_v, &op.dpending_v}) {
             if (x->dims < 4) continue;
             Tensor together = Tensor::empty({x->sizes[0], x->sizes[1], G, x->sizes[3]}, dtype);
             LATTE_CHOOSE(add_heads)(*x, together);
@@ -306,8 +306,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     else if (far)
         stack.give(op.dlatent_q, op.dlatent_k, op.dv, op.dlog_mass, op.dmean, op.dlog_decay);
     else
-        stack.give(op.dq, op.dk, op.dv, op.dtail_k, op.dtail_v, op.dsink_q, op.dsink_k,
-                   op.dsink_v);
+        stack.give(op.dq, op.dk, op.dv, op.dtail_k, op.dtail_v, op.dsink_q, op.dsink_k, op.dsink_v);
 }
 
 static Register registered_macchiato("cpu_macchiato", forward<true, true>);
@@ -382,8 +381,8 @@ inline void Head<T>::forward_chunk(int64_t c) {
             add_scores(run, scores, TOKENS);
             with_late(run, strange);
         }
-        product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp,
-                int64_t(1), state.sum, Dp, L);
+        product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp, int64_t(1),
+                state.sum, Dp, L);
         take_in(run, late ? late_v : slot(c).v);
         begin = run.end;
     }
@@ -410,9 +409,9 @@ inline void Head<T>::begin_backward(int64_t number) {
     if (far) begin_reverse();
     if (late)  // no latent has received the last tokens
         for (int64_t i = most(0, task.count - delay); i < task.count; ++i)
-            std::memset(op.dlatent_k.data +
-                            place(op.dlatent_k, task.row, task.begin + i, task.h) * size,
-                        0, size_t(L * size));
+            std::memset(
+                op.dlatent_k.data + place(op.dlatent_k, task.row, task.begin + i, task.h) * size, 0,
+                size_t(L * size));
     top.assign(state.top, state.top + Lp);
     for (int64_t c = chunks() - slots + 1; c < chunks() && chunks(); ++c)
         if ((c + 1) * TOKENS > low) load_keys(c);

@@ -19,12 +19,18 @@ struct SinkKeys {
 
 // The latents before a token, relative to `top`.
 template <class T>
-struct Latents { T *top, *mass, *sum; };
+struct Latents {
+    T *top, *mass, *sum;
+};
 
 // Tokens of a chunk with one reference for every latent, the state before them, and what they
 // forget of it in all.
 template <class T>
-struct LatentRun { int64_t begin, end; Latents<T> before; const T* forgotten; };
+struct LatentRun {
+    int64_t begin, end;
+    Latents<T> before;
+    const T* forgotten;
+};
 
 // Memory for arrays. The first pass adds up their sizes, and the second pass sets their pointers.
 struct Memory {
@@ -48,15 +54,15 @@ struct Head {
     static constexpr int64_t W = width<T>;
     static constexpr T lowest = -std::numeric_limits<T>::infinity();
     const Attention& op;
-    const int64_t K, D, L, Kp, Dp, Lp, Lq;  // widths, of whole vectors
-    const int64_t size;  // bytes of an element of the inputs
+    const int64_t K, D, L, Kp, Dp, Lp, Lq;     // widths, of whole vectors
+    const int64_t size;                        // bytes of an element of the inputs
     int64_t reach, slots, columns, base, low;  // keys before a query; chunks of keys it may read
     const int64_t S, Sp;
     int64_t ld;  // of a row's columns: those of the chunks, then of the sinks
     const bool near, far, back, forgets;
-    const int64_t delay;           // tokens by which latents are late
-    const bool late, shared;       // latents; that share the columns of a chunk's own keys
-    int64_t heard = 0;             // the first token at which late latents have received a source
+    const int64_t delay;      // tokens by which latents are late
+    const bool late, shared;  // latents; that share the columns of a chunk's own keys
+    int64_t heard = 0;        // the first token at which late latents have received a source
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     Memory own_memory;
     std::vector<Keys<T>> ring;
@@ -79,7 +85,7 @@ struct Head {
           delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W),
           task(attention, 0) {
         const int64_t longest = op.tokens() + op.tail();
-        reach = least(op.window, longest) - 1;  // -1: nothing is near
+        reach = least(op.window, longest) - 1;             // -1: nothing is near
         slots = (reach + late + TOKENS - 1) / TOKENS + 1;  // late: and the token that leaves
         columns = slots * TOKENS, base = columns - TOKENS, ld = columns + Sp;
         for (Memory* memory : {&own_memory, &common}) {

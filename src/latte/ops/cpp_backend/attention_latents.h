@@ -118,8 +118,8 @@ inline LatentRun<T> Head<T>::next_run(int64_t begin, int64_t rows) {
 // Takes the run's sources in.
 template <class T>
 inline void Head<T>::take_in(const LatentRun<T>& run, const T* v) {
-    product(state.sum, Dp, true, L, Dp, e + run.begin * Lp, int64_t(1), Lp, v + run.begin * Dp,
-            Dp, run.end - run.begin);
+    product(state.sum, Dp, true, L, Dp, e + run.begin * Lp, int64_t(1), Lp, v + run.begin * Dp, Dp,
+            run.end - run.begin);
     std::memcpy(state.mass, alpha + (run.end - 1) * Lp, size_t(L) * sizeof(T));
     refer(tops);
     if (forgets) forget(run.forgotten);
@@ -177,8 +177,7 @@ inline void Head<T>::walk_segment(int64_t segment) {
     std::memcpy(state.top, op.kept_top.at<T>() + at, size_t(L) * sizeof(T));
     std::memcpy(state.mass, op.kept_mass.at<T>() + at, size_t(L) * sizeof(T));
     for (int64_t l = 0; l < L; ++l)
-        std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D,
-                    size_t(D) * sizeof(T));
+        std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
     runs.clear(), saved.clear();
     const int64_t first = segment * (SEGMENT / TOKENS);
     const int64_t stop = least(first + SEGMENT / TOKENS, (task.count + TOKENS - 1) / TOKENS);
@@ -231,7 +230,8 @@ inline void Head<T>::begin_reverse() {
             scalar[l] += reverse[l * Dp + d] * (state.sum[l * Dp + d] / mass);
         }
         scalar[l] -= dmass.at<T>()[task.n * dmass.strides[0] + task.h * dmass.strides[1] +
-                                   l * dmass.strides[2]] / mass;
+                                   l * dmass.strides[2]] /
+                     mass;
     }
 }
 
@@ -272,8 +272,8 @@ inline void Head<T>::load_late(int64_t c, int64_t rows) {
     turn(late_v, Dp, 0, rows, D, late_panels);
     for (int64_t s = 0; s < rows; s += W)
         for (int64_t i = s / ROWS * ROWS; i < rows; i += ROWS)
-            tile(least(ROWS, rows - i), late_pairs + i * TOKENS + s, TOKENS, false, dy + i * Dp,
-                 Dp, 1, late_panels + s * D, W, D);
+            tile(least(ROWS, rows - i), late_pairs + i * TOKENS + s, TOKENS, false, dy + i * Dp, Dp,
+                 1, late_panels + s * D, W, D);
     std::memset(scores, 0, size_t(rows * TOKENS) * sizeof(T));
 }
 
@@ -282,8 +282,8 @@ template <class T>
 inline void Head<T>::to_late(int64_t rows) {
     for (int64_t d = 0; d < Dp; d += W)
         for (int64_t i = 0; i < rows; i += ROWS)
-            tile(least(ROWS, rows - i), late_dv + i * Dp + d, Dp, false,
-                 scores + i * TOKENS + i, 1, TOKENS, dy + i * Dp + d, Dp, rows - i);
+            tile(least(ROWS, rows - i), late_dv + i * Dp + d, Dp, false, scores + i * TOKENS + i, 1,
+                 TOKENS, dy + i * Dp + d, Dp, rows - i);
 }
 
 // Gradients of late sources: to the chunks of keys that they are in, or to what is pending.
@@ -301,8 +301,8 @@ inline void Head<T>::put_late(int64_t c, int64_t rows) {
             store_all(to + d, load_all(to + d) + load_all(late_dv + i * Dp + d));
     }
     if (old < rows)
-        put(op.dlatent_k, task.row, task.begin + first + old, task.h, rows - old,
-            dkeys + old * Lp, Lp);
+        put(op.dlatent_k, task.row, task.begin + first + old, task.h, rows - old, dkeys + old * Lp,
+            Lp);
 }
 
 // The latents' part, and with it that of all weights in the gradients of the values they share.
@@ -356,8 +356,8 @@ inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, co
         }
     }
     transpose(run.before.sum, Dp, L, D, turned, Lp);
-    product(delta + begin * Lp, Lp, false, count, Lp, dy + begin * Dp, Dp, int64_t(1), turned,
-            Lp, D);
+    product(delta + begin * Lp, Lp, false, count, Lp, dy + begin * Dp, Dp, int64_t(1), turned, Lp,
+            D);
     for (int64_t l = 0; l < Lp; l += W)
         for (int64_t i = begin; i < end; i += ROWS) {
             const int64_t some = least(ROWS, end - i);
@@ -379,16 +379,15 @@ inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, co
         store_all(scalar + l, later);
     }
     transpose(reverse, Dp, L, D, turned, Lp);
-    product(dkeys + begin * Lp, Lp, false, count, Lp, v + begin * Dp, Dp, int64_t(1), turned,
-            Lp, D);
+    product(dkeys + begin * Lp, Lp, false, count, Lp, v + begin * Dp, Dp, int64_t(1), turned, Lp,
+            D);
     for (int64_t l = 0; l < Lp; l += W)
         for (int64_t i = begin; i < end; i += ROWS)
             tile(least(ROWS, end - i), dkeys + i * Lp + l, Lp, true, before + i * TOKENS + i,
                  int64_t(1), TOKENS, ratio + i * Lp + l, Lp, end - i);
     for (int64_t i = begin * Lp; i < end * Lp; i += W)
         store_all(dkeys + i, load_all(e + i) * (load_all(dkeys + i) - load_all(lost + i)));
-    product(dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp,
-            L);
+    product(dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp, L);
     product(reverse, Dp, true, L, Dp, ratio + begin * Lp, int64_t(1), Lp, dy + begin * Dp, Dp,
             count);
     if (forgets) backward_decays(run);

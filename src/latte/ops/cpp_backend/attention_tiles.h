@@ -126,7 +126,9 @@ template <class T> LATTE_INLINE T largest(V<T> x) {
 }
 
 // Columns first ... stop of a row.
-struct Span { int64_t first, stop; };
+struct Span {
+    int64_t first, stop;
+};
 
 // Calls work(c, span) for every vector of the two spans; the second begins at a whole vector.
 template <class T, class Work>
@@ -136,7 +138,9 @@ LATTE_INLINE void vectors(Span one, Span two, const Work& work) {
 }
 
 // The logits of two spans become exp(x - top), with their sum: all 0 if every one is -inf.
-template <class T> struct Exponentials { T top, sum; };
+template <class T> struct Exponentials {
+    T top, sum;
+};
 template <class T>
 static Exponentials<T> exponentiate(T* x, Span one, Span two) {
     constexpr T lowest = -std::numeric_limits<T>::infinity();

@@ -19,8 +19,8 @@ inline void Head<T>::load_keys(int64_t chunk) {
         take(op.tail_v, task.n, P + first + from, task.g, stop - from, s.v + from * Dp, Dp);
     }
     for (int64_t i = from; i < stop; ++i) {
-        const bool seen = first >= 0 ? real(first + i)
-                                     : op.tail_mask.at<bool>()[task.n * P + P + first + i];
+        const bool seen =
+            first >= 0 ? real(first + i) : op.tail_mask.at<bool>()[task.n * P + P + first + i];
         s.hidden[i] = seen ? T(0) : lowest;
         if (seen) continue;
         s.masked = true;
@@ -86,8 +86,7 @@ inline void Head<T>::against(int64_t chunk, int64_t rows, const T* x, int64_t ld
                 int64_t first = first_key(chunk, i);
                 if (whole_chunk) first = least(first, base);
                 if (c + W <= first || c > last_key(i + count - 1)) continue;
-                tile(count, to + i * ld + c, ld, false, x + i * ldx, ldx, 1, panel,
-                     W, n);
+                tile(count, to + i * ld + c, ld, false, x + i * ldx, ldx, 1, panel, W, n);
             }
         }
     }

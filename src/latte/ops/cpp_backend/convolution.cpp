@@ -119,8 +119,8 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     op.dx = Tensor::empty({op.x.sizes[0], op.tokens(), E}, op.x.dtype);
     Tensor dweight = Tensor::empty({E, K}, op.weight.dtype);
     Tensor dbias = op.bias ? Tensor::empty({E}, op.bias.dtype) : Tensor::empty({0}, wide(op.x));
-    op.dinitial = op.initial ? Tensor::empty({N, K - 1, E}, op.x.dtype)
-                             : Tensor::empty({0}, op.x.dtype);
+    op.dinitial =
+        op.initial ? Tensor::empty({N, K - 1, E}, op.x.dtype) : Tensor::empty({0}, op.x.dtype);
     op.sums.assign(size_t(op.runs() * (K + 1) * E), 0.0);
     LATTE_CHOOSE(run_backward)(op);
     auto put = [](Tensor& x, int64_t at, double value) {
@@ -187,7 +187,7 @@ static std::vector<T> narrow_taps(const Convolution& op) {
 template <class S>
 struct Run {
     using T = typename Computed<S>::type;
-    std::vector<const S*> x;      // of the row's taps
+    std::vector<const S*> x;  // of the row's taps
     std::vector<int64_t> stride;
     explicit Run(int64_t K) : x(size_t(K)), stride(size_t(K)) {}
 };
@@ -199,8 +199,8 @@ constexpr int64_t TOGETHER = 8;
 // TOGETHER rows, whose first reads x[0], x[row], ..., x[(K-1) row]: neighbours, all real. The sums
 // are in the order of `forward_rows`.
 template <class S, int K>
-static void forward_together(
-    const S* x, int64_t row, int64_t E, const typename Computed<S>::type* taps, S* out) {
+static void forward_together(const S* x, int64_t row, int64_t E,
+                             const typename Computed<S>::type* taps, S* out) {
     using T = typename Computed<S>::type;
     for (int64_t c = 0; c < E; c += width<T>) {
         const int64_t left = E - c;
@@ -280,8 +280,8 @@ static void end_of_line(Convolution& op, int64_t n) {
 
 // Gradient of element m of a line: through the outputs that read it, and through the new tail.
 template <class S, class T>
-static void element_gradient(
-    const Convolution& op, const Line& line, int64_t m, const T* taps, S* to) {
+static void element_gradient(const Convolution& op, const Line& line, int64_t m, const T* taps,
+                             S* to) {
     const int64_t E = op.channels(), K = op.width(), tokens = op.tokens();
     const int64_t stride = op.dout.strides[2], tail_stride = op.dtail.strides[2];
     const S* tail = nullptr;
@@ -305,8 +305,8 @@ static void element_gradient(
 }
 
 template <class S>
-static void backward_rows(
-    Convolution& op, int64_t begin, int64_t end, const void* given, double* sums) {
+static void backward_rows(Convolution& op, int64_t begin, int64_t end, const void* given,
+                          double* sums) {
     using T = typename Computed<S>::type;
     const int64_t E = op.channels(), K = op.width(), tokens = op.tokens();
     const T* taps = static_cast<const T*>(given);
@@ -321,8 +321,8 @@ static void backward_rows(
         else element_gradient<S, T>(op, line, row - line.begin + K - 1, taps, dx);
         for (int64_t i = 0; i < K; ++i)
             run.x[i] = element<S>(op, line, row - line.begin + i, run.stride[i]);
-        const S* dout = op.dout.at<S>() + row / tokens * op.dout.strides[0] +
-                        row % tokens * op.dout.strides[1];
+        const S* dout =
+            op.dout.at<S>() + row / tokens * op.dout.strides[0] + row % tokens * op.dout.strides[1];
         for (int64_t c = 0; c < E; c += width<T>) {
             const int64_t left = E - c;
             V<T> dy = load(dout + c * stride, stride, left);
@@ -344,9 +344,8 @@ template <class S>
 static void forward_all(Convolution& op) {
     using T = typename Computed<S>::type;
     const std::vector<T> taps = narrow_taps<T>(op);
-    parallel(op.rows(), 64, [&](int64_t begin, int64_t end) {
-        forward_rows<S>(op, begin, end, taps.data());
-    });
+    parallel(op.rows(), 64,
+             [&](int64_t begin, int64_t end) { forward_rows<S>(op, begin, end, taps.data()); });
     for (int64_t n = 0; n < op.sequences(); ++n) end_of_line<S>(op, n);
 }
 
@@ -358,8 +357,7 @@ static void backward_all(Convolution& op) {
     parallel(op.runs(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t run = begin; run < end; ++run) {
             const int64_t last = (run + 1) * ROWS < op.rows() ? (run + 1) * ROWS : op.rows();
-            backward_rows<S>(op, run * ROWS, last, taps.data(),
-                             op.sums.data() + run * (K + 1) * E);
+            backward_rows<S>(op, run * ROWS, last, taps.data(), op.sums.data() + run * (K + 1) * E);
         }
     });
     for (int64_t n = 0; op.initial && n < op.sequences(); ++n)

@@ -37,7 +37,7 @@ struct Maps {
 };
 
 struct Norm {
-    Tensor x, weight, out;  // (..., E), (E,), (..., E)
+    Tensor x, weight, out;           // (..., E), (E,), (..., E)
     double eps = 0.0, offset = 0.0;  // added to the weight
 };
 
@@ -82,8 +82,10 @@ static Maps maps(StableIValue* arguments, int64_t count) {
 template <int64_t count>
 static void linear(StableIValue* arguments, uint64_t, uint64_t) {
     Maps op = maps(arguments, count);
-    check_maps(Expect(count == 1 ? "cpu_linear" : count == 2 ? "cpu_linear2" : "cpu_linear3"), op,
-               {"a", "b", "c"});
+    check_maps(Expect(count == 1   ? "cpu_linear"
+                      : count == 2 ? "cpu_linear2"
+                                   : "cpu_linear3"),
+               op, {"a", "b", "c"});
     LATTE_CHOOSE(run_maps)(op);
     Stack results(arguments);
     if constexpr (count == 1) results.give(op.outs[0]);
@@ -203,7 +205,9 @@ struct Rows {
 // A whole vector in the order that is fastest to widen: for bf16 the even elements, then the odd
 // ones.
 template <class S>
-LATTE_INLINE V<typename Computed<S>::type> load_shuffled(const S* from) { return load_all(from); }
+LATTE_INLINE V<typename Computed<S>::type> load_shuffled(const S* from) {
+    return load_all(from);
+}
 LATTE_INLINE V<float> load_shuffled(const bf16* from) {
     typename Raw<float>::integers pairs;
     std::memcpy(&pairs, from, sizeof pairs);
@@ -288,8 +292,8 @@ static void apply_maps(Maps& op) {
 
 // (offset + w) x / sqrt(mean(x^2) + eps) of a padded row.
 template <class S, class T>
-static void normalise(
-    const T* x, const Tensor& weight, double eps, double offset, int64_t size, S* out) {
+static void normalise(const T* x, const Tensor& weight, double eps, double offset, int64_t size,
+                      S* out) {
     V<T> squares{};
     for (int64_t c = 0; c < size; c += width<T>)
         squares = squares + load_all(x + c) * load_all(x + c);

@@ -82,7 +82,7 @@ inline Isa isa() {
 }  // namespace latte
 
 #if defined(__x86_64__)
-#define LATTE_CHOOSE(f)                                     \
+#define LATTE_CHOOSE(f)                                          \
     (::latte::isa() == ::latte::Isa::avx512 ? ::latte::avx512::f \
      : ::latte::isa() == ::latte::Isa::avx2 ? ::latte::avx2::f   \
                                             : ::latte::baseline::f)

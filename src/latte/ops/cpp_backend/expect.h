@@ -52,7 +52,7 @@ inline std::string name_of(int32_t dtype) {
 
 // The checks of one op. They accept the absence of a tensor that is optional.
 class Expect {
-  public:
+public:
     explicit Expect(const char* name) : op(name) {}
 
     void operator()(const Tensor& x, const char* name, int32_t dtype,
@@ -105,7 +105,7 @@ class Expect {
              (N > 3 ? "..., " : "") + std::to_string(numbers[N]) + "]");
     }
 
-  private:
+private:
     const char* op;
 
     void of_shape(const Tensor& x, const char* name, int32_t dtype, const int64_t* sizes,

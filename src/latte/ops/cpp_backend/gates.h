@@ -8,7 +8,9 @@ template <> constexpr double LEAST_DECAY<double> = -2.2250738585072014e-308;
 
 // What is kept of the state, and the input's factor sqrt(1 - a^2).
 template <class T>
-struct Kept { V<T> a, factor; };
+struct Kept {
+    V<T> a, factor;
+};
 
 // Of the recurrence gate r and 8 softplus(theta).
 template <class T>

@@ -29,7 +29,7 @@ struct Glu {
 struct NormRows {
     Tensor x, weight, scale, out, dout, dx;  // (..., E), (E,), (..., 1), (..., E) x 3
     double eps = 0.0;
-    std::vector<double> sums;                // (runs, E): of dw
+    std::vector<double> sums;  // (runs, E): of dw
 
     int64_t width() const { return weight.sizes[0]; }
     int64_t rows() const { return count_of(scale); }

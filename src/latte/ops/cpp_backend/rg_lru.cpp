@@ -27,9 +27,9 @@ constexpr int64_t AHEAD = 8;     // memory is prefetched this many tokens before
 struct RgLru {
     Tensor x, r, i, theta, initial, mask, bounds;  // (B,T,E) x 3, (E,), (N,E), (B,T), (N+1,) int64
     bool reverse;
-    Tensor out, last;                           // (B,T,E), (N,E)
-    Tensor dout, dlast, dx, dr, di, dinitial;   // of the backward pass
-    std::vector<double> slopes;                 // (N,E): dtheta of each sequence
+    Tensor out, last;                          // (B,T,E), (N,E)
+    Tensor dout, dlast, dx, dr, di, dinitial;  // of the backward pass
+    std::vector<double> slopes;                // (N,E): dtheta of each sequence
 
     int64_t tokens() const { return x.sizes[1]; }
     int64_t channels() const { return x.sizes[2]; }

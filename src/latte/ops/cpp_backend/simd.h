@@ -3,8 +3,12 @@
 // compiler's own types: two independent chains of operations hide each other's latency. bf16 and
 // fp16 exist only in memory.
 
-struct bf16 { uint16_t bits; };
-struct fp16 { uint16_t bits; };
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
 
 template <class T> struct Raw;
 template <> struct Raw<float> {
@@ -20,17 +24,21 @@ template <> struct Raw<double> {
 template <class T> constexpr int64_t half_width = LATTE_WIDTH / sizeof(T);
 template <class T> constexpr int64_t width = 2 * half_width<T>;
 
-template <class T> struct Mask { typename Raw<T>::integers low, high; };
-template <class T> struct V { typename Raw<T>::numbers low, high; };
+template <class T> struct Mask {
+    typename Raw<T>::integers low, high;
+};
+template <class T> struct V {
+    typename Raw<T>::numbers low, high;
+};
 
 template <class T> LATTE_INLINE V<T> all(T x) {
     typename Raw<T>::numbers none{};
     return {none + x, none + x};
 }
-#define LATTE_OPERATOR(op)                                                             \
-    template <class T> LATTE_INLINE V<T> operator op(V<T> x, V<T> y) {                 \
-        return {x.low op y.low, x.high op y.high};                                     \
-    }                                                                                  \
+#define LATTE_OPERATOR(op)                                                                \
+    template <class T> LATTE_INLINE V<T> operator op(V<T> x, V<T> y) {                    \
+        return {x.low op y.low, x.high op y.high};                                        \
+    }                                                                                     \
     template <class T> LATTE_INLINE V<T> operator op(V<T> x, T y) { return x op all(y); } \
     template <class T> LATTE_INLINE V<T> operator op(T x, V<T> y) { return all(x) op y; }
 LATTE_OPERATOR(+)
@@ -72,8 +80,12 @@ LATTE_INLINE void by_dtype(Type type, const Work& work) {
 }
 
 // The type of the arithmetic on elements that are S in memory.
-template <class S> struct Computed { using type = float; };
-template <> struct Computed<double> { using type = double; };
+template <class S> struct Computed {
+    using type = float;
+};
+template <> struct Computed<double> {
+    using type = double;
+};
 
 LATTE_INLINE float widen(fp16 x) {
     uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu, bits;
@@ -234,7 +246,9 @@ LATTE_INLINE V<float> root(V<float> x) {
 }
 
 // e^x = scale (1 + rest), scale a power of two, for |x| <= 87.3; NaN stays.
-struct Power { V<float> scale, rest; };
+struct Power {
+    V<float> scale, rest;
+};
 LATTE_INLINE Power power(V<float> x) {
     // x = n log 2 + r, e^x = 2^n e^r. Adding this leaves n in the last bits, as exponents are kept.
     const float round = 0x1.8p23f + 127;
@@ -254,11 +268,11 @@ LATTE_INLINE Power power(V<float> x) {
 
 // e^x and 1 - e^x for x <= 0, each within 2 ulp, without cancellation; NaN stays. What e^x is below
 // the smallest normal number counts as 0. e^x alone also for x up to 80.
-template <class T> struct Decay { V<T> kept, lost; };
+template <class T> struct Decay {
+    V<T> kept, lost;
+};
 
-LATTE_INLINE Decay<double> decay(V<double> x) {
-    return {each<std::exp>(x), -each<std::expm1>(x)};
-}
+LATTE_INLINE Decay<double> decay(V<double> x) { return {each<std::exp>(x), -each<std::expm1>(x)}; }
 // For x >= -87.
 LATTE_INLINE Decay<double> decay_above(V<double> x) { return decay(x); }
 LATTE_INLINE Decay<float> decay_above(V<float> x) {

@@ -27,17 +27,17 @@
 namespace latte {
 
 struct Step {
-    Tensor latent_q, latent_k, q, k, v;    // (B,H,L or L+1), (B,H,L), (B,H,K), (B,G,K), (B,G,D)
-    Tensor log_mass, mean, log_decay;      // (B,H,L), (B,H,L,D), (B,H,L) or (H,L)
-    Tensor keys, values, mask, slot, real; // (B,G,W,K), (B,G,W,D), (B,W), (1,) int64, (B,)
-    Tensor cos, sin;                       // (B or 1, 1, 1 or 2, K/2): the last of each row
-    Tensor pending;                        // (B,H,W,L): delayed latents' keys of the ring's tokens
-    Tensor sink_keys, sink_values;         // (B,G,n,K), (B,G,n,D)
-    Tensor position, sink_cos, sink_sin;   // (B,) int64: real tokens before; as cos and sin
-    double scale = 1.0, softcap = 0.0;     // 0: none
-    bool joint = false;                    // p(0)'s logit has the window's logsumexp added
-    int64_t length = 0;                    // slots that are used
-    Tensor out;                            // (B,H,D)
+    Tensor latent_q, latent_k, q, k, v;     // (B,H,L or L+1), (B,H,L), (B,H,K), (B,G,K), (B,G,D)
+    Tensor log_mass, mean, log_decay;       // (B,H,L), (B,H,L,D), (B,H,L) or (H,L)
+    Tensor keys, values, mask, slot, real;  // (B,G,W,K), (B,G,W,D), (B,W), (1,) int64, (B,)
+    Tensor cos, sin;                        // (B or 1, 1, 1 or 2, K/2): the last of each row
+    Tensor pending;                         // (B,H,W,L): delayed latents' keys of the ring's tokens
+    Tensor sink_keys, sink_values;          // (B,G,n,K), (B,G,n,D)
+    Tensor position, sink_cos, sink_sin;    // (B,) int64: real tokens before; as cos and sin
+    double scale = 1.0, softcap = 0.0;      // 0: none
+    bool joint = false;                     // p(0)'s logit has the window's logsumexp added
+    int64_t length = 0;                     // slots that are used
+    Tensor out;                             // (B,H,D)
 
     bool latents() const { return bool(mean); }
     bool window() const { return bool(keys); }
@@ -83,8 +83,8 @@ static void check_latents(const Expect& expect, const Step& step) {
     else expect(step.log_decay, "log_decay", FLOATS, {B, H, L});
 }
 
-static void check_angles(
-    const Expect& expect, const Step& step, const Tensor& cos, const Tensor& sin) {
+static void check_angles(const Expect& expect, const Step& step, const Tensor& cos,
+                         const Tensor& sin) {
     expect.together({&cos, &sin}, "cosines and sines");
     if (!cos) return;
     const int64_t rows = cos.dims && cos.sizes[0] == 1 ? 1 : step.v.sizes[0];
@@ -228,9 +228,8 @@ static T softmax(T* x, int64_t count) {
 
 // Latents of one head after a source, if it is real; adds sum_l p[l] mu'[l] to y.
 template <class T>
-static void see(
-    const Step& step, int64_t b, int64_t head, bool real, const T* k, const T* v, const T* p,
-    T* y) {
+static void see(const Step& step, int64_t b, int64_t head, bool real, const T* k, const T* v,
+                const T* p, T* y) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], at = b * step.heads() + head;
     T *log_mass = step.log_mass.at<T>() + at * L, *mean = step.mean.at<T>() + at * L * D;
     const Tensor& decay = step.log_decay;
@@ -263,8 +262,8 @@ template <class T>
 static bool has_seen(const Step& step, int64_t b, int64_t head) {
     const int64_t L = step.mean.sizes[2];
     const T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
-    return std::any_of(
-        log_mass, log_mass + L, [](T x) { return x != -std::numeric_limits<T>::infinity(); });
+    return std::any_of(log_mass, log_mass + L,
+                       [](T x) { return x != -std::numeric_limits<T>::infinity(); });
 }
 
 template <class S, class T>
@@ -288,8 +287,8 @@ LATTE_INLINE void add_value(const Step& step, T share, const S* value, T* y) {
 // Adds softmax attention over the ring's slots and the sinks that have left it to y, and returns
 // the logsumexp; `logits` has room for them, `far_q` is the query rotated for sinks.
 template <class S, class T>
-static T attend(
-    const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T* logits, T* y) {
+static T attend(const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T* logits,
+                T* y) {
     const int64_t W = step.keys.sizes[2], K = step.keys.sizes[3], D = step.values.sizes[3];
     const int64_t at = b * step.keys.sizes[1] + step.group(head), n = step.sinks();
     const S *keys = step.keys.at<S>() + at * W * K, *values = step.values.at<S>() + at * W * D;
@@ -412,14 +411,11 @@ template <class S>
 static void run_as(Step& step) {
     using T = typename Computed<S>::type;
     Leaving<T> left;
-    if (step.window()) {
-        left = leaving<S, T>(step), take_in<S>(step);
-    }
+    if (step.window()) { left = leaving<S, T>(step), take_in<S>(step); }
     const int64_t D = step.v.sizes[2], L = step.latents() ? step.mean.sizes[2] : 0;
     const int64_t work = L * (D + 64) + (step.length + step.sinks()) * 2 * D + D;
-    parallel(step.v.sizes[0] * step.heads(), 1 + 40000 / work, [&](int64_t begin, int64_t end) {
-        heads<S>(step, left, begin, end);
-    });
+    parallel(step.v.sizes[0] * step.heads(), 1 + 40000 / work,
+             [&](int64_t begin, int64_t end) { heads<S>(step, left, begin, end); });
 }
 
 static void run(Step& step) {

@@ -40,20 +40,19 @@ AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* ret_dim);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** ret_sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** ret_strides);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* ret_dtype);
-AOTITorchError aoti_torch_empty_strided(
-    int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-    int32_t device_type, int32_t device_index, AtenTensorHandle* ret_new_tensor);
-AOTITorchError aoti_torch_library_init_impl(
-    const char* ns, const char* k, const char* file, uint32_t line,
-    TorchLibraryHandle* ret_new_torch_lib);
-AOTITorchError torch_library_impl(
-    TorchLibraryHandle self, const char* name,
-    void (*fn)(StableIValue*, uint64_t, uint64_t), uint64_t extension_build_version);
+AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                                        int32_t dtype, int32_t device_type, int32_t device_index,
+                                        AtenTensorHandle* ret_new_tensor);
+AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file,
+                                            uint32_t line, TorchLibraryHandle* ret_new_torch_lib);
+AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
+                                  void (*fn)(StableIValue*, uint64_t, uint64_t),
+                                  uint64_t extension_build_version);
 AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** ret_data_ptr);
 AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** ret_data_ptr);
 AOTITorchError torch_get_num_threads(uint32_t* out_num_threads);
-AOTITorchError torch_parallel_for(
-    int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
+AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func,
+                                  void* ctx);
 // Of the last call that failed on this thread. From PyTorch 2.13 on; before it null, and PyTorch
 // writes the reason to stderr.
 __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
@@ -128,8 +127,8 @@ struct Tensor {
         int64_t step = 1, d = count;
         while (d-- > 0) strides[size_t(d)] = step, step *= shape[d] > 1 ? shape[d] : 1;
         AtenTensorHandle made;
-        check(aoti_torch_empty_strided(
-            count, shape, strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &made));
+        check(aoti_torch_empty_strided(count, shape, strides.data(), dtype,
+                                       aoti_torch_device_type_cpu(), 0, &made));
         Tensor result(made, true);
         result.expect_huge_pages();
         return result;
@@ -178,7 +177,7 @@ inline int32_t wide(const Tensor& x) {
 // on the stack. A tensor that is not taken is never freed. Therefore all arguments are taken before
 // any of them is checked.
 class Stack {
-  public:
+public:
     explicit Stack(StableIValue* arguments) : stack(arguments) {}
     Tensor tensor(bool written = false) {
         return Tensor(read<AtenTensorHandle>(stack[next++]), written);
@@ -200,7 +199,7 @@ class Stack {
          ...);
     }
 
-  private:
+private:
     template <class T>
     static T read(StableIValue value) {
         T result;
