@@ -1,10 +1,15 @@
-"""Page faults of a training step whose logits are large, with and without ``keep_memory``.
+"""Page faults and time of a training step: as malloc is, after one large tensor, and kept.
 
-A decoder of the plain kind with a vocabulary of 49,152, tokens 1 x 512, fp32: the logits and their
-gradient are 100 MB each. Each side is a process of its own; the first steps, which fill the heap
-and the optimiser's state, are not counted.
+Two loops of ``latte-r-swa++`` at size tiny, fp32: 4 x 256 tokens with its own vocabulary, and
+1 x 512 tokens with a vocabulary of 49,152, where the logits and their gradient are 100 MB each.
+Each row is a process of its own. The first steps, which fill the heap and the optimiser's state,
+are not counted.
 
-    python benchmarks/page_faults.py [--steps 5]
+glibc's malloc gives free memory at the heap's end back to the system beyond a threshold. The
+threshold is twice the largest piece of at most 32 MB that was freed so far. So a loop's page faults
+depend on what the process freed before it: "one tensor first" frees 31 MB.
+
+    python benchmarks/page_faults.py [--steps 10]
 """
 
 from __future__ import annotations
@@ -19,17 +24,25 @@ from latte import machine
 from latte.memory import keep_memory
 from latte.models import LatteForCausalLM, preset_config
 
-VOCABULARY, TOKENS, WARM_UP = 49_152, 512, 2
+LOOPS = {
+    "4 x 256, own vocabulary": (4, 256, {}),
+    "1 x 512, 49,152": (1, 512, {"vocab_size": 49152}),
+}
+SIDES = ("as malloc is", "one tensor first", "kept")
+WARM_UP = 3
 
 
-def steps(keep: bool, count: int) -> list[tuple[int, float]]:
+def steps(loop: str, side: str, count: int) -> list[tuple[int, float]]:
     """Minor page faults and seconds of each step."""
-    if keep and not keep_memory():
+    if side == "kept" and not keep_memory():
         raise SystemExit("memory cannot be kept: no glibc, or LATTE_KEEP_MEMORY=0")
+    rows, tokens, overrides = LOOPS[loop]
     torch.manual_seed(0)
-    model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny", vocab_size=VOCABULARY)).train()
+    model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny", **overrides)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(VOCABULARY, (1, TOKENS))
+    ids = torch.randint(model.config.vocab_size, (rows, tokens))
+    if side == "one tensor first":
+        torch.zeros(31 << 20, dtype=torch.uint8)
 
     def step() -> None:
         model(ids, labels=ids).loss.backward()
@@ -46,11 +59,15 @@ def steps(keep: bool, count: int) -> list[tuple[int, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5, help="steps counted")
+    parser.add_argument("--steps", type=int, default=10, help="steps counted")
     count = parser.parse_args().steps
-    for name, keep in (("as malloc is", False), ("kept", True)):
-        faults, seconds = zip(*machine.in_fresh_process(steps, keep, count), strict=True)
-        print(f"{name:>12}: {median(faults):>7,.0f} page faults, {median(seconds):.3f} s a step")
+    for loop in LOOPS:
+        print(loop)
+        for side in SIDES:
+            faults, seconds = zip(*machine.in_fresh_process(steps, loop, side, count), strict=True)
+            print(
+                f"{side:>18}: {median(faults):>7,.0f} page faults, {median(seconds):.3f} s a step"
+            )
     print(machine.describe())
 
 
