@@ -173,7 +173,8 @@ def draw_panels(out: Path, name: str, title: str, parts: Sequence[Panel]) -> Pat
     parts = [p for p in parts if any(p.keep(row) and row.get(p.y) for row in rows)]
     if not parts:
         return None
-    sides = list(dict.fromkeys(row[parts[0].key] for row in rows))
+    shown = [row for row in rows if any(panel.keep(row) for panel in parts)]
+    sides = list(dict.fromkeys(row[parts[0].key] for row in shown))
     taken = {STYLES[side]["color"] for side in sides if side in STYLES}
     spare = iter([style for style in PALETTE if style["color"] not in taken] * 3)
     styles = {side: STYLES.get(side) or next(spare) for side in sides}
@@ -260,7 +261,10 @@ PLAIN: dict[str, tuple[str, list[Panel]]] = {
     ),
     "cpu_ops": (
         f"Time of one call on a CPU ({SHAPE})",
-        [Panel(mode, having(mode=mode), x="tokens", xlabel="tokens") for mode in MODES],
+        [
+            Panel(mode, having(mode=mode, dtype="float32"), x="tokens", xlabel="tokens")
+            for mode in MODES
+        ],
     ),
     "cpu_scaling": (
         f"Latte's time and peak memory on a CPU ({SHAPE})",
@@ -292,8 +296,11 @@ PLAIN: dict[str, tuple[str, list[Panel]]] = {
     "cpu_training": (
         "Training on a CPU: tokens per second, and peak memory of a step",
         [
-            Panel("throughput", y="tokens_per_s", ylabel="tokens/s"),
-            Panel("memory", y="peak_process_mb", ylabel="MB"),
+            Panel(title, having(dtype="float32"), y=y, ylabel=ylabel)
+            for title, y, ylabel in (
+                ("throughput", "tokens_per_s", "tokens/s"),
+                ("memory", "peak_process_mb", "MB"),
+            )
         ],
     ),
     "gpu_training": (

@@ -117,12 +117,18 @@ def aten_calls(call: Callable[[], Any]) -> int:
 def rates() -> dict[str, float]:
     """What bounds a call, here and now: FLOP/s of a matrix product, bytes/s of a copy and a sum.
 
-    A copy reads and writes; the sum only reads, as a step of decoding does its weights.
+    A copy reads and writes. The sum only reads, as a step of decoding reads its weights.
     """
     a, b = torch.randn(1536, 1536), torch.randn(1 << 26)
-    c = torch.empty_like(b)
+    c, low = torch.empty_like(b), a.bfloat16()
     calls = {"matmul": lambda: torch.mm(a, a), "copy": lambda: c.copy_(b), "read": lambda: b.sum()}
-    work = {"matmul": 2.0 * 1536**3, "copy": 8.0 * b.numel(), "read": 4.0 * b.numel()}
+    calls["matmul, bf16"] = lambda: torch.mm(low, low)
+    work = {
+        "matmul": 2.0 * 1536**3,
+        "matmul, bf16": 2.0 * 1536**3,
+        "copy": 8.0 * b.numel(),
+        "read": 4.0 * b.numel(),
+    }
     times = interleave(calls, 0.5)
     return {name: work[name] / (1e-3 * times[name].median) for name in work}
 

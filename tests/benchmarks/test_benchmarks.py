@@ -45,7 +45,9 @@ def test_ops_and_their_scaling_without_jax(tmp_path, environment):
     assert done.returncode == 0, done.stderr
     printed, rows = done.stdout, rows_of("cpu_ops", tmp_path)
     assert printed.count("jax is not installed") == 1
-    sides = {"latte", *cpu_ops.DECAYS, "macchiato", "sinks, late", "window 128", "rg-lru", "sdpa"}
+    both = {"macchiato", "rg-lru", "conv"}  # in fp32 and in bf16
+    sides = both | {side + cpu_ops.BF16 for side in both} | set(cpu_ops.DECAYS)
+    sides |= {"latte", "sinks, late", "packed 15:1", "window 128", "sdpa"}
     modes = {"forward", "forward+backward"}
     found = {(row["side"], row["mode"]) for row in rows}
     assert found == {(side, mode) for side in sides for mode in modes}
@@ -82,7 +84,9 @@ def test_decode(tmp_path, quick, capfd):
 def test_training(tmp_path, quick, capfd):
     quick(cpu_training)
     printed, rows = capfd.readouterr().out, rows_of("cpu_training", tmp_path)
-    assert [row["side"] for row in rows] == ["latte-r-swa++", "transformer++"]
+    sides, dtypes = ("latte-r-swa++", "transformer++"), ("float32", "bfloat16")
+    found = [(row["dtype"], row["side"]) for row in rows]
+    assert found == [(dtype, side) for dtype in dtypes for side in sides]
     assert all(int(row["aten_calls"]) > 1000 and float(row["tokens_per_s"]) > 0 for row in rows)
     assert "tokens/s" in printed
 
