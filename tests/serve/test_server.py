@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -416,6 +417,24 @@ def test_streams_and_responses_say_what_was_reused(client):
     assert again.usage.prompt_tokens_details.cached_tokens == 600 - 1
     longer = client.complete("completed " * 70, **GREEDY)
     assert longer.usage.prompt_tokens_details.cached_tokens == 512 - 1  # of the prompt alone
+
+
+def test_a_conversation_about_a_book_reads_the_book_once(client, tmp_path, monkeypatch, capsys):
+    """``examples/book_chat.py``, against a running server."""
+    from examples import book_chat  # imports openai, which may not be there
+
+    (tmp_path / "book.txt").write_text("It was a bright day in April. " * 40)
+    url = ["--url", str(client.api.base_url), "--tokens", "8"]
+    command = ["book_chat", str(tmp_path / "book.txt"), "Who is this?", "And then?", *url]
+    monkeypatch.setattr("sys.argv", command)
+    book_chat.main()
+    printed = capsys.readouterr().out
+    found = re.findall(r"\[([\d,]+) tokens, ([\d,]+) of them read before; first word", printed)
+    (first, none), (second, reused) = (
+        tuple(int(x.replace(",", "")) for x in pair) for pair in found
+    )
+    assert none == 0 and 1200 < first <= reused < second
+    assert printed.count("> ") == 2
 
 
 def test_clients_whose_texts_differ_in_one_token_get_their_own(client, forgetful):
