@@ -1,8 +1,7 @@
 """Bidirectional Latte (eq. 6) on kernels: states of whole sequences, then one program per chunk.
 
 ``segment_sums`` and ``scan`` (segments.py) compute the state. ``mixtures`` mixes it by the queries.
-The backward pass, with delta_t[l] = <dy_t, mu[l]>, g[l] = dmean + sum_t p_t dy_t and w_s = exp(k_s
-- A):
+In the backward pass, delta_t[l] = <dy_t, mu[l]>, g[l] = dmean + sum_t p_t dy_t, w_s = exp(k_s - A):
 
     dq_t = p_t (delta_t - sum_l p_t delta_t)
     dv_s = sum_l w_s g

@@ -13,8 +13,7 @@ Tokens after a logit beyond the reach compute their weights source by source. Th
 each token and depends only on the past. So future inputs cannot change an output, not even its
 rounding.
 
-The backward pass has two walks. With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] -
-A_t[l]):
+The backward pass has two walks. delta_t[l] is <dy_t, mu_t[l]>, and w_ts[l] is exp(k_s[l] - A_t[l]):
 
     dq_t = p_t (delta_t - c_t),  c_t = sum_l p_t delta_t
     dv_s = sum_{t>=s} sum_l p_t w_ts dy_t
@@ -177,8 +176,8 @@ def latent_gradients(
     gradient of the final log-mass.
 
     If there is a window, it is state 0 and its delta (B, T, H) is ``window_delta``. q and dq then
-    have its logit as column 0. ``window_logit`` (B, T, H) replaces this logit if it is given. c (B,
-    T, H) is then the delta of the whole mixture. ``R`` heads share one head of v. ``forgetting``
+    have its logit as column 0. ``window_logit`` (B, T, H) replaces this logit if it is given. Then
+    c (B, T, H) is the delta of the whole mixture. ``R`` heads share one head of v. ``forgetting``
     are ``log_decay`` and the buffer for its gradient.
     """
     q, k, v, mask, dy = inputs
