@@ -366,7 +366,8 @@ if ABSENT is None:
     )
     for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
         torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
-    # Pointwise ops between the matrix products of training (latte.layers.parts); not compiled.
+    # Pointwise ops between the matrix products of training (latte.layers.parts), not for
+    # torch.compile.
     for pointwise in (
         "cpu_glu(Tensor gate, Tensor up) -> Tensor",
         "cpu_glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
