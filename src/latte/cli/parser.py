@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(run: Callable[..., int], summary: str, details: str) -> Any:
-        """A command named as its function; gives its `add_argument`."""
+        """A command with the name of its function; returns its parser."""
         each = kinds.add_parser(
             run.__name__,
             help=summary,
@@ -134,8 +134,8 @@ def _evaluate(command: Any) -> None:
     parser = command(
         commands.evaluate,
         "score a checkpoint: held-out text at several context lengths, or tasks",
-        "Prints and writes perplexity and bits per byte as a table, a CSV and a plot. Every length"
-        " scores the same tokens: each document is cut into windows of that length, and each"
+        "Prints perplexity and bits per byte, and writes them as a table, a CSV and a plot. Every"
+        " length scores the same tokens: each document is cut into windows of that length, and each"
         " window starts with an empty state. With --tasks it runs tasks instead.",
     )
     add = parser.add_argument
@@ -149,7 +149,9 @@ def _evaluate(command: Any) -> None:
     add("--field", default="text", help="JSON field or Parquet column of the text")
     add("--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens")
     add("--positions", type=integers, default=[], help="positions that divide each window's scores")
-    add("--join", action="store_true", help="join all documents, for contexts longer than they are")
+    add(
+        "--join", action="store_true", help="join all documents, for contexts longer than documents"
+    )
     add("--max-tokens", type=int, help="approximate number of tokens to score; all by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument
     tasks("--tasks", type=names, help="names of tasks or YAML files, separated by commas")
@@ -182,7 +184,7 @@ def _evaluate(command: Any) -> None:
 
 
 def _sampling(add: Any, sampled: str) -> None:
-    """The options of sampling, of `sampled`: what a seed repeats."""
+    """The options of sampling. `sampled` names the output that a seed repeats."""
     add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
     add("--top-k", type=int, help="sample among the k most likely tokens")
     add("--top-p", type=float, default=0.95, help="sample within this probability mass")
@@ -199,7 +201,7 @@ def _generate(command: Any) -> None:
     add("checkpoint", help=RUN)
     add("--prompt", default="", help="text to continue")
     add("--file", help="document to read before the prompt, not printed; the first of several")
-    add("--state", help="file that --save-state wrote: continue from it")
+    add("--state", help="file written by --save-state, to continue from")
     add("--save-state", help="write the state after document and prompt to this new file")
     add("--force", action="store_true", help="replace the file of --save-state if it exists")
     add(
@@ -209,7 +211,7 @@ def _generate(command: Any) -> None:
         help="largest number of new tokens; 0 to save a state only",
     )
     _sampling(add, "text")
-    add("--compile", action="store_true", help="compile a step of decoding first: for long texts")
+    add("--compile", action="store_true", help="compile a step of decoding first, for long texts")
     add("--device", help=DEVICE)
 
 
@@ -232,40 +234,59 @@ def _chat(command: Any) -> None:
 def _serve(command: Any) -> None:
     add = command(
         commands.serve,
-        "answer chat and completion requests of OpenAI's clients",
-        "Transformers' own server over one checkpoint, whose name in requests is CHECKPOINT as"
-        " written here. Requests share a step, and go on from the states of what was read before;"
-        " those whose client has gone are dropped. Needs the extra:"
-        " pip install 'latte-attention[serving]'.",
+        "serve a model through an OpenAI-compatible API",
+        "Runs Transformers' own server with one checkpoint. The model's name in requests is"
+        " CHECKPOINT as written here. Running requests are decoded together. A request continues"
+        " from the kept state of a text that was read before. It ends when its client disconnects."
+        " Needs the extra: pip install 'latte-attention[serving]'.",
     ).add_argument
     add("checkpoint", help=RUN)
-    add("--host", default="localhost", help="address to listen at")
-    add("--port", type=int, default=8000, help="0 takes a free one; printed when ready")
-    add("--compile", action="store_true", help="compile a step first; requests then take turns")
+    add("--host", default="localhost", help="address at which the server listens")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        help="port number; 0 takes a free port, printed when ready",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile a step first; requests are then answered one by one",
+    )
     add("--device", help=DEVICE)
-    add("--max-batch", type=int, default=8, help="requests that share a step, at most")
+    add("--max-batch", type=int, default=8, help="largest number of requests that share a step")
     add(
         "--prefill-piece",
         type=int,
-        help="tokens of a prompt read between two steps, at most: 256 on a CPU, elsewhere 2048",
+        help="largest number of prompt tokens read between two steps; 256 on a CPU, else 2048",
     )
-    add("--max-length", type=int, help="tokens of prompt and answer together; more is refused")
+    add(
+        "--max-length",
+        type=int,
+        help="largest number of tokens of prompt and answer; more is refused",
+    )
     add(
         "--state-cache",
         type=size,
         default=2**30,
         metavar="SIZE",
-        help="states kept in memory, such as 1GiB (the default); 0 keeps none",
+        help="size of the states kept in memory, such as 1GiB (the default); 0 keeps none",
     )
-    add("--state-cache-dir", metavar="DIR", help="keep states as files too, for the next start")
+    add(
+        "--state-cache-dir",
+        metavar="DIR",
+        help="folder where states are also kept as files, for the next start",
+    )
     add(
         "--state-cache-disk",
         type=size,
         default=10 * 2**30,
         metavar="SIZE",
-        help="bytes of these files, 10GiB by default",
+        help="size of these files, 10GiB by default",
     )
-    add("--continuous-batching", action="store_true", help="refused: states have no pages")
+    add(
+        "--continuous-batching", action="store_true", help="not supported: the states have no pages"
+    )
 
 
 def _compare(command: Any) -> None:
@@ -323,8 +344,8 @@ def _inspect(command: Any) -> None:
     add = command(
         commands.inspect,
         "show which tokens a model attends to, and through which latents",
-        "Writes index.html, an interactive page where you choose a token, and figures and CSVs of"
-        " the use of the latents, such as the collapse figure.",
+        "Writes index.html, an interactive page where you choose a token. Also writes figures and"
+        " CSVs about the use of the latents, such as the collapse figure.",
     ).add_argument
     add("checkpoint", help="a folder written by latte train or latte convert")
     add("--text", help="text to inspect")

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["convert"]
 
-# The decoders that can be converted, by model type: how their classes' names begin in Transformers.
+# The decoders that can be converted, by model type, with the prefix of their classes in
+# Transformers.
 BASES = {
     "gemma": "Gemma",
     "gemma2": "Gemma2",

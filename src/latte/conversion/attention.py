@@ -57,8 +57,8 @@ def with_mass(latent_q: Tensor, mass_BTH: Tensor) -> Tensor:
 class MacchiatoAttention(nn.Module):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with the base's q, k, v and output.
 
-    In a layer that is not converted (``config.converted_layers``) it is the base's own attention:
-    always ``mixing="base"``, without latents and sinks.
+    In a layer that is not converted (``config.converted_layers``) it is the base's own attention,
+    always with ``mixing="base"``, and without latents and sinks.
 
     Args:
         base: Attention module of a decoder layer. Its sub-modules move here.
@@ -108,8 +108,8 @@ class MacchiatoAttention(nn.Module):
             half_life_range=fields.half_life_range,
             rms_norm_eps=config.rms_norm_eps,
         )
-        # In a half-precision base the default dtype is half too. New weights are to be trained,
-        # so they are at least fp32.
+        # In a half-precision base the default dtype is half precision too. New weights will be
+        # trained, so they are at least fp32.
         self.latents.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
 
     def forward(
@@ -163,7 +163,7 @@ class MacchiatoAttention(nn.Module):
 
     def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
         """The output of the heads, (B, H * K), for one token per row. Overwrites the state."""
-        # For one token the time of every Python call counts: module attributes are slow to look up.
+        # For one token every Python call takes a noticeable time, and module attributes are slow.
         parts, native, B = self._modules, state.clock.native, x_BE.shape[0]
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
         maps = linear_maps(x_BE, *maps, native=native)
@@ -250,7 +250,7 @@ class MacchiatoAttention(nn.Module):
     ) -> MixingLogits:
         """The logits of the weights of these tokens among themselves, for inspection.
 
-        They are as for a :class:`latte.layers.Mixer`, and None for what a control leaves out.
+        They are as for a :class:`latte.layers.Mixer`, and None for parts that a control lacks.
         """
         local = self.project(x_BTE, position_embeddings, tokens)
         if self.mixing in ("base", "window"):

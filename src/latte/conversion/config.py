@@ -71,7 +71,7 @@ class MacchiatoFields:
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("rglru_decay_range", "half_life_range", "converted_layers"):
-            if isinstance(getattr(self, name), list):  # as JSON has it
+            if isinstance(getattr(self, name), list):  # as read from JSON
                 setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
@@ -133,11 +133,11 @@ class MacchiatoFields:
 
     @property
     def keep_layers(self) -> tuple[int, ...]:
-        """The layers of full attention that are left to the base."""
+        """The layers that keep the base's full attention."""
         return tuple(layer for layer in self.full_layers if not self.is_converted(layer))
 
     def state_grows(self, layer_idx: int) -> bool:
-        """Whether a layer's state keeps every token: the base's full attention alone does."""
+        """Whether a layer's state keeps every token. Only the base's full attention does."""
         own = self.mixing == "base" or not self.is_converted(layer_idx)
         return own and self.base_window(layer_idx) is None
 
@@ -146,11 +146,11 @@ OWN_FIELDS = tuple(MacchiatoFields.__dataclass_fields__)
 
 
 def _converted(base: Any) -> Any:
-    """The configuration class of a base's converted models, as ``@strict`` as the base's."""
+    """The configuration class of a base's converted models, ``@strict`` like the base's."""
     fields = {"model_type": f"macchiato_{base.model_type}", "__module__": __name__}
     config: Any = strict(type(f"Macchiato{base.__name__}", (MacchiatoFields, base), fields))
     one_line_errors(config)
-    globals()[config.__name__] = config  # where pickle looks for it
+    globals()[config.__name__] = config  # pickle looks for it there
     return config
 
 

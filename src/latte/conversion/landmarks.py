@@ -99,7 +99,7 @@ def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Ten
     weights = pairs[:, None] / pairs.sum()
     half = cos.shape[-1] // 2
     zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-    scale = decoder.rotary_emb(probe, zero, *kind)[0][0, 0, :half].double().cpu()  # of long ranges
+    scale = decoder.rotary_emb(probe, zero, *kind)[0][0, 0, :half].double().cpu()  # for long ranges
     return (weights * cos[:, :half]).sum(0) * scale, (weights * sin[:, :half]).sum(0) * scale
 
 
@@ -132,7 +132,7 @@ def clusters(q_SK: Tensor, count: int, generator: torch.Generator) -> tuple[Tens
 
 
 def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
-    """The map (heads, K, E) from x to queries ("q") or keys ("k"), with a norm's mean scale."""
+    """The map (heads, K, E) from x to queries ("q") or keys ("k"), with the norm's mean scale."""
     weight = getattr(layer, f"{name}_proj").weight.float().cpu()
     weight = weight.unflatten(0, (-1, layer.head_dim))
     norm = getattr(layer, f"{name}_norm", None)
@@ -140,13 +140,13 @@ def _linear(layer: MacchiatoAttention, name: str, x_SE: Tensor) -> Tensor:
         return weight
     plain_SHK = torch.einsum("se,hke->shk", x_SE, weight)
     normed_SHK = norm(plain_SHK.to(norm.weight)).float().cpu()
-    # Least squares, a factor for each coordinate: the norm's weight times its mean scale.
+    # Least squares: a factor for each coordinate, the norm's weight times its mean scale.
     factor_HK = (normed_SHK * plain_SHK).sum(0) / plain_SHK.square().sum(0).clamp_min(1e-12)
     return weight * factor_HK[..., None]
 
 
 def _query_bias(layer: MacchiatoAttention) -> Tensor:
-    """The bias that all queries share, (H, K): the projection's, if no norm follows it."""
+    """The bias of all queries, (H, K): that of the projection, if no norm follows it."""
     bias: Tensor | None = getattr(layer.q_proj, "bias", None)
     if bias is None or hasattr(layer, "q_norm"):
         return torch.zeros(layer.num_heads, layer.head_dim)

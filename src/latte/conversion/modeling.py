@@ -39,7 +39,7 @@ NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not
 class MacchiatoPreTrained:
     """The parts that decoder and language model share: initial values and dtype of new weights."""
 
-    # They are a tenth of a percent of the weights, and the mixture depends on all their digits.
+    # New weights are a tenth of a percent of all weights, and the mixture depends on all digits.
     _keep_in_fp32_modules_strict: Any = {"latents"}
     _supports_sdpa = True  # the attention is Latte's, whatever the base supports
     _supports_flash_attn = False
@@ -56,11 +56,11 @@ class MacchiatoPreTrained:
 
 
 class MacchiatoDecoder(MacchiatoPreTrained):
-    """The decoder. It is inherited before the base's class, and replaces its attention."""
+    """The decoder. It comes before the base's class in the bases, and replaces its attention."""
 
     softcap_field: str | None = None  # the field of the config with the attention's soft cap
-    masks_by_kind = False  # the base takes a dict of masks, one per kind of layer
-    rotary_by_kind = False  # and its rotary embedding is one per kind of layer too
+    masks_by_kind = False  # whether the base takes a dict of masks, one per kind of layer
+    rotary_by_kind = False  # whether it has one rotary embedding per kind of layer
     earlier: MixerState | None = None  # the state before the tokens, set by latte.parallel
 
     def __init__(self, config: Any) -> None:
@@ -90,7 +90,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
 
         Args:
             input_ids: Token ids, (B, T).
-            attention_mask: Mask, (B, P + T), 1 = a real token. It covers the cached tokens too.
+            attention_mask: Mask, (B, P + T), 1 = a real token. It includes the cached tokens.
             position_ids: Positions, (B, T). By default the real tokens of each sequence are
                 counted.
             past_key_values: :class:`latte.models.LatteCache`, read and updated.
@@ -126,7 +126,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             cache.end()
             return BaseModelOutputWithPast(hidden[:, None], cache)
         sinks = self._sink_embeddings(inputs_embeds, position_ids)
-        # A mask that the base takes as finished, so that it builds none of T x T.
+        # The base accepts this as a finished mask, so it builds none of T x T.
         mask: Any = inputs_embeds.new_zeros(1, 1, 1, 1)
         if self.masks_by_kind:
             mask = {"full_attention": None, "sliding_attention": None}
@@ -165,13 +165,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
 
 
 class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):
-    """The language model: stands before the base's own class, whose decoder it replaces."""
+    """The language model. It comes before the base's class in the bases, for another decoder."""
 
     backbone_class: type
     accepts_loss_kwargs = True  # the base's loss divides by num_items_in_batch
 
     def __init__(self, config: Any) -> None:
-        # Not the base's __init__, which would make (and initialise) its own decoder first.
+        # The base's __init__ is not called: it would make (and initialise) its own decoder first.
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
         self.model = self.backbone_class(config)
         self.vocab_size = config.vocab_size
@@ -181,7 +181,7 @@ class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):
 
 
 def _family(family: str, prefix: str, **traits: Any) -> tuple[Any, Any]:
-    """The converted classes of a base's decoder and language model; traits as the decoder's."""
+    """The converted classes of a base's decoder and language model, with the decoder's traits."""
     shared = {"__module__": __name__, "__annotations__": {"config": CONFIGS[family]}}
 
     def derived(own: type, base: str, *more: type, **attributes: Any) -> Any:
@@ -192,14 +192,14 @@ def _family(family: str, prefix: str, **traits: Any) -> tuple[Any, Any]:
 
     model = derived(MacchiatoDecoder, f"{prefix}Model", **traits)
     causal = f"{prefix.removesuffix('Text')}ForCausalLM"
-    # The last is a base of the second already; Transformers' own tests look for it among the first.
+    # The second is a subclass of the last. Transformers' tests look for it among the direct bases.
     bases = MacchiatoLanguageModel, causal, GenerationMixin
     return model, derived(*bases, backbone_class=model)
 
 
 _TRAITS: dict[str, dict[str, Any]] = {
     "gemma2": {"softcap_field": "attn_logit_softcapping", "masks_by_kind": True},
-    # Has a soft cap in its configuration, which its attention ignores.
+    # Its configuration has a soft cap, which its attention ignores.
     "gemma3_text": {"masks_by_kind": True, "rotary_by_kind": True},
     "qwen2": {"masks_by_kind": True},
     "qwen3": {"masks_by_kind": True},

@@ -72,11 +72,12 @@ def convert(
             paper).
         keep_layers: Layers that keep full attention, by number from 0. The model is then a
             hybrid: the state of these layers, and the time of a step, grow with the text.
-        initial: Initial latents: ``landmarks`` (:mod:`latte.conversion.landmarks`), ``random``, or
+        initial: Kind of initial latents: ``landmarks`` (:mod:`latte.conversion.landmarks`),
+        ``random``, or
             ``auto``. ``auto`` is landmarks if ``latent_input`` is ``none`` and there are tokens
             to compute them from, else random, with a warning.
-        calibration: Text, or rows of token ids (B, T), from which landmarks are computed. None
-            uses English text that is part of every Python. About 8,000 tokens are used.
+        calibration: Text, or rows of token ids (B, T), from which landmarks are computed. None is
+            English text that is part of every Python. About 8,000 tokens are used.
         seed: Seed of the new weights.
         dtype: Dtype of the base's weights. ``auto`` keeps the checkpoint's, and is bf16 for a
             quantised GGUF file. The new weights are fp32 (fp64 if the base is).
@@ -135,7 +136,7 @@ def _calibration_rows(
 
     rows: Any = calibration
     if calibration is None or isinstance(calibration, str):
-        length = max(CALIBRATION_LENGTH, 4 * window)  # most tokens have much beyond the window
+        length = max(CALIBRATION_LENGTH, 4 * window)  # so that most pasts are much longer
         rows = calibration_rows(tokenizer or load_tokenizer(base), calibration, length)
     if not sum(row.numel() for row in rows):
         raise LatteError("calibration: expected some tokens, got none")
@@ -285,13 +286,13 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
     file, place, options = gguf_at(base), base, {"dtype": dtype, **hub_options(base)}
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        if file is not None:  # its weights have names and orders of their own: the base undoes both
+        if file is not None:  # its weights have other names and orders, which the base undoes
             opened = open_gguf(file)
             plain = gguf_model(opened, gguf_config(opened), dtype)
             options = {"state_dict": plain.state_dict(), "dtype": plain.dtype}
         torch.manual_seed(seed)
         model = load_whole(language_model, "base", place, config, new=NEW_WEIGHTS, **options)
-    if file is None and not torch.cuda.is_available():  # else they are copied to the GPU
+    if file is None and not torch.cuda.is_available():  # with a GPU they are copied there
         own_weights(model)
     return model
 
@@ -302,7 +303,7 @@ def load_whole(
     """``kind.from_pretrained(place)`` with exactly the weights that its config says.
 
     Args:
-        what: Name of the place in errors.
+        what: Name of the place in error messages.
         new: Part of the names of weights that may be missing.
         options: Options of ``from_pretrained``. A ``state_dict`` replaces the place's weights.
 
@@ -343,9 +344,9 @@ def load_whole(
 def own_weights(model: Any) -> Any:
     """Copy parameters and buffers into memory of their own, in place; returns the model.
 
-    Weights that ``from_pretrained`` need not convert stay views of the mapped file: not aligned,
-    in small pages, and read from the file anew when memory is short. Steps of decoding, which read
-    every weight, are slower then. One tensor at a time is in memory twice.
+    Weights that ``from_pretrained`` need not convert stay views of the mapped file. They are not
+    aligned, are in small pages, and are read from the file again when memory is short. Steps of
+    decoding read every weight, and are slower then. Only one tensor at a time is in memory twice.
     """
     for tensor in (*model.parameters(), *model.buffers()):  # tied ones are given once
         tensor.data = tensor.data.clone()
@@ -371,7 +372,7 @@ def load_tokenizer(base: str | Path) -> Any:
 
 
 def save(model: Any, tokenizer: Any, target: Path) -> None:
-    """Write a model and its tokeniser to a new folder, whole or not at all."""
+    """Write a model and its tokeniser to a new folder, completely or not at all."""
     from safetensors import SafetensorError
 
     staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")

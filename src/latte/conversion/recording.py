@@ -83,7 +83,7 @@ def record(
 class Row(NamedTuple):
     """The data of one row that its loss needs, besides the latents' logits.
 
-    All tensors but the masses are in half precision.
+    All tensors except the masses are in half precision.
 
     Attributes:
         x: Input of the layer, (T, E).
@@ -113,7 +113,7 @@ class FitOptions:
         batch_size: Number of rows per step.
         learning_rate: Peak learning rate of AdamW. It falls to a twentieth by a cosine.
         mass_weight: Weight of KL(m || p(l=0)), added to the output's relative error.
-        eval_steps: Number of steps between scores on the held-out rows.
+        eval_steps: Number of steps between two scores on the held-out rows.
         patience: Number of scores without a gain of 0.5% after which the fit ends.
     """
 

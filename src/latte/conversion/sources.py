@@ -1,14 +1,14 @@
-"""Sources beyond the window: which tokens are sinks, and latents alone that are fed late.
+"""Sources beyond the window: the sinks, and the sources of late latents without a window.
 
-**Sinks** (arXiv 2309.17453). The first ``n`` tokens of a sequence share the window's softmax
-wherever the query is. So that rotary positions never leave the range the base was trained on, a
-query sees them no further away than the window's edge: its rotation towards the sinks is that of
-position ``min(t, W + n - 1)``. The op takes them: :class:`latte.ops.Sinks`.
+**Sinks** (arXiv 2309.17453). The first ``n`` tokens of a sequence share the window's softmax for
+every query. Rotary positions must not leave the range on which the base was trained. So a query
+sees the sinks no further away than the window's edge: its rotation towards them is that of position
+``min(t, W + n - 1)``. They are an argument of the op: :class:`latte.ops.Sinks`.
 
-**Delay.** The latents are fed only with tokens that have left the window: at query t they have
-seen the sources s <= t - W, so that every source is either in the window, s > t - W, or with the
-latents. The op of both branches does so by itself; the latents alone, which are a control, take
-keys and values moved W tokens on.
+**Delay.** The latents read only tokens that have left the window. At query t they have read the
+sources s <= t - W. So every source is either in the window, s > t - W, or read by the latents. The
+op of both branches does this itself. The latents without a window, which are a control, get keys
+and values that are shifted by W tokens.
 
 Shape suffixes: B batch, T tokens, N states (B, or packed sequences), n sinks, H query heads, G
 key/value heads, K key width, D value width, L latents per head, W window.
@@ -28,9 +28,9 @@ from latte.ops.tensors import Sequences
 
 
 def sink_keys(k_BTGK: Tensor, v_BTGD: Tensor, num_sinks: int, piece: Piece) -> WindowState:
-    """The sinks of every sequence, (N, n, ...), to be seen by these tokens and to be carried on.
+    """The sinks of every sequence, (N, n, ...), for these tokens and for the state after them.
 
-    A sink that comes later than a query is hidden from it by its position.
+    A query does not see a sink that comes later than the query.
     """
     n, (B, T) = num_sinks, k_BTGK.shape[:2]
     cu_seqlens, earlier, real = piece.cu_seqlens, piece.state.sinks, piece.real
@@ -40,7 +40,7 @@ def sink_keys(k_BTGK: Tensor, v_BTGD: Tensor, num_sinks: int, piece: Piece) -> W
         mask = slots_Nn < cu_seqlens[1:, None]
         index = slots_Nn.clamp_max(max(T - 1, 0))
         return WindowState(k_BTGK[0, index], v_BTGD[0, index], mask & real[0, index])
-    first = slice(None if piece.key_mask is not None else n)  # all are real: no others can be sinks
+    first = slice(None if piece.key_mask is not None else n)  # all are real: only these are sinks
     parts = [(k_BTGK[:, first], v_BTGD[:, first], real[:, first])]
     if earlier is not None:
         parts.insert(0, tuple(earlier))  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def late_latents(
     piece: Piece,
     window: int | None,
 ) -> tuple[Tensor, MixerState]:
-    """The latents alone, (B, T, H, D): fed ``window`` tokens late, or at once if that is None."""
+    """The latents alone, (B, T, H, D). They read ``window`` tokens late, or at once if None."""
     latent_q, latent_k = logits.latent_q, logits.latent_k
     assert latent_q is not None and latent_k is not None
     keys, values, told, pending = latent_k, v_BTGD, piece, None
@@ -71,7 +71,7 @@ def late_latents(
         late = LateSources.of(latent_k, v_BTGD, window, sequences, before, None)
         keys, values, told = late.keys, late.values, piece._replace(key_mask=late.mask)
         if piece.output_final_state:
-            # A window of W + 1 keeps the W tokens before the next.
+            # A window of W + 1 keeps the W tokens before the next token.
             pending = final_window_state(latent_k, v_BTGD, window + 1, *sequences[:2], before)
     out, latent = piece.across(latte_attention)(
         latent_q[..., 1:],

@@ -3,12 +3,11 @@
     for each layer:  h += post(attention(norm(h))),  h += post(mlp(norm(h)))
     h = norm(h)
 
-This is what the base's own forward computes; ``post`` is a norm in Gemma 2 and 3, and nothing
-elsewhere. The modules stay the base's, and keep their weights. Where a module is nothing but its
-class, the native kernels of :mod:`latte.ops.dense` do its work in one call each; a module of
-another class, or with a hook or an adapter, is called as it is. Layers that are not the base's own,
-or are watched as a whole, are :func:`serves`' to see: the decoder then runs the base's forward,
-whose attention takes the same step.
+The base's own forward computes the same. ``post`` is a norm in Gemma 2 and 3, and the identity in
+others. The modules and their weights stay those of the base. If a module has the base's own class,
+without a hook or an adapter, one native kernel of :mod:`latte.ops.dense` replaces it. Other modules
+are called. :func:`serves` checks that all layers are the base's own and have no hooks. If not, the
+decoder runs the base's forward, whose attention takes the same step.
 
 Shape suffixes: B batch, E hidden size, K head width.
 """
@@ -33,14 +32,14 @@ from latte.ops.tensors import computation_dtype
 
 
 class Turns(NamedTuple):
-    """How a step's queries and keys are rotated, and its queries towards the sinks."""
+    """The rotary tables of a step: for queries and keys, and for queries towards the sinks."""
 
     local: Rotary
     sinks: Rotary | None = None
 
 
 def _of_bases(name: str) -> dict[str, type[nn.Module]]:
-    """The class of this name of every family, by the family."""
+    """The class with this name of every family, by the family."""
     kinds = {}
     for family, prefix in BASES.items():
         module = sys.modules[getattr(transformers, f"{prefix}Model").__module__]
@@ -62,16 +61,16 @@ GATES: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 def serves(decoder: Any, ignored: Collection[Any], asked: dict[str, Any]) -> bool:
-    """Whether :func:`run` does what the base's forward would.
+    """Whether :func:`run` gives the results of the base's forward.
 
     Args:
-        ignored: Hooks of layers that do nothing in a step.
+        ignored: Hooks of layers that have no effect in a step.
         asked: Further arguments of the forward. None of them may be set.
     """
     config = decoder.config
     if config.output_hidden_states or config.output_attentions or not config.return_dict:
         return False
-    # Neither true nor false: a mask, ids, or a return_dict=False, are for the base to read.
+    # Any set argument, such as a mask, ids or return_dict=False, must be read by the base.
     if any(value or name == "return_dict" for name, value in asked.items() if value is not None):
         return False
     return all(_is_own(layer, ignored) for layer in decoder.layers)
@@ -100,7 +99,7 @@ def run(decoder: Any, x_BE: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
     """
     native: bool = cache.step.native
     turns = _turns(decoder, x_BE, position_ids)
-    # As many as the configuration says: a draft of ``generate`` that exits early lowers it.
+    # The configuration's number of layers. ``generate`` lowers it for a draft that exits early.
     for index, layer in enumerate(islice(decoder.layers, decoder.config.num_hidden_layers)):
         x_BE = _layer(layer, x_BE, cache.state(index), turns, native)
     return norm(decoder.norm, x_BE, native)
@@ -109,7 +108,7 @@ def run(decoder: Any, x_BE: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
 def _layer(
     layer: Any, x_BE: Tensor, state: StepState, turns: dict[str | None, Turns], native: bool
 ) -> Tensor:
-    """A decoder layer: attention and feed-forward network, each added to what it reads."""
+    """A decoder layer: attention and feed-forward network, each added to its input."""
     parts = layer._modules
     attention, mlp = parts["self_attn"], parts["mlp"]
     before_mlp = parts.get("pre_feedforward_layernorm")
@@ -127,7 +126,7 @@ def _layer(
 
 
 def _add_mlp(mlp: Any, x_BE: Tensor, residual_BE: Tensor | None, native: bool) -> Tensor:
-    """``residual + down(act(gate(x)) * up(x))``; without a residual the network alone."""
+    """``residual + down(act(gate(x)) * up(x))``, or the network's output without a residual."""
     if native and type(mlp) in MLPS and is_plain(mlp, type(mlp)):
         parts = mlp._modules
         act, down = parts["act_fn"], parts["down_proj"]
@@ -143,7 +142,7 @@ def _add_mlp(mlp: Any, x_BE: Tensor, residual_BE: Tensor | None, native: bool) -
 
 
 def add_map(linear: nn.Module, x: Tensor, residual: Tensor, native: bool) -> Tensor:
-    """``residual + linear(x)`` of single tokens, in one call where it can be."""
+    """``residual + linear(x)`` of single tokens, in one call if possible."""
     weights = plain_weights(x, linear) if native else []
     if weights and residual.dtype == x.dtype and residual.is_contiguous():
         return dense.linear_add(x, weights[0], residual)
@@ -151,9 +150,9 @@ def add_map(linear: nn.Module, x: Tensor, residual: Tensor, native: bool) -> Ten
 
 
 def norm(module: nn.Module, x: Tensor, native: bool) -> Tensor:
-    """A base's RMSNorm of single tokens, in one call where it can be.
+    """A base's RMSNorm of single tokens, in one call if possible.
 
-    The bases compute it in fp32 even of fp64, and so it stays.
+    Like the bases, it computes in fp32 even for fp64 inputs.
     """
     kind = type(module)
     offset = NORM_OFFSETS.get(kind) if native and x.dtype != torch.float64 else None
@@ -174,7 +173,7 @@ def turns_of(
 
 
 def _table(cos_B1K: Tensor, sin_B1K: Tensor, dtype: torch.dtype) -> Rotary:
-    # The angles stand in them twice, for the two halves of a head.
+    # They have each angle twice, for the two halves of a head.
     half = cos_B1K.shape[-1] // 2
     wide = computation_dtype(dtype)
     return of_single_tokens(Rotary(*(x[..., None, :half].to(wide) for x in (cos_B1K, sin_B1K))))
@@ -200,7 +199,7 @@ def _turns(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[str | None,
 
 
 class Head(nn.Linear):
-    """A language model's head; its weight, often the largest, is read once for a single token."""
+    """A language model's head. A single token reads its weight, often the largest, only once."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None and dense.serves(x) and dense.fits(x, self.weight):

@@ -1,26 +1,25 @@
 """Attention transfer: each layer learns its base's own attention, given the base's inputs.
 
-The model's reading as probabilities offers more than the output to learn from. Full attention is
-itself a mixture of the window and the rest,
+A layer can learn more than the output, because its weights are probabilities. Full attention is
+itself a mixture of the window and the rest:
 
     y_t = m_t SWA_t + (1 - m_t) REST_t,
     m_t = sum_{s in window} a_ts = exp(LSE_window - LSE_full),
 
-so that m_t is what p(l=0|t) should be, and the latents have to say REST_t. A forward pass with a
-:class:`Teacher` runs the base (its full attention, of quadratic cost) and compares every layer on
-the way, without a second model and without a gradient through more than one layer's attention.
+So p(l=0|t) should be m_t, and the latents should give REST_t. A forward pass with a
+:class:`Teacher` runs the base (its full attention, of quadratic cost) and compares every layer with
+it. This needs no second model, and no gradient through more than one layer's attention.
 
-A layer's own loss travels with the hidden states, so that its backward pass has a place. No
-gradient goes from one layer to another, and plain autograd needs no more than the sum of the
-losses. What works by gradients that arrive at a block's output, as FSDP2 does when it gathers a
-block's weights for the backward pass and frees them after it, would see none. Here they arrive: the
-blocks' outputs are chained,
+No gradient passes from one layer to another, so plain autograd would need only the sum of the
+losses. But some code needs gradients that arrive at a block's output. FSDP2 is an example: it
+gathers a block's weights for the backward pass and frees them after it. Therefore each layer's loss
+is passed on with the hidden states, and the blocks' outputs are chained,
 
     h_in -> [detached: the layer and its loss, of their own] -> h_out, loss = carry(h_in, ...)
 
-by an identity whose gradient for h_in is zero, one number for all elements. The backward pass of
-layer n then begins when that of layer n + 1 has ended, and the gradients of the losses pass as
-they are.
+by an identity whose gradient for h_in is zero (one number, expanded to all elements). The backward
+pass of layer n then begins when that of layer n + 1 has ended. The gradients of the losses are not
+changed.
 
 Shape suffixes: B batch, T tokens, E hidden size, S sources, C queries of a chunk, H query
 heads, G key/value heads, R = H / G, K head width.
@@ -39,17 +38,17 @@ from latte.layers.latent_input import window_odds
 from latte.layers.parts import token_positions
 from latte.layers.state import Piece, map_tensors
 
-CHUNK_ELEMENTS = 2**25  # attention weights held at a time, per layer
+CHUNK_ELEMENTS = 2**25  # number of attention weights in memory at a time, per layer
 SAMPLE_EVERY = 4  # the mass of every fourth query is computed
 
 
 class Teacher:
-    """Runs the base's attention in every layer, and collects how far the mixture is from it.
+    """Runs the base's attention in every layer, and collects the errors of the mixture.
 
-    Give it to a forward pass as ``teacher=``; then :meth:`loss`. A teacher serves one pass.
+    Give it to a forward pass as ``teacher=``, then call :meth:`loss`. A teacher is for one pass.
 
-    ``output`` and ``mass`` are the layers' own errors. The loss is of the same values on the way
-    of the hidden states (:func:`carry`): its backward pass takes the layers from the last to the
+    ``output`` and ``mass`` are the layers' own errors. The loss uses the same values, passed on
+    with the hidden states (:func:`carry`). So its backward pass goes from the last layer to the
     first.
     """
 
@@ -57,15 +56,15 @@ class Teacher:
         self.output: list[Tensor] = []
         self.mass: list[Tensor] = []
         self._carried: list[tuple[Tensor, Tensor]] = []
-        self._hidden: Tensor | None = None  # a layer's input within it, its output after it
+        self._hidden: Tensor | None = None  # a layer's input while it runs, then its output
 
     def enter(self, x_BTE: Tensor) -> Tensor:
-        """What a layer is to read: its input, without a gradient."""
+        """The input for a layer to read, without a gradient."""
         self._hidden = x_BTE
         return x_BTE.detach()
 
     def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
-        """A layer's output, which carries the layer's errors and all errors before them.
+        """A layer's output, connected to its errors and to all errors before them.
 
         A layer that is not converted has no error.
         """
@@ -73,7 +72,7 @@ class Teacher:
             assert self._hidden is not None  # a layer that is left has been entered
             (self._hidden,) = carry(self._hidden, x_BTE.detach())
             return self._hidden
-        if len(self._carried) == len(self.output):  # computed again, by gradient checkpointing
+        if len(self._carried) == len(self.output):  # gradient checkpointing computes it again
             return x_BTE
         assert self._hidden is not None  # a layer that is left has been entered
         x_BTE, output, mass = carry(self._hidden, x_BTE.detach(), self.output[-1], self.mass[-1])
@@ -93,7 +92,7 @@ class Teacher:
         output = relative_error(out_BTE, target_BTE, piece.real)
         mixture = layer.mixture(logits, fixed, piece)
         mass = mass_divergence(mixture, mass_BTH, piece.real)
-        # Fewer than what is recorded: computed again, by gradient checkpointing.
+        # If more are recorded already, gradient checkpointing computes this layer again.
         if layer.converted_before == len(self.output):
             self.output.append(output)
             self.mass.append(mass)
@@ -101,7 +100,7 @@ class Teacher:
 
     def errors(self) -> tuple[Tensor, Tensor]:
         """Means over the layers: the output's relative squared error, the mass's divergence."""
-        assert self._hidden is not None  # a forward pass came before
+        assert self._hidden is not None  # there was a forward pass
         output, mass = (torch.stack(errors).mean() for errors in zip(*self._carried, strict=True))
         output, mass = carry(self._hidden, output, mass)  # begin at the last layer's output
         return output, mass
@@ -225,9 +224,9 @@ def sampled_masses(
 
 
 class Watcher:
-    """A teacher that only watches: the base runs as it is, and hidden states pass through.
+    """A teacher that only watches. The base runs unchanged, and hidden states pass through.
 
-    Give a subclass to :func:`watch`; its ``__call__`` sees every converted layer, and returns
+    Give a subclass to :func:`watch`. Its ``__call__`` gets every converted layer, and returns
     :func:`base_output`.
     """
 
@@ -251,13 +250,13 @@ def run_teacher(model: Any, **inputs: Any) -> Teacher:
     return teacher
 
 
-# --- losses on the way of the hidden states ---------------------------------------------------
+# --- losses passed on with the hidden states ---------------------------------------------------
 
 
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a zero gradient for hidden states would fill memory
+        ctx.set_materialize_grads(False)  # a zero gradient for hidden states would take memory
         ctx.like = (previous.shape, previous.dtype, previous.device)
         return tuple(value.detach() for value in values)  # no copies, and not views for autograd
 
@@ -279,8 +278,8 @@ def carry(previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
 def hook_layer(layer: nn.Module) -> None:
     """Let a decoder layer tell the ``teacher`` among its keywords when it begins and ends.
 
-    Hooks that come later, as FSDP2's do, stay outside of these: they see the hidden states that
-    :meth:`Teacher.leave` returns.
+    Hooks that are added later, as FSDP2's, run outside of these hooks. They see the hidden states
+    that :meth:`Teacher.leave` returns.
     """
     layer.register_forward_pre_hook(_enter, with_kwargs=True)
     layer.register_forward_hook(_leave, with_kwargs=True)
@@ -296,4 +295,4 @@ def _leave(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Ten
     return None if teacher is None else teacher.leave(x_BTE, layer.self_attn.converted)
 
 
-HOOKS = (_enter, _leave)  # of a layer, without a teacher of no effect
+HOOKS = (_enter, _leave)  # hooks of a layer, without effect if there is no teacher

@@ -6,8 +6,8 @@
     blocks = PackedBlocks(tokens, 256, seed=0)
     batch = BlockCollator()([blocks[0], blocks[1]])
 
-Neither ``datasets`` nor ``transformers`` is imported before a function needs it, and torch with
-the names that need it.
+``datasets`` and ``transformers`` are imported only when a function needs them. torch is imported
+with the names that need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Token files cut up for a model: training blocks, and held-out text for exact scores.
+"""Token files cut into training blocks, and held-out text for exact scores.
 
 Training blocks are equal pieces of the token stream, in an order that (seed, index) decides.
 Held-out text is scored window by window. At any context length every token is scored once.
@@ -120,7 +120,7 @@ class PackedBlocks(Dataset):
         return self.length
 
     def block_number(self, index: int) -> int:
-        """The number of the block that is item ``index``."""
+        """The number of the block that item ``index`` is."""
         epoch, place = divmod(index, self.num_blocks)
         return permuted(place, self.num_blocks, self.seed, epoch) if self.shuffle else place
 
@@ -179,8 +179,8 @@ class BlockCollator:
       and ``cu_seq_lens_q`` (N + 1,) int32 over the row, where states and windows start again.
     - ``"rows"``: ``input_ids``, ``labels`` (B, T). Only for blocks of one segment each.
     - ``"padded"``: ``input_ids``, ``labels``, one row for each segment, padded on the right to the
-      longest, with token 0 and label -100. For causal models that cannot keep packed segments
-      apart. They see and predict the same tokens.
+      longest, with token 0 and label -100. This is for causal models that cannot separate packed
+      segments. They see and predict the same tokens.
     - ``"auto"``: rows when each block is one segment, packed otherwise. The two give the same loss.
     """
 
@@ -230,8 +230,8 @@ def _segments(blocks: Sequence[dict[str, Any]], name: str) -> list[torch.Tensor]
 class EvaluationWindow:
     """``targets[i]`` is the token after ``input_ids[i]``; both (n,) int64, n <= C.
 
-    ``target_bytes`` (n,) float64: text bytes behind each target; 0 for an end-of-text token.
-    ``document``, ``start``: where ``input_ids[0]`` is (start 0 is the document's bos).
+    ``target_bytes`` (n,) float64: number of text bytes of each target; 0 for an end-of-text token.
+    ``document``, ``start``: the place of ``input_ids[0]`` (start 0 is the document's bos).
     """
 
     input_ids: np.ndarray
@@ -270,7 +270,7 @@ class EvaluationText:
         self.num_bytes = sum(count for _, _, count in self._chosen)
 
     def documents(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each document's ids (n,) int64 and the bytes behind each id (n,) float64."""
+        """Each document's ids (n,) int64 and the number of bytes of each id (n,) float64."""
         parts = []
         for start, stop, count in self._chosen:
             ids = self.tokens.tokens[start:stop].astype(np.int64)
@@ -281,7 +281,7 @@ class EvaluationText:
             yield tuple(map(np.concatenate, zip(*parts, strict=True)))  # type: ignore[misc]
 
     def _bytes_of(self, ids: np.ndarray, count: int) -> np.ndarray:
-        """Exact for byte-level tokenisers; else the document's bytes, shared out evenly."""
+        """Number of bytes per id: exact for byte-level tokenisers, else the same for each id."""
         lengths = self.tokens.byte_lengths
         if lengths is not None:
             return lengths[ids].astype(np.float64)
@@ -297,7 +297,7 @@ class EvaluationText:
             raise LatteError(f"context_length must be at least 1, got {context_length}")
         for number, (ids, sizes) in enumerate(self.documents()):
             targets = ids[1:].copy()
-            if self.join:  # what opens a document is not predicted: it is the same at any C
+            if self.join:  # a bos is not predicted, so the targets are the same at any C
                 starts = np.cumsum([stop - start for start, stop, _ in self._chosen])[:-1]
                 targets[starts - 1] = IGNORE
             for start in range(0, len(targets), context_length):
@@ -314,14 +314,14 @@ class EvaluationText:
         """Windows in batches, longest first, padded on the right.
 
         ``input_ids``, ``attention_mask`` (B, n) int64; ``targets`` (B, n) int64, already shifted,
-        -100 where there is nothing to score; ``target_bytes`` (B,) float64, each row's sum.
+        -100 at positions that are not scored; ``target_bytes`` (B,) float64, the sum of each row.
         """
         if batch_size < 1:
             raise LatteError(f"batch_size must be at least 1, got {batch_size}")
         windows = sorted(self.windows(context_length), key=lambda window: -len(window.targets))
         for first in range(0, len(windows), batch_size):
             rows = windows[first : first + batch_size]
-            parts: dict[str, tuple[list[np.ndarray], int]] = {  # and what they are padded with
+            parts: dict[str, tuple[list[np.ndarray], int]] = {  # and their padding values
                 "input_ids": ([window.input_ids for window in rows], self.tokens.eos),
                 "attention_mask": ([np.ones_like(window.targets) for window in rows], 0),
                 "targets": ([window.targets for window in rows], IGNORE),
@@ -339,11 +339,11 @@ def _choose(tokens: TokenFile, max_tokens: int | None) -> list[tuple[int, int, i
     sizes = np.diff(tokens.offsets)
     takes = sizes.copy()
     if max_tokens is not None:
-        # Golden-ratio steps visit the documents evenly, whatever number of them is needed.
+        # Golden-ratio steps visit the documents evenly, for any number of documents.
         steps = np.mod(np.arange(len(sizes)) * 0.6180339887498949, 1.0)
         places = np.argsort(steps, kind="stable")
         targets = sizes[places] - 1
-        left = max_tokens - (targets.cumsum() - targets)  # to be scored, from each place on
+        left = max_tokens - (targets.cumsum() - targets)  # tokens still to score, at each place
         takes[places] = np.where(left > 0, np.minimum(targets, left) + 1, 0)
     result = []
     for number in np.flatnonzero(takes):

@@ -1,4 +1,4 @@
-"""Corpora: where training and held-out documents come from.
+"""Corpora: the sources of training and held-out documents.
 
 >>> corpus = open_corpus("embedded")
 >>> text = next(corpus.documents("validation"))
@@ -32,7 +32,7 @@ from latte.errors import LatteError
 from latte.progress import Progress, progress
 
 Split = Literal["train", "validation"]
-PIECE = 16384  # characters of a text that are sampled together
+PIECE = 16384  # number of characters of a text that are sampled together
 PathSpec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -58,7 +58,7 @@ class Corpus:
         return self.source(split).fingerprint()
 
     def note(self) -> str:
-        """A line about how the text is split, where that is not as usual; else empty."""
+        """A line about how the text is split if this is unusual, else an empty string."""
         count = self.train.cut.too_few if isinstance(self.train, SourcePart) else None
         if count is None:
             return ""
@@ -70,16 +70,16 @@ class Corpus:
 
 
 def _by_hash(text: str, held_out: float) -> tuple[str, str]:
-    """The side of a document by its hash. Case and spaces do not matter, so copies share it."""
+    """The side of a document, by its hash. Case and spaces do not matter, so copies share it."""
     key = " ".join(text.casefold().split()).encode()
     chance = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
     return ("", text) if chance < held_out else (text, "")
 
 
 def _by_tail(text: str, held_out: float) -> tuple[str, str]:
-    """The text cut at a line's end: what precedes the last ``held_out`` of it, and that."""
+    """The text in two parts, cut at a line's end. The second is about ``held_out`` of it."""
     near = int(len(text) * (1 - held_out))
-    # No further away than the part is long: text without line ends is cut where it is.
+    # The line's end must be near. Text without line ends is cut at the exact place.
     cut = text.rfind("\n", max(0, 2 * near - len(text)), near) + 1 or near
     return text[:cut], text[cut:]
 
@@ -91,9 +91,9 @@ class Cut:
     """The rule that divides the documents of a source into training and held-out text.
 
     Args:
-        kind: Way to hold text out: ``hash``, whole documents, or ``tail``, the last part of each.
-        few: Whether to use ``tail`` if ``hash`` leaves one side without a document, which happens
-            with few documents. To find out, documents are read until each side has one.
+        kind: Way to hold text out: ``hash`` (whole documents) or ``tail`` (the last part of each).
+        few: Whether to use ``tail`` if ``hash`` leaves one side without a document. This happens
+            with few documents. Documents are read until each side has one.
     """
 
     def __init__(self, source: Source, kind: str, held_out: float, few: bool) -> None:
@@ -105,7 +105,7 @@ class Cut:
 
     @cached_property
     def too_few(self) -> int | None:
-        """The number of documents where they are too few for ``hash``, else None."""
+        """The number of documents if they are too few for ``hash``, else None."""
         if self._wanted == "tail" or not self._few:
             return None
         count, sides = 0, set()
@@ -123,7 +123,7 @@ class Cut:
 
 
 class SourcePart(Source):
-    """One side of a source whose documents are split in two, the held-out one if ``validation``."""
+    """One side of a source whose documents are cut in two: the held-out one if ``validation``."""
 
     def __init__(self, cut: Cut, validation: bool) -> None:
         self.cut, self._validation = cut, validation
@@ -242,7 +242,7 @@ def corpus_bar(
     with progress(source.total or 0, unit, shown=enabled, label=description) as state:
 
         def meter(done: int) -> None:
-            state.total = state.total or source.total or 0  # it may be known only now
+            state.total = state.total or source.total or 0  # it may not have been known before
             if done > state.done:
                 state.update(done - state.done)
 

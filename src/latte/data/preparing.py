@@ -21,7 +21,7 @@ from latte.errors import LatteError
 if TYPE_CHECKING:
     from latte.data.blocks import BlockCollator, EvaluationText, PackedBlocks
 
-# Most text from which a vocabulary is learnt. It is drawn evenly from the corpus.
+# Largest amount of text from which a vocabulary is learnt. It is drawn evenly from the corpus.
 BPE_SAMPLE_BYTES = 20_000_000
 
 
@@ -74,10 +74,10 @@ class Text:
 
     @staticmethod
     def collator(section: DataSection, *, pack: bool = True) -> BlockCollator:
-        """One layout for every batch, wherever documents end: packed if they are kept apart.
+        """The collator, with one layout for every batch: packed if documents are kept separate.
 
-        Without `pack` each document has a row of its own instead, for models that cannot keep
-        packed ones apart; the tokens and what they may see are the same.
+        Without `pack` each document has its own row. This is for models that cannot separate packed
+        documents. The tokens, and the tokens that each can see, are the same.
         """
         if not section.respect_documents:
             return data.BlockCollator("rows")
@@ -85,9 +85,9 @@ class Text:
 
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:
-    """Open, learn a vocabulary if asked to, tokenise once. Raises LatteError for bad input.
+    """Open the corpus, train a BPE if asked to, tokenise once. Raises LatteError for bad input.
 
-    progress: say what there is to say, and how far it is.
+    With ``progress``, messages and progress bars are shown.
     """
     cache = cache_folder(section.cache_dir)
     corpus = open_section(section)
@@ -127,7 +127,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def make_tokenizer(section: DataSection, corpus: Corpus, cache: Path, progress: bool) -> Any:
-    """The section's tokenizer; a BPE is learnt from the training text once and kept."""
+    """The section's tokenizer. A BPE is trained on the training text once and kept."""
     if section.tokenizer == "byte":
         return byte_tokenizer()
     if section.tokenizer != "bpe":

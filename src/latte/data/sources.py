@@ -1,9 +1,9 @@
-"""Where documents come from: local files, datasets of the Hugging Face Hub, this Python's library.
+"""Sources of documents: local files, datasets of the Hugging Face Hub, this Python's library.
 
 Local files are text, JSON lines or Parquet, plain or compressed. Datasets are loaded whole by
-``datasets.load_dataset``, never streamed. What every Python installation carries, library sources
-and documentation topics, needs no download and no licence to accept, so that the demo and the tests
-run anywhere; its exact bytes depend on the Python version.
+``datasets.load_dataset``, never streamed. Every Python installation has library sources and
+documentation topics. They need no download and no licence to accept, so the demo and the tests run
+anywhere. Their exact bytes depend on the Python version.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Source:
 
 
 def kind_of(path: Path) -> tuple[str, str]:
-    """The (format, compression) suffixes of a path, ``("", "")`` where the format is unknown."""
+    """The (format, compression) suffixes of a path, ``("", "")`` if the format is unknown."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     if suffixes and suffixes[-1] in SUFFIXES:
@@ -122,14 +122,14 @@ def _open_binary(path: Path, raw: IO[bytes], compression: str) -> IO[bytes]:
             raise LatteError(
                 f"{path}: reading .zst needs the package zstandard: pip install zstandard"
             ) from error
-        # Of the largest window that zstd writes (--ultra --long=31).
+        # The largest window that zstd writes (--ultra --long=31).
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         return io.BufferedReader(_ZstdFrames(raw, decompressor), 1 << 20)
     return raw
 
 
 class _ZstdFrames(io.RawIOBase):
-    """zstd frames one after another; unlike zstandard's own reader, a cut-off one is an error."""
+    """zstd frames one after another. A truncated one is an error, unlike in zstandard's reader."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
         self._raw, self._decompressor = raw, decompressor
@@ -161,7 +161,7 @@ class _ZstdFrames(io.RawIOBase):
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """(decompressed stream, raw file); reading errors become one line that names the file."""
+    """(decompressed stream, raw file). A reading error becomes one line that names the file."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     try:
         with open(path, "rb") as raw:
@@ -169,8 +169,8 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     except LatteError:
         raise
     except Exception as error:
-        # bz2 says "Invalid data stream" by an OSError of no number; zstandard's own error class is
-        # known only by its name.
+        # bz2 raises an OSError without a number for "Invalid data stream". zstandard's own error
+        # class is recognised by its name.
         known = isinstance(error, (OSError, EOFError, lzma.LZMAError, zlib.error))
         if known and (not compression or getattr(error, "errno", None) is not None):
             reason = getattr(error, "strerror", None) or error
@@ -181,7 +181,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """UTF-8 text, without a byte-order mark; anything else is refused with its position."""
+    """UTF-8 text, without a byte-order mark. An error gives the position of any other byte."""
     nul = data.find(b"\0")
     if nul >= 0:
         raise LatteError(f"{where}: expected UTF-8 text, found a binary file (NUL at byte {nul})")
@@ -195,7 +195,7 @@ def decode_text(data: bytes, where: str) -> str:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """The text with halves of surrogate pairs (legal in JSON, not in UTF-8) made U+FFFD."""
+    """The text with U+FFFD for halves of surrogate pairs (legal in JSON, not in UTF-8)."""
     try:
         text.encode("utf-8")
         return text
@@ -204,7 +204,7 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def text_field(row: object, field: str, where: str) -> str:
-    """The text in a field of a JSON row; anything else is refused, with where it stands."""
+    """The text in a field of a JSON row. An error says where any other value is."""
     if not isinstance(row, dict):
         raise LatteError(f"{where}: expected a JSON object, found {type(row).__name__}")
     if field not in row:
@@ -217,7 +217,7 @@ def text_field(row: object, field: str, where: str) -> str:
 
 
 def numbered_lines(path: Path, meter: Meter = no_meter) -> Iterator[tuple[str, str]]:
-    """(where it stands, text) of each line of a text file, plain or compressed; no empty ones."""
+    """(place, text) of each line of a text file, plain or compressed, without empty lines."""
     with _opened(path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -229,11 +229,11 @@ def numbered_lines(path: Path, meter: Meter = no_meter) -> Iterator[tuple[str, s
 
 
 def json_rows(path: Path, meter: Meter = no_meter) -> Iterator[tuple[str, Any]]:
-    """(where it stands, value) of each line of a file of JSON lines; empty lines are left out."""
+    """(place, value) of each line of a file of JSON lines, without empty lines."""
     for where, line in numbered_lines(path, meter):
         try:
             row = json.loads(line)
-        except ValueError as error:  # malformed, or a number of thousands of digits
+        except ValueError as error:  # malformed JSON, or a number with thousands of digits
             raise LatteError(f"{where}: malformed JSON ({getattr(error, 'msg', error)})") from error
         yield where, row
 
@@ -299,7 +299,7 @@ def first_document(file: str | Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """What a file is, by content: all of it, or samples, size and date when it is very large."""
+    """A digest of a file: of its content, or of samples, size and date if it is very large."""
     digest = hashlib.sha256()
     try:
         status = path.stat()
@@ -318,7 +318,7 @@ def file_digest(path: Path) -> str:
 
 
 class FileSource(Source):
-    """The documents of several files in order, one text file being one document."""
+    """The documents of several files, in order. A text file is one document."""
 
     def __init__(self, paths: Sequence[Path], field: str) -> None:
         self.paths = list(paths)
@@ -344,7 +344,7 @@ class FileSource(Source):
 
 
 def load_split(dataset: str, config: str | None, name: str, **arguments: Any) -> Any:
-    """``datasets.load_dataset``, whole; any failure is one LatteError that begins with `name`."""
+    """``datasets.load_dataset``, whole. Any failure is a LatteError that begins with `name`."""
     try:
         import datasets
     except ImportError as error:
@@ -358,8 +358,8 @@ def load_split(dataset: str, config: str | None, name: str, **arguments: Any) ->
     try:
         datasets.config.HF_HUB_OFFLINE = offline or bool(away)
         return datasets.load_dataset(dataset, config, streaming=False, **arguments)
-    # load_dataset raises two dozen types (network, hub, parsing): all of them are the answer
-    # "this dataset cannot be had", whose reason is for the user to read.
+    # load_dataset raises two dozen types (network, hub, parsing). All of them mean that this
+    # dataset cannot be loaded, and the user gets the reason.
     except Exception as error:
         raise LatteError(
             f"{name}: cannot be loaded: "
@@ -383,10 +383,9 @@ def require_columns(dataset: Any, columns: Sequence[str], name: str) -> None:
 class HubSource(Source):
     """One split of a dataset: a name on the Hugging Face Hub, a builder ("json"), or a folder.
 
-    The dataset is downloaded and loaded when its documents are first read, not before: once
-    its tokens are cached, neither the network nor the dataset is needed. The fingerprint is
-    therefore that of the request (and of the local files in it): pin ``revision`` where a dataset
-    may change.
+    The dataset is downloaded and loaded when its documents are first read. Once its tokens are
+    cached, neither the network nor the dataset is needed. The fingerprint is therefore that of the
+    request (and of the local files in it). So set ``revision`` if the dataset may change.
     """
 
     dataset: str
@@ -419,7 +418,7 @@ class HubSource(Source):
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def load(self) -> Any:
-        """The ``datasets.Dataset`` with the text column alone; any failure is one LatteError."""
+        """The ``datasets.Dataset`` with only the text column. Any failure is one LatteError."""
         dataset = load_split(
             self.dataset,
             self.config,
@@ -447,15 +446,15 @@ class HubSource(Source):
                 yield without_lone_surrogates(value)
 
 
-# --- what every Python carries ------------------------------------------------------------------
+# --- texts of every Python ------------------------------------------------------------------
 
 EXCLUDED_FOLDERS = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
 }  # fmt: skip
 EXCLUDED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 HELD_OUT_FRACTION = 0.065
-# A family of look-alike files (the code pages under encodings/) beyond this share of the corpus
-# is for training: held out, it alone would decide the score.
+# A family of similar files (the code pages under encodings/) with more than this share of the
+# corpus is training text. If it were held out, it would decide the score alone.
 LARGEST_HELD_OUT_FAMILY = 0.008
 # Two files are one family when this share of the smaller one's distinct lines is in the other.
 SHARED_LINES = 0.3
@@ -463,7 +462,7 @@ SHARED_LINES = 0.3
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """One library source or documentation topic: a name for people, and its text."""
+    """One library source or documentation topic: a readable name, and its text."""
 
     name: str
     text: str
@@ -482,7 +481,7 @@ def _library_sources(root: Path) -> Iterator[EmbeddedFile]:
             if (
                 not name.endswith(".py")
                 or name.startswith(EXCLUDED_PREFIXES)
-                or relative == "pydoc_data/topics.py"  # its topics come as documents instead
+                or relative == "pydoc_data/topics.py"  # its topics are separate documents
             ):
                 continue
             try:
@@ -517,7 +516,7 @@ def families(texts: list[str]) -> list[int]:
             holders[line].append(i)
     shared: Counter[tuple[int, int]] = Counter()
     for members in holders.values():
-        # A line found in very many files ("from __future__ ...", a licence) says nothing.
+        # A line that is in very many files ("from __future__ ...", a licence) is ignored.
         if len(members) <= 150:
             for position, i in enumerate(members):
                 for j in members[position + 1 :]:
@@ -532,11 +531,11 @@ def families(texts: list[str]) -> list[int]:
 def embedded_files() -> tuple[tuple[EmbeddedFile, ...], tuple[EmbeddedFile, ...]]:
     """The (train, held-out) files, split by the hash of a file's family.
 
-    A family is the set of files that are near-identical to one another (:func:`families`), and
-    all of it falls on one side. The result depends on nothing but the files' contents.
+    A family is a set of files that are near-identical to one another (:func:`families`). All its
+    files are on one side. The result depends only on the files' contents.
     """
     documented: dict[str, str] = {}
-    with contextlib.suppress(ImportError):  # some distributions package the topics apart
+    with contextlib.suppress(ImportError):  # in some distributions the topics are another package
         from pydoc_data.topics import topics
 
         documented = topics

@@ -6,13 +6,13 @@ A split becomes a folder ``<cache>/<split>-<fingerprint>/``:
                     each as ``bos, text..., eos``
     offsets.npy     int64 (documents + 1,): where each document starts in tokens.bin
     bytes.npy       int64 (documents,): UTF-8 bytes of each document's text
-    lengths.npy     int32 (vocabulary,): text bytes behind each id (byte-level tokenisers)
-    index.json      counts, sizes, checksums, what it was made of; written last
+    lengths.npy     int32 (vocabulary,): number of text bytes of each id (byte-level tokenisers)
+    index.json      counts, sizes, checksums and inputs; written last
 
-The fingerprint covers the documents, the tokeniser and the layout: a folder is found again only
-by a request for exactly what it holds. It is written under another name and renamed when whole,
-under a lock that ends with its process. So no process reads an incomplete cache. Of several ranks,
-one writes while the others wait.
+The fingerprint is that of the documents, the tokeniser and the layout. So a folder is used again
+only if all of these are the same. A folder is written under another name and renamed when it is
+complete, under a lock that ends with its process. So no process reads an incomplete cache. With
+several ranks, one writes while the others wait.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BATCH_CHARACTERS = 2 << 20
 
 
 def checksum(path: Path, whole: float = math.inf) -> int:
-    """CRC-32 of a file, or of 256 samples of one of more bytes than ``whole``."""
+    """CRC-32 of a file, or of 256 samples of a file with more bytes than ``whole``."""
     size = path.stat().st_size
     value = 0
     with open(path, "rb") as file:
@@ -100,7 +100,7 @@ class TokenFile:
         self.eos: int = self.index["eos"]
         self.vocab_size: int = self.index["vocab_size"]
 
-    # Worker processes map the files again, instead of being sent their contents.
+    # Worker processes map the files again; the contents are not sent to them.
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "index": self.index}
 
@@ -118,7 +118,7 @@ class TokenFile:
 
     @property
     def num_bytes(self) -> int:
-        """UTF-8 bytes of all the text."""
+        """Number of UTF-8 bytes of all texts."""
         return int(self.index["bytes"])
 
     def document(self, number: int) -> np.ndarray:
@@ -167,7 +167,7 @@ def _checked_index(path: Path) -> dict[str, Any]:
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents to encode together: as many as reach BATCH_CHARACTERS."""
+    """Batches of documents to encode together. A batch ends when it has BATCH_CHARACTERS."""
     batch: list[str] = []
     waiting = 0
     for text in documents:
@@ -248,10 +248,10 @@ def tokenize_corpus(
     *,
     progress: bool = True,
 ) -> TokenFile:
-    """The tokens of a split, from the ``cache`` folder if they are there, else made.
+    """The tokens of a split, read from the ``cache`` folder, or made if they are not there.
 
-    Call it on every rank: one writes, the others wait for it. Fast tokenisers use all cores;
-    ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` of that library limit this.
+    Call it on every rank. One rank writes, and the others wait for it. Fast tokenisers use all
+    cores; ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` of that library limit this.
 
     Raises:
         LatteError: The corpus is empty or unreadable, the cache folder cannot be written, a cached
@@ -300,7 +300,7 @@ def made_once(
             stack.callback(lock.release)
             if final.is_dir():  # another process made it while this one waited
                 return final
-            # The process that left these was killed: otherwise it would still hold the lock.
+            # The process that left these files was killed, because it does not hold the lock.
             for stale in root.glob(f".{name}.tmp-*"):
                 shutil.rmtree(stale)
             folder = root / f".{name}.tmp-{os.getpid()}"

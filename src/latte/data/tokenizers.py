@@ -1,7 +1,7 @@
 """Tokenisers: bytes, a trained byte-level BPE, or any Hugging Face tokeniser.
 
-All of them are Hugging Face fast tokenisers: ``save_pretrained`` and
-``AutoTokenizer.from_pretrained`` round-trip them.
+All of them are Hugging Face fast tokenisers. ``save_pretrained`` writes them, and
+``AutoTokenizer.from_pretrained`` loads them unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _wrapped(backend: Any) -> PreTrainedTokenizerFast:
         bos_token=BOS,
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
-        # Text that happens to spell "<|endoftext|>" stays text: it cannot end a document.
+        # "<|endoftext|>" within a text is encoded as text, so it cannot end a document.
         split_special_tokens=True,
     )
 
@@ -135,7 +135,7 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     try:
         place = str(path) if path.is_dir() else name
         tokenizer = AutoTokenizer.from_pretrained(place, **hub_options(place))
-    # The hub, the network and every tokeniser class have errors of their own; each means "no".
+    # The hub, the network and every tokeniser class raise their own errors. All mean a failure.
     except Exception as error:
         reason = unreachable(place) or one_line(error, first=True)
         raise LatteError(
@@ -146,7 +146,7 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The ids that open and close a document; a tokeniser without bos opens with its eos."""
+    """The ids that open and close a document. Without a bos, the eos opens it too."""
     eos = tokenizer.eos_token_id
     if eos is None:
         raise LatteError(
@@ -160,7 +160,7 @@ def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 def model_vocab_size(
     tokenizer: PreTrainedTokenizerBase, *, multiple_of: int = 1, at_least: int = 0
 ) -> int:
-    """The number of rows that a model's embedding needs: all ids, rounded up to a multiple.
+    """Number of rows that a model's embedding needs: all ids, rounded up to a multiple.
 
     ``at_least=50267`` gives the paper's vocabulary with GPT-2's tokeniser (50257 ids).
     """
@@ -208,7 +208,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether text becomes exactly its UTF-8 bytes, id b for byte b."""
+    """Whether each text is encoded as its UTF-8 bytes, id b for byte b."""
     what = _backend_json(tokenizer)
     if what is None or what["normalizer"] is not None or what["model"].get("merges") != []:
         return False
@@ -223,7 +223,7 @@ def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """The number of text bytes behind each id, 0 for specials; None if it is not byte-level."""
+    """Number of text bytes of each id, 0 for special tokens; None if it is not byte-level."""
     what = _backend_json(tokenizer)
     if what is None or (what["decoder"] or {}).get("type") != "ByteLevel":
         return None
@@ -237,13 +237,13 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
 
 # --- text to ids, in bulk -----------------------------------------------------------------------
 
-# A document beyond this is encoded in pieces: the tokeniser's working memory is ~100 B a token.
+# A longer document is encoded in pieces, because the tokeniser needs ~100 bytes of memory a token.
 PIECE_CHARACTERS = 4 << 20
 
 
 def _pieces(text: str, limit: int) -> Iterator[str]:
-    """Cut a very long text before line ends that follow a letter or digit, where byte-level
-    pre-tokenisers cut too, so that the ids are those of the whole."""
+    """Cut a very long text before line ends that follow a letter or digit. Byte-level
+    pre-tokenisers cut there too, so the ids are those of the whole text."""
     start = 0
     while len(text) - start > limit:
         end = start + limit
@@ -257,7 +257,7 @@ def _pieces(text: str, limit: int) -> Iterator[str]:
 
 
 class Encoder:
-    """text -> ids, exactly the text's: no specials added, none recognised within the text."""
+    """text -> ids of the text alone. No special tokens are added, or recognised in the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._bytes = is_byte_tokenizer(tokenizer)
@@ -272,7 +272,7 @@ class Encoder:
             self._fast.encode_special_tokens = True
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text; a batch of texts is spread over the cores by the library."""
+        """The ids of each text. The library encodes a batch of texts on several cores."""
         if self._bytes:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
         pieces = [list(_pieces(text, PIECE_CHARACTERS)) for text in texts]

@@ -1,7 +1,7 @@
 """Models to compare with: layers of our own, other libraries' models, and their names.
 
-Importing this registers the names (:mod:`latte.models.registry`); after ``import latte`` it is
-imported when a program first uses a name that is not one of Latte's own.
+Importing this module registers the names (:mod:`latte.models.registry`). ``import latte`` does not
+import it. It is imported when a program first uses a name that is not one of Latte's own.
 """
 
 from latte.models.registry import register_model

@@ -1,4 +1,4 @@
-"""What the comparators' token mixers share: their call, checks, initial values, long convolutions.
+"""Code that the comparators' token mixers share: calls, checks, initial values, long convolutions.
 
 Shape suffixes: B batch, T tokens, E hidden size (channels).
 """
@@ -18,14 +18,15 @@ from latte.ops.tensors import full_precision
 class ComparatorMixer(Drawn):
     """Base of the comparators' layers: ``forward(x, key_mask) -> update``, whole sequences only.
 
-    There is no state for later calls, and nothing is packed: a row is a sequence. A masked token
-    contributes nothing as a source, and the output at its position has no meaning.
+    There is no state for later calls. Packed sequences are not supported: each row is a sequence. A
+    masked token contributes nothing as a source, and the output at its position has no meaning.
 
     Class attributes:
-        directions: whether the layer can be causal (True), bidirectional (False) or either.
-        gates_residual: the layer takes the block's input too, ``forward(x, key_mask, residual)``.
-        undecayed: parameters that weight decay would pull towards something meaningless, such as
-            rates of forgetting.
+        directions: Values of ``causal`` that the layer supports: True, False or both.
+        gates_residual: Whether the layer also takes the block's input, as in
+            ``forward(x, key_mask, residual)``.
+        undecayed: Names of parameters without weight decay, such as rates of forgetting. Decay
+            would pull them towards values without a meaning.
     """
 
     directions: ClassVar[tuple[bool, ...]] = (True, False)
@@ -43,7 +44,7 @@ class ComparatorMixer(Drawn):
         self.hidden_size, self.causal = hidden_size, causal
 
     def forward(self, x_BTE: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """What the block adds to its input, (B, T, E).
+        """The update, (B, T, E), which the block adds to its input.
 
         Args:
             x_BTE: Normalised input, (B, T, E).
@@ -75,7 +76,7 @@ class ComparatorMixer(Drawn):
 
 
 def masked(x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
-    """``x`` with zeros at masked tokens, whatever stood there."""
+    """``x`` with zeros at masked tokens, also where it was not finite."""
     return x_BTE if key_mask is None else x_BTE.masked_fill(~key_mask[..., None], 0.0)
 
 
@@ -83,11 +84,11 @@ def masked(x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
 def long_convolution(u_BTE: Tensor, kernel_ET: Tensor) -> Tensor:
     """``y_t = sum_{s<=t} kernel_{t-s} u_s`` per channel, in O(T log T), by the Fourier transform.
 
-    Computed in the dtype of the kernel, fp32 or fp64. The transform mixes all times, so that the
-    future is left out to rounding, not exactly.
+    It is computed in the dtype of the kernel, fp32 or fp64. The transform mixes all times. So later
+    inputs change an output by rounding errors.
     """
     T = u_BTE.shape[1]
-    n = 2 * T  # room for the tail, which would wrap around otherwise
+    n = 2 * T  # with only T, the tail would wrap around
     spectrum = torch.fft.rfft(u_BTE.to(kernel_ET.dtype), n, dim=1)
     spectrum = spectrum * torch.fft.rfft(kernel_ET.mT, n, dim=0)
     return torch.fft.irfft(spectrum, n, dim=1)[:, :T]

@@ -2,12 +2,12 @@
 
     model.preset=griffin        in any recipe of `latte train` and `latte compare`
 
-Each name stands for a model of a library, or for one of our own layers where no library keeps it
-(`latte.rivals`). All get the vocabulary, width, depth and heads of the size, and then
-as many parameters as `transformer++` has there, as nearly as the width of their feed-forward
-network (or, where there is none, their depth) allows.
+Each name is a model of a library, or one of our own layers if no library has it (`latte.rivals`).
+All models get the vocabulary, width, depth and heads of the size. Their number of parameters is
+then fitted to that of `transformer++`, by the width of their feed-forward network, or by their
+depth if they have no such network.
 
-    python -m latte.rivals tiny    # what there is, its parameters, what is missing
+    python -m latte.rivals tiny    # the models, their parameters, what is missing
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DEPTH = "num_hidden_layers"
 GET_FLA = "pip install 'latte-attention[baselines]'"
 GET_TRITON = "pip install 'latte-attention[gpu]'"
 
-# What a recipe may override for every model alike: fields of LatteConfig that set the size. The
-# first ones mean something to Latte alone, and are passed over as `transformer++` passes them over.
+# Fields of LatteConfig that set the size. A recipe may override them for every model. The first
+# ones have a meaning only for Latte, and are ignored here, as `transformer++` ignores them.
 OURS_ALONE = (
     *("num_latents", "conv_kernel_size", "window_probability", "rglru_decay_range"),
     *("forgetting", "half_life_range"),
@@ -57,14 +57,14 @@ class Comparator(ModelEntry):
         matched: Field that is fitted until the numbers of parameters agree.
     """
 
-    carries_state: bool = False  # few of the libraries' do: all read whole windows
+    carries_state: bool = False  # few of the libraries' models can, so all read whole windows
     library: Literal["transformers", "flash-linear-attention", "latte"] = "latte"
-    paper: str = ""  # its number at arXiv
+    paper: str = ""  # its arXiv number
     fields: Callable[[Any], Fields] = dict
     matched: str = "intermediate_size"
 
     def missing(self) -> str | None:
-        """What keeps the model from running here, with the way to get it, or None."""
+        """The reason why the model cannot run here, and how to mend that; None if it can."""
         if self.library != _FLA:
             return None
         import torch
@@ -72,14 +72,14 @@ class Comparator(ModelEntry):
         lacks = []
         if importlib.util.find_spec("fla") is None:
             lacks.append(f"flash-linear-attention ({GET_FLA})")
-        if importlib.util.find_spec("triton") is None:  # without it `import fla` has no models
+        if importlib.util.find_spec("triton") is None:  # without Triton, `import fla` has no models
             lacks.append(f"Triton ({GET_TRITON})")
         if not torch.cuda.is_available():
             lacks.append("a GPU that Triton compiles for")
         return " and ".join(filter(None, [", ".join(lacks[:-1]), *lacks[-1:]])) or None
 
     def prepare(self) -> None:
-        """Let Transformers' Auto classes know it, and see that it runs as well as it can.
+        """Register the model with Transformers' Auto classes, and prepare its fastest code.
 
         Raises:
             LatteError: The library, Triton or a GPU for it is missing.
@@ -91,7 +91,7 @@ class Comparator(ModelEntry):
             import transformers
             from transformers.models.auto import configuration_auto as auto
 
-            # Once imported, flash-linear-attention's Mambas stand in the place of the own ones.
+            # When it is imported, flash-linear-attention's Mambas replace those of Transformers.
             own = getattr(transformers, auto.CONFIG_MAPPING_NAMES[self.model_type])
             if auto.CONFIG_MAPPING[self.model_type] is not own:
                 transformers.AutoConfig.register(self.model_type, own, exist_ok=True)
@@ -109,12 +109,12 @@ class Comparator(ModelEntry):
     def config(self, size: str = "tiny", **overrides: Any) -> Any:
         """Its config at one of `latte.models.SIZES`.
 
-        It has as many parameters as `transformer++` has there: `intermediate_size` (or, of models
-        without a feed-forward network, `num_hidden_layers`) is what `transformer++` has, and is
-        fitted here.
+        It has as many parameters as `transformer++` has there. `intermediate_size` sets that of
+        `transformer++`, and is then fitted for this model. For models without a feed-forward
+        network this is `num_hidden_layers`.
 
         Args:
-            overrides: Sizes by LatteConfig's names, for `transformer++` and the comparator alike,
+            overrides: Sizes by LatteConfig's names, for both `transformer++` and the comparator,
                 or fields of the comparator's own config.
 
         Raises:
@@ -153,14 +153,14 @@ class Comparator(ModelEntry):
         except StrictDataclassError as error:
             raise LatteError(f"comparator {self.name!r}: {error.__cause__ or error}") from None
         except (AssertionError, ImportError, LookupError, TypeError, ValueError) as error:
-            # A library's own check, or what it stumbles over where it has none.
+            # A library's own check, or the error that occurs without one.
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             given = ", ".join(f"{key}={value!r}" for key, value in (own or overrides).items())
             what = " ".join(f"{kind}{error}; got {given}".split())
             raise LatteError(f"comparator {self.name!r}: {what}") from None
 
     def count(self, config: Any) -> int:
-        """Parameters of the model of a config without a classifier's head, tied ones once."""
+        """Number of parameters of a config's model, without a classifier's head, tied ones once."""
         import torch
         from transformers import AutoModel, AutoModelForCausalLM
 
@@ -173,13 +173,13 @@ class Comparator(ModelEntry):
     def _fit(self, build: Callable[[int], Any], target: int) -> Any:
         """The width in steps of 16, or the depth, at which the parameters come nearest `target`."""
         step = 1 if self.matched == _DEPTH else 16
-        # Parameters are affine in either: two counts give the line.
+        # The number of parameters is an affine function of either, so two counts give the line.
         one, two = (self.count(build(n * step)) for n in (1, 2))
         return build(max(1, round(1 + (target - one) / (two - one))) * step)
 
 
 def _field_names(kind: type) -> set[str]:
-    """Fields of a config class: a dataclass's, or arguments where it is written the old way."""
+    """Fields of a config class: those of a dataclass, else the arguments of ``__init__``."""
     names = set(inspect.signature(kind).parameters) - {"kwargs"}
     return names | {field.name for field in fields(kind)} if is_dataclass(kind) else names
 
@@ -188,7 +188,7 @@ def _field_names(kind: type) -> set[str]:
 
 
 def _common(size: Any) -> Fields:
-    """Fields that every config names alike."""
+    """Fields that have the same name in every config."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
     return {name: getattr(size, name) for name in (*names, *SIZE_FIELDS[-3:])}
 
@@ -198,7 +198,7 @@ def _width(size: Any) -> Fields:
 
 
 def _griffin(size: Any) -> Fields:
-    # Two recurrent blocks, then one that attends; with fewer layers, the last one attends.
+    # Two recurrent blocks, then one with attention. With fewer layers, the last one has attention.
     pattern = ["recurrent"] * min(2, size.num_hidden_layers - 1) + ["attention"]
     return {
         **_common(size),
@@ -220,7 +220,8 @@ def _mamba2(size: Any) -> Fields:
     head_dim = 64 if inner % 64 == 0 else inner // size.num_attention_heads
     heads = {"head_dim": head_dim, "num_heads": inner // head_dim, "n_groups": 1}
     if importlib.util.find_spec("mamba_ssm") is None:
-        # Without the kernels every chunk is padded, and costs its length squared times the state.
+        # Without the kernels every chunk is padded, and its cost is its length squared times the
+        # state.
         heads["chunk_size"] = 64
     return _mamba(size) | heads
 
@@ -245,9 +246,9 @@ def _lightning(size: Any) -> Fields:
 
 
 def _longformer(size: Any) -> Fields:
-    # Padding has an id of its own, after all tokens: the tasks mask it, and any id is a token.
-    # Positions count from that id on, as in RoBERTa, so that as many rows of them are never read;
-    # where these were more than are read, 0 is padding.
+    # Padding has its own id, after all tokens, because any other id is a token. The tasks mask it.
+    # Positions count from this id on, as in RoBERTa, so this number of rows of the table is never
+    # read. If these rows were more than the rows that are read, padding is 0.
     pad = size.pad_token_id
     if pad is None:
         pad = size.vocab_size if size.vocab_size <= size.max_position_embeddings else 0
@@ -273,13 +274,13 @@ def _fla(size: Any) -> Fields:
         "max_position_embeddings": size.max_position_embeddings,
         "initializer_range": size.initializer_range,
         "norm_eps": size.norm_eps,
-        "fuse_cross_entropy": False,  # the trainer computes every model's loss alike
+        "fuse_cross_entropy": False,  # the trainer computes the loss of every model
         **_width(size),
     }
 
 
 def _ours(mixer: str, **fields: Any) -> Callable[[Any], Fields]:
-    """Fields of ComparatorConfig: all those of the size that say nothing about mixing."""
+    """Fields of ComparatorConfig: all fields of the size that do not concern the mixer."""
 
     def build(size: Any) -> Fields:
         names = set(SIZE_FIELDS) - {"sliding_window", "num_key_value_heads"}
@@ -289,7 +290,7 @@ def _ours(mixer: str, **fields: Any) -> Callable[[Any], Fields]:
     return build
 
 
-_PLACES = {"position": "sinusoidal"}  # attention alone does not know the order of tokens
+_PLACES = {"position": "sinusoidal"}  # attention alone ignores the order of tokens
 _ALL = (
     Comparator("griffin", "recurrent_gemma", library=_HF, paper="2402.19427", fields=_griffin),
     Comparator("mamba", "mamba", library=_HF, paper="2312.00752", fields=_mamba, matched=_DEPTH),

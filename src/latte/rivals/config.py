@@ -1,4 +1,4 @@
-"""The configuration of the models that the paper compares with, where they are our own."""
+"""The configuration of our own layers for models that the paper compares with."""
 
 from typing import Literal
 
@@ -9,10 +9,10 @@ from latte.models.config import LatteConfig, one_line_errors
 
 @strict
 class ComparatorConfig(LatteConfig):
-    r"""Configuration of the comparators' models; fields that are not here are LatteConfig's.
+    r"""Configuration of the comparators' models. Fields that are not here are LatteConfig's.
 
     Args:
-        mixer: Mixer: ``mega``, ``h3`` (causal only), ``s5``, ``luna`` or ``linformer``
+        mixer: Name of the mixer: ``mega``, ``h3`` (causal only), ``s5``, ``luna`` or ``linformer``
             (bidirectional only).
         state_size: Size of the mixer's state; None is the layer's own default. It is the number of
             moving averages of ``mega``, of states of ``h3`` and ``s5``, of memories of ``luna``,
@@ -20,7 +20,7 @@ class ComparatorConfig(LatteConfig):
             ``max_position_embeddings``.
         chunk_size: Chunk of ``mega``'s attention in tokens; None is the whole sequence.
         head_dim: Width of a head of ``h3``; 1 if None.
-        num_attention_heads: Number of heads of ``luna`` and ``linformer``, of blocks of ``s5``.
+        num_attention_heads: Number of heads of ``luna`` and ``linformer``, or of blocks of ``s5``.
 
     Raises:
         LatteError: The errors of LatteConfig.

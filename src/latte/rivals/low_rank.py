@@ -1,7 +1,7 @@
 """Attention through a few summaries of the sequence, at linear cost.
 
-Luna (Ma et al., arXiv 2106.01540) packs it into memories and unpacks them; Linformer (Wang et al.,
-arXiv 2006.04768) projects keys and values along it.
+Luna (Ma et al., arXiv 2106.01540) packs the sequence into memories and unpacks them. Linformer
+(Wang et al., arXiv 2006.04768) projects keys and values along the sequence.
 
 Shape suffixes: B batch, T tokens, E hidden size, H heads, K width of a head, L memories,
 R projected length, M longest sequence.
@@ -24,8 +24,8 @@ from latte.rivals.base import ComparatorMixer, masked
 def causal_products(x_BTHK: Tensor, y_BTHK: Tensor, z_BTHD: Tensor, chunk: int = 64) -> Tensor:
     """``f(X, Y, Z)_t = X_t sum_{s<=t} Y_s^T Z_s / t``, the paper's causal function, without 1/t.
 
-    In chunks: the sum over earlier chunks is one matrix per chunk, the rest a masked product.
-    Exactly causal.
+    It is computed in chunks. The sum over earlier chunks is one matrix per chunk, and the rest is a
+    masked product. It is exactly causal.
     """
     T = x_BTHK.shape[1]
     C = max(1, min(chunk, T))
@@ -43,20 +43,20 @@ def causal_products(x_BTHK: Tensor, y_BTHK: Tensor, z_BTHD: Tensor, chunk: int =
 class Luna(ComparatorMixer):
     """Linear unified nested attention with L memories, P (L, E), learnt in every layer.
 
-    Bidirectional, pack and unpack attention:
+    The bidirectional form has pack and unpack attention:
 
         Y_P = softmax(P W_q (X W_k)^T / sqrt(K)) X W_v
         Y   = softmax(X W_q' (Y_P W_k')^T / sqrt(K)) Y_P W_v'
 
-    Causal, with f of :func:`causal_products` over t = 1..T, and softplus in place of the softmax
-    that would look ahead (the paper names elu + 1 too):
+    The causal form has f of :func:`causal_products` over t = 1..T. It has softplus in place of the
+    softmax that would look ahead (the paper also names elu + 1):
 
         A_pack   = softplus(P W_q (X W_k)^T / sqrt(K))
         A_unpack = softmax(f(X W_q', X W_k', A_pack^T))
         Y        = f(A_unpack, A_pack^T, X W_v)
 
-    each per head, then an output projection. In the paper P's pack goes on to the next layer as
-    its P, in bidirectional models; here every layer has its own.
+    All of this is done per head, and followed by an output projection. In the paper's bidirectional
+    models, the packed memories are the P of the next layer. Here every layer has its own P.
 
     Args:
         num_memories: Number L of memories.
@@ -105,7 +105,7 @@ class Luna(ComparatorMixer):
     ) -> Tensor:
         if key_mask is not None:
             hidden = ~key_mask[..., None, None]
-            # A row without any token: equal weights, on values that are zero.
+            # A row without any token has equal weights, on values that are zero.
             hidden = hidden & key_mask.any(1)[:, None, None, None]
             pack_BTHL = pack_BTHL.masked_fill(hidden, -torch.inf)
         packed_BLE = torch.einsum("bthl,bthk->blhk", pack_BTHL.softmax(1), v_BTHK).flatten(2)
@@ -129,7 +129,7 @@ class Luna(ComparatorMixer):
             count = torch.arange(1, pack.shape[1] + 1, device=pack.device)[None].to(dtype)
         else:
             pack = pack.masked_fill(~key_mask[..., None, None], 0.0)
-            count = key_mask.cumsum(1).clamp_min(1).to(dtype)  # padding does not count as time
+            count = key_mask.cumsum(1).clamp_min(1).to(dtype)  # padding is not counted in t
         count = count[..., None, None]
         unpack = (causal_products(q, k, pack) / count).softmax(-1)
         return causal_products(unpack, pack, v) / count
@@ -141,10 +141,10 @@ class Luna(ComparatorMixer):
 class Linformer(ComparatorMixer):
     """``head = softmax(Q (E K)^T / sqrt(K)) F V`` with E and F (R, M), eq. 7.
 
-    E and F are shared by the heads of a layer ("headwise sharing"), and a sequence shorter than
-    M uses their first T columns. A masked token's key and value are zero before they are
-    projected. Since E and F mix all places, the layer is bidirectional only; it holds the place
-    of a token in its columns, so that left padding moves a sequence.
+    E and F are shared by the heads of a layer ("headwise sharing"). A sequence shorter than M uses
+    their first T columns. A masked token's key and value are zero before they are projected. E and
+    F mix all positions, so the layer is bidirectional only. Their columns belong to positions, so
+    left padding shifts a sequence.
 
     Args:
         max_length: Length M of the longest sequence. A longer one is refused.

@@ -19,13 +19,13 @@ from latte.rivals.base import ComparatorMixer, long_convolution, masked
 
 
 class MultiDimensionalEMA(nn.Module):
-    """The damped moving average of every channel, N of them (section 3.1).
+    """N damped moving averages of every channel (section 3.1).
 
         h_t = alpha * beta x_t + (1 - alpha * delta) * h_{t-1},   alpha, delta in (0, 1)
         y_t = eta . h_t
 
-    per channel, with h, alpha, beta, delta and eta of N numbers. As a convolution its kernel is
-    ``k_n = sum eta alpha beta (1 - alpha delta)^n``.
+    In each channel h, alpha, beta, delta and eta have N numbers. The layer is a convolution with
+    the kernel ``k_n = sum eta alpha beta (1 - alpha delta)^n``.
     """
 
     undecayed = ("alpha_logit", "delta_logit")
@@ -55,13 +55,13 @@ class MultiDimensionalEMA(nn.Module):
 
     @full_precision
     def forward(self, x_BTE: Tensor) -> Tensor:
-        """y (B, T, E) of inputs that are zero at masked tokens."""
+        """y (B, T, E). The inputs must be zero at masked tokens."""
         check_input("MultiDimensionalEMA", x_BTE, self.hidden_size)
         return long_convolution(x_BTE, self.kernel(x_BTE.shape[1], computation_dtype(x_BTE.dtype)))
 
 
 class Mega(ComparatorMixer):
-    """Moving average equipped gated attention (section 3.2), with X the layer's input.
+    """Moving average equipped gated attention (section 3.2). X is the layer's input.
 
         X' = EMA(X)
         Z  = silu(X' W_z + b_z),  Q = kappa_q * Z + mu_q,  K = kappa_k * Z + mu_k
@@ -71,13 +71,13 @@ class Mega(ComparatorMixer):
         H  = silu(X' W_h + (gamma * O) U_h + b_h)
         Y  = phi * H + (1 - phi) * X
 
-    ``forward`` returns Y - X, since the block adds its input; that input, before the norm, is the
-    X of the last line (``residual``). The relative bias is a rotary one,
-    ``b_rel[t, s] = <R_t a, R_s b>``, which depends on t - s alone and has no longest length. Not
-    in here: the Laplace function that the paper uses in place of softmax outside language.
+    ``forward`` returns Y - X, because the block adds its input. This input, before the norm, is the
+    X of the last line (``residual``). The relative bias is a rotary one, ``b_rel[t, s] = <R_t a,
+    R_s b>``. It depends only on t - s and has no limit of length. The paper uses a Laplace function
+    in place of softmax outside language. It is not implemented here.
 
-    Causality holds to rounding (see :func:`long_convolution`). A bidirectional layer has one more
-    average from the end to the start, and its output is the sum.
+    The layer is causal up to rounding (see :func:`long_convolution`). A bidirectional layer has one
+    more average, from the end to the start, and adds both.
 
     Args:
         num_averages: Number N of moving averages.
@@ -85,8 +85,8 @@ class Mega(ComparatorMixer):
             models.
         value_width: Width of the values; 2E if None, as in the paper.
         chunk_size: Number of tokens in a chunk, as in Mega-chunk (section 3.5). Attention stays
-            within a chunk; only the average crosses them. Chunks are counted from the row's first
-            token. None: no chunks.
+            within a chunk; only the average crosses chunks. Chunks are counted from the row's first
+            token. None means no chunks.
     """
 
     gates_residual = True
@@ -180,11 +180,11 @@ class Mega(ComparatorMixer):
         if self.causal:
             visible = visible & visible.new_ones(C, C).tril()
         weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-        weights = weights.masked_fill(~visible, 0.0)  # rows that see nothing
+        weights = weights.masked_fill(~visible, 0.0)  # rows without a visible token
         return (weights.to(v.dtype) @ v).flatten(1, 2)[:, :T]
 
     def relative_bias(self, length: int, dtype: torch.dtype) -> Tensor:
-        """b_rel (C, C), of which entry (t, s) depends on t - s alone."""
+        """b_rel (C, C). Entry (t, s) depends only on t - s."""
         positions = torch.arange(length, device=self.relative.device)[None]
         table = self.rotary(positions, dtype)
         a, b = (

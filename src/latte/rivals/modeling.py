@@ -1,8 +1,8 @@
 """Models of the family whose mixer is one of the paper's comparators, for equal comparisons.
 
-Embedding, norms, feed-forward network, head and pooling are those of the Latte models; only what
-mixes the tokens is another (:mod:`latte.rivals`). They read whole rows: no cache, no
-packed sequences, and ``generate`` reads the text anew for every token.
+Embedding, norms, feed-forward network, head and pooling are those of the Latte models. Only the
+token mixer differs (:mod:`latte.rivals`). The models read whole rows. They have no cache and no
+packed sequences, and ``generate`` reads the whole text again for every token.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from latte.rivals.low_rank import Linformer, Luna
 from latte.rivals.mega import Mega
 from latte.rivals.state_spaces import H3, S5
 
-# The layers, and what each remembers by: `state_size`.
+# The layers, and the argument of each that `state_size` sets.
 MIXERS: dict[str, tuple[Any, str]] = {
     "mega": (Mega, "num_averages"),
     "h3": (H3, "num_states"),
@@ -47,7 +47,7 @@ def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
 
 
 class ComparatorBlock(LatteBlock):
-    """A block of Latte with a comparator for its mixer, which has no state and no weights."""
+    """A block of Latte with a comparator as its mixer, which has no state and no weights."""
 
     make_mixer = staticmethod(make_comparator)
 
@@ -61,7 +61,7 @@ class ComparatorBlock(LatteBlock):
         output_final_state: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, None, None]:
-        """Hidden states (B, T, E); there is neither a state nor attention weights to return.
+        """Hidden states (B, T, E), without a state and without attention weights.
 
         Raises:
             ValueError: A cache, packed sequences or attention weights are wanted.
@@ -96,7 +96,7 @@ class ComparatorForCausalLM(LatteForCausalLM):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """``generate`` gets no cache: the whole text is read for every new token."""
+        """No cache: ``generate`` reads the whole text for every new token."""
 
 
 class ComparatorForSequenceClassification(LatteForSequenceClassification):

@@ -1,9 +1,9 @@
-"""The recurrences of Mamba and Griffin on a CPU, in the place of Transformers' loops over time.
+"""The recurrences of Mamba and Griffin on a CPU, in place of Transformers' loops over time.
 
-Transformers runs one token after the other (Mamba without the `mamba_ssm` kernels, Griffin always),
-and the backward pass of each writes zeros or copies as long as the whole sequence: at 128 tokens a
-tiny Mamba reads about a hundred tokens a second. Both recurrences are diagonal, and our scan
-computes them. On a GPU, and where the kernels are there, nothing is changed.
+Transformers computes one token after the other (Mamba without the `mamba_ssm` kernels, Griffin
+always). For every token, the backward pass writes zeros or copies of the length of the whole
+sequence. So at 128 tokens a tiny Mamba reads about a hundred tokens a second. Both recurrences are
+diagonal, and our scan computes them. Nothing is changed on a GPU, or if the kernels are there.
 
 Shape suffixes: B batch, T tokens, C channels, N states per channel.
 """
@@ -23,9 +23,9 @@ from latte.ops.torch_backend.recurrence import linear_recurrence
 
 
 def install(model_type: str) -> None:
-    """Let Transformers' Mamba or Griffin (`recurrent_gemma`) use the scan where it would loop.
+    """Let Transformers' Mamba or Griffin (`recurrent_gemma`) use the scan instead of a loop.
 
-    Other types, and calling it again, do no harm.
+    Other types, and further calls, have no effect.
     """
     if model_type == "mamba" and importlib.util.find_spec("mamba_ssm") is None:
         _replace(_library(model_type), "mamba_selective_scan", _mamba)
@@ -94,7 +94,7 @@ def _mamba(looping: Any) -> Any:
 
 
 def _griffin(looping: Any) -> Any:
-    """Griffin (arXiv 2402.19427), eq. 4: ``h_t = a_t h_{t-1} + x_t``, anew where ``reset``."""
+    """Griffin (arXiv 2402.19427), eq. 4: ``h_t = a_t h_{t-1} + x_t``, from 0 where ``reset``."""
 
     def scan(
         block: Any,

@@ -30,10 +30,10 @@ class H3(ComparatorMixer):
         diag:   x_t = e^{dt A} x_{t-1} + A^{-1} (e^{dt A} - 1) u_t,  y_t = 2 Re(C x_t) + D u_t,
                 A diagonal and complex (zero-order hold of B = 1; 2 Re for the conjugate half)
 
-    The product of shifted keys and values is an outer one within a head, of P^2 sequences, each
-    through the head's diagonal SSM; queries contract it again. P = 1, the default, multiplies
-    channel by channel. A starts as S4D-Lin, -1/2 + i pi n. Causal to rounding (see
-    :func:`long_convolution`), and causal only.
+    The product of shifted keys and values is an outer product within a head. It gives P^2
+    sequences, which all go through the head's diagonal SSM. The queries contract them again. With P
+    = 1, the default, channels are multiplied one by one. A starts as S4D-Lin, -1/2 + i pi n. The
+    layer is causal up to rounding (see :func:`long_convolution`). It has no bidirectional form.
 
     Args:
         head_dim: Width P of a head, dividing E.
@@ -97,7 +97,8 @@ class H3(ComparatorMixer):
         x_BTE = masked(x_BTE, key_mask)
         q, k, v = self.q_proj(x_BTE), self.k_proj(x_BTE), self.v_proj(x_BTE)
         dtype = computation_dtype(x_BTE.dtype)
-        # The shift SSM is a convolution whose last tap is the present, with D added to it.
+        # The shift SSM is a convolution. Its last tap is for the present token, and D is added to
+        # it.
         taps = self.shift_c.flip(1).to(dtype)
         taps = torch.cat([taps[:, :-1], taps[:, -1:] + self.shift_skip.to(dtype)[:, None]], 1)
         shifted, _ = causal_conv1d(k.to(dtype), taps)
@@ -118,9 +119,9 @@ class H3(ComparatorMixer):
 def hippo_normal(size: int) -> tuple[Tensor, Tensor]:
     """HiPPO-N's eigenvalues with a positive imaginary part (R/2,) and eigenvectors (R, R/2), fp64.
 
-    HiPPO-N is the normal part of HiPPO-LegS: -1/2 on the diagonal,
-    -sqrt(n + 1/2) sqrt(k + 1/2) below it and the opposite sign above. Less its diagonal it is
-    skew-symmetric, so that i times it is Hermitian, with eigenvalues in pairs of opposite sign.
+    HiPPO-N is the normal part of HiPPO-LegS. It has -1/2 on the diagonal, -sqrt(n + 1/2) sqrt(k +
+    1/2) below it, and the opposite sign above it. Without its diagonal it is skew-symmetric. So i
+    times it is Hermitian, and has eigenvalues in pairs of opposite sign.
     """
     root = torch.sqrt(torch.arange(size, dtype=torch.float64, device="cpu") + 0.5)
     lower = torch.tril(root[:, None] * root[None, :], -1)
@@ -134,8 +135,9 @@ def hippo_normal(size: int) -> tuple[Tensor, Tensor]:
 def constant_scan(decay_P: Tensor, inputs_BTP: Tensor) -> Tensor:
     """``x_t = decay x_{t-1} + inputs_t`` for all t, in log2(T) parallel steps.
 
-    The associative scan of the paper's appendix, ``(a, x) . (b, y) = (ab, bx + y)``; as the decay
-    does not change, the first element of a pair is its power of 2. Exactly causal.
+    This is the associative scan of the paper's appendix, ``(a, x) . (b, y) = (ab, bx + y)``. The
+    decay is constant, so the first element of a pair is ``decay`` to a power of 2. It is exactly
+    causal.
     """
     x_BTP, shift = inputs_BTP, 1
     while shift < x_BTP.shape[1]:
@@ -151,10 +153,10 @@ class S5(ComparatorMixer):
         x_k = e^{Lambda dt} x_{k-1} + Lambda^{-1} (e^{Lambda dt} - 1) B~ u_k   (zero-order hold)
         out = gelu(y) * sigmoid(gelu(y) W)
 
-    Lambda starts as HiPPO-N's eigenvalues, in ``num_blocks`` equal blocks, and B~ = V^-1 B,
-    C~ = C V with its eigenvectors V. One of each conjugate pair is kept, hence 2 Re. The steps dt
-    are learnt, one per state. Bidirectional: a second scan from the end to the start, with a
-    readout C~ of its own.
+    Lambda starts as HiPPO-N's eigenvalues, in ``num_blocks`` equal blocks. B~ = V^-1 B and C~ = C V
+    with its eigenvectors V. Only one of each conjugate pair is kept, so the code has 2 Re. The
+    steps dt are learnt, one per state. A bidirectional layer has a second scan from the end to the
+    start, with its own C~.
 
     Args:
         num_states: Total number of real states; ``hidden_size`` if None.
@@ -183,7 +185,7 @@ class S5(ComparatorMixer):
         self.log_real = nn.Parameter(torch.empty(half))
         self.imaginary = nn.Parameter(torch.empty(half))
         self.log_step = nn.Parameter(torch.empty(half))
-        # The last dimension is real and imaginary part.
+        # The last dimension has the real and the imaginary part.
         self.b = nn.Parameter(torch.empty(half, hidden_size, 2))
         self.c = nn.Parameter(torch.empty(1 if causal else 2, hidden_size, half, 2))
         self.skip = nn.Parameter(torch.empty(hidden_size))
@@ -197,7 +199,8 @@ class S5(ComparatorMixer):
         values, vectors = hippo_normal(size)
         dtype, device = torch.float64, "cpu"
         blocks = self.num_blocks
-        # B and C are drawn in the real basis, with unit variance out of unit variance in.
+        # B and C are drawn in the real basis. Inputs of unit variance give outputs of unit
+        # variance.
         b = torch.randn(blocks, size, self.hidden_size, dtype=dtype, device=device)
         c = torch.randn(*self.c.shape[:2], blocks, size, dtype=dtype, device=device)
         b = vectors.mH @ (b / math.sqrt(self.hidden_size)).to(vectors.dtype)
@@ -213,7 +216,7 @@ class S5(ComparatorMixer):
         }
 
     def eigenvalues(self, dtype: torch.dtype) -> Tensor:
-        """Lambda (P,), its real part below 0."""
+        """Lambda (P,), with a real part below 0."""
         return torch.complex(-torch.exp(self.log_real.to(dtype)), self.imaginary.to(dtype))
 
     def discretise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -224,7 +227,7 @@ class S5(ComparatorMixer):
         return torch.exp(step_P), (torch.expm1(step_P) / values_P)[:, None] * b_PE
 
     def states(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
-        """The states after each token, (B, T, P) complex, of either direction."""
+        """The states after each token, (B, T, P) complex, for each direction."""
         dtype = computation_dtype(x_BTE.dtype)
         decay_P, b_PE = self.discretise(dtype)
         inputs = x_BTE.to(b_PE.dtype) @ b_PE.mT

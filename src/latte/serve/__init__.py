@@ -1,1 +1,1 @@
-"""Runs a trained model in another project's engine: Transformers' server, or vLLM."""
+"""Serving a trained model by another project's engine: Transformers' server, or vLLM."""

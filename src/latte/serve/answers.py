@@ -1,9 +1,9 @@
-"""How Transformers' request handlers get their answers.
+"""The managers from which Transformers' request handlers get their answers.
 
-A handler gets the tokens of an answer from its manager: all together, or each as it is computed.
-There are two managers here. :class:`Answers` sends requests to the loop that decodes them together.
-:class:`OneByOne` answers one request after the other with ``generate``. It is used where a step is
-compiled, or where a model keeps no state.
+A handler gets the tokens of an answer from its manager: all together, or one by one as they are
+computed. There are two managers here. :class:`Answers` sends requests to the loop that decodes them
+together. :class:`OneByOne` answers one request after the other with ``generate``. It is used if a
+step is compiled, or if a model keeps no state.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from latte.serve.states import Ids
 
 @dataclass
 class Call:
-    """What belongs to one request and has no place in the handlers' own arguments.
+    """The data of one request that is not among the handlers' own arguments.
 
     Attributes:
-        seed: of its random numbers.
-        penalties: of tokens that the answer has had.
-        bounded: whether the request itself limits the length of its answer.
-        most_likely: each token comes with the probabilities of this number of most likely tokens;
-            None: no probabilities.
-        scores: the tokens of the answer with their probabilities.
-        longest: tokens of prompt and answer together; None: no bound.
-        reused: after the answer has begun, a call of it returns how many tokens of the prompt had
-            been read before.
+        seed: Seed of its random numbers.
+        penalties: Penalties of tokens that are in the answer already.
+        bounded: Whether the request itself limits the length of its answer.
+        most_likely: Number of most likely tokens whose probabilities are given with each token;
+            None gives no probabilities.
+        scores: Tokens of the answer with their probabilities.
+        longest: Largest number of tokens of prompt and answer together; None is no limit.
+        reused: Function that returns the number of tokens of the prompt that had been read
+            before. It may be called after the answer has begun.
     """
 
     seed: int | None = None
@@ -63,10 +63,10 @@ class Call:
     reused: Callable[[], int] = lambda: 0
 
     def bound(self, config: GenerationConfig, prompt: int) -> None:
-        """Refuse a prompt of too many tokens, and end its answer where no more are allowed.
+        """Refuse a prompt of too many tokens, and limit the length of its answer.
 
         Raises:
-            BadRequest: prompt and answer would be too long.
+            BadRequest: Prompt and answer would be too long.
         """
         if self.longest is None:
             return
@@ -91,7 +91,7 @@ class ScoredText(str):
 
 
 class Streamer(DirectStreamer):
-    """Passes tokens on to a handler as text; ``gone`` is set when its client has left.
+    """Passes tokens on to a handler as text. ``gone`` is set when its client has disconnected.
 
     The loop adds to the list ``scores`` if the request wants probabilities.
     """
@@ -119,7 +119,7 @@ class Streamer(DirectStreamer):
 
 
 def stream_error(error: Exception) -> _StreamError:
-    """An error in the middle of a stream; handlers put it between two quotes."""
+    """The text of an error in the middle of a stream. Handlers put it between two quotes."""
     return _StreamError(json.dumps(one_line(error))[1:-1])
 
 
@@ -222,7 +222,7 @@ class Answers(BaseGenerateManager):
     def _follow(
         self, inputs: Any, ids: Ids
     ) -> Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None]:
-        """What the next request is likely to begin with, given the answer to this one."""
+        """The likely beginning of the next request, given the answer to this one."""
 
         def chat(written: list[int]) -> tuple[Ids, tuple[int, ...]] | None:
             text = self._prompts.decode(written, skip_special_tokens=True)
@@ -242,7 +242,7 @@ class Answers(BaseGenerateManager):
 
 
 def begun(prompts: Prompts, inputs: Any) -> tuple[Ids, tuple[int, ...]]:
-    """A prompt's tokens as the model reads them, the start token included, and its marks."""
+    """A prompt's tokens as the model reads them, with the start token, and its marks."""
     own = inputs["input_ids"][0].cpu().numpy().astype(np.int32)
     ids = prompts.begin(own)
     added = len(ids) - len(own)
@@ -253,7 +253,7 @@ class OneByOne(GenerateManager):
     """Answers one request after the other in one thread, with ``generate``.
 
     Args:
-        reader: reads prompts into caches, with the states that it keeps; None for a model without.
+        reader: Reader of prompts into caches, with kept states; None for a model without states.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class OneByOne(GenerateManager):
         self._ended.set()
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, config, **options):  # type: ignore
-        # Transformers' streamer is stopped at the next token that comes.
+        # Transformers' streamer stops at the next token.
         return super().generate_streaming(*self._begin(inputs, config), config, **options)
 
     async def generate_non_streaming(  # type: ignore[override]
@@ -290,7 +290,7 @@ class OneByOne(GenerateManager):
         return text, inputs["input_ids"].shape[-1], ids
 
     def _begin(self, inputs: Any, config: GenerationConfig) -> tuple[Any, Any, dict[str, Any]]:
-        """What replaces the model here, the tokenizer, and the prompt for ``generate``."""
+        """The replacement of the model, the tokenizer, and the prompt, for ``generate``."""
         call = CALL.get()
         asked = {"logprobs": call.most_likely is not None, "penalties": any(call.penalties)}
         for name in (name for name in asked if asked[name]):
@@ -307,12 +307,12 @@ class OneByOne(GenerateManager):
 
 @dataclass
 class _Turn:
-    """Generates one answer, in the thread of all answers, after its prompt has been read."""
+    """Generates one answer after its prompt has been read, in the thread of all answers."""
 
     model: Any
     reader: Reader | None
     counters: Counters
-    ended: threading.Event  # the server's end
+    ended: threading.Event  # set when the server ends
     ids: Ids
     marks: tuple[int, ...]
     seed: int | None

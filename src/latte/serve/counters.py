@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text format at ``/metrics``."""
+"""The counters of a server, in Prometheus' text format at ``/metrics``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore
 
-# Seconds: from a step of a small model to the reading of a book.
+# In seconds, from a step of a small model to the time for reading a book.
 TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -61,7 +61,7 @@ class Counters:
         self._read.inc(tokens)
 
     def wrote(self, seconds: float, *, first: bool) -> None:
-        """Count a token, and its time since the token before it or since its request."""
+        """Count a token, and the time since the token before it or since its request."""
         self._written.inc()
         (self._first if first else self._next).observe(seconds)
 

@@ -35,9 +35,9 @@ from latte.serve.states import Ids
 
 logger = logging.get_logger(__name__)
 
-AHEAD = 32  # answers that wait to be read once more; older ones are left
-FORWARD = 32  # tokens that could be read in the time that a forward over few takes at least
-PATIENCE = 8  # steps of running answers, between which a piece of such an answer is read
+AHEAD = 32  # largest number of answers that wait to be read once more; older ones are dropped
+FORWARD = 32  # number of tokens that a forward can read in the time that it needs for few
+PATIENCE = 8  # number of steps between two pieces of such an answer, while other answers run
 
 
 @dataclass(eq=False)
@@ -45,16 +45,17 @@ class Request:
     """A prompt to be answered. The loop's thread calls ``put`` and then, once, ``end``.
 
     Attributes:
-        ids: of the prompt, at least one.
-        marks: numbers of tokens after which other requests are likely to branch.
-        sampler: chooses the tokens.
-        stops: takes the tokens of the answer so far, and returns whether the answer ends.
-        put: takes a token of the answer.
-        end: the answer is whole, or it failed by this exception.
-        follow: what the next turn will send, given the answer: tokens and marks; or None.
-        most_likely: for each token, ``scores`` gets the probabilities of this number of most
-            likely tokens; None: no probabilities.
-        gone: set by the client's side when no client waits for the answer any more.
+        ids: Ids of the prompt, at least one.
+        marks: Numbers of tokens after which other requests are likely to branch.
+        sampler: Function that chooses the tokens.
+        stops: Function of the tokens of the answer so far: whether the answer ends.
+        put: Function that is called with each token of the answer.
+        end: Function that is called when the answer is complete, or with the exception by which
+            it failed.
+        follow: Function from the answer to the next turn's likely tokens and marks, or to None.
+        most_likely: Number of most likely tokens whose probabilities are added to ``scores`` for
+            each token; None adds no probabilities.
+        gone: Event that is set when no client waits for the answer any more.
     """
 
     ids: Ids
@@ -68,7 +69,7 @@ class Request:
     most_likely: int | None = None
     scores: list[Score] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
-    next: int = 0  # the token that its row reads in the next step
+    next: int = 0  # token that its row reads in the next step
     reused: int = 0
     came: float = field(default_factory=time.perf_counter)
     last: float = 0.0
@@ -76,7 +77,7 @@ class Request:
 
 
 class Ahead:
-    """Answers that are to be read, with what the next turn sends before them."""
+    """Answers that are to be read, with the text that the next turn sends before them."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -91,7 +92,7 @@ class Ahead:
         return bool(self._waiting) or self._reading is not None
 
     def read(self) -> int:
-        """Read one piece, or see that there is none; returns its tokens."""
+        """Read one piece, if there is one. Returns its number of tokens."""
         if self._reading is None:
             request, written = self._waiting.popleft()
             assert request.follow is not None
@@ -99,7 +100,7 @@ class Ahead:
             if next_turn is None:
                 return 0
             ids, marks = next_turn
-            # Where the prompt's own state is gone, it is not worth reading the whole.
+            # If the prompt's own state was removed, reading all of it again would take too long.
             most = max(0, len(ids) - len(request.ids)) + self._reader.piece
             self._reading = self._reader.begin(ids, marks, most=most)
         tokens = self._reading.read() if self._reading.left else 0
@@ -109,11 +110,11 @@ class Ahead:
 
 
 class Engine:
-    """The loop, in a thread of its own.
+    """The loop, in a separate thread.
 
     Args:
-        reader: reads prompts, with the model that answers.
-        slots: requests that are read or decoded at the same time; others wait for their turn.
+        reader: Reader of prompts, with the model that answers.
+        slots: Number of requests that are read or decoded at the same time. Others wait.
     """
 
     def __init__(self, reader: Reader, slots: int, counters: Counters) -> None:
@@ -150,7 +151,7 @@ class Engine:
         while not self._ends:
             try:
                 self._turn()
-            except Exception as error:  # any error: waiting requests get it, later ones are served
+            except Exception as error:  # waiting requests get any error; later requests are served
                 self._fail(self._let_all_go(), error)
         over = BadRequest("the server ends", status=503)
         self._fail([*self._let_all_go(), *self._waiting], over)
@@ -222,7 +223,7 @@ class Engine:
             assert request.reading is not None
             cache, request.reading = request.reading.cache, None
             request.next = int(request.ids[-1])
-            if not cache.get_seq_length():  # no row can begin with nothing
+            if not cache.get_seq_length():  # a row cannot begin with an empty state
                 logits = self._forward([request.next], cache)
                 if self._write(request, request.sampler(logits), logits):
                     continue

@@ -1,4 +1,4 @@
-"""Transformers' request handlers, with checked requests and with what was reused in the usage."""
+"""Transformers' request handlers, with checked requests, and with reused tokens in the usage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from latte.serve.sampling import Penalties, Score
 
 Body = dict[str, Any]
 PENALTIES = ("frequency_penalty", "presence_penalty")
-MENDED = ('"usage":', '"error":')  # what an event may have in it that is not yet as it should be
+MENDED = ('"usage":', '"error":')  # parts of an event that are changed here
 
 
 class Checked(BaseHandler):
@@ -39,7 +39,7 @@ class Checked(BaseHandler):
 
     one_model: tuple[str, Any, Prompts]
     longest: int | None = None
-    last_event = ""  # of a stream, after those of Transformers
+    last_event = ""  # last event of a stream, after those of Transformers
     check: Any = None
 
     async def handle_request(self, body: Body, request_id: str) -> Any:
@@ -74,10 +74,10 @@ class Checked(BaseHandler):
         return name, model, prompts
 
     def _build_generation_config(self, body: Body, *rest: Any, **options: Any) -> Any:
-        # The handlers would set one seed for all requests.
+        # The handlers would set one seed for all requests together.
         call = CALL.get()
         call.seed, call.most_likely = body.get("seed"), most_likely(body)
-        # The handlers read one of the penalties only, and compute it in another way.
+        # The handlers read only one of the penalties, and compute it in another way.
         call.penalties = Penalties(*(body.get(name) or 0.0 for name in PENALTIES))
         own = {name: value for name, value in body.items() if name not in ("seed", *PENALTIES)}
         vocabulary = self.one_model[1].config.get_text_config().vocab_size
@@ -108,7 +108,7 @@ class Checked(BaseHandler):
         return f"data: {json.dumps(fields)}\n\n"
 
     async def _counted(self, events: Any, call: Call) -> AsyncIterator[str]:
-        """A stream's events, with what was reused in its usage."""
+        """A stream's events, with the number of reused tokens in its usage."""
         try:
             async for event in events:
                 yield _mended(event, call) if any(x in event for x in MENDED) else event
@@ -173,7 +173,7 @@ class Responses(Checked, ResponseHandler):
 
 
 def _count(answer: Body, call: Call) -> Body:
-    """An answer, or an event of one, whose usage says what was reused."""
+    """An answer, or an event of one, with the number of reused tokens in its usage."""
     usage = answer.get("usage") or (answer.get("response") or {}).get("usage")
     if isinstance(usage, dict):
         name = "prompt_tokens_details" if "prompt_tokens" in usage else "input_tokens_details"
@@ -182,7 +182,7 @@ def _count(answer: Body, call: Call) -> Body:
 
 
 def _mended(text: str, call: Call) -> str:
-    """Events of a stream: usage that says what was reused, and errors as they are elsewhere."""
+    """Events of a stream, with reused tokens in the usage, and errors in the usual form."""
     events = []
     for event in text.split("\n\n"):
         if event.startswith("data: {") and any(x in event for x in MENDED):

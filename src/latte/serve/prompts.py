@@ -1,11 +1,11 @@
-"""From a request to tokens, and where in them other requests are likely to branch.
+"""From a request to tokens, with the places where other requests are likely to branch.
 
-A client sends the whole chat at every turn. The chat template makes its text. This text begins with
-the text of the turn before, which ends where a message ends or where an answer begins. These places
-are marked, so that states are kept there (:mod:`latte.serve.states`).
+A client sends the whole chat at every turn. The chat template turns it into text. This text begins
+with the text of the turn before, which ends where a message ends or where an answer begins. These
+places are marked, so that states are kept there (:mod:`latte.serve.states`).
 
-Long texts between special tokens are remembered with their tokens: to split a document of 32,000
-tokens anew takes longer than to read the question after it.
+Long texts between special tokens are remembered with their tokens, because splitting a document of
+32,000 tokens again takes longer than reading the question after it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from latte.data.tokenizers import document_ends
 from latte.errors import one_line
 from latte.serve.requests import BadRequest
 
-# For tokenizers without one. The start token comes by itself.
+# For tokenizers without a template. The start token is added elsewhere.
 PLAIN_CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-LONG = 2000  # characters of a text that is remembered
-REMEMBERED = 16_000_000  # characters in all
+LONG = 2000  # least number of characters of a text that is remembered
+REMEMBERED = 16_000_000  # largest number of characters in all
 Messages = list[dict[str, Any]]
 
 
@@ -40,8 +40,8 @@ class Prompt(BatchEncoding):
     """A prompt's tokens, as handlers pass them on.
 
     Attributes:
-        marks: numbers of tokens after which other requests are likely to branch.
-        chat: what it was rendered from: the messages, and the template's options.
+        marks: Numbers of tokens after which other requests are likely to branch.
+        chat: Messages and options of the template from which it was rendered.
     """
 
     marks: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Prompt(BatchEncoding):
 
 
 class Prompts:
-    """A tokenizer, as handlers of requests take it, whose chats are marked."""
+    """A tokenizer for the handlers of requests, which marks its chats."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer  # handlers read it by this name
@@ -72,7 +72,7 @@ class Prompts:
         return getattr(self.tokenizer, name)
 
     def begin(self, ids: np.ndarray) -> np.ndarray:
-        """These tokens after the start token, as documents had it in training."""
+        """These tokens after the start token, as documents in training began."""
         if len(ids) == 0 or (self._begins and ids[0] != self._start):
             return np.concatenate([np.array([self._start], ids.dtype), ids])
         return ids
@@ -87,13 +87,13 @@ class Prompts:
         load_audio_from_video: bool = False,
         **options: Any,
     ) -> Prompt:
-        """The tokens of a chat, marked; the options are those of the tokenizer's own method."""
+        """The tokens of a chat, with marks. The options are those of the tokenizer's own method."""
         options["add_generation_prompt"] = True
         text = self._render(messages, options)
         return self._encode(text, messages, options)
 
     def answered(self, prompt: Prompt, answer: str) -> Prompt | None:
-        """The chat with the answer in it, as its next turn begins; None for what is no chat."""
+        """The chat with the answer, as the next turn begins; None if the prompt was no chat."""
         if prompt.chat is None:
             return None
         messages, options = prompt.chat
@@ -111,7 +111,7 @@ class Prompts:
         return prompt
 
     def _ends(self, text: str, messages: Messages, options: dict[str, Any]) -> Iterator[int]:
-        """Where each message ends in the text, or the opening of the answer to it."""
+        """The end of each message in the text, or of the opening of the answer to it."""
         roles = [message.get("role") for message in messages]
         answered = options["add_generation_prompt"]
         for count in range(1, len(messages) + 1):
@@ -127,7 +127,7 @@ class Prompts:
                 yield len(before)
 
     def _begin_alike(self) -> bool:
-        """Whether an answer follows its opening in a longer chat, as in most templates."""
+        """Whether, in a longer chat too, an answer follows its opening, as in most templates."""
         opening = self._render([USER], {"add_generation_prompt": True}, strict=False)
         after = self._render([USER, ANSWER], {"add_generation_prompt": False}, strict=False)
         return bool(opening) and after.startswith(opening)
@@ -136,7 +136,7 @@ class Prompts:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
-            # A template may refuse a part of a chat that it takes as a whole.
+            # A template may accept a whole chat but refuse a part of it.
             if not strict:
                 return ""
             said = f"messages: the model's chat template does not take them: {one_line(error)}"
@@ -147,7 +147,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 
 
 class Splits:
-    """Texts as tokens; long texts that begin with a special token are remembered.
+    """Texts as tokens. Long texts that begin with a special token are remembered.
 
     A tokenizer first finds the special tokens of a text. It then splits each part between them
     separately. So the text can be cut before each special token, and its tokens stay the same.
@@ -171,15 +171,15 @@ class Splits:
         self._lock = threading.RLock()
 
     def check(self, text: str) -> None:
-        """Stop cutting texts if this text has other tokens when it is cut."""
+        """Turn cutting off if this text gives other tokens when it is cut."""
         if self.encode(text)[0].tolist() != self._encoding(text).ids:
             self._special, self._pattern = [], None
             self._known.clear()
 
     def encode(self, text: str) -> tuple[np.ndarray, Any]:
-        """The tokens (T,) int32, and a function: the tokens that end before a character.
+        """The tokens (T,) int32, and a function: the number of tokens before that of a character.
 
-        Any thread may call it: the handlers and the loop that answers both split texts.
+        Any thread may call it, because the handlers and the loop that answers both split texts.
         """
         with self._lock:
             return self._encode(text)
@@ -206,7 +206,7 @@ class Splits:
         return np.concatenate(ids) if ids else np.zeros(0, np.int32), before
 
     def _parts(self, text: str) -> Iterator[tuple[int, str]]:
-        """The text, cut before its special tokens: where each part begins, and the part."""
+        """The parts of the text, cut before its special tokens, each with its first character."""
         starts = {0}
         if self._pattern is not None:
             starts |= {match.start() for match in self._pattern.finditer(text)}
@@ -214,7 +214,7 @@ class Splits:
             yield begin, text[begin:end]
 
     def _split(self, text: str) -> tuple[np.ndarray, Any]:
-        """Tokens, and the encoding if the text was not remembered."""
+        """The tokens, and the encoding if the text was not remembered."""
         if text in self._known:
             self._known.move_to_end(text)
             return self._known[text], None

@@ -21,17 +21,17 @@ from latte.layers.state import map_tensors
 from latte.models.cache import LatteCache
 from latte.serve.states import Ids, Piece, StateStore, pieces_of, root_of
 
-EVERY = 4096  # tokens of a long text, after which a state is kept
+EVERY = 4096  # number of tokens of a long text after which a state is kept
 
 
 class Reader:
     """Reads prompts with one model, from one thread.
 
     Args:
-        model: a language model whose cache is a :class:`LatteCache`.
-        piece: the most tokens that one forward reads.
-        store: the kept states, from which reading continues; by default nothing is kept.
-        new_cache: makes an empty cache.
+        model: Language model whose cache is a :class:`LatteCache`.
+        piece: Largest number of tokens that one forward reads.
+        store: Kept states, from which reading continues. By default nothing is kept.
+        new_cache: Function that makes an empty cache.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Reader:
         self.store = StateStore(0) if store is None else store
         self.new_cache = new_cache or (lambda: LatteCache(model.config))
         layers = range(model.config.num_hidden_layers)
-        # A state that grows is large: it is kept at ends of messages and prompts only.
+        # A state that grows is large. It is kept only at ends of messages and prompts.
         grows = any(model.config.state_grows(index) for index in layers)
         self._every = None if grows else max(1, EVERY // piece) * piece
         self._root = root_of(model)
@@ -57,8 +57,8 @@ class Reader:
         """Begin to read tokens (T,), after those that have been read before.
 
         Args:
-            marks: numbers of tokens after which other requests are likely to branch.
-            most: tokens that may be left to read; if there are more, none are read.
+            marks: Numbers of tokens after which other requests are likely to branch.
+            most: Largest number of tokens left to read. If there are more, none are read.
         """
         pieces = self.pieces(ids, marks)
         done, kept = self.store.longest(pieces, ids)
@@ -75,9 +75,9 @@ class Reading:
     """A prompt that is being read.
 
     Attributes:
-        cache: has read the tokens before ``at``.
-        left: pieces still to be read.
-        reused: tokens that had been read before.
+        cache: Cache that has read the tokens before ``at``.
+        left: Pieces still to be read.
+        reused: Number of tokens that had been read before.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Reading:
         decoder = model.get_decoder()
         decoder(tokens.to(model.device), past_key_values=self.cache, use_cache=True)
         read, self.at = piece.end - self.at, piece.end
-        # Same memory layout as a kept state, kept or not: the last bits depend on it too.
+        # The memory layout is that of a kept state in any case, because the last bits depend on it.
         for layer in self.cache.layers:
             layer.state = map_tensors(_laid_out, layer.state)
         if piece.branches:

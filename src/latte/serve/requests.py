@@ -20,7 +20,7 @@ Body = dict[str, Any]
 
 
 class BadRequest(ValueError):
-    """A request that is refused; ``param`` is the field, ``code`` OpenAI's word for the reason."""
+    """A refused request. ``param`` is the field, ``code`` is OpenAI's word for the reason."""
 
     def __init__(
         self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None
@@ -37,7 +37,7 @@ def error_body(
 
 
 class Field(NamedTuple):
-    """What a field must be, in words and as a test."""
+    """The requirement of a field, in words and as a test."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -56,13 +56,13 @@ def _between(low: float, high: float) -> Field:
 
 
 def _only(*values: Any) -> Field:
-    """Values that change nothing: the server does the same without them."""
+    """Values that are accepted because they change nothing."""
     said = " or ".join(json.dumps(value) for value in values) or "null"
     return Field(f"{said} (nothing else is served)", lambda x: x in values and x is not True)
 
 
 def _is_text(value: Any) -> bool:
-    """A string without lone surrogates: JSON can have them, but no tokenizer takes them."""
+    """A string without lone surrogates. JSON can have them, but no tokenizer accepts them."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:
@@ -99,7 +99,7 @@ BIAS = Field(
         and all(k.isdecimal() and _is_number(v) and abs(v) <= 100 for k, v in x.items())
     ),
 )
-# What the server says itself when it applies a template.
+# Arguments that the server itself passes when it applies a template.
 OWN = {"chat_template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 OWN |= {"tokenize", "return_dict", "return_tensors", "load_audio_from_video", "conversation"}
 OWN |= {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -108,7 +108,7 @@ TEMPLATE = Field(
 )
 PLAIN_TEXT = Field('{"type": "text"} (nothing else is served)', lambda x: x == {"type": "text"})
 
-# Fields that every endpoint has. What is missing or null is left to its default.
+# Fields of every endpoint. A field that is missing or null has its default.
 COMMON: dict[str, Field] = {
     "model": TEXT,
     "stream": YES_OR_NO,
@@ -172,7 +172,7 @@ OF_RESPONSES = COMMON | {
     "truncation": _only("disabled"),
     "top_logprobs": _only(0),
 }
-# What Transformers' `generation_config`, a JSON object in a string, may hold.
+# Allowed entries of Transformers' `generation_config`, a JSON object in a string.
 SAMPLING: dict[str, Field] = {
     "do_sample": YES_OR_NO,
     "temperature": TEMPERATURE,
@@ -202,7 +202,7 @@ def check_completion(body: Body) -> None:
     """A request to /v1/completions.
 
     Raises:
-        BadRequest: a field has a value that is not allowed.
+        BadRequest: A field has a value that is not allowed.
     """
     _check(body, OF_COMPLETIONS, "prompt")
     _check_generation_config(body)
@@ -221,14 +221,14 @@ def check_chat(body: Body) -> None:
 
 
 def most_likely(body: Body) -> int | None:
-    """How many most likely tokens to return with each token; None: no probabilities."""
+    """Number of most likely tokens to return with each token; None is no probabilities."""
     if "messages" in body:
         return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     return body.get("logprobs")
 
 
 def check_response(body: Body) -> None:
-    """A request to /v1/responses, which streams where it says so; as :func:`check_completion`."""
+    """A request to /v1/responses, which streams only if it says so; see `check_completion`."""
     _check(body, OF_RESPONSES, "input")
     if not body["input"]:
         raise BadRequest("input: expected some text or messages, got none", "input")

@@ -1,8 +1,8 @@
 """The sequences that are decoded together: one cache, a row for each.
 
-A new row begins with the state after its prompt. A row can be removed at any time; the states of
-the other rows are copied unchanged. In layers of full attention, whose states grow, rows are padded
-on the left.
+A new row begins with the state after its prompt. A row can be removed at any time. The states of
+the other rows are then copied unchanged. The states of layers with full attention grow. Their rows
+are padded on the left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from latte.ops.state import WindowState
 
 
 def joined(config: Any, caches: Sequence[LatteCache]) -> LatteCache:
-    """One cache with the rows of all these caches, which must not be used any more.
+    """One cache with the rows of all these caches. These must not be used any more.
 
     Each cache has read at least one token.
     """
@@ -35,7 +35,7 @@ def joined(config: Any, caches: Sequence[LatteCache]) -> LatteCache:
         if layer.grows:
             each = _of_one_length(each)
             assert each[0].window is not None
-            seen = each[0].window.mask.shape[1]  # tokens that are held, padding included
+            seen = each[0].window.mask.shape[1]  # number of tokens in it, padding included
         states.append(_cat(each))
     for layer, state in zip(cache.layers, states, strict=True):
         layer.update(state, seen)

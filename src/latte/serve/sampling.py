@@ -14,9 +14,9 @@ from latte.serve.states import Ids
 
 
 class Score(NamedTuple):
-    """A token, the logarithm of its probability, and the most likely ones with theirs.
+    """A token with the logarithm of its probability, and the most likely tokens with theirs.
 
-    They are of the model's own distribution, before temperature and penalties.
+    Probabilities are those of the model, before temperature and penalties.
     """
 
     token: int
@@ -34,7 +34,7 @@ def score(logits_1V: Tensor, token: int, most: int) -> Score:
 
 
 class Penalties(NamedTuple):
-    """OpenAI's: a token's logit loses one per use in the answer, and the other if used at all."""
+    """OpenAI's penalties: a token's logit loses one per use in the answer, the other only once."""
 
     frequency: float = 0.0
     presence: float = 0.0
@@ -47,10 +47,10 @@ class Sampler:
     """Chooses tokens as ``generate`` does, with Transformers' own logits processors.
 
     Args:
-        model: with the defaults of what a configuration leaves open.
-        config: the request's: temperature, nucleus, penalties, bias.
-        ids: of the prompt, which penalties count too.
-        seed: of this request's random numbers; the same seed, the same answer.
+        model: Language model. Its defaults replace values that ``config`` does not set.
+        config: Settings of the request: temperature, nucleus, penalties, bias.
+        ids: Ids of the prompt, which penalties count too.
+        seed: Seed of this request's random numbers. The same seed gives the same answer.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Sampler:
             else:
                 self._generator.manual_seed(seed)
         self._penalties, self._counts = penalties, Counter[int]()
-        # Processors read all tokens: these are in a buffer whose size doubles when it is full.
+        # Processors read all tokens. These are in a buffer whose size doubles when it is full.
         self._length = len(ids)
         self._ids: Tensor | None = None
         if len(self._processors):
@@ -83,11 +83,11 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken as it is."""
+        """Whether the most likely token is always chosen."""
         return self._generator is None and not len(self._processors) and not any(self._penalties)
 
     def __call__(self, logits_1V: Tensor) -> int:
-        """The next token; the logits (1, V) are fp32."""
+        """The next token, from the logits (1, V) in fp32."""
         if any(self._penalties) and self._counts:
             tokens = torch.tensor(list(self._counts), device=logits_1V.device)
             counts = torch.tensor(list(self._counts.values()), device=logits_1V.device)
@@ -114,11 +114,11 @@ class Sampler:
 def ends(
     tokenizer: Any, config: GenerationConfig, strings: Sequence[str]
 ) -> Callable[[list[int]], bool]:
-    """Tells whether an answer's tokens are whole: an end token, a stop string, enough of them."""
+    """Whether an answer has ended: by an end token, a stop string, or the limit of its length."""
     eos = config.eos_token_id
     last = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     most = config.max_new_tokens
-    # A token has at least one byte, so a stop string is within this number of last tokens.
+    # A token has at least one byte, so a stop string is within this number of the last tokens.
     tail = 1 + max((len(string.encode()) for string in strings), default=0)
 
     def whole(written: list[int]) -> bool:

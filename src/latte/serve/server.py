@@ -33,23 +33,26 @@ ROUTES = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
     *("/health", "/metrics"),
 )
-# A CPU reads 256 tokens per forward nearly as fast as more; others wait a quarter of a second.
+# A CPU reads 256 tokens per forward nearly as fast as more. Other requests wait a quarter of a
+# second.
 PIECES = {"cpu": 256, "other": 2048}
-GRACE = 3  # seconds in which answers may end when the server is asked to
+GRACE = 3  # number of seconds that answers have to end when the server ends
 
 
 @dataclass
 class Serving:
-    """How requests are served.
+    """Settings of a server.
 
     Attributes:
-        compiled: compile a step of decoding before the first request, and answer one by one.
-        slots: requests that share a step, at most.
-        piece: tokens of a prompt that are read between two steps, at most; None: :data:`PIECES`.
-        state_cache: bytes of states that are kept in memory; 0 keeps none.
-        state_folder: keep them here too, for the next start.
-        state_folder_room: bytes of files there.
-        longest: tokens that prompt and answer may have together; None: no bound.
+        compiled: Whether to compile a step of decoding before the first request. Requests are then
+            answered one by one.
+        slots: Largest number of requests that share a step.
+        piece: Largest number of tokens of a prompt that are read between two steps; None is
+            :data:`PIECES`.
+        state_cache: Number of bytes of states that are kept in memory; 0 keeps none.
+        state_folder: Folder where states are also kept, for the next start.
+        state_folder_room: Largest number of bytes of files in that folder.
+        longest: Largest number of tokens of prompt and answer together; None is no limit.
     """
 
     compiled: bool = False
@@ -84,12 +87,13 @@ def serve(
     """Answer requests until interrupted.
 
     Args:
-        checkpoint: a folder; as it is written here it is the model's name in requests.
-        port: 0 takes a free one. The address is printed once requests are taken.
+        checkpoint: Folder of the model. It is the model's name in requests, exactly as given here.
+        port: Number of the port; 0 takes a free one. The address is printed when the server is
+            ready.
 
     Raises:
-        LatteError: the extra is not installed, the port is in use, no such checkpoint or no
-            tokenizer in it, a model whose step cannot be compiled, a folder for states that cannot
+        LatteError: The extra is not installed, the port is in use, there is no such checkpoint or
+            no tokenizer in it, the model's step cannot be compiled, or the folder of states cannot
             be written.
     """
     parts = ("transformers.cli.serving.systemone", "prometheus_client")
@@ -113,9 +117,12 @@ def serve(
 
 @contextlib.contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """uvicorn ends in good order, and raises the signal again: states are still to be written."""
+    """Turn SIGTERM into KeyboardInterrupt.
+
+    uvicorn raises the signal again at its end, when the states are not written yet.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # whoever has started this thread handles signals
+        yield  # the program that started this thread handles signals
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -125,7 +132,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; they wait until the server runs."""
+    """A socket that accepts connections. They wait until the server runs."""
     if not 0 <= port <= 65535:
         raise LatteError(f"port: expected 0 to 65535, got {port}")
     try:
@@ -142,7 +149,7 @@ def listen(host: str, port: int) -> socket.socket:
 def make_server(
     name: str, model: Any, tokenizer: Any, serving: Serving
 ) -> tuple[Any, Callable[[], None]]:
-    """A uvicorn server with Transformers' handlers over one model, and what ends its threads."""
+    """A uvicorn server with Transformers' handlers over one model; a function ends its threads."""
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
@@ -156,7 +163,7 @@ def make_server(
     manager, counters, close = make_answers(model, prompts, serving)
 
     class OneModel(ModelManager):
-        """The model; nothing else is ever loaded."""
+        """The model. No other model is ever loaded."""
 
         def __init__(self) -> None:
             super().__init__(model_timeout=-1)
@@ -184,14 +191,14 @@ def make_server(
         handler.one_model, handler.longest = (name, model, prompts), serving.longest
     absent: Any = {"transcription_handler": None, "systemone_handler": None}
     app = build_server(**parts, **made, **absent)
-    # The others load models by name, or are for models of another kind.
+    # The other routes load models by name, or are for other kinds of models.
     served = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.router.routes[:] = served
     add_metrics(app, counters)
     add_errors(app)
 
     class Ending(uvicorn.Server):
-        """Answers that are not whole after some seconds end in an error, so that it can end."""
+        """End unfinished answers with an error after some seconds, so that the server can end."""
 
         async def shutdown(self, sockets: Any = None) -> None:
             asyncio.get_running_loop().call_later(GRACE, manager.stop)
@@ -204,7 +211,7 @@ def make_server(
 
 
 def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, Callable[[], None]]:
-    """What answers requests, its counters, and what ends its threads."""
+    """The manager that answers requests, its counters, and a function that ends its threads."""
     from latte.models import LatteCache
     from latte.serve.answers import Answers, OneByOne
     from latte.serve.counters import Counters
@@ -228,10 +235,10 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
             folder.close()
 
     if serving.compiled:
-        # No length matters where no state grows.
+        # Without a state that grows, the length does not matter.
         reader = Reader(model, piece, store, lambda: LatteCache(model.config, max_cache_len=2))
         manager = OneByOne(model, prompts, reader, counters)
-        # In the thread that answers requests.
+        # This runs in the thread that answers requests.
         step = manager.submit(compile_step, model, 2).result()
         model.generation_config.compile_config = step
         return manager, counters, close
@@ -245,10 +252,9 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
 
 
 def _prepare(model: Any, tokenizer: Any) -> None:
-    """Give a model what requests leave open.
+    """Set a model's defaults for requests: the sampling, and the end of the text.
 
-    Sampling at temperature 1 unless the checkpoint says otherwise, as clients expect; the end of
-    the text.
+    It samples at temperature 1 unless the checkpoint says otherwise, as clients expect.
     """
     defaults = model.generation_config
     defaults.update(**text_ends(model, tokenizer))
@@ -266,7 +272,7 @@ def add_metrics(app: Any, counters: Any) -> None:
 
 
 def add_errors(app: Any) -> None:
-    """Every error is one line of JSON, as OpenAI's are, with its status."""
+    """Make every error one line of JSON in OpenAI's form, with its status."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
@@ -309,14 +315,14 @@ def _check_compiled(model: Any) -> None:
 def _until_gone(
     app: Callable[..., Awaitable[None]], counters: Any
 ) -> Callable[..., Awaitable[None]]:
-    """The application, whose work on a request is cancelled when its client has gone."""
+    """The application. It cancels the work on a request when its client has disconnected."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
         messages: asyncio.Queue[Any] = asyncio.Queue(1)
-        status = 499  # the client has gone before any answer
+        status = 499  # the client has disconnected before an answer
 
         async def listen() -> None:
             while True:
@@ -334,7 +340,7 @@ def _until_gone(
         listening = asyncio.ensure_future(listen())
         try:
             await asyncio.wait({work, listening}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when the server ends, and cancels this
+        finally:  # this also runs when the server ends and cancels the request
             if not work.done():
                 work.cancel()
             listening.cancel()

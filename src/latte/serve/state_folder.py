@@ -25,27 +25,27 @@ from latte.serve.states import Ids, Kept
 
 logger = logging.get_logger(__name__)
 
-WAITING = 64  # most states that wait for the disk; further ones are not written
+WAITING = 64  # largest number of states that wait for the disk; further ones are not written
 
 
 class StateFolder:
-    """State files of one model in a folder, of at most ``room`` bytes; the oldest leaves first.
+    """State files of one model in a folder, at most ``room`` bytes. The oldest is removed first.
 
     Args:
-        path: made if need be. Each model has a folder of its own in it.
-        model: whose states they are.
-        room: bytes of files.
+        path: Folder; it is made if it does not exist. Each model has its own folder in it.
+        model: Model that the states belong to.
+        room: Largest number of bytes of the files.
 
     Raises:
-        LatteError: a folder that cannot be made or written.
+        LatteError: The folder cannot be made or written.
     """
 
     def __init__(self, path: str | Path, model: Any, room: int) -> None:
         self.path, self.room = Path(path).expanduser() / fingerprint(model)[:16], room
         self._decoder = weakref.ref(model.get_decoder())
         self._waiting: queue.Queue[tuple[bytes, Kept] | None] = queue.Queue(WAITING)
-        self._lock = threading.Lock()  # of what the folder holds, which two threads change
-        self._held: dict[str, int] = {}  # bytes by the name of a file, the oldest used first
+        self._lock = threading.Lock()  # for the contents of the folder, which two threads change
+        self._held: dict[str, int] = {}  # bytes by file name, the least recently used first
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
@@ -61,7 +61,7 @@ class StateFolder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes of all files."""
         with self._lock:
             return sum(self._held.values())
 
@@ -90,7 +90,7 @@ class StateFolder:
         return Kept.of(cache, read)
 
     def put(self, name: bytes, kept: Kept) -> None:
-        """Have a state written, if the disk is fast enough; does not wait for it."""
+        """Have a state written, if the disk is fast enough. This call does not wait."""
         if self._file(name).name in self._held:
             return
         try:
@@ -155,7 +155,7 @@ class StateFolder:
 
 
 def _runs(process: str) -> bool:
-    """Whether there is a process of this number."""
+    """Whether there is a process with this number."""
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, ValueError, OverflowError):

@@ -13,10 +13,10 @@ says which tokens were read, and in which pieces.
     pieces     | system prompt | the user's document, first 512 | ... | question |
     names      h1 = H(h0, piece)  h2 = H(h1, piece)              ...
 
-**How it is found again.** The pieces of a new prompt have names too. The longest piece whose name
-is in the store is where reading begins; its tokens are compared one by one as well. A prompt is cut
-in the same places whatever the store holds, and the state is the same to the bit, so that an answer
-is the same with and without the store.
+**How it is found again.** The pieces of a new prompt have names too. Reading begins after the last
+piece whose name is in the store. Its tokens are also compared one by one. A prompt is cut in the
+same places whatever the store holds, and the state is the same to the bit. So an answer is the same
+with and without the store.
 
 The store holds copies on the CPU, and returns copies. The least recently used state is removed
 first.
@@ -40,13 +40,13 @@ from latte.models.state_file import fingerprint
 
 Ids = np.ndarray  # (T,) int32
 States = tuple[MixerState, ...]
-NAME = 24  # bytes of a name
+NAME = 24  # number of bytes of a name
 
 
 class Piece(NamedTuple):
-    """Tokens of one forward, up to ``end``; ``name`` is the name of the state after them.
+    """Tokens of one forward, up to ``end``. ``name`` is the name of the state after them.
 
-    ``branches``: whether other requests are likely to continue from here.
+    ``branches`` says whether other requests are likely to continue from here.
     """
 
     end: int
@@ -60,12 +60,12 @@ def pieces_of(
     """The places where the pieces of a text end, the text's end included.
 
     Args:
-        ids: of all tokens to be read.
-        root: what the first name is made of: the model's identity.
-        piece: the most tokens that one forward reads.
-        marks: places where requests branch, as numbers of tokens before them. Where a client marks
-            none, the last multiple of ``piece`` is one: it is cut in a longer text too.
-        every: each multiple of this number of tokens is such a place, too.
+        ids: Ids of all tokens to be read.
+        root: Identity of the model, from which the first name is made.
+        piece: Largest number of tokens that one forward reads.
+        marks: Places where requests branch, as numbers of tokens before them. If a client marks
+            none, the last multiple of ``piece`` is one, because a longer text is cut there too.
+        every: Number of tokens. Each multiple of it is such a place too.
     """
     length = len(ids)
     grid = range(piece, length + 1, piece)
@@ -80,7 +80,7 @@ def pieces_of(
 
 
 def root_of(model: Any) -> bytes:
-    """A hash of what makes the states of this model its own: weights, configuration, versions."""
+    """A hash of all that this model's states depend on: weights, configuration, versions."""
     import latte
 
     about = f"{fingerprint(model)} {latte.__version__} {torch.__version__}"
@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, cache: LatteCache, ids: Ids) -> Kept:
-        """A copy of what a cache holds after these tokens."""
+        """A copy of the cache's contents after these tokens."""
         copies = (map_tensors(_to_cpu, layer.state) for layer in cache.layers)
         return cls(tuple(copies), ids.copy())
 
@@ -114,43 +114,43 @@ class Kept(NamedTuple):
         for layer, module, state in zip(cache.layers, decoder.layers, self.states, strict=True):
             to_device = partial(torch.Tensor.to, device=next(module.parameters()).device, copy=True)
             layer.update(map_tensors(to_device, state), len(self.ids))
-        choose_cache(decoder, cache, True, None)  # a state file asks whose states these are
+        choose_cache(decoder, cache, True, None)  # a state file needs to know the model
 
 
 def _to_cpu(x: Tensor) -> Tensor:
-    # Contiguous, so that no larger tensor is held that this is a part of.
+    # Contiguous, so that no larger tensor, of which this is a part, stays in memory.
     return x.detach().to("cpu", copy=True).contiguous()
 
 
 class Slower(Protocol):
-    """Where states are kept besides, such as on disk."""
+    """A second place where states are kept, such as a disk."""
 
     def get(self, name: bytes, ids: Ids) -> Kept | None: ...
     def put(self, name: bytes, kept: Kept) -> None: ...
 
 
 class StateStore:
-    """States by name, of at most ``room`` bytes; the least recently used leaves first.
+    """States by name, at most ``room`` bytes. The least recently used is removed first.
 
-    One thread may use it: the one that reads texts.
+    Only one thread may use it, the one that reads texts.
 
     Args:
-        room: bytes of tensors and tokens. A larger state is not kept.
-        slower: a second store. States that are not here are looked up in it, and all states that
+        room: Largest number of bytes of tensors and tokens. A larger state is not kept.
+        slower: Second store. States that are not here are looked up in it, and all states that
             are kept here are given to it.
     """
 
     def __init__(self, room: int, slower: Slower | None = None) -> None:
         self.room, self.slower = room, slower
         self.nbytes = 0
-        self.too_large = 0  # states that were not kept
+        self.too_large = 0  # number of states that were not kept
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def longest(self, pieces: Sequence[Piece], ids: Ids) -> tuple[int, Kept | None]:
-        """How many of the pieces have been read before, and the state after them."""
+        """Number of the pieces that have been read before, and the state after them."""
         for count in range(len(pieces), 0, -1):
             kept = self.get(pieces[count - 1].name, ids[: pieces[count - 1].end])
             if kept is not None:
@@ -175,7 +175,7 @@ class StateStore:
         if name in self._kept:
             self._kept.move_to_end(name)
             return
-        # Before anything is copied: a state that grows may be large.
+        # This is checked before anything is copied, because a state that grows may be large.
         if cache.nbytes + ids.nbytes > self.room:
             self.too_large += 1
             return

@@ -26,15 +26,15 @@ from latte.layers.state import map_tensors
 from latte.models import LatteCache
 from latte.models.cache import tensors_in
 
-LAYER = "layers.0.states"  # vLLM reads a layer's number off its name
-ALIGNMENT = 8  # bytes at which each tensor begins: the widest element, int64
+LAYER = "layers.0.states"  # vLLM reads a layer's number from its name
+ALIGNMENT = 8  # each tensor begins at a multiple of these bytes, the widest element, int64
 
 
 class States(nn.Module, MambaBase):
-    """What vLLM takes for the one layer of the model: pages of bytes, one per sequence.
+    """The only layer of the model for vLLM: pages of bytes, one per sequence.
 
     Args:
-        like: the states of all layers of one sequence, of which shapes and dtypes are taken.
+        like: States of all layers of one sequence, with the shapes and dtypes.
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
@@ -88,7 +88,7 @@ class LatteForVLLM(nn.Module):
         super().__init__()
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         self.latte: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        for name, module in self.latte.named_modules():  # as from_pretrained has it
+        for name, module in self.latte.named_modules():  # as from_pretrained does
             if name.rpartition(".")[2] in self.latte._keep_in_fp32_modules_strict:
                 module.float()
         cache = LatteCache(config)
@@ -97,13 +97,13 @@ class LatteForVLLM(nn.Module):
             self.latte.model(one, past_key_values=cache)
         self.states = States(tuple(layer.state for layer in cache.layers))
         vllm_config.compilation_config.static_forward_context[LAYER] = self.states
-        # The sequences of the last step stay in its cache while the next one is theirs again:
+        # The cache of the last step is used again if the next step has the same sequences, because
         # gathering and scattering their states takes longer than the step.
         self.stepping: LatteCache | None = None
-        self.expected: list[tuple[int, int]] = []  # their pages, and tokens then
+        self.expected: list[tuple[int, int]] = []  # their pages and numbers of tokens
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's weights; the names of those that were there."""
+        """Copy a checkpoint's weights. Returns their names."""
         found = AutoWeightsLoader(self.latte).load_weights(weights)
         return {f"latte.{name}" for name in found}
 
@@ -117,18 +117,19 @@ class LatteForVLLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (T, E) of a batch's new tokens (T,), the states moved on.
+        """Hidden states (T, E) of a batch's new tokens (T,). The states are updated.
 
-        One token of each of any number of sequences is one step, in place; what is read of a prompt
-        is read sequence by sequence, since packed sequences have no cache.
+        If each sequence has one token, all of them are one step, in place. Prompts are read one
+        sequence after the other, because packed sequences have no cache.
         """
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM measures memory, there are no pages yet
+        if metadata is None:  # vLLM measures memory, and there are no pages yet
             return self._run(input_ids[None], None)[0]
         batch, places, steps, pieces = metadata[LAYER], [], [], []
         bounds, ends = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-        # Sequences are in any order, padding after them. Only the number of earlier tokens says
-        # whether its page is its own yet: a prompt of one token counts as decoding.
+        # Sequences are in any order, with padding after them. Only the number of earlier tokens
+        # says whether a page already has a sequence's state, because a prompt of one token counts
+        # as decoding.
         for row, slot in enumerate(batch.state_indices_tensor.tolist()):
             begin, end = bounds[row : row + 2]
             before = ends[row] - (end - begin)
@@ -166,7 +167,7 @@ class LatteForVLLM(nn.Module):
         self.states.write(slots, tuple(layer.state for layer in cache.layers))
 
     def _put_back(self) -> None:
-        """Write what stepped in place to its pages.
+        """Write the states that a step has changed in place to their pages.
 
         The page of an ended sequence may belong to another sequence by now. That sequence has not
         written to the page yet: in this forward it reads and writes later than this call.

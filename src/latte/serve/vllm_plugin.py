@@ -37,8 +37,8 @@ def check_model(model: Any) -> None:
     """Refuse settings of a vLLM `ModelConfig` that a Latte model does not support there.
 
     Raises:
-        LatteError: a state that grows, or anything but generating text from tokens with the
-            weights as they are.
+        LatteError: The model has a state that grows, or vLLM is set to anything but generating
+            text from tokens with unchanged weights.
     """
     config = model.hf_config
     _refuse(
@@ -57,11 +57,12 @@ def settle(vllm: Any) -> None:
     """Refuse settings that do not work, and set those that one page per sequence needs.
 
     Args:
-        vllm: a `VllmConfig`.
+        vllm: Configuration, a `VllmConfig`.
 
     Raises:
-        LatteError: prefix caching, several processes, drafts, adapters, states sent elsewhere or
-            in another dtype: none of them knows what is in a page.
+        LatteError: The settings include prefix caching, several processes, drafts, adapters, or
+            states that are sent elsewhere or have another dtype. None of these knows the content
+            of a page.
     """
     check_model(vllm.model_config)  # for a classifier, vLLM calls only this check
     cache, parallel = vllm.cache_config, vllm.parallel_config
@@ -77,9 +78,9 @@ def settle(vllm: Any) -> None:
             f"states in {cache.mamba_cache_dtype!r}": cache.mamba_cache_dtype != "auto",
         }
     )
-    # As many tokens as there may be to a page, so that a sequence has one page.
+    # A page counts for the largest number of tokens, so that a sequence has one page.
     cache.mamba_cache_mode, cache.mamba_block_size = "none", vllm.model_config.max_model_len
-    # A forward reads on the host where sequences begin and end, which no graph can.
+    # A forward reads the bounds of sequences on the host, which is not possible in a graph.
     vllm.model_config.enforce_eager = True
 
 

@@ -1,9 +1,9 @@
-"""Native CPU kernels: C++ where PyTorch's operations cannot reach what the machine can do.
+"""Native CPU kernels in C++, which are faster than PyTorch's operations.
 
-Each op is a file, ``rg_lru.cpp`` and so on, compiled when the package is installed (:mod:`.build`)
-into one library that registers the kernels of the ops ``latte::cpu_*`` (:mod:`.library` finds it).
-This module defines the rest of each op: schema, shapes of the results, gradients. The package works
-without the library; :data:`ABSENT` says why it is not there.
+Each op is a file, ``rg_lru.cpp`` and so on. When the package is installed, :mod:`.build` compiles
+them into one library, which registers the kernels of the ops ``latte::cpu_*``. :mod:`.library`
+finds it. This module defines the rest of each op: schema, shapes of the results, gradients. The
+package works without the library. :data:`ABSENT` says why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
 ones), H query heads, G key/value heads, L latents, D value width.
@@ -33,7 +33,8 @@ from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequenc
 from latte.ops.torch_backend import log_mass as log_mass_of
 from latte.ops.torch_backend import recurrence
 
-# Tokens between two states that are kept for the backward pass (SEGMENT in attention.cpp).
+# Number of tokens between two states that are kept for the backward pass (SEGMENT in
+# attention.cpp).
 SEGMENT = 256
 
 
@@ -43,7 +44,7 @@ WARNS = library.warns()
 
 
 def ready() -> bool:
-    """The kernels are there. Where they are not but could be, the first call for them warns."""
+    """Whether the kernels are there. If they could be there but are not, the first call warns."""
     if ABSENT is None:
         return True
     if WARNS:
@@ -62,10 +63,10 @@ def unavailable(x: Tensor) -> str | None:
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """The kernels are the default for these inputs.
+    """Whether the kernels are the default for these inputs.
 
-    They are not where derivatives are taken in ways that custom ops lack, forward mode or a
-    transform of ``torch.func``: PyTorch's own operations have them.
+    They are not in forward mode or in a transform of ``torch.func``. Custom ops do not support
+    these, so PyTorch's own operations are used.
     """
     if any(x is not None and x.device.type != "cpu" for x in tensors):
         return False
@@ -89,15 +90,17 @@ def _op(
     differentiable: int,
     saved_from: int | None = None,
 ) -> Any:
-    """The op ``latte::NAME`` and its backward op, whose kernels the library has.
+    """The op ``latte::NAME`` and its backward op, whose kernels are in the library.
 
     Args:
         inputs: Inputs of the schema, tensors then numbers.
-        outputs: how many there are, of which the first ``differentiable`` have gradients.
-        saved_from: the first that the backward op takes; None: those without gradients.
+        outputs: Number of outputs. The first ``differentiable`` of them have gradients.
+        saved_from: Index of the first output that the backward op takes. None means all outputs
+            without gradients.
         wanted: Indices of the inputs whose gradients the backward op returns.
-        again: the differentiable outputs by PyTorch's operations, for the gradients of gradients.
-        fake: empty outputs.
+        again: Function that computes the differentiable outputs by PyTorch's operations, for the
+            gradients of gradients.
+        fake: Function that makes empty outputs.
     """
     results = ", ".join(["Tensor"] * outputs)
     schemas.define(f"{name}({inputs}) -> {results if outputs == 1 else f'({results})'}")
@@ -197,7 +200,7 @@ def sliding_window_attention(
 
 
 def _contiguous(state: tuple[Tensor, ...] | None, count: int) -> tuple[Tensor | None, ...]:
-    """The tensors of a state, or as many times None."""
+    """The tensors of a state, or None for each of them."""
     return (None,) * count if state is None else tuple(x.contiguous() for x in state)
 
 
@@ -320,7 +323,7 @@ if ABSENT is None:
         *(1, (0, 1, 2, 5, 6, 8, 9, 10), _window_again, _window_fake),
         differentiable=1,
     )
-    # Steps of decoding (latte.ops.step), which write into the states that they are given.
+    # Steps of decoding (latte.ops.step). They overwrite the states that they get.
     latents = "Tensor(a!) log_mass, Tensor(b!) mean, Tensor? log_decay"
     ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot"
     ring = f"{ring}, Tensor? cos, Tensor? sin, Tensor? real"
@@ -363,7 +366,8 @@ if ABSENT is None:
     )
     for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
         torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
-    # Pointwise ops between the matrix products of training (latte.layers.parts); not for compiling.
+    # Pointwise ops between the matrix products of training (latte.layers.parts), not for
+    # torch.compile.
     for pointwise in (
         "cpu_glu(Tensor gate, Tensor up) -> Tensor",
         "cpu_glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
@@ -373,7 +377,7 @@ if ABSENT is None:
         "cpu_rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor",
     ):
         schemas.define(pointwise)
-    # What else a token needs (latte.ops.dense).
+    # Other operations on single tokens (latte.ops.dense).
     schemas.define("cpu_linear(Tensor x, Tensor a) -> Tensor")
     schemas.define("cpu_linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)")
     three = "Tensor a, Tensor b, Tensor c"

@@ -1,16 +1,15 @@
-"""Compile the native CPU kernels: needs a C++ compiler, and nothing of PyTorch.
+"""Compile the native CPU kernels. This needs a C++ compiler, but not PyTorch.
 
     python -m latte.ops.cpp_backend [--force]
 
-builds the library if it is not there yet: beside its sources, or in the user's cache folder where
-that place cannot be written. The build hook of the package calls the same functions. This file is
-run without the package too, before anything that the package needs exists.
+builds the library if it is not there yet. It is put beside its sources, or in the user's cache
+folder if that place cannot be written. The build hook of the package calls the same functions. This
+file also runs without the package, before its dependencies are installed.
 
-The file's name carries the system, the architecture and a digest of the sources and flags: a
-library of other sources is never loaded. ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` are respected (of a
-library that is there already only with ``--force``). ``LATTE_NATIVE`` says what an installation
-wants: ``auto`` builds where a compiler works, ``require`` fails where none does, ``skip`` builds
-nothing.
+The name of the library contains the system, the architecture and a digest of the sources and flags.
+So a library of other sources is never loaded. ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` are used. If
+the library exists already, they are used only with ``--force``. ``LATTE_NATIVE`` has three values:
+``auto`` builds if a compiler works, ``require`` fails if none does, ``skip`` builds nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"),
 )
-# System and architecture, as Python names them, and what its libraries' names end with.
+# System and architecture, as Python names them, and the suffix of its libraries.
 SYSTEMS = {
     ("linux", "x86_64"): ".so",
     ("linux", "aarch64"): ".so",
     ("darwin", "arm64"): ".dylib",
 }
 MODES = ("auto", "require", "skip")
-# Loads a library in a process of its own. Where there is no PyTorch, as in pip's build environment,
-# the stand-in has its functions' names. The check says nothing if there is neither, or if the
+# Loads a library in a separate process. Without PyTorch, as in pip's build environment, the
+# stand-in has the names of its functions. The check reports nothing if there is neither, or if the
 # stand-in is in a folder from which nothing can be loaded.
 LOAD = """
 import ctypes, sys
@@ -71,7 +70,7 @@ def native_mode() -> str:
     """``LATTE_NATIVE``: auto, require or skip.
 
     Raises:
-        BuildError: it is something else.
+        BuildError: It has another value.
     """
     mode = os.environ.get("LATTE_NATIVE") or "auto"
     if mode not in MODES:
@@ -80,7 +79,7 @@ def native_mode() -> str:
 
 
 def unsupported() -> str | None:
-    """Why the kernels are not made for this system, or None if they are."""
+    """Why the kernels do not support this system, or None if they do."""
     if (sys.platform, platform.machine()) in SYSTEMS:
         return None
     return (
@@ -89,7 +88,7 @@ def unsupported() -> str | None:
     )
 
 
-# ---- where the library is
+# ---- the place of the library
 
 
 def _stem() -> str:
@@ -97,7 +96,7 @@ def _stem() -> str:
 
 
 def library_name() -> str:
-    """The library's file name, which follows from system, architecture, sources and flags."""
+    """The library's file name, from system, architecture, sources and flags."""
     found = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp")):
         found.update(path.read_bytes())
@@ -106,7 +105,7 @@ def library_name() -> str:
 
 
 def folders() -> list[Path]:
-    """The folders of libraries: beside the sources, then the user's folder, if there is a home.
+    """The folders of libraries: the sources' folder, then the user's folder if there is a home.
 
     The user's folder is $LATTE_CACHE/native, else $XDG_CACHE_HOME/latte/native, else
     ~/.cache/latte/native.
@@ -121,8 +120,8 @@ def folders() -> list[Path]:
 def found_libraries() -> list[Path]:
     """The libraries of these sources that exist, those beside the sources first.
 
-    In the user's folder, only files that the user or root owns count: other users may be able to
-    write to $LATTE_CACHE.
+    In the user's folder, only files that the user or root owns are used, because other users may be
+    able to write to $LATTE_CACHE.
     """
     name, owners = library_name(), (0, os.getuid() if hasattr(os, "getuid") else 0)
     found = []
@@ -134,9 +133,9 @@ def found_libraries() -> list[Path]:
 
 
 def of_other_sources() -> list[Path]:
-    """Libraries for this machine beside the sources that were built from others.
+    """Libraries for this machine in the sources' folder that were built from other sources.
 
-    Also those whose name has no system and architecture yet, which nothing loads any more.
+    They include old ones without system and architecture in their name, which are no longer loaded.
     """
     name = library_name()
     found = [*HERE.glob(f"{_stem()}*{Path(name).suffix}"), *HERE.glob(f"native-{'?' * 12}.so")]
@@ -147,12 +146,12 @@ def writable_folder() -> Path:
     """The folder of the sources if it can be written, else the user's.
 
     Raises:
-        BuildError: none can be.
+        BuildError: Neither can be written.
     """
     for folder in folders():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):  # permissions do not tell all
+            with tempfile.TemporaryFile(dir=folder):  # permissions are not enough to know
                 return folder
     raise BuildError(f"not to be written: {' and '.join(map(str, folders()))} (see LATTE_CACHE)")
 
@@ -164,7 +163,7 @@ def find_compiler() -> list[str]:
     """``CXX``, else the first C++ compiler on the path.
 
     Raises:
-        BuildError: there is none, or this is no system that the kernels are built for.
+        BuildError: There is none, or the kernels do not support this system.
     """
     reason = unsupported()
     if reason is not None:
@@ -204,7 +203,7 @@ def _run(command: list[str]) -> None:
 
 
 def _stand_in(compiler: list[str], scratch: Path) -> Path:
-    """A library named as PyTorch's, with functions that do nothing: to link with, and to load."""
+    """A library with PyTorch's name, whose functions do nothing. It is used to link and to load."""
     header = HERE / "torch_abi.h"
     text = header.read_text(encoding="utf-8") if header.exists() else ""
     names = re.findall(r"^\w[\w* ]*\b((?:aoti_)?torch_\w+)\(", text, re.M)
@@ -218,10 +217,10 @@ def _stand_in(compiler: list[str], scratch: Path) -> Path:
 
 
 def check_loads(library: Path, stand_in: Path | None = None) -> None:
-    """Load the library in another process, with PyTorch where there is one.
+    """Load the library in another process, with PyTorch if it is installed.
 
     Raises:
-        BuildError: it cannot be loaded.
+        BuildError: It cannot be loaded.
     """
     command = [sys.executable, "-c", LOAD, library, *([] if stand_in is None else [stand_in])]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
@@ -234,10 +233,10 @@ def compile_library(folder: Path, *, check: bool = True) -> Path:
     """Compile the library into ``folder``; return its path.
 
     Args:
-        check: load it first, and put nothing there that does not load.
+        check: Whether to load it first, and to keep it only if it loads.
 
     Raises:
-        BuildError: there is no compiler, it does not work, or what it made cannot be loaded.
+        BuildError: There is no compiler, it does not work, or the library cannot be loaded.
     """
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as made:
@@ -259,15 +258,15 @@ def compile_library(folder: Path, *, check: bool = True) -> Path:
             torch = ["-Wl,--no-as-needed", str(stand_in), "-Wl,--as-needed"]
         link = ["-shared", *_for_system(), *torch, *_from_environment("LDFLAGS")]
         _run([*compiler, *objects, *link, "-o", str(linked)])
-        # The library appears in one step, and has a unique name before that: two builds at the same
-        # time do not disturb each other.
+        # The library appears in one step, and has a unique name before that. So two builds at the
+        # same time do not disturb each other.
         target = folder / linked.name
         handle, name = tempfile.mkstemp(prefix=f"{linked.name}.", suffix=".part", dir=folder)
         os.close(handle)
         part = Path(name)
         try:
-            shutil.copy(linked, part)  # with its permissions: a temporary file is its owner's alone
-            if check:  # in its own folder: nothing can be loaded from some systems' /tmp
+            shutil.copy(linked, part)  # keeps permissions: a temporary file is for its owner only
+            if check:  # in its own folder, because some systems load nothing from /tmp
                 check_loads(part, stand_in)
             part.replace(target)  # a process that has the old file open keeps it
         finally:
@@ -276,23 +275,23 @@ def compile_library(folder: Path, *, check: bool = True) -> Path:
 
 
 def build_library(*, force: bool = False) -> Path:
-    """The library of these sources: one that is there and loads, else a new one.
+    """The library of these sources: an existing one that loads, else a new one.
 
-    It is compiled beside its sources, and those of other sources are removed there; where that
-    folder cannot be written, in the user's.
+    It is compiled into the folder of its sources, where libraries of other sources are removed. If
+    that folder cannot be written, it is compiled into the user's folder.
 
     Args:
-        force: compile it anew in any case.
+        force: Whether to compile it again in any case.
 
     Raises:
-        BuildError: there is no compiler, it does not work, what it made cannot be loaded, or no
+        BuildError: There is no compiler, it does not work, the library cannot be loaded, or no
             folder can be written.
     """
     for library in [] if force else found_libraries():
         with contextlib.suppress(BuildError):
             check_loads(library)
             return library
-    folder = writable_folder()  # before minutes of compiling
+    folder = writable_folder()  # checked before minutes of compiling
     target = compile_library(folder)
     if folder == HERE:
         for other in of_other_sources():
@@ -301,7 +300,7 @@ def build_library(*, force: bool = False) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say in one line what is there now; 1 if LATTE_NATIVE=require and it is not."""
+    """Build, and print the result in one line. Returns 1 if LATTE_NATIVE=require and it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m latte.ops.cpp_backend", description="Build Latte's native CPU kernels."
     )

@@ -1,13 +1,13 @@
-"""The native library of a running process: where it is, and why it is not there.
+"""The native library of a running process: its place, or the reason why it is not there.
 
-It is looked for beside its sources, then in the user's cache folder. ``LATTE_NATIVE`` in the
-environment says what is wanted:
+It is searched for in the folder of its sources, then in the user's cache folder. The environment
+variable ``LATTE_NATIVE`` has three values:
 
-* ``auto``: use it where it is there; where it could be but is not, one warning says so.
-* ``require``: without it ``latte.ops`` cannot be imported (:class:`LatteError`).
+* ``auto``: use the library if it is there. If it could be there but is not, warn once.
+* ``require``: ``latte.ops`` cannot be imported without it (:class:`LatteError`).
 * ``skip``: do not load it, and do not warn.
 
-It is never compiled here: that takes minutes, and each of many processes would do it.
+It is never compiled here, because this takes minutes, and each of many processes would do it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def load() -> tuple[Path | None, str | None]:
     """Load the library: its path, or the reason why it is not there and how to repair that.
 
     Raises:
-        LatteError: ``LATTE_NATIVE`` is require and the library is not there, or it is unknown.
+        LatteError: ``LATTE_NATIVE`` is require and the library is not there, or its value is
+        unknown.
     """
     try:
         mode = build.native_mode()
@@ -42,7 +43,7 @@ def load() -> tuple[Path | None, str | None]:
             torch.ops.load_library(path)
             return path, None
         except OSError as error:
-            why = str(error.__cause__ or error)  # the loader's, which PyTorch does not repeat
+            why = str(error.__cause__ or error)  # the loader's message; PyTorch does not repeat it
             failures.append(f"{path} cannot be loaded: {why.removeprefix(f'{path}: ')}")
     reason = f"{'; '.join(failures) or _not_built()}{mending(mode)}"
     if mode == "require":
@@ -61,10 +62,10 @@ def _not_built() -> str:
 
 
 def mending(mode: str) -> str:
-    """What builds the library, as the end of a sentence; "" where nothing can."""
+    """How to build the library, as the end of a sentence; "" if it cannot be built."""
     if build.unsupported() is not None:
         return ""
-    # The command imports this module, which would refuse to be imported.
+    # The command imports this module, and with "require" this import would fail.
     command = f"LATTE_NATIVE=auto {COMMAND}" if mode == "require" else COMMAND
     try:
         build.find_compiler()
@@ -74,9 +75,9 @@ def mending(mode: str) -> str:
 
 
 def warns() -> bool:
-    """Whether to warn about a missing library: it could be built, and was not switched off.
+    """Whether to warn about a missing library, because it could be built and was not switched off.
 
-    Of the processes of torchrun only one warns.
+    Only one of the processes of torchrun warns.
     """
     speaks = os.environ.get("RANK", "0") == "0"
     return speaks and build.native_mode() != "skip" and build.unsupported() is None

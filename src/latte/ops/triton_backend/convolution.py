@@ -3,9 +3,9 @@
     y_t = bias + sum_i w_i x_{t-K+1+i}           i = 0..K-1
     dx_s = sum_i w_i dy_{s+K-1-i}                dw_i = sum_s x_s dy_{s+K-1-i}
 
-The initial state is the tokens at positions -P..-1 of its sequence, P = K - 1, and the final state
-the last P of all of them. Every program takes a chunk of one sequence: taps reach into its
-neighbours (from the cache), never into another sequence. Masked inputs are 0.
+The initial state has the tokens at positions -P..-1 of its sequence, P = K - 1. The final state has
+the last P tokens. Every program processes a chunk of one sequence. Taps read tokens of neighbouring
+chunks (from the cache), but never of another sequence. Masked inputs are 0.
 
 Shape suffixes: B batch, T tokens, E channels (of a tile), K taps, P = K - 1, N sequences, M chunks
 of all sequences, C tokens of a chunk.
@@ -41,7 +41,7 @@ class _Call:
         (self.B, self.T, self.E), self.K = x.shape, weight.shape[1]
         self.chunks = Parts.of(self.B, self.T, CONVOLUTION["C"], cu_seqlens)
         self.tiles = -(-self.E // CONVOLUTION["BE"])
-        self.slots = 1 << max(0, self.K - 2).bit_length()  # of a tail, padded
+        self.slots = 1 << max(0, self.K - 2).bit_length()  # number of slots of a tail, padded
 
     def by_chunk(self, kernel: Any, *args: Any) -> None:
         sizes = (self.T, self.chunks.per_row, self.E)
@@ -98,7 +98,7 @@ def convolution_backward_op(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and the initial state, the last two empty if not there."""
+    """Gradients of x, weight, bias and the initial state; the last two are empty if not there."""
     call, mask = _Call(x, weight, cu_seqlens), readable(key_mask)
     (dx,) = empty_gradients(x)
     weight_EK, dtail = weight.contiguous(), dtail.float().contiguous()
@@ -213,7 +213,8 @@ def pull_back(
 ):
     """dx (C, E) of the tokens ``s``, and their part of dw, written as (K, E).
 
-    ``dy_ptr`` is at its batch entry, ``dtail_ptr`` (P, E) the final state's gradient, or None.
+    ``dy_ptr`` points to the batch entry. ``dtail_ptr`` (P, E) is the final state's gradient, or
+    None.
     """
     dx = tl.zeros(x.shape, tl.float32)
     inside = (e < E)[None, :]

@@ -1,13 +1,13 @@
 """Bidirectional Latte (eq. 6) on kernels: states of whole sequences, then one program per chunk.
 
-``segment_sums`` and ``scan`` (segments.py) find the state; ``mixtures`` mixes it by the queries.
-Backward, with delta_t[l] = <dy_t, mu[l]>, g[l] = dmean + sum_t p_t dy_t and w_s = exp(k_s - A):
+``segment_sums`` and ``scan`` (segments.py) compute the state. ``mixtures`` mixes it by the queries.
+In the backward pass, delta_t[l] = <dy_t, mu[l]>, g[l] = dmean + sum_t p_t dy_t, w_s = exp(k_s - A):
 
     dq_t = p_t (delta_t - sum_l p_t delta_t)
     dv_s = sum_l w_s g
     dk_s = w_s (<g, v_s> - lost),   lost = <g, mu> - dA
 
-``queries_ask`` and ``add_up`` find g, ``mixture_gradients`` the rest.
+``queries_ask`` and ``add_up`` compute g. ``mixture_gradients`` computes the rest.
 
 Saved for the backward pass: the inputs and one state per sequence.
 
@@ -104,11 +104,11 @@ def bidirectional_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Write ``results``, (dq, dk, dv), of which dv may be None; return g and ``lost``.
 
-    ``inputs``: q, k, v, the mask, dy. ``state``: top, mass and mean of the whole sequences.
-    ``later``: the gradients of the final mean and log-mass.
+    ``inputs`` are q, k, v, the mask and dy. ``state`` are top, mass and mean of the whole
+    sequences. ``later`` are the gradients of the final mean and log-mass.
 
-    With a window as state 0, whose share and delta (B, T, H) are ``gate`` and ``window_delta``, q
-    and dq begin behind its logit. ``R`` heads share one head of v.
+    If there is a window, it is state 0, and ``gate`` and ``window_delta`` (B, T, H) are its share
+    and delta. q and dq then begin after its logit. ``R`` heads share one head of v.
     """
     q, k, v, mask, dy = inputs
     (top, mass, mean), (dmean, dlog_mass), parts = state, later, run.parts
@@ -250,9 +250,9 @@ def store_query_gradients(
     dq_ptr, p, delta, gate_ptr, window_delta_ptr, batch, h, start, stop, T, H, L,
     C: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """p_t (delta_t - sum_l p_t delta_t), contiguous; with a window, state 0 takes part.
+    """p_t (delta_t - sum_l p_t delta_t), contiguous. The sum includes the window if there is one.
 
-    The window's logit then stands before that of the first latent, to which ``dq_ptr`` points.
+    The window's logit is then before that of the first latent, to which ``dq_ptr`` points.
     """
     mean = tl.sum(p * delta, 1)
     width = L

@@ -1,4 +1,4 @@
-"""Causal Latte on kernels: one program walks a segment of the sequence, its state kept on chip.
+"""Causal Latte on kernels: a program walks over a segment of the sequence, its state on chip.
 
 Forward. If sequences and heads fill the GPU, there is one segment per sequence. ``walk`` alone is
 then the forward pass: it reads q, k and v once and writes y once. Otherwise ``segment_sums`` and
@@ -9,24 +9,25 @@ above it:
 
     y_t = sum_l p(l|t) / mass_t (S + sum_s exp(k_s - ref) v_s)
 
-Tokens after a logit beyond the reach compute their weights source by source. The choice is made per
-token and depends only on the past: future inputs cannot change an output, not even its rounding.
+Tokens after a logit beyond the reach compute their weights source by source. This is decided for
+each token and depends only on the past. So future inputs cannot change an output, not even its
+rounding.
 
-Backward, two walks. With delta_t[l] = <dy_t, mu_t[l]> and w_ts[l] = exp(k_s[l] - A_t[l]):
+The backward pass has two walks. delta_t[l] is <dy_t, mu_t[l]>, and w_ts[l] is exp(k_s[l] - A_t[l]):
 
     dq_t = p_t (delta_t - c_t),  c_t = sum_l p_t delta_t
     dv_s = sum_{t>=s} sum_l p_t w_ts dy_t
     dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
 
-1. ``query_walk``, forwards: dq and c; the reference and the mass before each chunk; and, where
+1. ``query_walk``, forwards: dq and c; the reference and the mass before each chunk; and, if
    sequences are cut, the segment's part of the gradient of the state before it.
-2. ``scan_back`` (segments.py), where sequences are cut: the gradient of the state after each
-   segment.
-3. ``source_walk``, backwards: dk and dv. It needs no state of the past: p_t delta_t is
-   dq_t + p_t c_t. What it carries is R = sum_t p_t exp(ref - A_t) dy_t over the later tokens t, and
-   ``lost``, the same sum of p_t delta_t: the gradient of the state, counted from the reference.
+2. ``scan_back`` (segments.py), if sequences are cut: the gradient of the state after each segment.
+3. ``source_walk``, backwards: dk and dv. It needs no state of the past, because p_t delta_t is
+   dq_t + p_t c_t. It carries R = sum_t p_t exp(ref - A_t) dy_t over the later tokens t, and
+   ``lost``, the same sum of p_t delta_t. These are the gradient of the state, counted from the
+   reference.
 
-Saved for the backward pass: the inputs, the final mean and, where sequences are cut, one state per
+Saved for the backward pass: the inputs, the final mean and, if sequences are cut, one state per
 segment.
 
 Shape suffixes: B batch, T tokens, H heads, L latents, D value width, N sequences, M segments of all
@@ -101,7 +102,7 @@ from latte.ops.triton_backend.tiles import (
 def forward(
     qkv: Three, sequences: Sequences, earlier: Earlier, log_decay: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Outputs, final state; then for the backward pass: :func:`between_segments`."""
+    """Outputs and final state; then, for the backward pass, :func:`between_segments`."""
     q, k, v = qkv
     run = Walker(q, v.shape[-1], sequences.cu_seqlens, log_decay is not None)
     mask = readable(sequences.key_mask)
@@ -127,8 +128,7 @@ def backward(
     *saved: Tensor,
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, of the initial state and of ``log_decay``, one tile of D after the
-    other."""
+    """Gradients of q, k, v, the initial state and ``log_decay``, by one tile of D at a time."""
     dq, dk, dv, dg = empty_gradients(*qkv, log_decay)
     (dout, dlog_mass, dmean), (final_mu, *between) = grads, saved
     *after, _ = latent_gradients(
@@ -169,16 +169,16 @@ def latent_gradients(
     forgetting: tuple[Tensor, Tensor] | None = None,
     window_logit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write ``results``, (dq, dk, dv) with all heads; return dmean and ``lost`` at the start; c.
+    """Write ``results``, (dq, dk, dv) with all heads; return dmean, ``lost`` at the start, c.
 
-    ``inputs``: q, k, v, the mask, dy. ``earlier``: the initial state. ``between``: see
-    :func:`between_segments`. ``later``: the gradient of the final mean, that mean, the gradient of
-    the final log-mass.
+    ``inputs`` are q, k, v, the mask and dy. ``earlier`` is the initial state. For ``between`` see
+    :func:`between_segments`. ``later`` are the gradient of the final mean, this mean, and the
+    gradient of the final log-mass.
 
-    With a window as state 0, whose delta (B, T, H) is ``window_delta``, q and dq have its logit as
-    column 0; ``window_logit`` (B, T, H) takes its place if it is given. c (B, T, H) is then the
-    delta of the whole mixture. ``R`` heads share one head of v. ``forgetting``: ``log_decay``, and
-    where its gradient is written.
+    If there is a window, it is state 0 and its delta (B, T, H) is ``window_delta``. q and dq then
+    have its logit as column 0. ``window_logit`` (B, T, H) replaces this logit if it is given. Then
+    c (B, T, H) is the delta of the whole mixture. ``R`` heads share one head of v. ``forgetting``
+    are ``log_decay`` and the buffer for its gradient.
     """
     q, k, v, mask, dy = inputs
     dmean, final_mu, dlog_mass = later
@@ -187,7 +187,7 @@ def latent_gradients(
     dmean_0 = torch.empty_like(dmean, memory_format=torch.contiguous_format)
     sums: list[Tensor] = []
     for tile in tiles:
-        # One tile writes the results, several write parts in fp32.
+        # A single tile writes the results. Several tiles write parts in fp32.
         parts: tuple[Tensor, ...] = (dq, dk, *(forgetting or ())[1:])
         if len(tiles) > 1:
             parts = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in parts)
@@ -198,7 +198,7 @@ def latent_gradients(
             (between[0], between[1], between[2][..., tile], *between[3:]),
             (dmean[..., tile], final_mu[..., tile], None if sums else dlog_mass),
             (*parts[:2], dv[..., tile], dmean_0[..., tile]),
-            # What has no D belongs to the first tile.
+            # Terms without a dimension D belong to the first tile.
             torch.zeros_like(window_delta) if sums and window_delta is not None else window_delta,
             R,
             None if forgetting is None else (forgetting[0], parts[2]),
@@ -225,11 +225,9 @@ def _tile_gradients(
     forgetting: tuple[Tensor, Tensor] | None,
     window_logit: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Write (dq, dk, dv, dmean_0) of one tile of D; return what it adds to ``lost`` at the start,
-    and to c.
+    """Write (dq, dk, dv, dmean_0) of one tile of D; return its part of ``lost`` at the start, of c.
 
-    ``later``: the gradient of the final mean, that mean, the gradient of the final log-mass.
-    ``forgetting``, ``window_logit``: as for :func:`latent_gradients`.
+    The arguments are as for :func:`latent_gradients`.
     """
     q, k, v, mask, dy = inputs
     dmean, final_mu, dlog_mass = later
@@ -244,7 +242,7 @@ def _tile_gradients(
     c = q.new_empty(q.shape[:3], dtype=torch.float32)
     gated = window_delta is not None
     if gated:
-        # Where the first latent is.
+        # From the first latent on.
         q, dq = q[..., 1:], dq[..., 1:]
     at_slots = [lost.new_empty((run.slots, run.H, run.L)) for _ in range(2)]
     at_ends = [lost.new_empty((run.parts.M, run.H, run.L)) for _ in range(2)]
@@ -299,9 +297,9 @@ def begin(
     top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, i0, L, D, d0,
     BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """(ref, mass, S) before a segment: what the scan found, else the initial state, else nothing.
+    """(ref, mass, S) before a segment: the scan's result, else the initial state, else zeros.
 
-    ``i``, ``i0``: which state of the segments', which of the sequences'.
+    ``i`` and ``i0`` are the indices of the segment's and of the sequence's state.
     """
     if mean_ptr is not None:
         ref = load_latents(top_ptr, i, L, BL)
@@ -321,7 +319,7 @@ def begin(
 
 @triton.jit
 def leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL: tl.constexpr, BD: tl.constexpr):
-    """Zeros for the segments that packed sequences do not use: all saved numbers are defined."""
+    """Write zeros for segments that packed sequences do not use: all saved numbers are defined."""
     if mean_ptr is not None:
         store_latents(top_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
         store_latents(mass_ptr, i, L, tl.zeros((BL,), tl.float32), BL)
@@ -332,7 +330,7 @@ def leave_nothing(top_ptr, mass_ptr, mean_ptr, i, L, D, d0, BL: tl.constexpr, BD
 def leave_state(
     log_mass_ptr, mean_ptr, i, L, D, d0, ref, mass, total, BL: tl.constexpr, BD: tl.constexpr
 ):
-    """The final state, where no scan has found it: every sequence is one segment."""
+    """Write the final state, if no scan has written it: then every sequence is one segment."""
     if d0 == 0:
         store_latents(log_mass_ptr, i, L, log_mass_of(ref, mass), BL)
     store_across(mean_ptr, i, L, D, d0, total * inverse(mass)[None, :], BL, BD)
@@ -350,8 +348,8 @@ def walk(
 ):  # fmt: skip
     """y, contiguous, of one segment, head and tile of D.
 
-    ``log_mass1_ptr`` and ``mean1_ptr`` take the final state where no scan has found it: where every
-    sequence is one segment.
+    If every sequence is one segment, there is no scan. The final state is then written to
+    ``log_mass1_ptr`` and ``mean1_ptr``.
     """
     FORGETS: tl.constexpr = g_ptr is not None
     reach: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
@@ -463,17 +461,17 @@ def query_walk(
 ):  # fmt: skip
     """dq (B, T, H, L), c (B, T, H), (ref, mass) before each chunk and after the segment.
 
-    Where sequences are cut, ``asked`` (M, H, L, D) = sum_t p_t e^{A_0-A_t} dy_t over the segment,
-    and ``lost`` (M, H, L) the same sum of p_t delta_t.
+    If sequences are cut, ``asked`` (M, H, L, D) is sum_t p_t e^{A_0-A_t} dy_t over the segment, and
+    ``lost`` (M, H, L) is the same sum of p_t delta_t.
 
-    With a window as state 0: ``window_delta`` (B, T, H) is its delta; its logit stands before the
-    latents', in q and in dq, or in ``window_logit`` (B, T, H). ``R`` heads share one head of the
-    values.
+    If there is a window, it is state 0, and ``window_delta`` (B, T, H) is its delta. Its logit is
+    before the latents', in q and in dq, or it is in ``window_logit`` (B, T, H). ``R`` heads share
+    one head of the values.
 
-    Where latents forget: their log-decay before each chunk since its reference was chosen, and the
-    logarithm of the weight after a chunk of one unit before it. That is -inf where tokens are
-    beyond reach. The (ref, mass) of these tokens go to ``token_ref`` and ``token_mass``
-    (B, T, H, L).
+    If latents forget, two more numbers are written for each chunk: their log-decay before the chunk
+    since its reference was chosen, and the logarithm of the factor by which the chunk changes a
+    weight before it. The second is -inf if tokens are beyond reach. The (ref, mass) of these tokens
+    are written to ``token_ref`` and ``token_mass`` (B, T, H, L).
     """
     GATED: tl.constexpr = window_delta_ptr is not None
     FORGETS: tl.constexpr = g_ptr is not None
@@ -552,7 +550,7 @@ def query_walk(
         mass_after = added(mass, counted(ones, e, PRODUCT))
         lost_after = lost
         if asked_ptr is not None:
-            # The first state's share of the state now, at most 1.
+            # The weight of the first state in the present state, at most 1.
             if FORGETS:
                 left = over * first_mass[None, :]
             else:
@@ -649,12 +647,13 @@ def source_walk(
 ):  # fmt: skip
     """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
 
-    ``dmean0``, ``lost0``: of the state before it, unless None. Sums over the tokens of a chunk
-    never come as total - prefix: that cancels. ``GATED``, ``R``, ``window_logit``: see
-    :func:`query_walk`.
+    ``dmean0`` and ``lost0`` are the gradient of the state before it, unless they are None. Sums
+    over the tokens of a chunk are never computed as total - prefix, because that cancels. ``GATED``
+    says whether there is a window. For ``R`` and ``window_logit`` see :func:`query_walk`.
 
-    Where latents forget: dg (B, T, H, L) from ``dlog_mass1``, the gradient of the log-mass after
-    the segment. It is the one before a token, so it loses dk from each token to the one before.
+    If latents forget, dg (B, T, H, L) is computed from ``dlog_mass1``, the gradient of the log-mass
+    after the segment. dg of a token is the gradient of the log-mass before it, so dk is subtracted
+    token by token.
     """
     FORGETS: tl.constexpr = g_ptr is not None
     reach: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
@@ -720,7 +719,7 @@ def source_walk(
         pulled = factor((dq + p * c[:, None]) * over, PRODUCT)
         kept = tl.exp(step if FORGETS else tl.minimum(ref - later, 0.0))[None, :]
         here, lost_here = total * kept, lost * kept
-        # What is written early holds no registers; where tokens are beyond reach, nothing is.
+        # Results that are written early hold no registers. If tokens are beyond reach, none are.
         if FORGETS:
             beyond = tl.load(slot_step_ptr + slot * L) == float("-inf")
         else:

@@ -19,12 +19,13 @@ from torch import Tensor
 MOST_LATENTS = 256
 WIDEST_VALUE = 512
 WIDEST_KEY = 256  # of a window
-HOPPER = 90  # the compute capability, 9.0, that the tables are for
-OLDEST = 80  # the least that is served: bf16's products, and copies beside the program
+HOPPER = 90  # compute capability 9.0, for which the tables were made
+OLDEST = 80  # oldest card with bf16 products and asynchronous copies
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# What the factors of products are rounded to: WIDE for factors in fp32, NARROW where one has the
-# inputs' dtype, WALKED in the walks. fp16 multiplies in tf32: weights below its range are common.
+# The format to which the factors of products are rounded: WIDE for factors in fp32, NARROW if one
+# has the inputs' dtype, WALKED in the walks. fp16 inputs are multiplied in tf32, because many
+# weights are below the range of fp16.
 WIDE = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
 NARROW = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
 WALKED = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
@@ -39,8 +40,8 @@ class ByChunk(NamedTuple):
     wide: str
     narrow: str
     warps: int  # of the forward kernels
-    warps_back: int  # of the backward kernels, which hold more
-    stages: int  # of ``mixture_gradients``: loads of this many tiles of D are under way
+    warps_back: int  # of the backward kernels, which need more registers
+    stages: int  # of ``mixture_gradients``: number of tiles of D that are loaded ahead
 
 
 # Padded latents -> C, BD, warps forward and back.
@@ -69,19 +70,19 @@ class Walk(NamedTuple):
 
     C: int  # tokens of a chunk
     BL: int  # latents, padded to a power of two
-    BD: int  # tile of the value width, forward: a program of its own
-    BD_back: int  # tile of the value width, backward: a pass of its own
+    BD: int  # tile of the value width, forward: each tile is a separate program
+    BD_back: int  # tile of the value width, backward: each tile is a separate pass
     product: str
     warps: int
     warps_back: int
-    stages: int  # loads of this many chunks are under way
+    stages: int  # number of chunks that are loaded ahead
     stages_back: int
-    registers: int | None  # asked for, of each thread
+    registers: int | None  # limit per thread that is given to ptxas
 
 
 # Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
-# of 128 take 8 warps. Four warps are one group of Hopper's: eight on a chunk of 64 compute most of
-# it twice. What multiplies in tf32 needs more registers, so that its chunks are short.
+# of 128 take 8 warps. Four warps are one of Hopper's groups. Eight warps on a chunk of 64 would
+# compute most of it twice. Products in tf32 need more registers, so their chunks are short.
 WALKS = {
     torch.bfloat16: {
         16: (64, 64, 4, 3, 128, 4, 2),
@@ -105,7 +106,8 @@ WALKS = {
         256: (16, 16, 8, 2, 16, 8, 2),
     },
 }
-# Hopper's products have their factors in shared memory. Without them, bf16 needs registers too.
+# Hopper's products have their factors in shared memory. On other cards, bf16 factors need registers
+# too.
 WALKS_ELSEWHERE = {
     **WALKS,
     torch.bfloat16: WALKS[torch.bfloat16]
@@ -115,21 +117,21 @@ WALKS_ELSEWHERE = {
         64: (32, 64, 8, 2, 32, 8, 2),
     },
 }
-# Left alone, ptxas gives tf32's walks over 128 latents and more 32 to 128 registers, and puts the
-# rest on the stack.
+# Without this request, ptxas gives 32 to 128 registers to the tf32 walks over 128 and more latents,
+# and puts the rest on the stack.
 MANY_REGISTERS = 255
 
-# How sequences are cut into segments. Constants, so that what is computed does not depend on the
-# device: the multiprocessors of an H100 and an H200.
+# How sequences are cut into segments. The number of multiprocessors is that of an H100 and an H200.
+# It is a constant, so that results do not depend on the device.
 MULTIPROCESSORS = 132
-# Programs that are enough for one segment per sequence: nearly two for each multiprocessor.
+# With this many programs, a sequence is one segment: nearly two for each multiprocessor.
 ENOUGH = 240
-# Programs to aim for where sequences are cut, and the fewest chunks of a segment then.
+# Number of programs to aim for if sequences are cut, and the fewest chunks of a segment then.
 WANTED = 4 * MULTIPROCESSORS
 SHORTEST = 4
 
-# The scans over segments: U of them at a time, and the tile of (L, D). Small, as B x H x L x D is
-# all their parallelism, but many at a time, as each round waits for memory once.
+# The scans over segments: U segments at a time, and the tile of (L, D). The tile is small, because
+# B x H x L x D is all their parallelism. U is large, because each round waits for memory once.
 SCAN = {"U": 16, "BL": 8, "BD": 16, "num_warps": 4}
 
 
@@ -139,12 +141,12 @@ class WindowTiles(NamedTuple):
     BX: int  # tile of the key and value widths
     warps: int  # of the forward kernel
     warps_back: int  # of the backward kernels
-    stages_back: int  # loads ahead in the backward kernels, which pay for them in registers
+    stages_back: int  # loads ahead in the backward kernels; these take registers
     stages: int = 3  # of the forward kernel
 
 
-# Padded latents -> tiles for widths up to 64, and beyond. Without latents: as with few. fp16
-# multiplies in tf32: its tiles take twice the room of bf16's.
+# Padded latents -> tiles for widths up to 64, and for wider ones. A call without latents uses those
+# of few latents. fp16 is multiplied in tf32, so its tiles need twice the memory of bf16's.
 _NARROW_WINDOW = {
     16: (64, 4, 8, 2),
     32: (64, 4, 8, 2),
@@ -162,12 +164,12 @@ WINDOW = {
     torch.float32: (_SINGLE_WINDOW, _SINGLE_WINDOW),
 }
 WINDOW_ELSEWHERE = WINDOW | {torch.bfloat16: (_NARROW_WINDOW, _NARROW_WINDOW)}
-# Elements between tokens from which on inputs of the window are copied: offsets within a chunk,
-# of 64 tokens at most, then fit into 32 bits.
+# If tokens lie at least this many elements apart, inputs of the window are copied. Offsets within a
+# chunk, of 64 tokens at most, then fit into 32 bits.
 FARTHEST_TOKENS = 1 << 24
 
 
-# What chunks of queries add to the gradients of sinks: U chunks at a time, and the tile of a width.
+# The sums over chunks of the gradients of sinks: U chunks at a time, and the tile of a width.
 SINK_SUMS = {"U": 32, "BX": 64, "num_warps": 4}
 
 
@@ -192,36 +194,36 @@ MACCHIATO = {
     torch.float32: dict.fromkeys(_HALF_MACCHIATO, (32, 8, 1)),
 }
 
-# The RG-LRU: tokens of a chunk; channels of a tile and warps of one program per chunk, one per row,
-# and backward; the number of chunks that a walk loads ahead; U chunks of a round of the scan
-# over chunks. A chunk of 64 backward takes all registers of eight warps, and half as much again to
-# issue.
+# The RG-LRU: number of tokens of a chunk; then the channels of a tile and the warps, for one
+# program per chunk, for one per row, and for the backward pass; the number of chunks that a walk
+# loads ahead; the U chunks of a round of the scan over chunks. In the backward pass, a chunk of 64
+# takes all registers of eight warps, and issues half as many instructions again.
 LRU_CHUNK = 32
 LRU_BY_CHUNK = {"BE": 64, "num_warps": 4}
 LRU_WALK = {"BE": 32, "num_warps": 4}
 LRU_BACK = {"BE": 32, "num_warps": 4}
 LRU_STAGES = 2
 LRU_CARRY = {"U": 32, "BE": 32, "num_warps": 4}
-# Programs from which one walk each fills a GPU of some 130 processors.
+# With this many programs, one walk per program fills a GPU of about 130 multiprocessors.
 LRU_WALKS_FROM = 512
 
-# The convolution: tokens and channels of a tile.
+# The convolution: number of tokens and channels of a tile.
 CONVOLUTION = {"C": 64, "BE": 64}
 CONVOLUTION_WARPS = 8
 
-# A step of decoding: elements of a tile of keys, values or means.
+# A step of decoding: number of elements of a tile of keys, values or means.
 STEP_ELEMENTS = 4096
 STEP_WARPS = 8
 
 
 def padded(L: int) -> int:
-    """Latents as the kernels hold them: a power of two from 16 on, the least side of a product."""
+    """Number of latents in the kernels: a power of two, at least 16, a product's least side."""
     return max(16, 1 << (L - 1).bit_length())
 
 
 @torch.compiler.assume_constant_result
 def capability(device: torch.device) -> int:
-    """90 for compute capability 9.0, which stands for a CPU's interpreter too."""
+    """Compute capability times ten: 90 for 9.0. The interpreter on a CPU counts as 90."""
     if device.type != "cuda":
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -229,31 +231,31 @@ def capability(device: torch.device) -> int:
 
 
 def shared_memory(card: int) -> int:
-    """Bytes of shared memory that one program may use, by compute capability."""
+    """Number of bytes of shared memory that one program may use, by compute capability."""
     if card in (80, 87):
         return 166912
     return 232448 if card in (90, 100, 101, 103) else 101376
 
 
 def warpgroups(card: int) -> bool:
-    """Whether products take their factors from shared memory: Hopper, and B200 after it."""
+    """Whether products read their factors from shared memory: on Hopper and B200."""
     return 90 <= card < 120
 
 
 def little_room(card: int) -> bool:
-    """Whether this is a consumer card, or of their design: 99 KB of shared memory."""
+    """Whether the card has only 99 KB of shared memory: consumer cards and cards like them."""
     return shared_memory(card) < 150_000
 
 
 def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByChunk:
-    """The one configuration for these latents: ten in all, for two sizes of element.
+    """The one configuration for these latents. There are ten, for two sizes of element.
 
-    ``K``: the width of a window's keys.
+    ``K`` is the width of a window's keys.
     """
     BL = padded(L)
     C, BD, warps, warps_back = BY_CHUNK[dtype][BL]
     if dtype == torch.float32 and K > 128:
-        C = min(C, 32)  # 64 keys and queries are more than fits into registers, and most cards
+        C = min(C, 32)  # 64 keys and queries do not fit into registers, nor into most cards
     largest = dtype == torch.float32 and BL == 256
     stages = 3 if shared_memory(card) > 200_000 else 1 if little_room(card) and largest else 2
     return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
@@ -262,14 +264,15 @@ def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByCh
 def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: bool = False) -> Walk:
     """The one configuration of the walks for these sizes."""
     BL = padded(L)
-    # Triton 3.7.1 cannot compile latents that forget to B200's products, which take 64 tokens.
+    # With latents that forget, Triton 3.7.1 cannot compile to B200's products, which take 64
+    # tokens.
     table = WALKS_ELSEWHERE if not warpgroups(card) or forgets and card > HOPPER else WALKS
     C, tile, warps, stages, tile_back, warps_back, stages_back = table[dtype][BL]
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
     warps_back = warps_back if BD_back <= 64 else 8
     if little_room(card) and dtype == torch.float32 and BL == 256:
-        stages = stages_back = 1  # two chunks under way take 115 to 128 KB
+        stages = stages_back = 1  # two chunks loaded ahead take 115 to 128 KB
     product = WALKED[dtype]
     registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
     return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
@@ -283,7 +286,7 @@ def window_tiles(L: int, K: int, D: int, dtype: torch.dtype, card: int = HOPPER)
         tiles = tiles._replace(stages=2)
     if K % 16 == D % 16 == 0:
         return tiles
-    # An address for every element, for which four warps, or wide tiles, lack registers.
+    # Every element then has an address. Four warps, or wide tiles, lack the registers for these.
     return tiles._replace(BX=min(tiles.BX, 32 if max(K, D) > 64 else 64), warps_back=8)
 
 
@@ -293,7 +296,7 @@ def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:
 
 
 def step_tiles(L: int, K: int, D: int) -> dict[str, int]:
-    """What is fixed when the kernel of a step is compiled; the window does not matter."""
+    """The constants with which the kernel of a step is compiled. The window is not one of them."""
     BK, BD = (max(16, 1 << (width - 1).bit_length()) for width in (K, D))
     BL = min(1 << (L - 1).bit_length(), STEP_ELEMENTS // BD)
     return {
@@ -326,7 +329,7 @@ def window_unavailable(q: Tensor, window: int | None, K: int, D: int, L: int = 1
 
 
 def unavailable_for(x: Tensor) -> str | None:
-    """Why no kernel can serve inputs like ``x``, or None: its dtype, Triton, or its device."""
+    """Why no kernel can serve inputs like ``x`` (its dtype, Triton, or its device), or None."""
     if x.dtype not in DTYPES:
         return f"for {x.dtype}: expected float32, bfloat16 or float16"
     mode = triton_mode()
@@ -341,7 +344,7 @@ def unavailable_for(x: Tensor) -> str | None:
 
 @torch.compiler.assume_constant_result
 def triton_mode() -> str:
-    """ "compiler", "interpreter" (kernels run on the CPU, for tests) or "missing"."""
+    """One of "compiler", "interpreter" (kernels run on the CPU, for tests) and "missing"."""
     try:
         from triton import knobs
     except ImportError:
@@ -362,12 +365,12 @@ def readable(key_mask: Tensor | None) -> Tensor | None:
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Contiguous tensors, of which some may be missing."""
+    """The tensors, contiguous; some may be None."""
     return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def launch(device: torch.device, kernel: Any, *args: Any, **options: Any) -> None:
-    """On the device of the inputs, which need not be the current one."""
+    """Launch ``kernel`` on the device of the inputs, which need not be the current one."""
     if device.type != "cuda":
         kernel(*args, **options)
         return

@@ -1,24 +1,25 @@
-"""Macchiato on kernels: both branches in one forward kernel, closed gradients.
+"""Macchiato on kernels: both branches in one forward kernel, gradients in closed form.
 
-Causal, forward: ``macchiato_walk`` walks as Latte's ``walk`` (latte_causal.py), with the window as
-state 0. For each chunk the window's keys come first (:func:`attend`, window.py); then one softmax
-over the L + 1 latent logits says what the window's part is worth; then the latents' weights in the
-chunk join the window's, and one product with the chunk's values serves both. Neither branch's
-output is ever in memory. Where a sequence is cut, ``segment_sums`` and ``scan`` (segments.py) find
-the states before its segments. Backward: Latte's walks, beside the window's own kernels.
+In the causal forward pass, ``macchiato_walk`` walks as Latte's ``walk`` (latte_causal.py), with the
+window as state 0. For each chunk it processes the window's keys first (:func:`attend`, softmax.py).
+Then one softmax over the L + 1 latent logits gives the window's share. Then the latents' weights in
+the chunk are added to the window's, and one product with the chunk's values is enough for both. The
+outputs of the two branches are never in memory. If a sequence is cut, ``segment_sums`` and ``scan``
+(segments.py) compute the states before its segments. The backward pass uses Latte's walks and the
+window's own kernels.
 
-Bidirectional: the states of Latte's, then outputs and gradients by chunk.
+The bidirectional form uses the states of Latte's, then computes outputs and gradients by chunk.
 
 Sinks are more keys of the window (softmax.py, sinks.py). Latents that are late read, at each token,
-the source that leaves the window. Their keys and values differ from the window's, so that each
-branch has its own product with the values. Where window and latents share one softmax, the window's
-log-mass is added to its logit. The walk has computed it before it mixes. Backward, the window's
-kernels need the delta of the whole mixture. Therefore dq comes after the latents' walk, in a
-separate launch.
+the source that leaves the window. Their keys and values differ from the window's, so each branch
+has its own product with the values. If window and latents share one softmax, the window's log-mass
+is added to its logit. The walk has computed it before it mixes. In the backward pass, the window's
+kernels then need the delta of the whole mixture. Therefore dq is computed after the latents' walk,
+in a separate launch.
 
-Saved for the backward pass: the inputs, the final mean, where sequences are cut one state per
-segment, and one fp32 number per token and head, the window's share p(0|t); for late latents and one
-softmax a second one, the window's logit.
+Saved for the backward pass: the inputs, the final mean, and one state per segment if sequences are
+cut; and one fp32 number per token and head, the window's share p(0|t). With late latents or one
+softmax there is a second number, the window's logit.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
 D value width, N sequences, M segments of all sequences, C tokens of a chunk.
@@ -104,7 +105,7 @@ from latte.ops.triton_backend.window import (
     unit_stride,
 )
 
-# A logit of the window that leaves nothing to the latents, nor overflows when it is scaled.
+# A logit of the window with which the latents have no share. It does not overflow when scaled.
 ALL = tl.constexpr(1.0e38)
 
 
@@ -113,7 +114,7 @@ def saved_states(
 ) -> Between:
     """Empty buffers of :func:`between_segments`; if bidirectional, only the final (top, mass).
 
-    The last is empty if nothing is forgotten, because the number of an op's outputs is fixed.
+    The last one is empty if latents do not forget, because the number of an op's outputs is fixed.
     """
     if causal and forgets:
         return between_segments(latent_k, D, cu_seqlens, forgets)
@@ -128,7 +129,7 @@ class Inputs(NamedTuple):
     """The op's arguments, in their order."""
 
     latent_q: Tensor  # column 0 is the window's logit
-    latent_k: Tensor  # where latents are late, the keys that come to them at each token
+    latent_k: Tensor  # with late latents, the keys that they read at each token
     q: Tensor
     k: Tensor
     v: Tensor
@@ -164,14 +165,14 @@ class Inputs(NamedTuple):
         return Window.of(self.k, self.v, local, sequences, tail, maybe_sinks(sinks))
 
     def far(self, near: Window) -> tuple[Tensor, Tensor | None]:
-        """Values and mask of what the latents read."""
+        """Values and mask of the sources that the latents read."""
         if self.late_v is None:
             return near.v, near.mask
         return unit_stride(self.late_v), readable(self.late_mask)
 
     @property
     def logit_found(self) -> bool:
-        """Whether the window's logit in the mixture is not the one in column 0."""
+        """Whether the window's logit in the mixture differs from the one in column 0."""
         return self.joint or self.begun is not None
 
     @property
@@ -183,7 +184,7 @@ class Inputs(NamedTuple):
 INPUTS = Inputs._fields
 TENSORS = INPUTS.index("window")
 SCHEMA = f"{MACCHIATO}, {LOCAL}, bool joint"
-# Of a token and head: the window's share, and its logit; of the states, what their kernels leave.
+# For each token and head, the window's share and its logit; then the numbers saved with the states.
 SAVED = ("gate", "logit", "top_M", "mass_M", "mean_M", "top", "mass", "falls")
 WANTED = tuple(
     INPUTS.index(name)
@@ -195,13 +196,13 @@ WANTED = tuple(
 
 
 def token_numbers(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Empty buffers for the window's share of each token, and for its logit, if that is found."""
+    """Empty buffers for the window's share of each token, and for its logit, if it is computed."""
     (gate,) = token_buffers(x.q, 1)
     return gate, torch.empty_like(gate) if x.logit_found else gate.new_empty(0)
 
 
 def forward(*inputs: Any) -> tuple[Tensor, ...]:
-    """Outputs, final state; then for the backward pass: ``SAVED``."""
+    """Outputs and final state; then, for the backward pass, ``SAVED``."""
     x = Inputs(*inputs)
     w, latent_k, D = x.near, x.latent_k, x.v.shape[-1]
     out, (gate, logit) = x.q.new_empty((*x.q.shape[:3], D)), token_numbers(x)
@@ -276,7 +277,7 @@ def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tu
     inputs_of_latents = (latent_k, values, mask, dout)
     dtail, dlate_v = (dtail_k, dtail_v), q.new_empty(0)
     if x.causal:
-        # In memory once, for each query head: the window's kernel adds it up.
+        # It is written once, for each query head. The window's kernel sums the heads.
         latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
         dmean_0, lost_0, c = latent_gradients(
             x.walker,
@@ -291,7 +292,7 @@ def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tu
             logit if x.logit_found else None,
         )
         if x.joint:
-            # One softmax, one delta: that of the mixture, which the latents' walk has found.
+            # One softmax has one delta, that of the mixture. The latents' walk has computed it.
             delta = c
             run.query_gradients(q, gate, top_w, mass_w, delta, dq, dy=dout, given=True)
         tokens = (top_w, mass_w, gate, delta)
@@ -300,7 +301,7 @@ def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tu
         if x.late_v is not None:
             dlate_v = latents_dv.unflatten(2, (-1, run.R)).sum(3)
     else:
-        # The interface refuses an initial state that could have a gradient.
+        # The interface refuses an initial state that needs a gradient.
         _, _, _, top, mass, _ = states
         dmean_0, lost_0 = bidirectional_gradients(
             run,
@@ -353,13 +354,14 @@ def macchiato_walk(
 ):  # fmt: skip
     """y_t = p(0|t) SWA_t + sum_l p(l|t) mu_t[l], contiguous, of one segment, head and tile of D.
 
-    ``latent_q_ptr`` points to the first latent's logit, behind the window's. ``log_mass1_ptr`` and
-    ``mean1_ptr`` take the final state where no scan has found it.
+    ``latent_q_ptr`` points to the first latent's logit, after the window's. The final state is
+    written to ``log_mass1_ptr`` and ``mean1_ptr`` if no scan has written it.
 
-    Where latents are late, ``latent_k``, ``late_v`` and ``late_mask`` are those of the sources that
-    come to them at each token, and ``begun`` (B, T) says whether there has been one: until then all
-    is the window's. ``JOINT``: the log-mass of the window's keys is added to its logit. In either
-    case ``window_logit`` (B, T, H) takes the logit that the mixture is made of.
+    With late latents, ``latent_k``, ``late_v`` and ``late_mask`` are those of the sources that the
+    latents read at each token. ``begun`` (B, T) says whether there has been a source. Until then
+    the window has the whole weight. With ``JOINT`` the log-mass of the window's keys is added to
+    its logit. In both cases the logit that is used in the mixture is written to ``window_logit``
+    (B, T, H).
     """
     FORGETS: tl.constexpr = g_ptr is not None
     reach_l: tl.constexpr = FORGETTING_REACH if FORGETS else REACH
@@ -475,7 +477,7 @@ def macchiato_walk(
             else:
                 later = tl.maximum(ref, tl.max(k, 0))
             if rise > reach_l:
-                # Tokens beyond reach hold the window's part: the latents' comes token by token.
+                # Tokens beyond reach have the window's part. The latents' is added token by token.
                 tl.debug_barrier()
                 ref_s, mass_s, fall_s, after = ref, tl.max(mass, 0), tl.max(fall, 0), total
                 for s in range(0, tl.minimum(stop - at, C).to(tl.int32)):

@@ -10,13 +10,13 @@ and channels fill the GPU, one program processes a whole sequence (``lru_walk``,
 each input is read once). Otherwise every chunk has a program: ``ends`` and ``ends_back`` find each
 chunk's map, ``carry`` composes the maps, ``apply`` and ``apply_back`` write the results.
 
-``DOWN`` walks from the end of a sequence to its beginning; in the backward pass it is still the
-forward pass's direction, and gradients go in the opposite direction. A masked token is the
-identity. ``begins`` (N,) is the token at which a sequence starts (a = 0, factor 1), or -1 if it
-continues from a state.
+With ``DOWN`` a kernel walks from the end of a sequence to its beginning. In the backward pass
+``DOWN`` is still the direction of the forward pass, and gradients go in the opposite direction. A
+masked token does not change the state. ``begins`` (N,) is the token at which a sequence starts (a =
+0, factor 1), or -1 if it continues from a state.
 
-Saved for the backward pass: the inputs and one state per chunk, from which the others are computed
-anew.
+Saved for the backward pass: the inputs and one state per chunk. The other states are computed
+again.
 
 Shape suffixes: B batch, T tokens, E channels (of a tile), N sequences, M chunks of all sequences,
 C tokens of a chunk, U chunks of a round.
@@ -58,13 +58,13 @@ from latte.ops.triton_backend.tiles import (
     store_steps,
 )
 
-# As in the other backends: Griffin's constant c, and a log a that is never quite 0.
+# As in the other backends: Griffin's constant c, and an upper limit of log a that is not quite 0.
 GATE_STRENGTH = tl.constexpr(8.0)
 LEAST_DECAY = tl.constexpr(-1.1754943508222875e-38)
 
 
 def one_walk(B: int, T: int, E: int, packed: bool) -> bool:
-    """Whether each program walks over a whole sequence; packed ones are of uneven length."""
+    """Whether each program walks over a whole sequence. Packed ones differ too much in length."""
     return not packed and (T <= LRU_CHUNK or B * -(-E // LRU_WALK["BE"]) >= LRU_WALKS_FROM)
 
 
@@ -79,10 +79,10 @@ def _launch(
 def beginnings(
     x_BTE: Tensor, sequences: Sequences, initial_state: Tensor | None, reverse: bool
 ) -> Tensor:
-    """(N,) int64: the first real token, in order of the walk, of every sequence that starts anew.
+    """(N,) int64: the first real token, in order of the walk, of every sequence without a state.
 
-    -1 for a sequence that carries a state on. A sequence without a real token may get any number:
-    it has no token to compare it with.
+    -1 for a sequence that continues from a state. A sequence without a real token may get any
+    number, because it has no token to compare it with.
     """
     (B, T, _), (key_mask, cu_seqlens, _) = x_BTE.shape, sequences
     if cu_seqlens is None:
@@ -96,7 +96,7 @@ def beginnings(
         first = bounds[1:] - 1 if reverse else bounds[:-1]
         if key_mask is not None:
             count = key_mask[0].long().cumsum(0)
-            if reverse:  # the first token at which all of the sequence's have been counted
+            if reverse:  # the first token by which all tokens of the sequence have been counted
                 wanted = count[first.clamp(min=0)]
             else:
                 wanted = torch.where(first == 0, 0, count[(first - 1).clamp(min=0)]) + 1
@@ -248,13 +248,13 @@ def sigmoids(logit):
 
 @triton.jit
 def compose_before(a1, b1, pa1, pb1, a2, b2, pa2, pb2):
-    """:func:`compose`, and beside it the map of all but the last element (1, 0 for one alone)."""
+    """:func:`compose`, and the map of all elements but the last (1, 0 if there is only one)."""
     return a1 * a2, a2 * b1 + b2, a1 * pa2, pa2 * b1 + pb2
 
 
 @triton.jit
 def maps_before(a, b):
-    """Of each of C maps, (C, E): those up to it, and those before it."""
+    """For each of C maps, (C, E): the composed maps up to it, and before it."""
     return tl.associative_scan(
         (a, b, tl.full(a.shape, 1.0, tl.float32), b * 0.0), 0, compose_before
     )
@@ -274,7 +274,7 @@ def last_step(x, C: tl.constexpr):
 
 @triton.jit
 def steps(mask_ptr, start, stop, C: tl.constexpr, DOWN: tl.constexpr):
-    """Of a chunk's tokens, in the order of the walk: where they are, and which of them are real."""
+    """Positions of a chunk's tokens, in the order of the walk, and which of them are real."""
     c = tl.arange(0, C)
     if DOWN:
         t = start + (C - 1) - c
@@ -288,7 +288,7 @@ def steps(mask_ptr, start, stop, C: tl.constexpr, DOWN: tl.constexpr):
 
 @triton.jit
 def next_steps(mask_ptr, t, stop, C: tl.constexpr, DOWN: tl.constexpr):
-    """The tokens that follow those of :func:`steps`, and which are real: none behind the chunk."""
+    """The tokens after those of :func:`steps`, and which are real; none after the chunk is."""
     if DOWN:
         t -= 1
     else:
@@ -301,7 +301,7 @@ def next_steps(mask_ptr, t, stop, C: tl.constexpr, DOWN: tl.constexpr):
 
 @triton.jit
 def decays(r, strength, real, fresh):
-    """a and sqrt(1 - a^2): 1 and 0 for what is not real, 0 and 1 where a sequence starts anew."""
+    """a and sqrt(1 - a^2): 1 and 0 for tokens that are not real, 0 and 1 at a sequence's start."""
     log_a = at_most(-r * strength[None, :], LEAST_DECAY)
     a = power(log_a)
     factor = tl.sqrt(one_minus_square(a, -2.0 * log_a))
@@ -315,7 +315,7 @@ def advance(
     x_ptr, r_ptr, i_ptr, x_t, x_e, r_t, r_e, i_t, i_e,
     t, real, fresh, strength, e, E,
 ):  # fmt: skip
-    """The maps of a chunk's tokens up to each of them: (A, B), (C, E) each."""
+    """The composed maps of a chunk up to each of its tokens: A and B, (C, E) each."""
     r, _ = sigmoids(load_steps(r_ptr, r_t, r_e, t, real, e, E))
     i, _ = sigmoids(load_steps(i_ptr, i_t, i_e, t, real, e, E))
     a, factor = decays(r, strength, real, fresh)
@@ -331,7 +331,7 @@ def ends(
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """(M, E) twice: what each chunk does to the state, h -> decay h + input."""
+    """The map of each chunk, h -> decay h + input: (M, E) twice."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     batch, start, stop, n = place(m, table_ptr, T, per_row, C)
@@ -356,8 +356,8 @@ def carry(
 ):  # fmt: skip
     """The state before each chunk of one sequence, (M, E), and after the last, (N, E).
 
-    ``first_ptr``: (N+1,) the sequences' first chunks when packed, else None; ``initial_ptr``
-    (N, E), None for zeros.
+    ``first_ptr`` (N+1,) has the sequences' first chunks when packed, else it is None.
+    ``initial_ptr`` (N, E) is None for zeros.
     """
     n = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
@@ -416,7 +416,7 @@ def lru_walk(
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``ends``, ``carry`` and ``apply`` in one: a program walks over a sequence's chunks."""
+    """``ends``, ``carry`` and ``apply`` in one. A program walks over a sequence's chunks."""
     batch = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
@@ -445,7 +445,7 @@ def lru_walk(
 
 @triton.jit
 def load_gradients(dy_ptr, dy_t, dy_e, t, stop, e, E):
-    """dh of every token, masked ones too: their output is the state that passes them by."""
+    """dh of every token. Masked tokens have one too: their output is the unchanged state."""
     return load_steps(dy_ptr, dy_t, dy_e, t, t < stop, e, E)
 
 
@@ -456,7 +456,7 @@ def ends_back(
     r_b, r_t, r_e, dy_b, dy_t, dy_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """(M, E) twice: what each chunk does to the gradient of the state after it."""
+    """The map of each chunk for the gradient of the state after it: (M, E) twice."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     batch, start, stop, n = place(m, table_ptr, T, per_row, C)
@@ -483,10 +483,10 @@ def retreat(
 ):  # fmt: skip
     """Gradients of a chunk, from the state before it and the gradient of the state after it.
 
-    The decays of the next tokens are computed again: a scan of g_t = dh_t + a_{t+1} g_{t+1} then
+    The decays of the next tokens are computed again. So a scan of g_t = dh_t + a_{t+1} g_{t+1}
     needs no second pair of maps for the tokens after each token.
 
-    Returns the gradient of the state before it, and sum_t dlog a_t r_t: what theta needs.
+    Returns the gradient of the state before it, and sum_t dlog a_t r_t, which theta needs.
     """
     x = load_steps(x_ptr, x_t, x_e, t, real, e, E)
     r, not_r = sigmoids(load_steps(r_ptr, r_t, r_e, t, real, e, E))
@@ -502,7 +502,8 @@ def retreat(
     A, B = tl.associative_scan((a_then, dh), 0, compose, reverse=True)
     g = A * g1[None, :] + B
     gated = g * factor
-    # Where log a is cut off, where a sequence starts anew and where nothing is real, a is fixed.
+    # a is constant where log a is clamped, where a sequence starts, and for tokens that are not
+    # real.
     free = real & (fresh == 0)
     moves = free[:, None] & (-r * strength[None, :] <= LEAST_DECAY)
     ratio = a * a * reciprocal(tl.where(factor == 0.0, 1.0, factor))
@@ -515,7 +516,7 @@ def retreat(
 
 @triton.jit
 def slope(theta):
-    """d(log a)/d(theta) over r: -8 sigmoid(theta)."""
+    """d(log a)/d(theta) divided by r: -8 sigmoid(theta)."""
     rises, _ = sigmoids(theta)
     return rises * -GATE_STRENGTH
 
@@ -558,7 +559,7 @@ def lru_walk_back(
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All gradients in one walk; ``final`` (N, E) is that of the last state, given."""
+    """All gradients in one walk. ``final`` (N, E), an input, is the gradient of the last state."""
     batch = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)

@@ -64,25 +64,25 @@ from latte.ops.triton_backend.tiles import (
     walk_place,
 )
 
-# By ``cu_seqlens``: its version, and the tables of its parts.
+# For each ``cu_seqlens``: its version, and the tables of its parts.
 _PACKED = WeakTensorKeyDictionary()
 
 
 class Parts(NamedTuple):
-    """The chunks, or the segments, of all sequences: nothing waits for a GPU."""
+    """The chunks, or the segments, of all sequences. Nothing here waits for a GPU."""
 
-    M: int  # at most this many, at least one for each sequence
-    N: int  # sequences
-    per_row: int  # parts of a row; unused when packed
+    M: int  # upper limit of the number of parts, at least one for each sequence
+    N: int  # number of sequences
+    per_row: int  # number of parts of a row; unused when packed
     table: Tensor | None  # (M, 3) int64: first token, end of the sequence, its number
     first: Tensor | None  # (N+1,) int64: first part of each sequence
     bounds: Tensor | None  # (N+1,) int64: first token of each sequence
 
     @classmethod
     def of(cls, B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> Parts:
-        """Parts of C tokens: of rows of equal length, or of packed sequences.
+        """Parts of C tokens, of rows of equal length or of packed sequences.
 
-        The tables of packed ones are kept: all layers of a model, and both passes, share them.
+        The tables of packed sequences are kept. All layers of a model and both passes share them.
 
         Args:
             at_least: Number of (empty) parts of a sequence without tokens.
@@ -94,7 +94,7 @@ class Parts(NamedTuple):
         M, N = count_parts(B, T, C, cu_seqlens, at_least), count_sequences(B, cu_seqlens)
         if cu_seqlens is None:
             return cls(M, N, max(at_least, -(-T // C)), None, None, None)
-        # Nothing says when a graph that is captured will run, nor with what in its buffers.
+        # A captured graph can run at any time, with other numbers in its buffers.
         device, captured = cu_seqlens.device, False
         if device.type == "cuda":
             captured = torch.cuda.is_current_stream_capturing()
@@ -111,7 +111,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def _packed(cls, T: int, C: int, cu_seqlens: Tensor, at_least: int, M: int, N: int) -> Parts:
-        """:meth:`of` packed sequences, whose bounds are checked where they are."""
+        """:meth:`of` packed sequences. The bounds are checked on their device."""
         bounds = sequence_bounds(cu_seqlens)
         lengths = bounds.diff()
         rises = (lengths >= 0).all() & (bounds[0] == 0) & (bounds[-1] == T)
@@ -131,16 +131,16 @@ class Parts(NamedTuple):
 
 
 def count_parts(B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> int:
-    """At most this many parts of C tokens: from shapes alone."""
+    """Upper limit of the number of parts of C tokens, from shapes alone."""
     if cu_seqlens is None:
         return B * max(at_least, -(-T // C))
     return T // C + count_sequences(B, cu_seqlens)
 
 
 def segment_length(B: int, T: int, heads: int, C: int, packed: bool) -> int:
-    """Tokens of a segment, a multiple of C. ``heads``: of all tiles of D.
+    """Number of tokens of a segment, a multiple of C. ``heads`` counts each tile of D.
 
-    Packed sequences may be of any lengths: they are cut as one sequence of T tokens would be.
+    Packed sequences may have any lengths. They are cut as one sequence of T tokens would be.
     """
     chunks = max(1, -(-T // C))
     if not packed and B * heads >= ENOUGH:
@@ -156,14 +156,14 @@ def length_for(k: Tensor, D: int, walk: Walk, cu_seqlens: Tensor | None) -> int:
 
 
 class Launcher:
-    """Launches kernels with the sizes and the places of one call."""
+    """Launches kernels with the sizes and positions of one call."""
 
     def __init__(self, q: Tensor, D: int, parts: Parts) -> None:
         _, self.T, self.H, self.L = q.shape
         self.D, self.device, self.parts = D, q.device, parts
 
     def warps_back(self, chosen: int) -> int:
-        """Of the backward kernels: as :func:`window_tiles` says, four lack registers for some D."""
+        """Number of warps of the backward kernels. Four lack registers for some D."""
         return chosen if self.D % 16 == 0 else 8
 
     def states(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,9 +172,9 @@ class Launcher:
         return top, torch.empty_like(top), top.new_empty((*top.shape, self.D))
 
     def by_sequence(self, kernel: Any, *args: Any, D: int | None = None, **extras: Any) -> None:
-        """One program per sequence, head and tile of the state: it goes over the parts.
+        """One program per sequence, head and tile of the state. It goes over the parts.
 
-        ``D``: of a tile of the value width, else all of it.
+        ``D`` is the width of a tile of the values, or the whole value width.
         """
         D = D or self.D
         grid = (self.parts.N * self.H, -(-self.L // SCAN["BL"]), -(-D // SCAN["BD"]))
@@ -183,7 +183,7 @@ class Launcher:
 
 
 class ChunkLauncher(Launcher):
-    """Launches what has one program per chunk."""
+    """Launches the kernels with one program per chunk."""
 
     def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None, K: int = 1) -> None:
         B, T, _, L = q.shape
@@ -218,7 +218,7 @@ class Walker(Launcher):
         self.length = length_for(q, D, self.walk, cu_seqlens)
         self.cut = self.length < T  # whether a sequence may have more than one segment
         super().__init__(q, D, Parts.of(B, T, self.length, cu_seqlens, at_least=1))
-        self.slots = B * T // self.walk.C + self.parts.N  # where chunks keep things: tiles.slot_of
+        self.slots = B * T // self.walk.C + self.parts.N  # places of chunks' numbers: tiles.slot_of
         self.product = rounding(self.walk.product)
 
     def forward(self, kernel: Any, *args: Any, **extras: Any) -> None:
@@ -228,7 +228,7 @@ class Walker(Launcher):
         self._walk(kernel, programs, self.D, (c.BD, c.stages, c.warps), *args, **extras)
 
     def back(self, kernel: Any, D: int, *args: Any, **extras: Any) -> None:
-        """One program per segment and head, for a tile of D, which is D wide."""
+        """One program per segment and head, for a tile of width D."""
         c = self.walk
         fixed = (c.BD_back, c.stages_back, self.warps_back(c.warps_back))
         self._walk(kernel, self.parts.M * self.H, D, fixed, *args, **extras)
@@ -249,18 +249,18 @@ class Walker(Launcher):
         launch(self.device, kernel[(programs,)], *args, *sizes, *tiles, **options)
 
     def registers(self) -> dict[str, Any]:
-        """What a launch says of registers, where ptxas is not to choose."""
+        """The limit of registers for a launch, if ptxas is not to choose."""
         asked = self.walk.registers if torch.version.hip is None else None
         return {} if asked is None else {"maxnreg": asked}
 
     def tiles(self) -> list[slice]:
-        """The tiles of D that the backward pass takes one after the other."""
+        """The tiles of D, which the backward pass processes one after the other."""
         BD = self.walk.BD_back
         return [slice(d, min(d + BD, self.D)) for d in range(0, self.D, BD)]
 
 
-# What is saved between segments: (top, mass, mean) before each, final (top, mass); and, where
-# latents forget, how much in each.
+# The numbers saved between segments: (top, mass, mean) before each, the final (top, mass); and, if
+# latents forget, the total log-decay of each.
 Between = tuple[Tensor, ...]
 
 
@@ -310,10 +310,12 @@ def states_before(
     R: int = 1,
     log_decay: Tensor | None = None,
 ) -> tuple[Between, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """What a walk forward starts from: :func:`between_segments`; the walk's arguments ``top`` to
-    ``mean0``; and its last two, which are ``finals`` where no scan has written them.
+    """The states from which a forward walk starts, as three values.
 
-    ``earlier``: the initial state. ``R`` heads share one head of the values.
+    The first are :func:`between_segments`. The second are the walk's arguments ``top`` to
+    ``mean0``. The third are its last two arguments: ``finals`` if no scan has written them.
+
+    ``earlier`` is the initial state. ``R`` heads share one head of the values.
     """
     between = between_segments(k, run.D, cu_seqlens, log_decay is not None)
     initial = contiguous(*earlier)
@@ -338,8 +340,8 @@ def scan_segments(
 ) -> None:
     """Write the states before each segment, if wanted, and the final top, mass, log-mass, mean.
 
-    ``earlier``: the initial state. ``R`` heads share one head of the values. ``falls``: written
-    with what latents forget in each segment.
+    ``earlier`` is the initial state. ``R`` heads share one head of the values. The log-decay of
+    each segment is written to ``falls``.
     """
     sums, strides = run.states(k), (*k.stride(), *v.stride())
     told: dict[str, Any] = {} if falls is None else {"fall_ptr": falls}
@@ -389,9 +391,9 @@ def segment_sums(
 ):  # fmt: skip
     """(M, H, L) twice and (M, H, L, D): top, mass and sum_s exp(k_s - top) v_s of each segment.
 
-    ``R`` heads share one head of the values. Latents that forget have done so of k_s by the
-    segment's end; ``fall`` (M, H, L) is all that is forgotten in it.
-    It walks backwards, so that what it read last is still in the cache when ``walk`` begins.
+    ``R`` heads share one head of the values. If latents forget, k_s has decayed up to the segment's
+    end, and ``fall`` (M, H, L) is the total log-decay of the segment. The kernel walks backwards.
+    So the data that it read last is still in the cache when ``walk`` begins.
     """
     FORGETS: tl.constexpr = g_ptr is not None
     d0, h, m = walk_place(H, D, BD)
@@ -459,9 +461,10 @@ def scan(
 ):  # fmt: skip
     """Merge the segments of one sequence in order, U at a time, for one head and tile of (L, D).
 
-    ``first_ptr``: (N+1,) the sequences' first segments when packed, else None. ``before_*`` is None
-    if the states between segments are not needed. The first tile of D writes what has no D.
-    ``fall_ptr``: the log-decay of each segment, or None.
+    ``first_ptr`` (N+1,) has the sequences' first segments when packed, else it is None.
+    ``before_*`` is None if the states between segments are not needed. The first tile of D writes
+    the results that have no dimension D. ``fall_ptr`` has the log-decay of each segment, or is
+    None.
     """
     n, h, x, d, real_L, real_LD, at_LD = state_tile(H, L, D, BL, BD)
     u = tl.arange(0, U)
@@ -483,7 +486,8 @@ def scan(
         m = m0 + u
         at_UL = ((m * H + h) * L)[:, None] + x[None, :]
         real_UL = (m < last)[:, None] & real_L[None, :]
-        # Before each segment: what came with the loop, and those of this round that precede it.
+        # Before each segment: the state carried by the loop, and the earlier segments of this
+        # round.
         previous = at_UL - H * L
         inside = ((m <= last) & (u > 0))[:, None] & real_L[None, :]
         early = tl.load(top_ptr + previous, mask=inside, other=float("-inf"))
@@ -525,12 +529,12 @@ def scan(
         kept_ULD, sums_ULD = tl.associative_scan((kept_ULD, sums_ULD), 0, compose)
         means_ULD = kept_ULD * mean[None, :, :] + sums_ULD
         if before_mean_ptr is not None:
-            # After this segment is before the next one.
+            # The state after this segment is the one before the next segment.
             follows = real_ULD & (m + 1 < last)[:, None, None]
             tl.store(before_mean_ptr + at_ULD + H * L * D, means_ULD, mask=follows)
         ends = u == U - 1
         mean = tl.sum(tl.where(ends[:, None, None], means_ULD, 0.0), 0)
-        # Not a sum with zeros: the top of what has seen nothing is -inf.
+        # A sum with zeros would fail, because the top of an empty state is -inf.
         top = tl.max(tl.where(ends[:, None], late, float("-inf")), 0)
         mass = tl.sum(tl.where(ends[:, None], late_mass, 0.0), 0)
     i = n * H + h
@@ -592,7 +596,7 @@ def scan_back(
         decay_ULD, asked = tl.associative_scan((decay_ULD, asked), 0, compose)
         losses += decay * lost[None, :]
         asked += decay_ULD * dmean[None, :, :]
-        # Before this segment is after the previous one.
+        # The state before this segment is the one after the previous segment.
         follows = m - 1 >= first
         at = at_UL - H * L
         tl.store(after_lost_ptr + at, losses, mask=real_UL & leads & follows[:, None])

@@ -26,7 +26,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def keys_at(at, begin, ptr, stride, tail_ptr, tail_stride, P):
-    """A pointer to the key at position ``at``, and the distance to the next key."""
+    """A pointer to the key at position ``at``, and the stride to the next key."""
     here = ptr + at * stride
     step = tl.cast(stride, tl.int32)
     if tail_ptr is not None:
@@ -40,7 +40,7 @@ def keys_at(at, begin, ptr, stride, tail_ptr, tail_stride, P):
 def load_chunk(ptr, stride, first, last, x0, X, C: tl.constexpr, BX: tl.constexpr):
     """(C, BX) in fp32: keys from ``first`` up to ``last`` of those at ``ptr``; zeros outside.
 
-    Inside a chunk offsets of 32 bits are enough: the driver ensures that keys are close enough.
+    Inside a chunk offsets of 32 bits are enough, because the driver ensures that keys are near.
     """
     i = tl.arange(0, C)
     x = x0 + tl.arange(0, BX)
@@ -84,10 +84,11 @@ def chunk_logits(
 ):  # fmt: skip
     """Logits (C, C) of a chunk of queries over the chunk of keys that begins at position ``at``.
 
-    They are yet to be multiplied by :func:`unit_of`; invisible pairs are -inf. The keys are ``off``
-    positions after the first query; ``BEFORE``: all before it. A query sees ``reach`` keys before
-    its own, and as many behind it if not causal. Also returns the soft cap's slope (1 without one),
-    and the keys that exist: from ``first`` up to ``last`` of the chunk. ``q``: the first tile.
+    The caller must multiply them by :func:`unit_of`. Invisible pairs are -inf. The keys are ``off``
+    positions after the first query. With ``BEFORE`` all keys are before it. A query sees ``reach``
+    keys before its own, and as many after it if not causal. ``q`` is the first tile of the queries.
+    Also returns the slope of the soft cap (1 without one), and a mask of the keys that exist: from
+    ``first`` up to ``last`` of the chunk.
     """
     first = tl.maximum(begin - P - at, 0)
     last = C if BEFORE else stop - at
@@ -103,8 +104,8 @@ def chunk_logits(
     if CAPPED:
         logits = tanh(logits * (scale / softcap))
         slope = 1.0 - logits * logits
-    # Which keys a query sees is a range, so that each pair takes two comparisons at most. Rows
-    # behind the last query have zeros for inputs and add nothing.
+    # A query sees a range of keys, so each pair needs two comparisons at most. Rows after the last
+    # query have zeros as inputs and add nothing.
     i = tl.arange(0, C)
     oldest = tl.maximum(i - off - reach, tl.minimum(first, C).to(tl.int32))
     seen = i[None, :] >= oldest[:, None]
@@ -119,7 +120,7 @@ def chunk_logits(
 
 @triton.jit
 def unit_of(scale, softcap, CAPPED: tl.constexpr):
-    """Powers of two that :func:`chunk_logits` counts by; above 0, so that the largest stays it."""
+    """Factor from :func:`chunk_logits` to exponents of 2. It is above 0: the order is kept."""
     return (softcap if CAPPED else scale) * LOG2_E
 
 
@@ -127,8 +128,8 @@ def unit_of(scale, softcap, CAPPED: tl.constexpr):
 def softmax_step(top, mass, logits, unit):
     """The running softmax of each query with one more chunk of logits, which may all be -inf.
 
-    Returns (top, mass), ``top`` as a power of two; what a sum over the earlier keys is multiplied
-    by; and the weights of the new ones. Sums are yet to be divided by the last mass.
+    Returns (top, mass), with ``top`` as an exponent of 2; the factor for sums over the earlier
+    keys; and the weights of the new keys. The caller must divide sums by the last mass.
     """
     later = tl.maximum(top, tl.max(logits, 1) * unit)
     kept = power_of_two(top - finite(later))
@@ -146,7 +147,7 @@ def log_mass_of_softmax(top, mass):
 
 @triton.jit
 def window_weights(logits, unit, top):
-    """The weights of the window again, from its queries' ``top``: yet to be divided by its mass."""
+    """The window's weights again, from its queries' ``top``; the caller must divide by its mass."""
     return power_of_two(logits * unit - finite(top)[:, None])
 
 
@@ -170,7 +171,7 @@ def sink_logits(
     K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
     NARROW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`chunk_logits`, of a chunk of queries over the sinks from ``s0`` on: also the slope.
+    """:func:`chunk_logits` of a chunk of queries over the sinks from ``s0`` on, and the slope.
 
     ``q_ptr`` and ``seen_ptr`` point to the chunk's first query, the others to the first sink.
     """
@@ -203,11 +204,11 @@ def attend(
     """(top, mass, w, kept, y) of the chunk's queries: sum_s w_s v_s / mass is the window's part.
 
     ``top`` and ``mass`` are those of :func:`softmax_step`. ``w`` (C, C) are the weights of the
-    chunk's own keys, ``y`` (C, BX) times ``kept`` is the sum over all others; both are yet to be
-    divided by ``mass``. ``q_ptr`` points to the chunk's first query, the others to the first key of
-    the batch, or of the earlier state, for one of ``G`` heads. ``sink_q_ptr`` and ``seen_ptr``
-    point to the first token of the batch, the other sinks' to the first sink; None if there are
-    none.
+    chunk's own keys. ``y`` (C, BX) times ``kept`` is the sum over all other keys. The caller must
+    divide both by ``mass``. ``q_ptr`` points to the chunk's first query. The other pointers are to
+    the first key of the batch, or of the earlier state, for one of ``G`` heads. ``sink_q_ptr`` and
+    ``seen_ptr`` point to the first token of the batch, the other pointers of sinks to the first
+    sink. They are None if there are no sinks.
     """
     chunks = tl.cdiv(reach, C)
     before = tl.minimum(chunks, tl.cdiv(start - begin + P, C)).to(tl.int32)
@@ -228,7 +229,7 @@ def attend(
             y = added(y * kept[:, None], mm(w, v, NARROW))
     q = load_chunk(q_ptr, q_t, 0, queries, 0, K, C, BX)
     for j in tl.range(0, before + after, disable_licm=True):
-        # The chunks before, then those behind.
+        # The chunks before it, then those after it.
         off = (j - before + tl.where(j < before, 0, 1)) * C
         logits, _, first, last = chunk_logits(
             q, q_ptr, q_t, queries, k_ptr, k_t, mask_ptr, tail_k_ptr, G * K, tail_mask_ptr, P,

@@ -37,8 +37,8 @@ from latte.ops.triton_backend.tiles import (
     tanh,
 )
 
-# The kernel's arguments for sinks, but for their mask and number; for pending sources, before and
-# after the step.
+# The kernel's arguments for sinks, except their mask and number; those for pending sources, before
+# and after the step.
 SINKS = ("sink_q_ptr", "sink_k_ptr", "sink_v_ptr", "seen_ptr")
 PENDING = (
     *("pending_k_ptr", "pending_v_ptr", "pending_mask_ptr"),
@@ -109,8 +109,8 @@ def macchiato_step_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Macchiato: latent_q (B, 1, H, L+1), ..., the states -> y (B, 1, H, D), the states.
 
-    Sinks are as :class:`latte.ops.state.SeenSinks` has them. The last three states, (B, W, H, L),
-    (B, W, G, D) and (B, W), are those of latents that are late, else empty.
+    Sinks are given as in :class:`latte.ops.state.SeenSinks`. The last three states, (B, W, H, L),
+    (B, W, G, D) and (B, W), belong to late latents, and are empty without these.
     """
     (B, _, H, L), (G, K), D = latent_k.shape, k.shape[2:], v.shape[-1]
     inputs = [x.contiguous() for x in (latent_q, latent_k, q, k, v)]
@@ -255,9 +255,10 @@ def move_pending(
     b, h, real, H, G, L, D, W,
     BS: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The pending sources (B, W, ...) after the token: each one slot further, and itself the last.
+    """Move the pending sources (B, W, ...) by one slot, and put the token into the last slot.
 
-    A head moves its latent keys, the first of a group its values, the first of all the flags.
+    Each head moves its latent keys. The first head of a group moves the group's values, and the
+    first of all heads moves the flags.
     """
     d = tl.arange(0, BD)
     g, leads = h // (H // G), h % (H // G) == 0

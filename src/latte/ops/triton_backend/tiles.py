@@ -1,7 +1,8 @@
-"""What the kernels share: where a program works, loads and stores, products, masses, functions.
+"""Functions that kernels share: the place of a program, loads and stores, products, masses.
 
-A log-mass is carried as (top, mass), ``top + log(mass)`` with ``top`` a logit that occurred, so
-that it never loses digits, however large the logits. Nothing in this file exceeds 1 but a mass.
+A log-mass is held as (top, mass) and is ``top + log(mass)``. ``top`` is a logit that occurred, so
+the log-mass never loses digits, however large the logits are. Only a mass can exceed 1 in this
+file.
 
 Shape suffixes: C tokens of a chunk, L latents (of a tile, padded), D value width, E channels (of a
 tile). BL, BD, BX, BE are the sizes of tiles, powers of two.
@@ -13,20 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-# One reference serves a token while the running maximum stays within e^16 of it: exp's argument is
-# then exact to 1e-6 in fp32, and the factors fit bf16, tf32 and fp32 alike.
+# One reference is used for a token while the running maximum is within e^16 of it. exp's argument
+# is then exact to 1e-6 in fp32, and the factors fit into bf16, tf32 and fp32.
 REACH = tl.constexpr(16.0)
-# Where latents forget, the past loses weight as fast as the present gains it: at e^48 exp's
-# argument is exact to 2e-6.
+# If latents forget, the past loses weight as fast as the present gains it. At e^48 exp's argument
+# is exact to 2e-6.
 FORGETTING_REACH = tl.constexpr(48.0)
-# In place of a mass of 0, whose numerator is 0 too. Any other mass counts from the logit of one of
-# its sources, so it is about 1 at least; the reciprocal of a smaller number could overflow beside
-# large gradients of outputs that nothing has reached.
+# Replaces a mass of 0, whose numerator is 0 too. Any other mass counts from the logit of one of its
+# sources, so it is at least about 1. The reciprocal of a number smaller than this could overflow
+# when outputs without sources have large gradients.
 TINY = tl.constexpr(1e-6)
-# Arguments that are not to be compiled anew for 1 or for multiples of 16: they follow the length.
+# Arguments that depend on the length. Kernels are not compiled again when they are 1 or a multiple
+# of 16.
 SIZES = ["T", "length", "per_row", "reach", "P"]
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Whether the compiled kernels may use instructions of NVIDIA's.
+# Whether the compiled kernels may use NVIDIA's instructions.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
@@ -46,7 +48,7 @@ def place(m, table_ptr, T, per_row, C: tl.constexpr):
 
 @triton.jit
 def walk_place(H, D, BD: tl.constexpr):
-    """First column, head and segment of a walk's program, tiles of D next to each other."""
+    """First column, head and segment of a walk's program. Tiles of D are next to each other."""
     tiles = tl.cdiv(D, BD)
     d0 = (tl.program_id(0) % tiles) * BD
     h = (tl.program_id(0) // tiles % H).to(tl.int64)
@@ -93,13 +95,13 @@ def first_token(bounds_ptr, sequence):
 
 @triton.jit
 def slot_of(batch, at, T, n, C: tl.constexpr):
-    """A number of its own for each chunk of all sequences, below B T / C + N."""
+    """A different number for each chunk of all sequences, below B T / C + N."""
     return (batch * T + at) // C + n
 
 
 @triton.jit
 def tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
-    """Pointers to (C, BX) from token ``start`` and column ``x0`` on, and which elements exist."""
+    """Pointers to (C, BX) from token ``start`` and column ``x0`` on; which elements exist."""
     t = start + tl.arange(0, C)
     x = x0 + tl.arange(0, BX)
     inside = (t < stop)[:, None] & (x < X)[None, :]
@@ -108,7 +110,7 @@ def tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl
 
 @triton.jit
 def load_inputs(ptr, stride_t, stride_x, start, stop, x0, X, C: tl.constexpr, BX: tl.constexpr):
-    """:func:`load_tile` in the inputs' own dtype, for products alone."""
+    """:func:`load_tile` in the inputs' own dtype, for use in products only."""
     at, inside = tile_at(ptr, stride_t, stride_x, start, stop, x0, X, C, BX)
     return tl.load(at, mask=inside, other=0.0)
 
@@ -211,7 +213,7 @@ def store_latents(ptr, i, L, value, BL: tl.constexpr):
 
 @triton.jit
 def store_row(ptr, i, L, value, C: tl.constexpr, BL: tl.constexpr):
-    """:func:`store_latents` of any row of (C, BL), whose rows are the same."""
+    """:func:`store_latents` of one row of (C, BL), whose rows are all the same."""
     x = tl.arange(0, BL)[None, :]
     first = (tl.arange(0, C) == 0)[:, None]
     tl.store(ptr + i * L + x + tl.zeros((C, BL), tl.int32), value, mask=first & (x < L))
@@ -233,7 +235,7 @@ def store_numbers(ptr, batch, h, start, stop, T, H, value, C: tl.constexpr):
 
 @triton.jit
 def load_steps(ptr, stride_t, stride_e, t, real, e, E):
-    """(C, E) in fp32; zeros where nothing real is."""
+    """(C, E) in fp32; zeros for tokens and channels that are not real."""
     at = ptr + t[:, None] * stride_t + e[None, :].to(tl.int64) * stride_e
     return tl.load(at, mask=real[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
 
@@ -292,7 +294,7 @@ def load_query(ptr, stride_t, stride_x, t, L, BL: tl.constexpr):
 
 @triton.jit
 def load_window_logits(ptr, stride_t, stride_x, start, stop, C: tl.constexpr):
-    """The window's logits (C,), each before that of the first latent, to which ``ptr`` points."""
+    """The window's logits (C,). Each is just before that of the first latent, at ``ptr``."""
     t = start + tl.arange(0, C)
     return tl.load(ptr + t * stride_t - stride_x, mask=t < stop, other=0.0).to(tl.float32)
 
@@ -303,12 +305,12 @@ def load_mixture(
 ):
     """p(l|t) of the latents (C, BL), and of the window (C,): one softmax over L + 1 logits.
 
-    ``own``: the window's logits (C,), if they are not those of :func:`load_window_logits`.
+    ``own`` has the window's logits (C,) if they are not those of :func:`load_window_logits`.
     """
     q = load_tile(ptr, stride_t, stride_x, start, stop, 0, L, C, BL)
     q = tl.where((tl.arange(0, BL) < L)[None, :], q, float("-inf"))
     if own is None:
-        # Not by the function above: with it the backward walks take up to 24 bytes more of stack.
+        # The function above is not used: with it the backward walks take up to 24 bytes more stack.
         t = start + tl.arange(0, C)
         own = tl.load(ptr + t * stride_t - stride_x, mask=t < stop, other=0.0).to(tl.float32)
     top = tl.maximum(tl.max(q, 1), own)
@@ -339,7 +341,7 @@ def load_shares(
 ):  # fmt: skip
     """p(l|t) of the latents, and of the window (0 if there is none).
 
-    ``own_ptr``: to the batch's window logits in fp32, if they do not stand before the latents'.
+    ``own_ptr`` points to the batch's window logits in fp32, if they are not before the latents'.
     """
     if GATED:
         own = None
@@ -370,13 +372,13 @@ def load_one_share(
 
 @triton.jit
 def factor(x, PRODUCT: tl.constexpr):
-    """What :func:`mm` makes of a factor. Called before, where several products share it."""
+    """Round a factor as :func:`mm` does. Called before it if several products share the factor."""
     if PRODUCT == "bf16":
         return x.to(tl.bfloat16)
     elif PRODUCT == "bf16_as_fp32":
         return x.to(tl.bfloat16).to(tl.float32)
     elif PRODUCT == "tf32_rounded":
-        # Where tf32 is to be as good as fp16: the hardware cuts the last 13 bits off.
+        # So that tf32 is as good as fp16: the hardware would cut off the last 13 bits.
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -385,9 +387,9 @@ def factor(x, PRODUCT: tl.constexpr):
 
 @triton.jit
 def mm(a, b, PRODUCT: tl.constexpr):
-    """a @ b with fp32 sums; ``PRODUCT`` says what the factors are rounded to.
+    """a @ b with fp32 sums; ``PRODUCT`` is the format to which factors are rounded.
 
-    "bf16_as_fp32" rounds as a GPU does, then multiplies in fp32: it is for Triton's interpreter.
+    "bf16_as_fp32" is for Triton's interpreter: it rounds as a GPU does, then multiplies in fp32.
     """
     a, b = factor(a, PRODUCT), factor(b, PRODUCT)
     if PRODUCT == "bf16":
@@ -402,18 +404,18 @@ def mm(a, b, PRODUCT: tl.constexpr):
 
 @triton.jit
 def added(total, product):
-    """total + product, in an addition of its own.
+    """total + product, in a separate addition.
 
-    ``total + mm(...)`` becomes one product that accumulates in ``total``. Tensor cores cut such
-    sums off where an addition rounds: carried from chunk to chunk they would drift. Triton joins
-    sums with products, but not this.
+    Triton would make of ``total + mm(...)`` one product that accumulates in ``total``. Tensor cores
+    truncate such sums where an addition would round, so sums over many chunks would drift. Triton
+    does not merge this addition with the product.
     """
     return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), total)
 
 
 @triton.jit
 def counted(ones, x, PRODUCT: tl.constexpr):
-    """ones @ x, for ``ones`` of zeros and ones: they are exact, and fp32 takes two products."""
+    """ones @ x, for ``ones`` of zeros and ones. They are exact, so fp32 needs only two products."""
     if PRODUCT == "tf32x3":
         high = factor(x, "tf32_rounded")
         low = tl.dot(ones, factor(x - high, "tf32_rounded"), input_precision="tf32")
@@ -424,9 +426,9 @@ def counted(ones, x, PRODUCT: tl.constexpr):
 
 @triton.jit
 def summed(ones, x, PRODUCT: tl.constexpr):
-    """:func:`counted` where what is summed matters to the digit: of 16 bits or more."""
+    """:func:`counted`, with at least 16 bits of each summand."""
     if PRODUCT == "bf16":
-        # Cut off, not rounded: that is one operation for each number, and what is left is exact.
+        # Truncated, not rounded: this is one operation per number, and the remainder is exact.
         high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
         low = tl.dot(ones.to(tl.bfloat16), (x - high).to(tl.bfloat16))
         return tl.dot(ones.to(tl.bfloat16), high.to(tl.bfloat16), low)
@@ -441,13 +443,13 @@ def summed(ones, x, PRODUCT: tl.constexpr):
 
 @triton.jit
 def finite(top):
-    """``top``, or 0 where nothing has been seen: differences from it are then never NaN."""
+    """``top``, or 0 if nothing has been seen, so that differences from it are never NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def inverse(mass):
-    """1 / mass, and 1 where nothing has been seen (what it multiplies is 0 there)."""
+    """1 / mass, and 1 if nothing has been seen (the other factor is 0 then)."""
     return 1.0 / tl.where(mass == 0.0, 1.0, mass)
 
 
@@ -461,9 +463,9 @@ def merge_masses(top1, mass1, top2, mass2):
 
 @triton.jit
 def merge_forgetting(top1, mass1, fall1, top2, mass2, fall2):
-    """:func:`merge_masses` where the second stretch makes forget ``fall2`` of the first one.
+    """:func:`merge_masses` if the first stretch decays by ``fall2`` during the second one.
 
-    The top may be rounded: the difference contains the rounding error.
+    The top may be rounded, because the difference contains the rounding error.
     """
     top = tl.maximum(top1 + fall2, top2)
     at = finite(top)
@@ -475,7 +477,7 @@ def merge_forgetting(top1, mass1, fall1, top2, mass2, fall2):
 def kept_share(top1, mass1, top2, mass2, fall=None):
     """exp(A_1 - A_2), the weight of an earlier state in a later one: exactly 1 if they agree.
 
-    ``fall``: the log-decay between them.
+    ``fall`` is the log-decay between them.
     """
     above = top1 - finite(top2)
     if fall is not None:
@@ -486,7 +488,7 @@ def kept_share(top1, mass1, top2, mass2, fall=None):
 
 @triton.jit
 def log_mass_of(top, mass):
-    """top + log(mass), and -inf where nothing has been seen."""
+    """top + log(mass), and -inf if nothing has been seen."""
     return tl.where(mass == 0.0, float("-inf"), top + tl.log(tl.where(mass == 0.0, 1.0, mass)))
 
 
@@ -498,9 +500,9 @@ def compose(a1, b1, a2, b2):
 
 @triton.jit
 def first_reference(k, token, ref, fresh, C: tl.constexpr):
-    """References and ``fresh`` (BL,), 1 for a latent that has seen nothing, with one more chunk.
+    """References and ``fresh`` (BL,) after one more chunk; fresh is 1 if a latent has seen nothing.
 
-    The reference of a fresh latent is its first finite logit, 0 if there is none.
+    The reference of a fresh latent is its first finite logit, or 0 if there is none.
     """
     seen = k != float("-inf")
     first = tl.min(tl.where(seen, token[:, None], C), 0)
@@ -510,7 +512,7 @@ def first_reference(k, token, ref, fresh, C: tl.constexpr):
 
 @triton.jit
 def worn(j):
-    """Whether a reference must move after chunk ``j``: what is forgotten is added up in fp32."""
+    """Whether a reference must move after chunk ``j``, because decays are summed in fp32."""
     return j % 8 == 7
 
 
@@ -518,9 +520,9 @@ def worn(j):
 def moved(ref, fall, above):
     """The next chunk's reference, and the logarithm of the weight of one unit relative to it.
 
-    ``fall`` (C, BL): what has been forgotten by then since ``ref`` was chosen, the same for all
-    tokens; ``above`` (C, BL): the chunk's logits less ``ref`` and what they had lost by the start.
-    The new reference may be any near number: the difference contains its rounding error.
+    ``fall`` (C, BL) is the decay up to then since ``ref`` was chosen, the same for all tokens.
+    ``above`` (C, BL) are the chunk's logits minus ``ref`` and minus their decay up to the start.
+    The new reference may be any near number, because the difference contains its rounding error.
     """
     fall = tl.max(fall, 0)
     later = ref + fall + tl.maximum(tl.max(above, 0), 0.0)
@@ -529,9 +531,9 @@ def moved(ref, fall, above):
 
 @triton.jit
 def add_source(ref, mass, total, k, v, fall=None):
-    """The state (ref, mass, S (BD, BL)) with one more source: safe for any finite logits.
+    """The state (ref, mass, S (BD, BL)) with one more source, for any finite logits.
 
-    ``fall``: what latents that forget lose before it.
+    ``fall`` is the decay of latents that forget before this source.
     """
     if fall is None:
         later = tl.maximum(ref, k)
@@ -540,7 +542,7 @@ def add_source(ref, mass, total, k, v, fall=None):
         later = tl.maximum(ref + fall, k)
         kept = tl.exp(ref - later + fall)
     e = tl.exp(k - later)
-    # Spelled out as one operation: Triton 3.6 cannot compile the sum for 256 latents.
+    # Written as one operation, because Triton 3.6 cannot compile the sum for 256 latents.
     added = v[:, None] * e[None, :]
     total = tl.fma(total, tl.broadcast_to(kept[None, :], total.shape), added)
     return later, mass * kept + e, total
@@ -562,19 +564,19 @@ def largest(x):
 
 @triton.jit
 def larger(a, b):
-    """For scans: the running maximum."""
+    """The larger of two numbers; a scan with it gives the running maximum."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def at_most(x, most):
-    """The smaller of the two, or NaN where x is: a card's own minimum drops a NaN."""
+    """The smaller of the two, or NaN where x is NaN. The card's own minimum would drop it."""
     return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def power(x):
-    """exp(x) in two instructions: what is below the range of normal numbers is 0."""
+    """exp(x) in two instructions. Results below the range of normal numbers are 0."""
     return power_of_two(x * LOG2_E)
 
 
@@ -602,7 +604,7 @@ def reciprocal(x):
 
 @triton.jit
 def tanh(x):
-    """Without a library, to some ulps of its own size: a series near 0, where 1 - e cancels."""
+    """tanh without a library, exact to a few ulps: by a series near 0, where 1 - e cancels."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     far = tl.where(x < 0.0, -far, far)

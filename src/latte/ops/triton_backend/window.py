@@ -1,7 +1,7 @@
-"""Softmax over a sliding window on kernels, alone or as state 0 of Latte; closed gradients.
+"""Softmax over a sliding window on kernels, alone or as state 0 of Latte; gradients in closed form.
 
-Forward, one program computes the outputs of a chunk of one head, or of a tile of their values if
-these are wide. The C queries of a chunk read the chunks of C keys in their window, their own chunk
+In the forward pass, one program computes the outputs of a chunk of one head, or one tile of them if
+values are wide. The C queries of a chunk read the chunks of C keys in their window, their own chunk
 last, with a running maximum and sum. :func:`attend` does this. The walk of causal Macchiato
 (macchiato.py) calls it too. Beside latents, the window's share of each token, ``gate`` = p(0|t), is
 saved.
@@ -12,18 +12,19 @@ delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
     dlogit_ts = p_t w_ts (<dy_t, v_s> - delta_t)
     dv_s      = sum_t p_t w_ts dy_t, and what the latents add
 
-1. ``window_query_gradients``: each token's largest logit, mass and delta, then dq, chunk by chunk
-   of the keys that a chunk of queries reaches.
-2. ``window_source_gradients``: dk and dv of a chunk of keys, from the chunks of queries that reach
-   it, over all heads of their group: nothing is added up between programs. A second launch serves
-   the keys of the earlier state.
+1. ``window_query_gradients``: each token's largest logit, mass and delta, then dq. It goes over the
+   chunks of keys that a chunk of queries sees.
+2. ``window_source_gradients``: dk and dv of a chunk of keys, from the chunks of queries that see it
+   and all heads of their group. So no sums between programs are needed. A second launch computes
+   those of the keys of the earlier state.
 
-The weights are computed again, and not from results of the forward pass: a product of another shape
+The weights are computed again, and not from results of the forward pass. A product of another shape
 may round a logit of 15,000 differently, and e^0.001 is not 1. Only the inputs are saved.
 
-Where window and latents share one softmax, dlogit_ts has the delta of the whole mixture, which the
-latents' walk finds: step 1 is then two launches, one before that walk and one after it. The
-gradients of sinks are in sinks.py; where keys lie, and the softmax over them, is in softmax.py.
+If window and latents share one softmax, dlogit_ts has the delta of the whole mixture, which the
+latents' walk computes. Step 1 is then two launches, one before that walk and one after it. The
+gradients of sinks are in sinks.py. The positions of keys and the softmax over them are in
+softmax.py.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
 D value width, N sequences, P keys of the earlier state, C tokens of a chunk, queries or keys.
@@ -133,11 +134,11 @@ class Window(NamedTuple):
     mask: Tensor | None  # (B, T)
     tail: Earlier
     P: int
-    reach: int  # keys seen before one's own, and behind it if not causal
+    reach: int  # number of keys seen before a query's own, and after it if not causal
     scale: float
-    softcap: float  # 0: none
+    softcap: float  # 0 if there is none
     causal: bool
-    sinks: SeenSinks | None  # contiguous but for q, with flags as bytes
+    sinks: SeenSinks | None  # contiguous except q, with flags as bytes
 
     @classmethod
     def of(
@@ -149,7 +150,7 @@ class Window(NamedTuple):
         tail: Earlier,
         sinks: SeenSinks | None,
     ) -> Window:
-        """Where there is an earlier state, both masks are spelled out."""
+        """The inputs of a call. If there is an earlier state, both masks are filled in."""
         B, T = k.shape[:2]
         key_mask, _, causal = sequences
         window, scale, softcap = local
@@ -183,7 +184,7 @@ class Window(NamedTuple):
 
 
 def readable_sinks(sinks: SeenSinks) -> SeenSinks:
-    """Sinks as the kernels read them."""
+    """The sinks in the form that the kernels read."""
     q, keys, values, mask, seen = sinks
     flags = readable(mask)
     assert flags is not None
@@ -247,7 +248,7 @@ class WindowLauncher(ChunkLauncher):
     ) -> None:
         """The window alone, or beside bidirectional latents, whose final mean is ``mean``.
 
-        ``latent_q`` begins with the first latent, behind the window's logit.
+        ``latent_q`` begins with the first latent, after the window's logit.
         """
         w, parts = self.window, self.parts
         self.by_tile(
@@ -264,9 +265,9 @@ class WindowLauncher(ChunkLauncher):
     def query_gradients(
         self, q: Tensor, *rest: Tensor | None, dy: Tensor, given: bool = False
     ) -> None:
-        """``rest``: the gate; then the results, the tokens' top, mass and delta, and dq, or None.
+        """``rest`` are the gate, then the results: the tokens' top, mass and delta, and dq or None.
 
-        ``given``: of the results dq alone is wanted, and the others are there.
+        If ``given``, only dq is computed, and the other results are inputs.
         """
         w, parts = self.window, self.parts
         self.by_tile(
@@ -293,9 +294,9 @@ class WindowLauncher(ChunkLauncher):
     ) -> None:
         """dk and dv of the tokens, and of the earlier state.
 
-        ``tokens``: top, mass, gate and delta of each. The latents' part of dv is ``latents_dv``
-        (B, T, H, D); ``bidirectional``: comes from their keys, and top, mass and gradient of the
-        mean of the whole sequences.
+        ``tokens`` are top, mass, gate and delta of each token. The latents' part of dv is
+        ``latents_dv`` (B, T, H, D). With ``bidirectional`` it is computed from their keys, and from
+        top, mass and the gradient of the mean of the whole sequences.
         """
         w, parts = self.window, self.parts
         latent_k, *states = bidirectional or (None,) * 4
@@ -318,7 +319,7 @@ class WindowLauncher(ChunkLauncher):
     ) -> tuple[Tensor, ...]:
         """Gradients of the sinks' queries, keys and values, empty where there are none.
 
-        ``tokens``: as for :meth:`source_gradients`. ``k`` and ``v`` have the sinks' dtypes.
+        ``tokens`` are as for :meth:`source_gradients`. ``k`` and ``v`` have the sinks' dtypes.
         """
         w, parts = self.window, self.parts
         if w.sinks is None:
@@ -388,8 +389,8 @@ def window_outputs(
 ):  # fmt: skip
     """SWA_t, contiguous; beside bidirectional latents y_t = p(0|t) SWA_t + sum_l p(l|t) mu[l].
 
-    ``latent_q_ptr`` points to the first latent's logit, behind the window's; ``mean_ptr`` to mu
-    (N, H, L, D).
+    ``latent_q_ptr`` points to the first latent's logit, after the window's. ``mean_ptr`` points to
+    mu (N, H, L, D).
     """
     m, h, d0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     leads = tl.program_id(2) == 0
@@ -450,7 +451,7 @@ def window_query_gradients(
 ):  # fmt: skip
     """Each token's top, mass and delta (B, T, H); dq. One program per chunk, head and tile of K.
 
-    ``dq_ptr``: None if that is not wanted. ``GIVEN``: the tokens' numbers are there.
+    ``dq_ptr`` is None if dq is not wanted. With ``GIVEN`` top, mass and delta are inputs.
     """
     m, h, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     batch, start, stop, sequence = place(m, table_ptr, T, per_row, C)
@@ -559,10 +560,10 @@ def window_source_gradients(
 ):  # fmt: skip
     """dk and dv, contiguous; one program per chunk of keys, key head and tile of K and of D.
 
-    ``EARLIER``: the keys, values, flags and gradients are those of the earlier state, (N, P, G, .).
-    Otherwise P is not used, and the latents' part of dv is added. Causal: ``latents_dv``
-    (B, T, H, D). Bidirectional: from ``top`` and ``mass`` of the whole sequences, and the gradient
-    of their means, ``dmean``.
+    With ``EARLIER`` the keys, values, flags and gradients are those of the earlier state,
+    (N, P, G, .). Otherwise P is not used, and the latents' part of dv is added. In the causal form
+    this part is ``latents_dv`` (B, T, H, D). In the bidirectional form it is computed from ``top``
+    and ``mass`` of the whole sequences, and the gradient of their means, ``dmean``.
     """
     m, g, x0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BX
     if EARLIER:
@@ -574,7 +575,7 @@ def window_source_gradients(
             batch = sequence * 0
             begin, stop = tl.load(bounds_ptr + sequence), tl.load(bounds_ptr + sequence + 1)
         at = begin - (m % chunks + 1) * C
-        # So that position p is found p strides behind these pointers, as it is for tokens.
+        # Position p is then p strides after these pointers, as it is for tokens.
         held = sequence
         k_ptr += (P - begin) * k_t
         v_ptr += (P - begin) * v_t
