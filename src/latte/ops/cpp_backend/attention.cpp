@@ -4,12 +4,11 @@
 //     y_t = sum_s a_ts v_s,  a_ts = p_t[0] w_ts + sum_l p_t[l] exp(k_s[l] - A_t[l])
 //     w_t = softmax of scale <q_t, k_s> over t-W < s <= t,  A_t[l] = log sum_{s<=t} exp(k_s[l])
 //
-// A task is one head of one sequence, or of a part of one (attention_plan.h). It processes chunks of
-// C tokens, which stay in the cache. Up to TOGETHER heads of a sequence take turns, because their
-// rows are adjacent in memory. Inside a
-// chunk the weights a_ts of window and latents are one matrix, so that both share the products with
-// the values. The tokens before the chunk contribute through the latents' state. With a logit r of
-// the past
+// A task is one head of one sequence, or of a part of one (attention_plan.h). It processes chunks
+// of C tokens, which stay in the cache. Up to TOGETHER heads of a sequence take turns, because
+// their rows are adjacent in memory. Inside a chunk the weights a_ts of window and latents are one
+// matrix, so that both share the products with the values. The tokens before the chunk contribute
+// through the latents' state. With a logit r of the past
 //
 //     e_s = exp(k_s - r),  alpha_t = m + sum_{s<=t} e_s,  U = sum e_s v_s
 //     y_t = sum_s a_ts v_s + sum_l p_t[l] / alpha_t[l] U[l]
@@ -58,13 +57,14 @@
 
 namespace latte {
 
-constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
+constexpr double REACH = 16.0;  // exp(k - r) is as exact as its argument
 // The reach of keys after which something was forgotten: the past loses weight as fast as they
 // gain it.
 constexpr double FORGETTING_REACH = 40.0;
 
-// What the parts of split sequences give to each other: P parts, r rows of keys before each of them
-// that its queries read.
+// What the parts of split sequences give to each other: P borders, r rows of keys before each of
+// them that queries after it read. A part has the border at its beginning, so a first part has
+// none.
 struct Borders {
     Tensor forgotten;             // (P,H,L), fp64: what a part forgets in all
     Tensor reverse, scalar, top;  // (P,H,L,D), (P,H,L) x 2: R where a part begins, its reference
@@ -107,19 +107,24 @@ struct Attention {
     int64_t length(int64_t n) const {
         return bounds ? bounds.at<int64_t>()[n + 1] - begin(n) : tokens();
     }
-    // Places for what each `each` tokens of a sequence have, or the rest of it: the first place of a
-    // sequence, and how many there are.
-    int64_t first_place(int64_t n, int64_t each) const {
-        return bounds ? begin(n) / each + n : n * ((tokens() + each - 1) / each);
+    // Segments: the place of the first one of a sequence, and how many places there are.
+    int64_t first_segment(int64_t n) const {
+        return bounds ? begin(n) / SEGMENT + n : n * ((tokens() + SEGMENT - 1) / SEGMENT);
     }
-    int64_t places(int64_t each) const {
-        if (bounds) return tokens() / each + sequences();
-        return first_place(batch(), each);
+    int64_t segments() const {
+        return bounds ? tokens() / SEGMENT + sequences() : first_segment(batch());
     }
-    int64_t segments() const { return places(SEGMENT); }
-    int64_t parts() const { return places(plan.part); }
+    // Borders of parts: the place of the one at token `from` of a sequence, and how many places
+    // there are. Short sequences have none, so packing many of them costs no memory.
+    int64_t border_place(int64_t n, int64_t from) const {
+        if (bounds) return begin(n) / plan.part + from / plan.part - 1;
+        return n * ((tokens() - 1) / plan.part) + from / plan.part - 1;
+    }
+    int64_t borders_in_all() const {
+        return bounds ? tokens() / plan.part : batch() * ((tokens() - 1) / plan.part);
+    }
     // Rows of keys before a chunk that its queries read, or that leave the window there.
-    int64_t border() const {
+    int64_t border_rows() const {
         return (window - 1 + (delay > 0) + TOKENS - 1) / TOKENS * TOKENS;
     }
     void make_plan() {
@@ -133,15 +138,16 @@ struct Attention {
 // One head of one sequence, from token `from` to `stop`.
 struct HeadTask {
     int64_t n = 0, h = 0, g = 0, row = 0, begin = 0, count = 0, from = 0, stop = 0;
-    int64_t first_kept = 0, part = 0;  // places of its states and of what its border has
+    int64_t first_kept = 0;  // the place of the sequence's first state
+    int64_t border = 0;      // the place of the border before `from`, if that is not 0
     bool last = true;
 
     HeadTask() = default;
     HeadTask(const Attention& op, const Piece& piece, int64_t head)
         : n(piece.sequence), h(head), g(h / (op.heads() / op.groups())), row(op.bounds ? 0 : n),
           begin(op.begin(n)), count(op.length(n)), from(piece.from), stop(piece.stop),
-          first_kept(op.first_place(n, SEGMENT)),
-          part(op.first_place(n, op.plan.part) + from / op.plan.part), last(piece.last) {}
+          first_kept(op.first_segment(n)), border(op.border_place(n, from)),
+          last(piece.last) {}
 };
 
 }  // namespace latte
@@ -271,15 +277,16 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     if (op.bounds)
         for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum}) x->clear();
     if (op.plan.split && op.forgets())
-        op.borders.forgotten = Tensor::empty({op.parts(), H, L}, aoti_torch_dtype_float64());
+        op.borders.forgotten =
+            Tensor::empty({op.borders_in_all(), H, L}, aoti_torch_dtype_float64());
     LATTE_CHOOSE(run_forward)(op);
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
 }
 
 // Of the backward pass.
 static void make_borders(Attention& op) {
-    const int64_t P = op.parts(), H = op.heads(), L = op.latents(), S = op.sinks();
-    const int64_t K = op.key_width(), D = op.v.sizes[3], rows = op.border();
+    const int64_t P = op.borders_in_all(), H = op.heads(), L = op.latents(), S = op.sinks();
+    const int64_t K = op.key_width(), D = op.v.sizes[3], rows = op.border_rows();
     const int32_t sums = wide(op.v);
     Borders& to = op.borders;
     if (op.far()) {

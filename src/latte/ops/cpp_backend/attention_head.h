@@ -269,7 +269,7 @@ struct Head {
     T log_mass_gradient(const Latents<T>& at, int64_t l) const;
 
     // What parts give to each other: attention_parts.h.
-    int64_t border_at(int64_t part) const { return (part * op.heads() + task.h) * L; }
+    int64_t border_at(int64_t border) const { return (border * op.heads() + task.h) * L; }
     void add_forgotten(const LatentRun<T>& run);
     void begin_local(const HeadTask& given);
     void local_chunk(int64_t c);

@@ -1,5 +1,5 @@
-// Long sequences in parts, for more threads than there are heads. Included by attention.cpp once per
-// instruction set.
+// Long sequences in parts, for more threads than there are heads. Included by attention.cpp once
+// per instruction set.
 //
 // The window of a part only needs the keys before it. The latents' state at its beginning is merged
 // from two passes. First each part computes the state of its own tokens alone: keys and values, a
@@ -37,24 +37,24 @@ static void every_border(const Attention& op, bool back, const Work& work) {
     });
 }
 
-// What a part forgets in all.
+// What a part forgets in all. No one asks that of a first part, before which there is no border.
 template <class T>
 inline void Head<T>::add_forgotten(const LatentRun<T>& run) {
-    double* total = op.borders.forgotten.at<double>() + border_at(task.part);
+    double* total = op.borders.forgotten.at<double>() + border_at(task.border);
     for (int64_t l = 0; l < L; ++l) total[l] += double(run.forgotten[l]);
 }
 template <class T>
 inline void Head<T>::begin_local(const HeadTask& given) {
     begin_task(given);
-    if (forgets)
-        std::memset(op.borders.forgotten.at<double>() + border_at(task.part), 0, size_t(L) * 8);
+    if (forgets && task.from)
+        std::memset(op.borders.forgotten.at<double>() + border_at(task.border), 0, size_t(L) * 8);
 }
 
 // The state of a part alone, put where the next part begins.
 template <class T>
 inline void Head<T>::local_chunk(int64_t c) {
     walk_chunk(c, [&](const LatentRun<T>& run) {
-        if (forgets) add_forgotten(run);
+        if (forgets && task.from) add_forgotten(run);
     });
 }
 template <class T>
@@ -73,7 +73,7 @@ static void join_states(const Attention& op) {
         const int64_t from = ((task.first_kept + before / SEGMENT) * H + task.h) * L;
         const int64_t to = ((task.first_kept + task.from / SEGMENT) * H + task.h) * L;
         const double* gone = op.forgets() ? op.borders.forgotten.at<double>() : nullptr;
-        if (gone) gone += ((task.part - 1) * H + task.h) * L;
+        if (gone) gone += ((task.border - 1) * H + task.h) * L;
         for (int64_t l = 0; l < L; ++l) {
             T *top = op.kept_top.at<T>() + to + l, *mass = op.kept_mass.at<T>() + to + l;
             const double moved = double(op.kept_top.at<T>()[from + l]) + (gone ? gone[l] : 0.0);
@@ -104,7 +104,7 @@ inline void Head<T>::begin_end() {
 // R and its scalar as they are where the next part begins.
 template <class T>
 inline void Head<T>::take_reverse() {
-    const int64_t at = border_at(task.part + 1);
+    const int64_t at = border_at(task.border + 1);
     std::memcpy(top.data(), op.borders.top.at<T>() + at, size_t(L) * sizeof(T));
     std::memcpy(scalar, op.borders.scalar.at<T>() + at, size_t(L) * sizeof(T));
     const T* from = op.borders.reverse.at<T>() + at * D;
@@ -146,7 +146,7 @@ inline void Head<T>::local_reverse_chunk(int64_t c) {
 }
 template <class T>
 inline void Head<T>::end_local_reverse() {
-    const int64_t at = border_at(task.part);
+    const int64_t at = border_at(task.border);
     std::memcpy(op.borders.top.at<T>() + at, top.data(), size_t(L) * sizeof(T));
     std::memcpy(op.borders.scalar.at<T>() + at, scalar, size_t(L) * sizeof(T));
     T* to = op.borders.reverse.at<T>() + at * D;
@@ -162,7 +162,7 @@ static void join_reverse(const Attention& op) {
     every_border(op, true, [&](const HeadTask& task) {
         if (task.last) return;
         const Borders& borders = op.borders;
-        const int64_t to = (task.part * H + task.h) * L, from = to + H * L;
+        const int64_t to = (task.border * H + task.h) * L, from = to + H * L;
         for (int64_t l = 0; l < L; ++l) {
             const T top = borders.top.at<T>()[to + l], later = borders.top.at<T>()[from + l];
             const double gone = op.forgets() ? borders.forgotten.at<double>()[to + l] : 0.0;
@@ -181,14 +181,15 @@ static void join_reverse(const Attention& op) {
 template <class T>
 inline void Head<T>::put_border() {
     const Borders& to = op.borders;
+    if (!task.from) return;
     if (S) {
-        put(to.dsink_k, task.part, 0, task.h, S, sinks.dk, Kp);
-        put(to.dsink_v, task.part, 0, task.h, S, sinks.dv, Dp);
+        put(to.dsink_k, task.border, 0, task.h, S, sinks.dk, Kp);
+        put(to.dsink_v, task.border, 0, task.h, S, sinks.dv, Dp);
     }
-    for (int64_t j = 0; task.from && j < slots - 1; ++j) {
+    for (int64_t j = 0; j < slots - 1; ++j) {
         const Keys<T>& s = slot(first_chunk() - slots + 1 + j);
-        put(to.dk, task.part, j * TOKENS, task.h, TOKENS, s.dk, Kp);
-        put(to.dv, task.part, j * TOKENS, task.h, TOKENS, s.dv, Dp);
+        put(to.dk, task.border, j * TOKENS, task.h, TOKENS, s.dk, Kp);
+        put(to.dv, task.border, j * TOKENS, task.h, TOKENS, s.dv, Dp);
     }
 }
 
@@ -207,13 +208,13 @@ static void add_rows(const Tensor& x, int64_t row, const Tensor& to, int64_t to_
 template <class T>
 static void add_borders(const Attention& op) {
     if (!op.near()) return;
-    const int64_t rows = op.border(), S = op.sinks();
+    const int64_t rows = op.border_rows(), S = op.sinks();
     every_border(op, false, [&](const HeadTask& task) {
         const int64_t token = task.begin + task.from - rows;
-        add_rows<T>(op.borders.dk, task.part, op.dk, task.row, token, task.h, rows);
-        add_rows<T>(op.borders.dv, task.part, op.dv, task.row, token, task.h, rows);
+        add_rows<T>(op.borders.dk, task.border, op.dk, task.row, token, task.h, rows);
+        add_rows<T>(op.borders.dv, task.border, op.dv, task.row, token, task.h, rows);
         if (!S) return;
-        add_rows<T>(op.borders.dsink_k, task.part, op.dsink_k, task.n, 0, task.h, S);
-        add_rows<T>(op.borders.dsink_v, task.part, op.dsink_v, task.n, 0, task.h, S);
+        add_rows<T>(op.borders.dsink_k, task.border, op.dsink_k, task.n, 0, task.h, S);
+        add_rows<T>(op.borders.dsink_v, task.border, op.dsink_v, task.n, 0, task.h, S);
     });
 }

@@ -9,8 +9,8 @@
 // If the longest sequence has more tokens than a thread's share of all of them, threads would wait
 // for it. Every sequence is then divided into parts of a fixed length too. The latents' states at
 // the borders of parts are merged from the states of the parts, which changes the last digits
-// (attention_parts.h). Therefore whether a call is split is one decision. Parts themselves depend on
-// neither the number of threads nor the number of tokens.
+// (attention_parts.h). Therefore whether a call is split is one decision. Parts themselves depend
+// on neither the number of threads nor the number of tokens.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +68,8 @@ struct Plan {
             const std::vector<int64_t> tokens = shares(found, threads);
             const int64_t now = *std::max_element(tokens.begin(), tokens.end());
             if (pieces.empty() || now + now / WORTH < most) pieces.swap(found), most = now;
-            if (most <= (total * heads + threads - 1) / threads) break;  // all have the same
+            const int64_t share = (total * heads + threads - 1) / threads;
+            if (share + share / WORTH >= most) break;  // no other division is worth more
         }
     }
 
@@ -81,13 +82,12 @@ private:
             for (int64_t from = 0; from == 0 || from < length; from += each)
                 for (int64_t h = 0; h < heads; h += together) {
                     const int64_t stop = std::min(length, from + each);
-                    found.push_back({int64_t(n), h, std::min(together, heads - h), from, stop,
-                                     stop == length});
+                    found.push_back(
+                        {int64_t(n), h, std::min(together, heads - h), from, stop, stop == length});
                 }
         }
-        std::stable_sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
-            return a.cost() > b.cost();
-        });
+        std::stable_sort(found.begin(), found.end(),
+                         [](const Piece& a, const Piece& b) { return a.cost() > b.cost(); });
         return found;
     }
 };
