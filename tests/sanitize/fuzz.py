@@ -1,7 +1,8 @@
 """Random calls of the native ops for so many seconds: ``run.py`` starts this under sanitizers.
 
 Raw ops with one wrong argument, which must be refused in one line or do no harm; then valid calls,
-in one thread and in several at once. Each is a function of its kind and seed, which the log holds.
+in one thread and in several at once, and attention in parts of long sequences. Each is a function
+of its kind and seed, which the log holds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import calls  # noqa: E402
 from latte.ops import cpp_backend  # noqa: E402
 
 THREADS = 3
+ATTENTION = ("latte", "macchiato", "window")
 
 
 def try_wrong_arguments(log: Any) -> int:
@@ -63,6 +65,10 @@ def main(seconds: float, first_seed: int, log_path: str, library: str) -> None:
                 if now % 2:
                     for kind in calls.KINDS:
                         one(kind, now)
+                    kind = ATTENTION[now // 2 % len(ATTENTION)]
+                    print(f"{kind} in parts, seed {now}", file=log, flush=True)
+                    calls.call_in_parts(kind, now)
+                    valid += 1
                 else:
                     kinds = [*calls.KINDS] * THREADS
                     list(pool.map(one, kinds, range(now, now + len(kinds))))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,6 +115,27 @@ class Draw:
         slopes = [self.strided(self.uniform(*x.shape).to(x.dtype)) for x in ends]
         grads = torch.autograd.grad(ends, self.leaves, slopes, allow_unused=True)
         return [x.detach() for x in found] + [g for g in grads if g is not None]
+
+
+class Long(Draw):
+    """Few sequences of few heads, that many threads share in parts."""
+
+    def shape(self) -> tuple[int, int]:
+        return self.one(1, 1, 2), self.one(1025, 2100, 2304, 2600)
+
+    def heads(self) -> tuple[int, int]:
+        return self.one((1, 1), (2, 1), (2, 2))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of PyTorch in one op."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _flat(tree: Any) -> list[Tensor]:
@@ -278,6 +300,14 @@ KINDS: dict[str, Callable[[Draw], list[Tensor]]] = {
 def call(kind: str, seed: int) -> list[Tensor]:
     """Outputs, gradients and written states of one call."""
     return KINDS[kind](Draw(seed))
+
+
+def call_in_parts(kind: str, seed: int, count: int = 8, dtype: torch.dtype | None = None):
+    """One call of attention (latte, macchiato, window) with long sequences, on many threads."""
+    draw = Long(seed)
+    draw.dtype = dtype or draw.dtype
+    with threads(count):
+        return attention(draw, kind)
 
 
 class Recorder(TorchDispatchMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import calls
 import pytest
 import torch
 from helpers import (
@@ -248,17 +249,14 @@ def test_bits_do_not_depend_on_threads_strides_or_old_memory():
 def test_bits_do_not_depend_on_other_heads(op):
     """Of long sequences, which several heads go through together."""
     inputs = [x.float() for x in of(op, macchiato_inputs(2, 1100, 5, 5))]
-    together = values_and_gradients(attend("cpu", op=op, output_final_state=False), inputs)
-    for h in range(5):
-        one = [x[:, :, h : h + 1] for x in inputs]
-        out = attend("cpu", op=op, output_final_state=False)(*one)[0]
-        assert torch.equal(out, together[0][:, :, h : h + 1])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)  # other heads go together
-        again = values_and_gradients(attend("cpu", op=op, output_final_state=False), inputs)
-    finally:
-        torch.set_num_threads(before)
+    fn = attend("cpu", op=op, output_final_state=False)
+    with calls.threads(1):
+        together = values_and_gradients(fn, inputs)
+        for h in range(5):
+            out = fn(*(x[:, :, h : h + 1] for x in inputs))[0]
+            assert torch.equal(out, together[0][:, :, h : h + 1])
+    with calls.threads(4):  # other heads go together
+        again = values_and_gradients(fn, inputs)
     assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
 
 

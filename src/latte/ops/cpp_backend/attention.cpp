@@ -4,11 +4,11 @@
 //     y_t = sum_s a_ts v_s,  a_ts = p_t[0] w_ts + sum_l p_t[l] exp(k_s[l] - A_t[l])
 //     w_t = softmax of scale <q_t, k_s> over t-W < s <= t,  A_t[l] = log sum_{s<=t} exp(k_s[l])
 //
-// A task is one head of one sequence. It processes chunks of C tokens, which stay in the cache. Up
-// to TOGETHER heads of a sequence take turns, because their rows are adjacent in memory. Inside a
-// chunk the weights a_ts of window and latents are one matrix, so that both share the products with
-// the values. The tokens before the chunk contribute through the latents' state. With a logit r of
-// the past
+// A task is one head of one sequence, or of a part of one (attention_plan.h). It processes chunks
+// of C tokens, which stay in the cache. Up to TOGETHER heads of a sequence take turns, because
+// their rows are adjacent in memory. Inside a chunk the weights a_ts of window and latents are one
+// matrix, so that both share the products with the values. The tokens before the chunk contribute
+// through the latents' state. With a logit r of the past
 //
 //     e_s = exp(k_s - r),  alpha_t = m + sum_{s<=t} e_s,  U = sum e_s v_s
 //     y_t = sum_s a_ts v_s + sum_l p_t[l] / alpha_t[l] U[l]
@@ -51,19 +51,26 @@
 #ifndef LATTE_ATTENTION
 #define LATTE_ATTENTION
 
+#include "attention_plan.h"
 #include "expect.h"
 #include "torch_abi.h"
 
 namespace latte {
 
-constexpr int64_t TOKENS = 64;    // C: of a chunk, a multiple of every vector's width
-constexpr int64_t SEGMENT = 256;  // tokens between two states that are kept, in whole chunks
-constexpr int64_t TOGETHER = 4;   // heads of a sequence that are processed in turns
-constexpr int64_t LONG = 1024;    // tokens from which that costs less than its memory
-constexpr double REACH = 16.0;    // exp(k - r) is as exact as its argument
+constexpr double REACH = 16.0;  // exp(k - r) is as exact as its argument
 // The reach of keys after which something was forgotten: the past loses weight as fast as they
 // gain it.
 constexpr double FORGETTING_REACH = 40.0;
+
+// What the parts of split sequences give to each other: P borders, r rows of keys before each of
+// them that queries after it read. A part has the border at its beginning, so a first part has
+// none.
+struct Borders {
+    Tensor forgotten;             // (P,H,L), fp64: what a part forgets in all
+    Tensor reverse, scalar, top;  // (P,H,L,D), (P,H,L) x 2: R where a part begins, its reference
+    Tensor dk, dv;                // (P,r,H,K), (P,r,H,D): of the rows before a part, by the part
+    Tensor dsink_k, dsink_v;      // (P,S,H,K), (P,S,H,D): by the part
+};
 
 struct Attention {
     Tensor latent_q, latent_k, q, k, v;   // (B,T,H,L+1), (B,T,H,L), (B,T,H,K), (B,T,G,K), (B,T,G,D)
@@ -81,6 +88,8 @@ struct Attention {
     Tensor dout, dlast_mass, dlast_mean;
     Tensor dlatent_q, dlatent_k, dq, dk, dv, dlog_mass, dmean, dlog_decay, dtail_k, dtail_v;
     Tensor dsink_q, dsink_k, dsink_v, dpending_k, dpending_v;
+    Plan plan;
+    Borders borders;  // if the plan is split
 
     bool near() const { return bool(q); }
     bool far() const { return bool(latent_k); }
@@ -94,25 +103,51 @@ struct Attention {
     int64_t tail() const { return tail_k ? tail_k.sizes[1] : 0; }
     int64_t sinks() const { return sink_k ? sink_k.sizes[1] : 0; }
     int64_t sequences() const { return bounds ? bounds.sizes[0] - 1 : batch(); }
+    int64_t begin(int64_t n) const { return bounds ? bounds.at<int64_t>()[n] : 0; }
+    int64_t length(int64_t n) const {
+        return bounds ? bounds.at<int64_t>()[n + 1] - begin(n) : tokens();
+    }
+    // Segments: the place of the first one of a sequence, and how many places there are.
+    int64_t first_segment(int64_t n) const {
+        return bounds ? begin(n) / SEGMENT + n : n * ((tokens() + SEGMENT - 1) / SEGMENT);
+    }
     int64_t segments() const {
-        if (bounds) return tokens() / SEGMENT + sequences();
-        return batch() * ((tokens() + SEGMENT - 1) / SEGMENT);
+        return bounds ? tokens() / SEGMENT + sequences() : first_segment(batch());
+    }
+    // Borders of parts: the place of the one at token `from` of a sequence, and how many places
+    // there are. Short sequences have none, so packing many of them costs no memory.
+    int64_t border_place(int64_t n, int64_t from) const {
+        if (bounds) return begin(n) / plan.part + from / plan.part - 1;
+        return n * ((tokens() - 1) / plan.part) + from / plan.part - 1;
+    }
+    int64_t borders_in_all() const {
+        return bounds ? tokens() / plan.part : batch() * ((tokens() - 1) / plan.part);
+    }
+    // Rows of keys before a chunk that its queries read, or that leave the window there.
+    int64_t border_rows() const {
+        return (window - 1 + (delay > 0) + TOKENS - 1) / TOKENS * TOKENS;
+    }
+    void make_plan() {
+        std::vector<int64_t> lengths(static_cast<size_t>(sequences()));
+        for (size_t n = 0; n < lengths.size(); ++n) lengths[n] = length(int64_t(n));
+        const int64_t together = tokens() < LONG ? 1 : TOGETHER;
+        plan = Plan(lengths, heads(), together, window, thread_count());
     }
 };
 
-// One head of one sequence.
+// One head of one sequence, from token `from` to `stop`.
 struct HeadTask {
-    int64_t n, h, g, row, begin, count, first_kept;
+    int64_t n = 0, h = 0, g = 0, row = 0, begin = 0, count = 0, from = 0, stop = 0;
+    int64_t first_kept = 0;  // the place of the sequence's first state
+    int64_t border = 0;      // the place of the border before `from`, if that is not 0
+    bool last = true;
 
-    HeadTask(const Attention& op, int64_t task)
-        : n(task / op.heads()), h(task % op.heads()), g(h / (op.heads() / op.groups())), row(n),
-          begin(0), count(op.tokens()) {
-        first_kept = n * ((count + SEGMENT - 1) / SEGMENT);
-        if (!op.bounds) return;
-        const int64_t* bounds = op.bounds.at<int64_t>();
-        row = 0, begin = bounds[n], count = bounds[n + 1] - begin;
-        first_kept = begin / SEGMENT + n;
-    }
+    HeadTask() = default;
+    HeadTask(const Attention& op, const Piece& piece, int64_t head)
+        : n(piece.sequence), h(head), g(h / (op.heads() / op.groups())), row(op.bounds ? 0 : n),
+          begin(op.begin(n)), count(op.length(n)), from(piece.from), stop(piece.stop),
+          first_kept(op.first_segment(n)), border(op.border_place(n, from)),
+          last(piece.last) {}
 };
 
 }  // namespace latte
@@ -229,6 +264,7 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     const int64_t N = op.sequences(), M = op.segments();
     const int32_t dtype = wide(op.v);
     op.out = Tensor::empty({op.batch(), op.tokens(), H, D}, op.v.dtype);
+    op.make_plan();
     if (!far) {
         LATTE_CHOOSE(run_forward)(op);
         return stack.give(op.out);
@@ -240,8 +276,29 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     // Packed sequences may use only some of the segments. The other ones hold defined numbers too.
     if (op.bounds)
         for (Tensor* x : {&op.kept_top, &op.kept_mass, &op.kept_sum}) x->clear();
+    if (op.plan.split && op.forgets())
+        op.borders.forgotten =
+            Tensor::empty({op.borders_in_all(), H, L}, aoti_torch_dtype_float64());
     LATTE_CHOOSE(run_forward)(op);
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
+}
+
+// Of the backward pass.
+static void make_borders(Attention& op) {
+    const int64_t P = op.borders_in_all(), H = op.heads(), L = op.latents(), S = op.sinks();
+    const int64_t K = op.key_width(), D = op.v.sizes[3], rows = op.border_rows();
+    const int32_t sums = wide(op.v);
+    Borders& to = op.borders;
+    if (op.far()) {
+        to.reverse = Tensor::empty({P, H, L, D}, sums), to.scalar = Tensor::empty({P, H, L}, sums);
+        to.top = Tensor::empty({P, H, L}, sums);
+    }
+    if (op.forgets()) to.forgotten = Tensor::empty({P, H, L}, aoti_torch_dtype_float64());
+    if (!op.near()) return;
+    to.dk = Tensor::empty({P, rows, H, K}, sums), to.dv = Tensor::empty({P, rows, H, D}, sums);
+    if (!S) return;
+    to.dsink_k = Tensor::empty({P, S, H, K}, sums);
+    to.dsink_v = Tensor::empty({P, S, H, D}, sums);
 }
 
 // (dy and the state's gradients, the inputs, kept x 3, numbers) -> gradients of latent_q, latent_k,
@@ -263,8 +320,10 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     const int64_t B = op.batch(), T = op.tokens(), H = op.heads(), G = op.groups();
     const int64_t L = op.latents(), K = op.key_width(), D = op.v.sizes[3], N = op.sequences();
     const int32_t dtype = op.v.dtype, sums = wide(op.v);
-    // Heads that share keys and values each compute separate gradients. The sum has a fixed order.
-    const int32_t each = H == G ? dtype : sums;
+    op.make_plan();
+    // Heads that share keys and values each compute separate gradients, and so do parts of a
+    // sequence at their borders. The sums have a fixed order.
+    const int32_t each = H == G && !op.plan.split ? dtype : sums;
     const bool carried = bool(op.log_mass), tailed = bool(op.tail_k);
     op.dv = Tensor::empty({B, T, H, D}, each);
     if (far) {
@@ -289,8 +348,9 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
         // No latent has received the sources that are still pending: their gradients are 0.
         for (Tensor* x : {&op.dpending_k, &op.dpending_v}) x->clear();
     }
+    if (op.plan.split) make_borders(op);
     LATTE_CHOOSE(run_backward)(op);
-    if (H != G) {
+    if (H != G || each != dtype) {
         for (Tensor* x :
              {&op.dk, &op.dv, &op.dtail_k, &op.dtail_v, &op.dsink_k, &op.dsink_v, &op.dpending_v}) {
             if (x->dims < 4) continue;
@@ -324,16 +384,17 @@ static Register registered_window_backward("cpu_window_backward", backward<false
 #include "attention_head.h"
 #include "attention_window.h"
 #include "attention_latents.h"
+#include "attention_parts.h"
 
+// The state before the first token of a sequence. Of a later part it is empty.
 template <class T>
-inline void Head<T>::begin_task(int64_t number) {
-    task = HeadTask(op, number);
+inline void Head<T>::begin_task(const HeadTask& given) {
+    task = given;
     low = op.tail_k ? -op.tail() : 0;
     if (late) find_heard();
-    if (S) load_sinks();
     for (int64_t l = 0; l < Lp; ++l) state.top[l] = lowest, state.mass[l] = 0;
     std::memset(state.sum, 0, size_t(Lp * Dp) * sizeof(T));
-    if (!op.log_mass) return;  // also if there are no latents
+    if (!op.log_mass || task.from) return;  // also if there are no latents
     const int64_t at = (task.n * op.heads() + task.h) * L;
     for (int64_t l = 0; l < L; ++l) {
         state.top[l] = op.log_mass.at<T>()[at + l];
@@ -344,23 +405,18 @@ inline void Head<T>::begin_task(int64_t number) {
 }
 
 template <class T>
-inline void Head<T>::begin_forward(int64_t number) {
-    begin_task(number);
-    for (int64_t c = 1 - slots; c < 0 && chunks(); ++c)
+inline void Head<T>::begin_forward(const HeadTask& given) {
+    begin_task(given);
+    if (S) load_sinks();
+    if (far && task.from) take_kept(task.from / SEGMENT);
+    for (int64_t c = first_chunk() + 1 - slots; c < first_chunk() && chunks(); ++c)
         if ((c + 1) * TOKENS > low) load_keys(c);
 }
 
 template <class T>
 inline void Head<T>::forward_chunk(int64_t c) {
     const int64_t rows = rows_of(c);
-    if (far && c * TOKENS % SEGMENT == 0) {
-        const int64_t at = kept_at(c * TOKENS / SEGMENT);
-        std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
-        std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
-        for (int64_t l = 0; l < L; ++l)
-            std::memcpy(op.kept_sum.at<T>() + (at + l) * D, state.sum + l * Dp,
-                        size_t(D) * sizeof(T));
-    }
+    if (far && c * TOKENS % SEGMENT == 0) put_kept(c * TOKENS / SEGMENT);
     load_keys(c);
     probabilities(c, rows);
     if (far) load_logits(c, rows);
@@ -392,6 +448,7 @@ inline void Head<T>::forward_chunk(int64_t c) {
 
 template <class T>
 inline void Head<T>::end_forward() {
+    if (!task.last) return;
     const int64_t at = (task.n * op.heads() + task.h) * L;
     for (int64_t l = 0; l < L; ++l) {
         const T mass = state.mass[l];
@@ -403,34 +460,46 @@ inline void Head<T>::end_forward() {
 }
 
 template <class T>
-inline void Head<T>::begin_backward(int64_t number) {
-    begin_task(number);
-    if (chunks() && far) walk_segment((task.count - 1) / SEGMENT);
-    if (far) begin_reverse();
-    if (late)  // no latent has received the last tokens
+inline void Head<T>::begin_backward(const HeadTask& given) {
+    begin_task(given);
+    if (S) load_sinks();
+    begin_end();
+    if (far && !task.last) take_reverse();
+    if (late && task.last)  // no latent has received the last tokens
         for (int64_t i = most(0, task.count - delay); i < task.count; ++i)
             std::memset(
                 op.dlatent_k.data + place(op.dlatent_k, task.row, task.begin + i, task.h) * size, 0,
                 size_t(L * size));
-    top.assign(state.top, state.top + Lp);
+    load_last_keys();
+}
+// The keys before the last chunk, and those that its queries read besides.
+template <class T>
+inline void Head<T>::load_last_keys() {
     for (int64_t c = chunks() - slots + 1; c < chunks() && chunks(); ++c)
         if ((c + 1) * TOKENS > low) load_keys(c);
+}
+template <class T>
+inline void Head<T>::load_oldest_keys(int64_t c) {
+    const int64_t oldest = c - slots + 1;
+    if ((oldest + 1) * TOKENS > low) load_keys(oldest);
 }
 
 template <class T>
 inline void Head<T>::backward_chunk(int64_t c) {
-    const int64_t oldest = c - slots + 1;
-    if ((oldest + 1) * TOKENS > low) load_keys(oldest);
+    load_oldest_keys(c);
     pull(c);
     Keys<T>& s = slot(c);
     const int64_t token = task.begin + c * TOKENS, rows = rows_of(c);
     if (near) put(op.dk, task.row, token, task.h, rows, s.dk, Kp);
     put(op.dv, task.row, token, task.h, rows, s.dv, Dp);
-    if (far && c && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
+    if (far && c > first_chunk() && c * TOKENS % SEGMENT == 0)
+        walk_segment(c * TOKENS / SEGMENT - 1);
 }
 
 template <class T>
 inline void Head<T>::end_backward() {
+    if (op.plan.split) put_border();
+    if (task.from) return;
     if (S) {
         put(op.dsink_k, task.n, 0, task.h, S, sinks.dk, Kp);
         put(op.dsink_v, task.n, 0, task.h, S, sinks.dv, Dp);
@@ -458,49 +527,77 @@ inline void Head<T>::pull(int64_t c) {
     put(op.dq, task.row, token, task.h, rows, queries, Kp);
 }
 
+// One walk over pieces: what each of their heads does at its first chunk, at every chunk, and after
+// the last one.
 template <class T>
-static void every_head(const Attention& op, bool back) {
-    const int64_t H = op.heads();
-    parallel(op.sequences() * H, 1, [&](int64_t begin, int64_t end) {
+struct Stage {
+    void (Head<T>::*begin)(const HeadTask&);
+    void (Head<T>::*chunk)(int64_t);
+    void (Head<T>::*end)();
+};
+
+template <class T>
+static void walk(const Attention& op, bool back, const std::vector<Piece>& pieces,
+                 const Stage<T>& stage) {
+    int64_t together = 0;
+    for (const Piece& piece : pieces) together = most(together, piece.heads);
+    parallel_tasks(int64_t(pieces.size()), [&](Tasks& tasks) {
         Memory shared;
         std::vector<Head<T>> heads;
-        const int64_t most_together =
-            op.tokens() < LONG ? 1 : least(TOGETHER, least(H, end - begin));
-        heads.reserve(size_t(most_together));
-        for (int64_t i = 0; i < most_together; ++i) heads.emplace_back(op, back, shared);
-        while (begin < end) {
-            const int64_t count = least(most_together, least(end, (begin / H + 1) * H) - begin);
-            for (int64_t i = 0; i < count; ++i) {
+        heads.reserve(size_t(together));
+        for (int64_t i = 0; i < together; ++i) heads.emplace_back(op, back, shared);
+        for (int64_t task = tasks.next(); task >= 0; task = tasks.next()) {
+            const Piece& piece = pieces[size_t(task)];
+            for (int64_t i = 0; i < piece.heads; ++i) {
                 Head<T>& head = heads[size_t(i)];
-                if (back) head.begin_backward(begin + i);
-                else head.begin_forward(begin + i);
-                const bool last = i == count - 1;
-                head.ahead_head = last ? heads[0].task.h : head.task.h + 1;
+                (head.*stage.begin)(HeadTask(op, piece, piece.head + i));
+                const bool last = i == piece.heads - 1;
+                head.ahead_head = last ? piece.head : head.task.h + 1;
                 head.ahead_chunks = !last ? 0 : back ? -1 : 1;
             }
-            const int64_t chunks = heads[0].chunks();
-            for (int64_t c = 0; c < chunks; ++c)
-                for (int64_t i = 0; i < count; ++i) {
-                    if (back) heads[size_t(i)].backward_chunk(chunks - 1 - c);
-                    else heads[size_t(i)].forward_chunk(c);
-                }
-            for (int64_t i = 0; i < count; ++i) {
-                if (back) heads[size_t(i)].end_backward();
-                else heads[size_t(i)].end_forward();
-            }
-            begin += count;
+            const int64_t first = heads[0].first_chunk(), stop = heads[0].chunks();
+            for (int64_t c = first; c < stop; ++c)
+                for (int64_t i = 0; i < piece.heads; ++i)
+                    (heads[size_t(i)].*stage.chunk)(back ? stop - 1 - (c - first) : c);
+            for (int64_t i = 0; i < piece.heads; ++i) (heads[size_t(i)].*stage.end)();
         }
     });
 }
 
+template <class T>
+static void run_forward_in(const Attention& op) {
+    const std::vector<Piece>& pieces = op.plan.pieces;
+    if (op.plan.split && op.far()) {
+        const Stage<T> local = {&Head<T>::begin_local, &Head<T>::local_chunk, &Head<T>::end_local};
+        walk(op, false, chosen(pieces, [](const Piece& piece) { return !piece.last; }), local);
+        join_states<T>(op);
+    }
+    walk<T>(op, false, pieces,
+            {&Head<T>::begin_forward, &Head<T>::forward_chunk, &Head<T>::end_forward});
+}
+
+template <class T>
+static void run_backward_in(const Attention& op) {
+    const std::vector<Piece>& pieces = op.plan.pieces;
+    if (op.plan.split && op.far()) {
+        const Stage<T> local = {&Head<T>::begin_local_reverse, &Head<T>::local_reverse_chunk,
+                                &Head<T>::end_local_reverse};
+        walk(op, true, chosen(pieces, [](const Piece& piece) { return piece.from > 0; }), local);
+        join_reverse<T>(op);
+    }
+    walk<T>(op, true, pieces,
+            {&Head<T>::begin_backward, &Head<T>::backward_chunk, &Head<T>::end_backward});
+    if (op.plan.split) add_borders<T>(op);
+}
+
 static void run_forward(const Attention& op) {
-    if (op.v.type() == Type::F64) return every_head<double>(op, false);
-    every_head<float>(op, false);
+    if (op.v.type() == Type::F64) return run_forward_in<double>(op);
+    run_forward_in<float>(op);
 }
 
 static void run_backward(const Attention& op) {
-    if (op.v.type() == Type::F64) return every_head<double>(op, true);
-    every_head<float>(op, true);
+    if (op.v.type() == Type::F64) return run_backward_in<double>(op);
+    run_backward_in<float>(op);
 }
 
 // (X, T, H, n) -> (X, T, G, n): the sums over the heads of a group, in their order.

@@ -82,8 +82,7 @@ struct Head {
         : op(attention), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
           Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), S(op.sinks()),
           Sp(whole<T>(S)), near(op.near()), far(op.far()), back(backward), forgets(op.forgets()),
-          delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W),
-          task(attention, 0) {
+          delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W) {
         const int64_t longest = op.tokens() + op.tail();
         reach = least(op.window, longest) - 1;             // -1: nothing is near
         slots = (reach + late + TOKENS - 1) / TOKENS + 1;  // late: and the token that leaves
@@ -135,6 +134,9 @@ struct Head {
         slope = room(op.softcap ? TOKENS * ld : 0), before = room(TOKENS * TOKENS);
         delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
         dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
+        if (late || !far || !op.plan.split) return;  // what a part alone has: attention_parts.h
+        scores = room(TOKENS * TOKENS), late_v = room(TOKENS * Dp);
+        late_panels = room(TOKENS * D), late_pairs = room(TOKENS * TOKENS);
     }
 
     Keys<T>& slot(int64_t chunk) { return ring[size_t(((chunk % slots) + slots) % slots)]; }
@@ -193,15 +195,19 @@ struct Head {
         return ((task.first_kept + segment) * op.heads() + task.h) * L;
     }
 
-    int64_t chunks() const { return (task.count + TOKENS - 1) / TOKENS; }
+    // Of the task: its first chunk, and where they end.
+    int64_t first_chunk() const { return task.from / TOKENS; }
+    int64_t chunks() const { return (task.stop + TOKENS - 1) / TOKENS; }
 
     // The walk over a sequence: attention.cpp.
-    void begin_task(int64_t number);
-    void begin_forward(int64_t number);
+    void begin_task(const HeadTask& given);
+    void begin_forward(const HeadTask& given);
     void forward_chunk(int64_t c);
     void end_forward();
-    void begin_backward(int64_t number);
+    void begin_backward(const HeadTask& given);
     void backward_chunk(int64_t c);
+    void load_last_keys();
+    void load_oldest_keys(int64_t c);
     void end_backward();
     void pull(int64_t c);
 
@@ -242,6 +248,10 @@ struct Head {
     void add_scores(const LatentRun<T>& run, T* x, int64_t ldx);
     void find_heard();
     void with_late(const LatentRun<T>& run, bool strange);
+    void take_kept(int64_t segment);
+    void put_kept(int64_t segment);
+    template <class Work>
+    void walk_chunk(int64_t c, const Work& work);
     void walk_segment(int64_t segment);
     void load_values(int64_t chunk, int64_t rows, T* to);
     void begin_reverse();
@@ -250,8 +260,24 @@ struct Head {
     void load_late(int64_t c, int64_t rows);
     void to_late(int64_t rows);
     void put_late(int64_t c, int64_t rows);
+    size_t scale_runs(int64_t c);
     void backward_latents(int64_t c, int64_t rows);
+    void through_mass(const LatentRun<T>& run, const T* products, int64_t ldp);
+    void add_reverse(const LatentRun<T>& run);
     void backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products, int64_t ldp);
     void backward_decays(const LatentRun<T>& run);
     T log_mass_gradient(const Latents<T>& at, int64_t l) const;
+
+    // What parts give to each other: attention_parts.h.
+    int64_t border_at(int64_t border) const { return (border * op.heads() + task.h) * L; }
+    void add_forgotten(const LatentRun<T>& run);
+    void begin_local(const HeadTask& given);
+    void local_chunk(int64_t c);
+    void end_local();
+    void begin_end();
+    void take_reverse();
+    void begin_local_reverse(const HeadTask& given);
+    void local_reverse_chunk(int64_t c);
+    void end_local_reverse();
+    void put_border();
 };

@@ -170,34 +170,57 @@ inline void Head<T>::with_late(const LatentRun<T>& run, bool strange) {
         }
 }
 
-// The runs of a segment and the states before them: a second forward pass from the saved state.
+// The state kept at the beginning of a segment, and the inverse.
 template <class T>
-inline void Head<T>::walk_segment(int64_t segment) {
-    const int64_t at = kept_at(segment), one = 3 * Lp + Lp * Dp;
+inline void Head<T>::take_kept(int64_t segment) {
+    const int64_t at = kept_at(segment);
     std::memcpy(state.top, op.kept_top.at<T>() + at, size_t(L) * sizeof(T));
     std::memcpy(state.mass, op.kept_mass.at<T>() + at, size_t(L) * sizeof(T));
     for (int64_t l = 0; l < L; ++l)
         std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
+}
+template <class T>
+inline void Head<T>::put_kept(int64_t segment) {
+    const int64_t at = kept_at(segment);
+    std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
+    std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
+    for (int64_t l = 0; l < L; ++l)
+        std::memcpy(op.kept_sum.at<T>() + (at + l) * D, state.sum + l * Dp, size_t(D) * sizeof(T));
+}
+
+// Takes the sources of a chunk into the state, and calls work(run) before each of its runs.
+template <class T>
+template <class Work>
+inline void Head<T>::walk_chunk(int64_t c, const Work& work) {
+    const int64_t rows = rows_of(c);
+    load_logits(c, rows);
+    load_values(c, rows, out);
+    for (int64_t begin = 0; begin < rows;) {
+        const LatentRun<T> run = next_run(begin, rows);
+        work(run);
+        scale_keys(run);
+        take_in(run, out);
+        begin = run.end;
+    }
+}
+
+// The runs of a segment and the states before them: a second forward pass from the saved state.
+template <class T>
+inline void Head<T>::walk_segment(int64_t segment) {
+    const int64_t one = 3 * Lp + Lp * Dp;
+    take_kept(segment);
     runs.clear(), saved.clear();
     const int64_t first = segment * (SEGMENT / TOKENS);
     const int64_t stop = least(first + SEGMENT / TOKENS, (task.count + TOKENS - 1) / TOKENS);
-    for (int64_t c = first; c < stop; ++c) {
-        const int64_t rows = rows_of(c);
-        load_logits(c, rows);
-        load_values(c, rows, out);
-        for (int64_t begin = 0; begin < rows;) {
-            LatentRun<T> run = next_run(begin, rows);
+    for (int64_t c = first; c < stop; ++c)
+        walk_chunk(c, [&](LatentRun<T> run) {
             saved.insert(saved.end(), state.top, state.top + Lp);
             saved.insert(saved.end(), state.mass, state.mass + Lp);
             saved.insert(saved.end(), state.sum, state.sum + Lp * Dp);
             saved.insert(saved.end(), run.forgotten, run.forgotten + Lp);
-            scale_keys(run);
-            take_in(run, out);
-            begin = run.end;
             run.begin += c * TOKENS, run.end += c * TOKENS;
             runs.push_back(run);
-        }
-    }
+        });
     for (size_t r = 0; r < runs.size(); ++r) {
         T* held = saved.data() + int64_t(r) * one;
         runs[r].before = {held, held + Lp, held + 2 * Lp};
@@ -305,12 +328,9 @@ inline void Head<T>::put_late(int64_t c, int64_t rows) {
             Lp);
 }
 
-// The latents' part, and with it that of all weights in the gradients of the values they share.
+// Makes the runs of a chunk, the last ones, ready for its gradients: the number of the first.
 template <class T>
-inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
-    const int64_t token = task.begin + c * TOKENS;
-    load_logits(c, rows);
-    if (late) load_late(c, rows);
+inline size_t Head<T>::scale_runs(int64_t c) {
     size_t first = runs.size();
     while (first && runs[first - 1].begin >= c * TOKENS) --first;
     for (size_t r = first; r < runs.size(); ++r) {
@@ -318,6 +338,18 @@ inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
         for (int64_t i = runs[r].begin; forgets && i < runs[r].end; ++i)
             for (int64_t l = 0; l < Lp; l += W) forget_at(runs[r].begin, i, l);
         scale_keys(runs[r]);
+    }
+    return first;
+}
+
+// The latents' part, and with it that of all weights in the gradients of the values they share.
+template <class T>
+inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
+    const int64_t token = task.begin + c * TOKENS;
+    load_logits(c, rows);
+    if (late) load_late(c, rows);
+    const size_t first = scale_runs(c);
+    for (size_t r = first; r < runs.size(); ++r) {
         if (late) add_scores(runs[r], scores, TOKENS);
         else add_scores(runs[r], weights + base, ld);
     }
@@ -342,10 +374,10 @@ inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
     if (forgets) put(op.dlog_decay, task.row, token, task.h, rows, decays, Lp);
 }
 
-// For sources with values v. Their gradients are added to dv; `products` holds <dy_t, v_s>.
+// delta_t = <dy_t, sum_s e_s v_s + U> of a run, p d and the sums of p d / alpha from the end; and
+// the scalar with all of them. `products` holds <dy_t, v_s>.
 template <class T>
-inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products,
-                                  int64_t ldp) {
+inline void Head<T>::through_mass(const LatentRun<T>& run, const T* products, int64_t ldp) {
     const int64_t begin = run.begin, end = run.end, count = end - begin;
     for (int64_t i = begin; i < end; ++i) {  // <dy_t, v_s> for s <= t alone
         const T* from = products + i * ldp;
@@ -378,6 +410,21 @@ inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, co
         }
         store_all(scalar + l, later);
     }
+}
+
+// R with the queries of a run.
+template <class T>
+inline void Head<T>::add_reverse(const LatentRun<T>& run) {
+    product(reverse, Dp, true, L, Dp, ratio + run.begin * Lp, int64_t(1), Lp, dy + run.begin * Dp,
+            Dp, run.end - run.begin);
+}
+
+// For sources with values v. Their gradients are added to dv; `products` holds <dy_t, v_s>.
+template <class T>
+inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products,
+                                  int64_t ldp) {
+    const int64_t begin = run.begin, end = run.end, count = end - begin;
+    through_mass(run, products, ldp);
     transpose(reverse, Dp, L, D, turned, Lp);
     product(dkeys + begin * Lp, Lp, false, count, Lp, v + begin * Dp, Dp, int64_t(1), turned, Lp,
             D);
@@ -388,8 +435,7 @@ inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, co
     for (int64_t i = begin * Lp; i < end * Lp; i += W)
         store_all(dkeys + i, load_all(e + i) * (load_all(dkeys + i) - load_all(lost + i)));
     product(dv + begin * Dp, Dp, true, count, Dp, e + begin * Lp, Lp, int64_t(1), reverse, Dp, L);
-    product(reverse, Dp, true, L, Dp, ratio + begin * Lp, int64_t(1), Lp, dy + begin * Dp, Dp,
-            count);
+    add_reverse(run);
     if (forgets) backward_decays(run);
 }
 

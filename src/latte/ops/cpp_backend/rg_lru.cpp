@@ -71,15 +71,24 @@ template <void (*pass)(RgLru&, int64_t, int64_t, int64_t)>
 void every_sequence(RgLru& op) {
     const int64_t N = op.sequences(), E = op.channels(), threads = thread_count();
     if (!N || !E) return;
-    // Wide blocks read memory best; narrower ones, of whole cache lines, if threads had no work.
-    const int64_t narrowest = (E + 31) / 32, wanted = (threads + N - 1) / N;
+    std::vector<std::pair<int64_t, int64_t>> longest(static_cast<size_t>(N));  // tokens, sequence
+    int64_t total = 0;
+    for (int64_t n = 0; n < N; ++n) {
+        const int64_t count = Walk(op, n).count;
+        longest[size_t(n)] = {-count, n}, total += count;
+    }
+    std::sort(longest.begin(), longest.end());
+    // Wide blocks read memory best. Narrower ones, of whole cache lines, if the longest sequence is
+    // more than a thread's share of all.
+    const int64_t most = -longest[0].first, share = total > 0 ? total : 1;
+    const int64_t narrowest = (E + 31) / 32, wanted = (threads * most + share - 1) / share;
     int64_t blocks = (E + BLOCK - 1) / BLOCK;
     if (blocks < wanted) blocks = wanted < narrowest ? wanted : narrowest;
     const int64_t block = ((E + blocks - 1) / blocks + 15) / 16 * 16;
-    parallel(N * blocks, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task) {
-            const int64_t first = task % blocks * block;
-            if (first < E) pass(op, task / blocks, first, first + block < E ? first + block : E);
+    parallel_tasks(N * blocks, [&](Tasks& tasks) {
+        for (int64_t task = tasks.next(); task >= 0; task = tasks.next()) {
+            const int64_t first = task % blocks * block, n = longest[size_t(task / blocks)].second;
+            if (first < E) pass(op, n, first, first + block < E ? first + block : E);
         }
     });
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -223,6 +224,29 @@ void parallel(int64_t count, int64_t grain, const Work& work) {
         (*static_cast<const Work*>(context))(begin, end);
     };
     check(torch_parallel_for(0, count, grain, call, const_cast<Work*>(&work)));
+}
+
+// Tasks 0 ... count - 1, which threads take one after the other.
+class Tasks {
+public:
+    explicit Tasks(int64_t number) : count(number) {}
+    // The first that no thread has taken yet, or -1.
+    int64_t next() {
+        const int64_t task = taken.fetch_add(1, std::memory_order_relaxed);
+        return task < count ? task : -1;
+    }
+
+private:
+    const int64_t count;
+    std::atomic<int64_t> taken{0};
+};
+
+// Calls work(tasks) on each of PyTorch's threads, for tasks that take different times: the longest
+// should be the first.
+template <class Work>
+void parallel_tasks(int64_t count, const Work& work) {
+    Tasks tasks(count);
+    parallel(std::min(count, thread_count()), 1, [&](int64_t, int64_t) { work(tasks); });
 }
 
 // Registers kernels of the ops latte::NAME, whose schemas are defined in Python.
