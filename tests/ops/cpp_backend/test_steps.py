@@ -1,21 +1,28 @@
-"""Steps of decoding by the native kernels: who takes them, one graph, extreme logits, threads."""
+"""Steps of decoding by the native kernels: who takes them, one graph, extreme logits, any sizes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import latte_inputs, macchiato_inputs, randn
+from helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
 from torch.profiler import profile
 
 from latte.layers import RGLRU, RMSNorm
 from latte.ops import LatteState, dense, use_backend
 from latte.ops.step import (
     Ring,
+    Sinks,
     conv_step,
     latte_step,
     macchiato_step,
     window_step,
 )
+from latte.ops.tensors import computation_dtype
 
 B, H, G, L, K, D, W, E = 2, 4, 2, 3, 6, 20, 5, 21
 
@@ -121,3 +128,80 @@ def test_a_state_that_is_not_contiguous_is_refused():
     state = LatteState(randn(2, L, H).float().mT, randn(2, H, L, D).float())
     with pytest.raises(ValueError, match="log_mass must be contiguous"):
         latte_step(q, k, v, *state)
+
+
+# K, D, W, L: no vector, parts of one, several and a part, whole ones; and long windows.
+SIZES = [(1, 1, 1, 1), (3, 17, 5, 3), (17, 3, 33, 65), (65, 65, 130, 17), (128, 96, 512, 64)]
+
+
+def sized(size, dtype, to=None, rows=slice(None)):
+    """Outputs and states of one step of these sizes, two rows of which have masks and sinks.
+
+    Args:
+        dtype: of the numbers, and of the calculation unless ``to`` says another.
+        rows: Rows of the batch that take part.
+    """
+    (K, D, W, L), B, H, G, n = size, 3, 4, 2, 2
+    wide = to or computation_dtype(dtype)
+
+    def numbers(*shape, seed, state=False):
+        x = randn(*shape, seed=seed).to(computation_dtype(dtype) if state else dtype)[rows]
+        return x.to(wide if state else to or dtype).contiguous()
+
+    q, k, v = (
+        numbers(B, m, width, seed=i) for i, (m, width) in enumerate(((H, K), (G, K), (G, D)))
+    )
+    latent_q, latent_k = numbers(B, H, L + 1, seed=3), numbers(B, H, L, seed=4)
+    mask = randn(B, W, seed=5) > -0.5
+    mask[2] = True
+    mask = mask[rows].contiguous()
+    real, slot = torch.tensor([True, False, True])[rows], torch.tensor([W // 2])
+    position = torch.tensor([W + 5, W, 1])[rows].contiguous()
+    found = []
+    for delayed in (False, True):
+        ring = Ring(numbers(B, G, W, K, seed=6), numbers(B, G, W, D, seed=7), mask.clone())
+        sinks = Sinks(numbers(B, G, n, K, seed=8), numbers(B, G, n, D, seed=9), position)
+        latents = numbers(B, H, L, seed=10, state=True), numbers(B, H, L, D, seed=11, state=True)
+        pending = numbers(B, H, W, L, seed=12) if delayed else None
+        given = (latent_q, latent_k, q, k, v, *latents, ring, slot, real)
+        with torch.no_grad():
+            options = {"scale": K**-0.5, "softcap": 3.0 if delayed else None, "sinks": sinks}
+            y = macchiato_step(*given, **options, pending=pending, joint=delayed)
+            alone = window_step(q, k, v, ring, slot, real, scale=K**-0.5)
+            far = latte_step(latent_q[..., 1:], latent_k, v, *latents, real)
+        found += [y, alone, far, *latents]
+    return found
+
+
+@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
+def test_any_size_on_any_processor(instructions, tmp_path):
+    """As exact as PyTorch's operations, with what instructions this processor has."""
+    code = (
+        "import sys, torch, test_steps as t\n"
+        "dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16\n"
+        "found = {(size, dtype): t.sized(size, dtype) for size in t.SIZES for dtype in dtypes}\n"
+        "torch.save(found, sys.argv[1])\n"
+    )
+    places = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+    )
+    environment = {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": places}
+    command = [sys.executable, "-c", code, str(tmp_path / "found.pt")]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (size, dtype), found in torch.load(tmp_path / "found.pt").items():
+        with use_backend("torch"):
+            exact, rounded = sized(size, dtype, to=F64), sized(size, dtype)
+        floor = 1e-12 if dtype == F64 else 4 * torch.finfo(dtype).eps
+        for i, (a, e, low) in enumerate(zip(found, exact, rounded, strict=True)):
+            worst = max(2 * relative_error(low.to(F64), e), floor)
+            assert relative_error(a.to(F64), e) <= worst, (size, dtype, i)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_of_a_batch_are_alone(size, dtype):
+    together = sized(size, dtype)
+    for b in range(3):
+        alone = sized(size, dtype, rows=slice(b, b + 1))
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone, strict=True))

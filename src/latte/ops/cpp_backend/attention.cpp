@@ -380,6 +380,7 @@ static Register registered_window_backward("cpu_window_backward", backward<false
 
 #else  // once per instruction set
 
+#include "rows.h"
 #include "attention_tiles.h"
 #include "attention_head.h"
 #include "attention_window.h"

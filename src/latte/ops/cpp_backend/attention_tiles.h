@@ -1,5 +1,5 @@
-// The parts of attention.cpp: products of small matrices, softmax over rows, and loads and stores
-// of the rows of one head. Included there once per instruction set.
+// The parts of attention.cpp: products of small matrices, and loads and stores of the rows of
+// one head. Included there once per instruction set.
 
 constexpr int64_t ROWS = 6;  // of a tile: 12 vectors of sums, 2 of b and one of a fill 16 registers
 
@@ -43,9 +43,6 @@ static void tile(int64_t rows, T* c, int64_t ldc, bool add, const T* a, int64_t 
 
 LATTE_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 LATTE_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-template <class T> LATTE_INLINE int64_t whole(int64_t n) {
-    return (n + width<T> - 1) / width<T> * width<T>;
-}
 
 // c (rows of half a V) = a b, of few columns: a whole one's other half would be wasted.
 template <class T, int M>
@@ -96,78 +93,12 @@ static void transpose(const T* x, int64_t ldx, int64_t n, int64_t m, T* to, int6
         for (int64_t j = 0; j < m; ++j) to[j * ld + i] = x[i * ldx + j];
 }
 
-// Lane numbers 0, 1, ...
-template <class T> LATTE_INLINE V<T> lanes() {
-    T numbers[width<T>];
-    for (int64_t j = 0; j < width<T>; ++j) numbers[j] = T(j);
-    return load_all(numbers);
-}
-// x where first <= place < stop, else y: places are those of the lanes, from `at` on.
-template <class T>
-LATTE_INLINE V<T> within(V<T> x, V<T> y, int64_t at, int64_t first, int64_t stop) {
-    if (__builtin_expect(at >= first && at + width<T> <= stop, 1)) return x;
-    V<T> lane = lanes<T>();
-    x = select(lane < T(first - at), y, x);
-    return select(lane < T(stop - at), x, y);
-}
 template <class T> LATTE_INLINE bool any(Mask<T> x) {
     const auto both = x.low | x.high;
     uint64_t bits[sizeof both / 8], found = 0;
     std::memcpy(bits, &both, sizeof both);
     for (uint64_t some : bits) found |= some;
     return found;
-}
-template <class T> LATTE_INLINE T largest(V<T> x) {
-    T numbers[width<T>], top;
-    store_all(numbers, x);
-    top = numbers[0];
-    for (T number : numbers) top = number > top ? number : top;
-    return top;
-}
-
-// Columns first ... stop of a row.
-struct Span {
-    int64_t first, stop;
-};
-
-// Calls work(c, span) for every vector of the two spans; the second begins at a whole vector.
-template <class T, class Work>
-LATTE_INLINE void vectors(Span one, Span two, const Work& work) {
-    for (int64_t c = one.first / width<T> * width<T>; c < one.stop; c += width<T>) work(c, one);
-    for (int64_t c = two.first; c < two.stop; c += width<T>) work(c, two);
-}
-
-// The logits of two spans become exp(x - top), with their sum: all 0 if every one is -inf.
-template <class T> struct Exponentials {
-    T top, sum;
-};
-template <class T>
-static Exponentials<T> exponentiate(T* x, Span one, Span two) {
-    constexpr T lowest = -std::numeric_limits<T>::infinity();
-    V<T> tops = all(lowest), sums{};
-    vectors<T>(one, two, [&](int64_t c, Span s) {
-        tops = larger(tops, within(load_all(x + c), all(lowest), c, s.first, s.stop));
-    });
-    T top = largest(tops);
-    if (top == lowest) top = 0;
-    vectors<T>(one, two, [&](int64_t c, Span s) {
-        V<T> e = within(decay(load_all(x + c) - top).kept, V<T>{}, c, s.first, s.stop);
-        sums = sums + e;
-        store_all(x + c, e);
-    });
-    return {top, sum(sums)};
-}
-// Makes them sum to `factor`.
-template <class T>
-static void normalise(T* x, Span one, Span two, T total, T factor) {
-    const T share = total == T(0) ? T(0) : factor / total;
-    vectors<T>(one, two, [&](int64_t c, Span s) {
-        store_all(x + c, within(load_all(x + c) * share, V<T>{}, c, s.first, s.stop));
-    });
-}
-template <class T>
-static void soften(T* x, Span one, Span two, T factor) {
-    normalise(x, one, two, exponentiate(x, one, two).sum, factor);
 }
 
 // Whether one of these numbers, in whole vectors, is not finite.

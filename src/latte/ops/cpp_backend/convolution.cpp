@@ -164,6 +164,8 @@ static Register registered_backward("cpu_convolution_backward", backward);
 
 #else  // once per instruction set
 
+#include "rows.h"
+
 // Elements m = 0 ... of a line's inputs, tail first; null where it is masked, or there is no tail.
 template <class S>
 static const S* element(const Convolution& op, const Line& line, int64_t m, int64_t& stride) {
@@ -364,20 +366,6 @@ static void backward_all(Convolution& op) {
         for (int64_t p = 0; p < K - 1; ++p)
             element_gradient<S, T>(op, Line(op, n), p, taps.data(),
                                    op.dinitial.at<S>() + (n * (K - 1) + p) * E);
-}
-
-// Copies a tensor's elements, which are `stride` apart, to adjacent places, from any dtype to T.
-template <class T>
-static void gather(const Tensor& x, int64_t at, int64_t stride, int64_t count, T* to) {
-    auto copy = [&](auto* from) {
-        for (int64_t e = 0; e < count; ++e) to[e] = T(widen(from[at + e * stride]));
-    };
-    switch (x.type()) {
-        case Type::F32: return copy(x.at<float>());
-        case Type::F64: return copy(x.at<double>());
-        case Type::BF16: return copy(x.at<bf16>());
-        case Type::F16: return copy(x.at<fp16>());
-    }
 }
 
 template <class S>

@@ -13,6 +13,8 @@
 #ifndef LATTE_DENSE
 #define LATTE_DENSE
 
+#include <memory>
+
 #include "expect.h"
 #include "torch_abi.h"
 
@@ -170,6 +172,7 @@ static Register registered_rg_lru("cpu_rg_lru_step", rg_lru);
 #else  // once per instruction set
 
 #include "gates.h"
+#include "rows.h"
 
 // Row `row` of x.
 template <class S>
@@ -244,72 +247,76 @@ LATTE_INLINE T dot(const S* weights, int64_t stride, const T* x, int64_t size) {
 }
 
 template <class T>
-static T bent(Gate gate, T x) {
-    if (gate == Gate::silu) return x / (T(1) + std::exp(-x));
-    const T inner = T(0.7978845608028654) * (x + T(0.044715) * x * x * x);  // sqrt(2 / pi)
-    return T(0.5) * x * (T(1) + std::tanh(inner));
+static V<T> bent(Gate gate, V<T> x) {
+    if (gate == Gate::silu) return x * silu_factor(x);
+    const V<T> inner = T(0.7978845608028654) * (x + T(0.044715) * x * x * x);  // sqrt(2 / pi)
+    return T(0.5) * x * (tanh(inner) + T(1));
 }
 
-// Outputs o ... o + count of map m.
-template <int count, class S>
-static void apply_rows(Maps& op, const Rows<S>& x, int64_t m, int64_t o) {
-    using T = typename Computed<S>::type;
-    auto times = [&](const Tensor& weight, int64_t r, T* y) {
-        const S* rows = weight.at<S>() + o * weight.strides[0];
-        for (int n = 0; n < count; ++n, rows += weight.strides[0])
-            y[n] = dot(rows, weight.strides[1], x[r], x.size);
-    };
-    T y[count], up[count];
+// Outputs o ... o + count of a map, with the residual added if there is one.
+template <int count, class S, class To>
+static void apply_rows(const Tensor& weight, const Rows<S>& x, int64_t o, const S* residual,
+                       To* out) {
     for (int64_t r = 0; r < x.count; ++r) {
-        times(op.weights[m], r, y);
-        const int64_t at = r * op.weights[m].sizes[0] + o;
-        S* out = op.outs[m].at<S>() + at;
-        if (op.gate != Gate::none) {
-            times(op.weights[1], r, up);
-            for (int n = 0; n < count; ++n) y[n] = bent(op.gate, y[n]) * up[n];
-        } else if (op.residual) {
-            for (int n = 0; n < count; ++n) y[n] += widen(op.residual.at<S>()[at + n]);
+        const S* rows = weight.at<S>() + o * weight.strides[0];
+        const int64_t at = r * weight.sizes[0] + o;
+        for (int n = 0; n < count; ++n, rows += weight.strides[0]) {
+            auto y = dot(rows, weight.strides[1], x[r], x.size);
+            if (residual) y += widen(residual[at + n]);
+            narrow(y, out[at + n]);
         }
-        for (int n = 0; n < count; ++n) narrow(y[n], out[n]);
     }
+}
+// Outputs begin ... end.
+template <class S, class To>
+static void apply_map(const Tensor& weight, const Rows<S>& x, int64_t begin, int64_t end,
+                      const S* residual, To* out) {
+    for (; begin + 4 <= end; begin += 4) apply_rows<4>(weight, x, begin, residual, out);
+    for (; begin < end; ++begin) apply_rows<1>(weight, x, begin, residual, out);
 }
 
 template <class S>
-static void apply_maps(Maps& op) {
-    const Rows<S> x(op.x, [](auto... from) { return read_shuffled<S>(from...); });
+static void apply_maps(Maps& op, const Rows<S>& x) {
     int64_t tasks = 0;
-    for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m)
-        tasks += op.weights[m].sizes[0];
+    for (int64_t m = 0; m < op.count; ++m) tasks += op.weights[m].sizes[0];
     parallel(tasks, 1 + WEIGHTS / (1 + x.size), [&](int64_t begin, int64_t end) {
         int64_t first = 0;
         for (int64_t m = 0; begin < end; first += op.weights[m++].sizes[0]) {
             const int64_t stop = std::min(end, first + op.weights[m].sizes[0]);
-            for (; begin + 4 <= stop; begin += 4) apply_rows<4>(op, x, m, begin - first);
-            for (; begin < stop; ++begin) apply_rows<1>(op, x, m, begin - first);
+            if (begin >= stop) continue;
+            apply_map(op.weights[m], x, begin - first, stop - first,
+                      op.residual ? op.residual.at<S>() : nullptr, op.outs[m].at<S>());
+            begin = stop;
         }
     });
 }
 
-// (offset + w) x / sqrt(mean(x^2) + eps) of a padded row.
-template <class S, class T>
-static void normalise(const T* x, const Tensor& weight, double eps, double offset, int64_t size,
-                      S* out) {
-    V<T> squares{};
-    for (int64_t c = 0; c < size; c += width<T>)
-        squares = squares + load_all(x + c) * load_all(x + c);
-    const T scale = T(1) / std::sqrt(sum(squares) / T(size) + T(eps));
-    const int64_t stride = weight.strides[0];
-    for (int64_t c = 0; c < size; c += width<T>) {
-        V<T> w = load(weight.at<S>() + c * stride, stride, size - c);
-        store(out + c, load_all(x + c) * scale * (w + T(offset)), size - c);
-    }
+// The first map, bent, times the second.
+template <class S>
+static void apply_gated(Maps& op, const Rows<S>& x) {
+    using T = typename Computed<S>::type;
+    const int64_t M = op.weights[0].sizes[0];
+    const std::unique_ptr<T[]> sums(new T[size_t(2 * x.count * M)]);
+    T *gate = sums.get(), *up = gate + x.count * M;
+    parallel(M, 1 + WEIGHTS / (1 + x.size), [&](int64_t begin, int64_t end) {
+        apply_map(op.weights[0], x, begin, end, static_cast<const S*>(nullptr), gate);
+        apply_map(op.weights[1], x, begin, end, static_cast<const S*>(nullptr), up);
+        for (int64_t r = 0; r < x.count; ++r)
+            for (int64_t c = begin; c < end; c += width<T>) {
+                const int64_t at = r * M + c, left = end - c;
+                const V<T> y = bent(op.gate, load(gate + at, 1, left)) * load(up + at, 1, left);
+                store(op.outs[0].at<S>() + at, y, left);
+            }
+    });
 }
 
 template <class S>
 static void apply_norm(Norm& op) {
+    using T = typename Computed<S>::type;
     const Rows<S> x(op.x, [](auto... from) { return load<S>(from...); });
     for (int64_t r = 0; r < x.count; ++r)
-        normalise(x[r], op.weight, op.eps, op.offset, x.size, op.out.at<S>() + r * x.size);
+        norm_row(x[r], op.weight.at<S>(), op.weight.strides[0], T(op.eps), T(op.offset), x.size,
+                 op.out.at<S>() + r * x.size);
 }
 
 // One block of channels of a row: its gates, and the state after the token.
@@ -355,11 +362,16 @@ static void recur(Recurrence& op) {
             gate<S, T>(op, task % x.count, task / x.count, x[task % x.count], h[task % x.count]);
     });
     for (int64_t r = 0; r < x.count; ++r)
-        normalise(h[r], op.norm, op.eps, 0.0, x.size, op.out.at<S>() + r * x.size);
+        norm_row(h[r], op.norm.at<S>(), op.norm.strides[0], T(op.eps), T(0), x.size,
+                 op.out.at<S>() + r * x.size);
 }
 
 static void run_maps(Maps& op) {
-    by_dtype(op.x.type(), [&](auto s) { apply_maps<decltype(s)>(op); });
+    by_dtype(op.x.type(), [&](auto s) {
+        using S = decltype(s);
+        const Rows<S> x(op.x, [](auto... from) { return read_shuffled<S>(from...); });
+        op.gate == Gate::none ? apply_maps(op, x) : apply_gated(op, x);
+    });
 }
 
 static void run_norm(Norm& op) {

@@ -6,6 +6,8 @@
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 limits the choice, as it does in PyTorch.
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>

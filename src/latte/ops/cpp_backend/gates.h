@@ -20,16 +20,7 @@ LATTE_INLINE Kept<T> kept(V<T> r, V<T> strength) {
     return {a.kept, root(a.lost * (a.kept + T(1)))};  // 1 - a^2 = (1 - a) (1 + a)
 }
 
-// log(1 + e^x), without overflow, each within a few ulp however small it is.
-LATTE_INLINE V<double> softplus(V<double> x) {
-    return larger(x, V<double>{}) + each<std::log1p>(each<std::exp>(smaller(x, -x)));
-}
-LATTE_INLINE V<float> softplus(V<float> x) {
-    // log(1 + e) = 2 artanh(s), s = e / (2 + e) <= 1/3.
-    V<float> e = decay(smaller(x, -x)).kept;
-    V<float> s = e / (e + 2.0f), square = s * s;
-    V<float> p = all(1.0f / 15);
-    for (float power : {1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f})
-        p = p * square + power;
-    return larger(x, V<float>{}) + 2.0f * s * p;
+// log(1 + e^x), without overflow, within a few ulp however small it is.
+template <class T> LATTE_INLINE V<T> softplus(V<T> x) {
+    return larger(x, V<T>{}) + log_one_plus(decay(smaller(x, -x)).kept);
 }

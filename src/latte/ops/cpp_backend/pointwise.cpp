@@ -150,6 +150,8 @@ static Register registered_rotate("cpu_rotate", rotate);
 
 #else  // once per instruction set
 
+#include "rows.h"
+
 template <class S>
 static void apply_glu(Glu& op) {
     using T = typename Computed<S>::type;
@@ -160,9 +162,7 @@ static void apply_glu(Glu& op) {
     parallel((count + W - 1) / W, ELEMENTS / W, [&](int64_t begin, int64_t end) {
         for (int64_t c = begin * W; c < end * W; c += W) {
             const int64_t left = count - c;
-            V<T> g = load(gate + c, 1, left), u = load(up + c, 1, left), s = sigmoid(g);
-            // For -infinity this is 0. The product is then NaN, as in PyTorch, and stays visible.
-            s = select(g < -std::numeric_limits<T>::max(), V<T>{}, s);
+            V<T> g = load(gate + c, 1, left), u = load(up + c, 1, left), s = silu_factor(g);
             if (out) {
                 store(out + c, g * s * u, left);
                 continue;
@@ -172,18 +172,6 @@ static void apply_glu(Glu& op) {
             store(dgate + c, dy * u * s * (g * (T(1) - s) + T(1)), left);
         }
     });
-}
-
-template <class T>
-static void norm_row(const T* x, const T* weight, T eps, int64_t E, T* out, T* scale) {
-    V<T> squares{};
-    for (int64_t c = 0; c < E; c += width<T>) {
-        V<T> at = load(x + c, 1, E - c);
-        squares = squares + at * at;
-    }
-    *scale = T(1) / std::sqrt(sum(squares) / T(E) + eps);
-    for (int64_t c = 0; c < E; c += width<T>)
-        store(out + c, load(x + c, 1, E - c) * *scale * load(weight + c, 1, E - c), E - c);
 }
 
 template <class T>
@@ -212,8 +200,10 @@ static void apply_norm(NormRows& op) {
     T *out = op.out.at<T>(), *dx = op.dx.at<T>(), *scale = op.scale.at<T>();
     parallel(op.runs(), 1 + ELEMENTS / (1 + E * ROWS), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin * ROWS; r < end * ROWS && r < rows; ++r) {
-            if (out) norm_row(x + r * E, weight, T(op.eps), E, out + r * E, scale + r);
-            else
+            if (out) {
+                const int64_t at = r * E;
+                scale[r] = norm_row(x + at, weight, 1, T(op.eps), T(0), E, out + at);
+            } else
                 norm_row_backward(x + r * E, weight, dout + r * E, scale[r], E, dx + r * E,
                                   op.sums.data() + r / ROWS * E);
         }

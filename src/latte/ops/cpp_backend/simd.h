@@ -209,14 +209,49 @@ template <class T> LATTE_INLINE T sum(V<T> x) {
     return numbers[0];
 }
 
+// Sums of several halves at once, with fewer shuffles than one by one. In every `block` lanes of x
+// and y, neighbours of `unit` lanes are added: first those of x, then those of y.
+template <class T, int64_t unit, int64_t block>
+constexpr int64_t paired(int64_t lane, bool second) {
+    const int64_t units = block / unit, at = lane % block / unit;
+    const int64_t from = lane / block * block + (2 * at % units + second) * unit + lane % unit;
+    return at < units / 2 ? from : from + half_width<T>;
+}
+template <class T, int64_t unit, int64_t block, size_t... lane>
+LATTE_INLINE typename Raw<T>::numbers add_pairs(typename Raw<T>::numbers x,
+                                                typename Raw<T>::numbers y,
+                                                std::index_sequence<lane...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(x, y, paired<T, unit, block>(lane, false)...) +
+           __builtin_shufflevector(x, y, paired<T, unit, block>(lane, true)...);
+#else
+    using Integers = typename Raw<T>::integers;
+    return __builtin_shuffle(x, y, Integers{paired<T, unit, block>(lane, false)...}) +
+           __builtin_shuffle(x, y, Integers{paired<T, unit, block>(lane, true)...});
+#endif
+}
+// The sums of the units of each block, of as many halves as a block has units.
+template <class T, int64_t unit, int64_t block, size_t count>
+LATTE_INLINE typename Raw<T>::numbers fold(const typename Raw<T>::numbers (&x)[count]) {
+    if constexpr (count == 1) {
+        return x[0];
+    } else {
+        typename Raw<T>::numbers added[count / 2];
+#pragma GCC unroll 4
+        for (size_t i = 0; i < count / 2; ++i)
+            added[i] = add_pairs<T, unit, block>(x[2 * i], x[2 * i + 1],
+                                                 std::make_index_sequence<half_width<T>>());
+        return fold<T, unit, block>(added);
+    }
+}
+// Numbers in 16 bytes, within which shuffles are cheapest.
+template <class T> constexpr int64_t lane_width = 16 / sizeof(T);
+
 // Element `at` of a tensor of any dtype.
 template <class T> LATTE_INLINE T number_at(const Tensor& x, int64_t at) {
-    switch (x.type()) {
-        case Type::F32: return T(x.at<float>()[at]);
-        case Type::F64: return T(x.at<double>()[at]);
-        case Type::BF16: return T(widen(x.at<bf16>()[at]));
-        default: return T(widen(x.at<fp16>()[at]));
-    }
+    T number{};
+    by_dtype(x.type(), [&](auto s) { number = T(widen(x.at<decltype(s)>()[at])); });
+    return number;
 }
 
 template <double (*f)(double)>
@@ -291,4 +326,25 @@ LATTE_INLINE V<float> sigmoid(V<float> x) {
 }
 LATTE_INLINE V<double> sigmoid(V<double> x) {
     return all(1.0) / (each<std::exp>(-larger(x, all(-700.0))) + 1.0);
+}
+// The factor of x in silu(x) = x sigmoid(x). For -infinity it is 0: the product is then NaN, as in
+// PyTorch, and stays visible.
+template <class T> LATTE_INLINE V<T> silu_factor(V<T> x) {
+    return select(x < -std::numeric_limits<T>::max(), V<T>{}, sigmoid(x));
+}
+template <class T> LATTE_INLINE V<T> tanh(V<T> x) {
+    Mask<T> negative = x < T(0);
+    Decay<T> twice = decay(select(negative, x, -x) * T(2));
+    V<T> found = twice.lost / (twice.kept + T(1));
+    return select(negative, -found, found);
+}
+// log(1 + e), 0 <= e <= 1, within a few ulp however small e is.
+LATTE_INLINE V<double> log_one_plus(V<double> e) { return each<std::log1p>(e); }
+LATTE_INLINE V<float> log_one_plus(V<float> e) {
+    // 2 artanh(s), s = e / (2 + e) <= 1/3.
+    V<float> s = e / (e + 2.0f), square = s * s;
+    V<float> p = all(1.0f / 15);
+    for (float power : {1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f})
+        p = p * square + power;
+    return 2.0f * s * p;
 }

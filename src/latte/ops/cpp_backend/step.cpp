@@ -183,16 +183,46 @@ static Register registered_window("cpu_window_step", window_step);
 
 #else  // once per instruction set
 
+#include "rows.h"
+
+// What one head computes with, in one piece of memory: rows of whole vectors.
+template <class T>
+struct Room {
+    T *q, *far_q, *logits, *near;              // of the window
+    T *p, *k, *v, *far, *decay, *gain, *kept;  // of the latents
+
+    explicit Room(const Step& step) {
+        const int64_t K = step.keys.size(3), n = step.sinks(), L = step.mean.size(2);
+        const int64_t D = step.v.sizes[2];
+        const std::pair<T**, int64_t> rows[] = {
+            {&q, K},    {&far_q, n ? K : 0}, {&logits, step.length + n + width<T>},
+            {&near, D}, {&p, L + 1},         {&k, L},
+            {&v, D},    {&far, D},           {&decay, L},
+            {&gain, L}, {&kept, L}};
+        int64_t size = LINE;
+        for (auto [row, count] : rows) size += whole<T>(count);
+        memory.resize(size_t(size));
+        T* at = memory.data();
+        while (reinterpret_cast<uintptr_t>(at) % (LINE * sizeof(T))) ++at;
+        for (auto [row, count] : rows) *row = at, at += whole<T>(count);
+    }
+
+private:
+    static constexpr int64_t LINE = 64 / sizeof(T);  // of the cache
+    std::vector<T> memory;
+};
+
 // A row of a (B, heads, n) tensor, widened.
 template <class S, class T>
 static void row(const Tensor& x, int64_t b, int64_t head, T* to) {
-    const S* from = x.at<S>() + b * x.strides[0] + head * x.strides[1];
-    for (int64_t j = 0; j < x.sizes[2]; ++j) to[j] = T(widen(from[j * x.strides[2]]));
+    gather(x.at<S>() + b * x.strides[0] + head * x.strides[1], x.strides[2], x.sizes[2], to);
 }
-// The same of a tensor of any dtype: latent logits may be more exact than the values.
+// The same of a tensor of any dtype: latent logits may be more exact than the values. Log-decays
+// may have no batch.
 template <class T>
 static void logits_of(const Tensor& x, int64_t b, int64_t head, T* to) {
-    by_dtype(x.type(), [&](auto s) { row<decltype(s)>(x, b, head, to); });
+    const int64_t rows = x.dims == 3, *strides = x.strides + rows;
+    gather(x, rows * b * x.strides[0] + head * strides[0], strides[1], x.sizes[rows + 1], to);
 }
 
 // Turns the pairs (i, i + K/2) of a query or key by the angles of row b.
@@ -205,56 +235,74 @@ static void rotate(const Tensor& cosines, const Tensor& sines, int64_t b, T* x) 
     };
     const T *cos = last(cosines), *sin = last(sines);
     const int64_t half = cosines.sizes[3], c = cosines.strides[3], s = sines.strides[3];
-    for (int64_t j = 0; j < half; ++j) {
-        const T first = x[j], second = x[j + half];
-        x[j] = first * cos[j * c] - second * sin[j * s];
-        x[j + half] = second * cos[j * c] + first * sin[j * s];
+    for (int64_t j = 0; j < half; j += width<T>) {
+        const int64_t left = half - j;
+        const V<T> first = load(x + j, 1, left), second = load(x + j + half, 1, left);
+        const V<T> u = load(cos + j * c, c, left), w = load(sin + j * s, s, left);
+        store(x + j, first * u - second * w, left);
+        store(x + j + half, second * u + first * w, left);
     }
 }
 
-// Logits become weights that sum to 1: all 0 if every one is -inf. Returns their logsumexp.
+// The log-masses of one head's latents after they forget and read a source of log-weights k. What
+// of the mean is replaced by v, and what is kept of it: gain and kept, which sum to 1.
 template <class T>
-static T softmax(T* x, int64_t count) {
-    T top = x[0], sum = 0;
-    for (int64_t j = 1; j < count; ++j) top = x[j] > top ? x[j] : top;
-    const bool none = top == -std::numeric_limits<T>::infinity();
-    for (int64_t c = 0; c < count; c += width<T>)
-        store(x + c, none ? V<T>{} : decay(load(x + c, 1, count - c) - top).kept, count - c);
-    for (int64_t j = 0; j < count; ++j) sum += x[j];
-    const T share = none ? T(0) : T(1) / sum;
-    for (int64_t j = 0; j < count; ++j) x[j] *= share;
-    return none ? top : top + std::log(sum);
+static void gain_mass(const Step& step, int64_t b, int64_t head, const T* k, const Room<T>& room) {
+    const int64_t L = step.mean.sizes[2];
+    T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
+    if (step.log_decay) logits_of(step.log_decay, b, head, room.decay);
+    for (int64_t c = 0; c < L; c += width<T>) {
+        V<T> before = load(log_mass + c, 1, L - c);
+        if (step.log_decay) before = before + load_all(room.decay + c);
+        const V<T> key = load(k + c, 1, L - c), gap = key - before;
+        const V<T> small = decay(smaller(gap, -gap)).kept, both = small + T(1);
+        const Mask<T> below = gap < T(0);
+        store(log_mass + c, select(below, before, key) + log_one_plus(small), L - c);
+        store_all(room.gain + c, select(below, small, all(T(1))) / both);
+        store_all(room.kept + c, select(below, all(T(1)), small) / both);
+    }
 }
 
-// Latents of one head after a source, if it is real; adds sum_l p[l] mu'[l] to y.
+// N vectors of each latent's mean after a source v, and sum_l p[l] mu'[l] of them in y. `size` is
+// what is left of a mean.
+template <int N, class T>
+static void move_columns(const Room<T>& room, const T* p, const T* v, int64_t L, int64_t D,
+                         int64_t size, T* mean, T* y) {
+    V<T> value[N], sums[N] = {};
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) value[n] = load(v + n * width<T>, 1, size - n * width<T>);
+    for (int64_t l = 0; l < L; ++l, mean += D) {
+        // From whichever end is nearer: the empty state becomes v itself.
+        const bool near = room.gain[l] < T(0.5);
+        const T* from = near ? mean : v;
+        const T share = near ? room.gain[l] : -room.kept[l];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            const int64_t c = n * width<T>, left = N > 1 ? width<T> : size;
+            const V<T> change = value[n] - load(mean + c, 1, left);
+            const V<T> mu = load(from + c, 1, left) + change * share;
+            store(mean + c, mu, left);
+            sums[n] = sums[n] + mu * p[l];
+        }
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store_all(y + n * width<T>, sums[n]);
+}
+
+// Latents of one head after a source, if it is real; sum_l p[l] mu'[l] in y.
 template <class T>
 static void see(const Step& step, int64_t b, int64_t head, bool real, const T* k, const T* v,
-                const T* p, T* y) {
-    const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], at = b * step.heads() + head;
-    T *log_mass = step.log_mass.at<T>() + at * L, *mean = step.mean.at<T>() + at * L * D;
-    const Tensor& decay = step.log_decay;
-    const int64_t rows = decay.dims == 3, *strides = decay.strides + rows;
-    const int64_t first = rows * b * decay.strides[0] + head * strides[0];
-    for (int64_t l = 0; l < L; ++l, mean += D) {
-        T gain = 0, kept = 1;
-        if (real) {
-            if (decay) log_mass[l] += number_at<T>(decay, first + l * strides[1]);
-            const T gap = k[l] - log_mass[l], small = std::exp(-std::abs(gap));
-            gain = (gap < 0 ? small : T(1)) / (T(1) + small);
-            kept = (gap < 0 ? T(1) : small) / (T(1) + small);
-            log_mass[l] = (gap < 0 ? log_mass[l] : k[l]) + std::log1p(small);
-        }
-        for (int64_t c = 0; c < D; c += width<T>) {
-            V<T> mu = load(mean + c, 1, D - c);
-            if (real) {
-                V<T> change = load(v + c, 1, D - c) - mu;
-                // From whichever end is nearer: the empty state becomes v itself.
-                mu = gain < T(0.5) ? mu + change * gain : load(v + c, 1, D - c) - change * kept;
-                store(mean + c, mu, D - c);
-            }
-            store(y + c, load(y + c, 1, D - c) + mu * p[l], D - c);
-        }
+                const T* p, const Room<T>& room, T* y) {
+    const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3];
+    T* mean = step.mean.at<T>() + (b * step.heads() + head) * L * D;
+    if (!real) {
+        std::fill(y, y + whole<T>(D), T(0));
+        return add_rows(p, mean, D, L, y);
     }
+    gain_mass(step, b, head, k, room);
+    in_columns<T>(D, [&](auto count, int64_t c) {
+        move_columns<count>(room, p, v + c, L, D, D - c, mean + c, y + c);
+    });
 }
 
 // Whether the latents of one head have seen any source.
@@ -266,47 +314,38 @@ static bool has_seen(const Step& step, int64_t b, int64_t head) {
                        [](T x) { return x != -std::numeric_limits<T>::infinity(); });
 }
 
+// Softmax attention over the ring's slots and the sinks that have left it, in room.near. Returns
+// the logsumexp.
 template <class S, class T>
-LATTE_INLINE T logit_of(const Step& step, const T* q, const S* key) {
-    const int64_t K = step.keys.sizes[3];
-    V<T> sums{};
-    for (int64_t c = 0; c < K; c += width<T>)
-        sums = sums + load(q + c, 1, K - c) * load(key + c, 1, K - c);
-    const T logit = sum(sums) * T(step.scale);
-    return step.softcap ? T(step.softcap) * std::tanh(logit / T(step.softcap)) : logit;
-}
-
-template <class S, class T>
-LATTE_INLINE void add_value(const Step& step, T share, const S* value, T* y) {
-    if (share == T(0)) return;
-    const int64_t D = step.values.sizes[3];
-    for (int64_t c = 0; c < D; c += width<T>)
-        store(y + c, load(y + c, 1, D - c) + load(value + c, 1, D - c) * share, D - c);
-}
-
-// Adds softmax attention over the ring's slots and the sinks that have left it to y, and returns
-// the logsumexp; `logits` has room for them, `far_q` is the query rotated for sinks.
-template <class S, class T>
-static T attend(const Step& step, int64_t b, int64_t head, const T* q, const T* far_q, T* logits,
-                T* y) {
+static T attend(const Step& step, int64_t b, int64_t head, const Room<T>& room) {
     const int64_t W = step.keys.sizes[2], K = step.keys.sizes[3], D = step.values.sizes[3];
     const int64_t at = b * step.keys.sizes[1] + step.group(head), n = step.sinks();
     const S *keys = step.keys.at<S>() + at * W * K, *values = step.values.at<S>() + at * W * D;
-    const S* sink_keys = n ? step.sink_keys.at<S>() + at * n * K : nullptr;
-    const S* sink_values = n ? step.sink_values.at<S>() + at * n * D : nullptr;
+    const int64_t length = step.length;
     // Those that have left it come first.
     const int64_t gone = n ? std::clamp<int64_t>(step.place(b) - W + 1, 0, n) : 0;
     const bool* seen = step.mask ? step.mask.at<bool>() + b * W : nullptr;
-    for (int64_t w = 0; w < step.length; ++w)
-        logits[w] = seen && !seen[w] ? -std::numeric_limits<T>::infinity()
-                                     : logit_of(step, q, keys + w * K);
-    for (int64_t j = 0; j < gone; ++j)
-        logits[step.length + j] = logit_of(step, far_q, sink_keys + j * K);
-    const T log_mass = softmax(logits, step.length + gone);
-    for (int64_t w = 0; w < step.length; ++w) add_value(step, logits[w], values + w * D, y);
-    for (int64_t j = 0; j < gone; ++j)
-        add_value(step, logits[step.length + j], sink_values + j * D, y);
-    return log_mass;
+    if (seen && !std::memchr(seen, 0, size_t(length))) seen = nullptr;  // all are
+    T* logits = room.logits;
+    products(room.q, keys, K, length, seen, logits);
+    if (gone)
+        products(room.far_q, step.sink_keys.at<S>() + at * n * K, K, gone, nullptr,
+                 logits + length);
+    const T cap = T(step.softcap);
+    for (int64_t c = 0; c < length + gone; c += width<T>) {
+        V<T> x = load_all(logits + c) * T(step.scale);
+        if (step.softcap) x = tanh(x / cap) * cap;
+        store_all(logits + c, x);
+    }
+    for (int64_t w = 0; seen && w < length; ++w)
+        if (!seen[w]) logits[w] = -std::numeric_limits<T>::infinity();
+    const Span every{0, length + gone}, none{0, 0};
+    const Exponentials<T> found = exponentiate(logits, every, none);
+    normalise(logits, every, none, found.sum, T(1));
+    std::fill(room.near, room.near + whole<T>(D), T(0));
+    add_rows(logits, values, D, length, room.near);
+    if (gone) add_rows(logits + length, step.sink_values.at<S>() + at * n * D, D, gone, room.near);
+    return log_mass_of(found);
 }
 
 // The source that delayed latents receive: the token that leaves the window, (B,H,L) and (B,G,D).
@@ -325,8 +364,7 @@ static Leaving<T> leaving(const Step& step) {
         const int64_t n = ring.sizes[3], rows = B * ring.sizes[1];
         std::vector<T> x(size_t(rows * n));
         for (int64_t r = 0; r < rows; ++r)
-            for (int64_t j = 0; j < n; ++j)
-                x[r * n + j] = T(widen(ring.at<S>()[(r * W + slot) * n + j]));
+            gather(ring.at<S>() + (r * W + slot) * n, 1, n, x.data() + r * n);
         return x;
     };
     out.k = held(step.pending), out.v = held(step.values);
@@ -338,12 +376,15 @@ static Leaving<T> leaving(const Step& step) {
 // Puts the token into its slot, and among the sinks if it is one; padding is zeros, and masked.
 template <class S>
 static void take_in(Step& step) {
+    using T = typename Computed<S>::type;
     const int64_t B = step.keys.sizes[0], G = step.keys.sizes[1], W = step.keys.sizes[2];
     const int64_t K = step.keys.sizes[3], D = step.values.sizes[3], slot = *step.slot.at<int64_t>();
     const int64_t H = step.heads(), L = step.pending ? step.pending.sizes[3] : 0;
-    std::vector<typename Computed<S>::type> x(size_t(std::max({K, D, L})));
+    std::vector<T> x(size_t(std::max({K, D, L})));
     auto put = [&](bool real, int64_t n, S* to) {
-        for (int64_t j = 0; j < n; ++j) real ? narrow(x[j], to[j]) : void(to[j] = S{});
+        if (!real) return void(std::fill(to, to + n, S{}));
+        for (int64_t c = 0; c < n; c += width<T>)
+            store(to + c, load(x.data() + c, 1, n - c), n - c);
     };
     for (int64_t b = 0; b < B; ++b) {
         const bool real = step.is_real(b);
@@ -368,41 +409,41 @@ template <class S, class T>
 static void heads(Step& step, const Leaving<T>& left, int64_t begin, int64_t end) {
     const int64_t H = step.heads(), D = step.v.sizes[2], first = step.window() ? 1 : 0;
     const int64_t L = step.latents() ? step.mean.sizes[2] : 0, G = step.v.sizes[1];
-    std::vector<T> p(size_t(L + 1)), k(size_t(L + 1)), v(static_cast<size_t>(D));
-    std::vector<T> y(static_cast<size_t>(D)), q(size_t(step.window() ? step.keys.sizes[3] : 0));
-    std::vector<T> logits(static_cast<size_t>(step.length + step.sinks()));
-    std::vector<T> far_q, near(static_cast<size_t>(D));
+    const Room<T> room(step);
     for (int64_t task = begin; task < end; ++task) {
         const int64_t b = task / H, head = task % H;
-        std::fill(y.begin(), y.end(), T(0)), std::fill(near.begin(), near.end(), T(0));
         T weight = 1, log_mass = 0;
         if (step.window()) {
-            row<S>(step.q, b, head, q.data());
-            if (step.sinks()) far_q = q, rotate(step.sink_cos, step.sink_sin, b, far_q.data());
-            rotate(step.cos, step.sin, b, q.data());
-            log_mass = attend<S>(step, b, head, q.data(), far_q.data(), logits.data(), near.data());
+            row<S>(step.q, b, head, room.q);
+            if (step.sinks()) {
+                std::copy(room.q, room.q + step.keys.sizes[3], room.far_q);
+                rotate(step.sink_cos, step.sink_sin, b, room.far_q);
+            }
+            rotate(step.cos, step.sin, b, room.q);
+            log_mass = attend<S>(step, b, head, room);
         }
         if (step.latents()) {
-            logits_of(step.latent_q, b, head, p.data());
-            if (step.joint) p[0] += log_mass;
-            softmax(p.data(), L + first);
-            weight = p[0];
+            logits_of(step.latent_q, b, head, room.p);
+            if (step.joint) room.p[0] += log_mass;
+            soften(room.p, {0, L + first}, {0, 0}, T(1));
+            weight = room.p[0];
             bool real = step.is_real(b);
-            const T *key = k.data(), *value = v.data();
+            const T *key = room.k, *value = room.v;
             if (step.pending) {
                 key = left.k.data() + task * L, real = left.real[b];
                 value = left.v.data() + (b * G + step.group(head)) * D;
             } else {
-                logits_of(step.latent_k, b, head, k.data());
-                row<S>(step.v, b, step.group(head), v.data());
+                logits_of(step.latent_k, b, head, room.k);
+                row<S>(step.v, b, step.group(head), room.v);
             }
-            see(step, b, head, real, key, value, p.data() + first, y.data());
+            see(step, b, head, real, key, value, room.p + first, room, room.far);
             if (step.pending && !has_seen<T>(step, b, head)) weight = 1;
         }
         S* out = step.out.at<S>() + task * D;
         for (int64_t c = 0; c < D; c += width<T>) {
-            const V<T> far = load(y.data() + c, 1, D - c), local = load(near.data() + c, 1, D - c);
-            store(out + c, step.window() ? far + local * weight : far, D - c);
+            const V<T> far = load_all(room.far + c), near = load_all(room.near + c);
+            V<T> y = !step.window() ? far : !step.latents() ? near : far + near * weight;
+            store(out + c, y, D - c);
         }
     }
 }
