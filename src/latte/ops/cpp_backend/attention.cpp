@@ -118,6 +118,7 @@ struct HeadTask {
 }  // namespace latte
 
 #define LATTE_FILE "attention.cpp"
+#define LATTE_FOR_PAIRS
 #include "each_isa.h"
 
 namespace latte {
@@ -320,6 +321,7 @@ static Register registered_window_backward("cpu_window_backward", backward<false
 
 #else  // once per instruction set
 
+#include "attention_factors.h"
 #include "attention_tiles.h"
 #include "attention_head.h"
 #include "attention_window.h"
@@ -383,7 +385,7 @@ inline void Head<T>::forward_chunk(int64_t c) {
         }
         product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp, int64_t(1),
                 state.sum, Dp, L);
-        take_in(run, late ? late_v : slot(c).v);
+        take_in(run, late ? late_v : own_values(c));
         begin = run.end;
     }
     if (S) with_sinks(c, rows, weights, out);
@@ -454,7 +456,7 @@ inline void Head<T>::pull(int64_t c) {
     if (!near) return;
     to_keys(c, rows, logits, queries, false, false);
     with_keys(c, 0, rows, logits, false, false, queries);
-    for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= T(op.scale);
+    for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= query_scale;
     put(op.dq, task.row, token, task.h, rows, queries, Kp);
 }
 
@@ -493,6 +495,18 @@ static void every_head(const Attention& op, bool back) {
     });
 }
 
+#if LATTE_PAIRS
+// Only bf16 gains by pairs.
+static void run_forward(const Attention& op) {
+    if (op.v.type() == Type::BF16) every_head<float>(op, false);
+    else avx512::run_forward(op);
+}
+static void run_backward(const Attention& op) {
+    if (op.v.type() == Type::BF16) every_head<float>(op, true);
+    else avx512::run_backward(op);
+}
+using avx512::add_heads;
+#else
 static void run_forward(const Attention& op) {
     if (op.v.type() == Type::F64) return every_head<double>(op, false);
     every_head<float>(op, false);
@@ -523,5 +537,6 @@ static void add_heads(const Tensor& x, const Tensor& to) {
         add_heads_as<typename Computed<S>::type, S>(x, to);
     });
 }
+#endif
 
 #endif
