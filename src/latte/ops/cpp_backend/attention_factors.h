@@ -38,21 +38,15 @@ LATTE_INLINE void add_products(typename Raw<float>::numbers& sums,
 }
 #endif
 
-// Where rows of numbers are kept until they are factors: in the factors' place if they are numbers.
-template <class T> LATTE_INLINE T* numbers_of(Factor<T>* own, T* room) {
 #if LATTE_PAIRS
-    return room;
-#else
-    return own;
-#endif
-}
+// Where rows of numbers are kept until they are factors: in the factors' place if they are numbers.
+template <class T> LATTE_INLINE T* numbers_of(Factor<T>*, T* room) { return room; }
 
 // Rows begin ... end of x, columns first ... stop, as factors of a product over the columns, in
 // rows of ld / PAIR. In whole vectors.
 template <class T>
 LATTE_INLINE const Factor<T>* along(const T* x, int64_t ld, int64_t begin, int64_t end,
                                     int64_t first, int64_t stop, Factor<T>* to) {
-#if LATTE_PAIRS
     for (int64_t i = begin; i < end; ++i)
         for (int64_t c = first / width<T> * width<T>; c < stop; c += width<T>) {
             const V<T> row = load_all(x + i * ld + c);
@@ -60,17 +54,13 @@ LATTE_INLINE const Factor<T>* along(const T* x, int64_t ld, int64_t begin, int64
             std::memcpy(to + (i * ld + c) / 2, &pairs, sizeof pairs);
         }
     return to;
-#else
-    return x;
-#endif
 }
 
-// The same as factors of a product over the rows, in rows of ld. A last row without a neighbour has
-// zeros beside it; a first one has the row before it.
+// The same as factors of a product over the rows, in rows of ld. A last row without a neighbour
+// has zeros beside it; a first one has the row before it.
 template <class T>
 LATTE_INLINE const Factor<T>* across(const T* x, int64_t ld, int64_t begin, int64_t end,
                                      int64_t first, int64_t stop, Factor<T>* to) {
-#if LATTE_PAIRS
     int16_t order[2 * half_width<T>];
     for (int j = 0; j < 2 * half_width<T>; ++j) order[j] = int16_t(j / 2 + (j % 2) * half_width<T>);
     const __m512i places = _mm512_loadu_si512(order);
@@ -85,7 +75,15 @@ LATTE_INLINE const Factor<T>* across(const T* x, int64_t ld, int64_t begin, int6
             _mm512_storeu_si512(at + half_width<T>, _mm512_permutexvar_epi16(places, high));
         }
     return to;
-#else
-    return x;
-#endif
 }
+#else
+template <class T> LATTE_INLINE T* numbers_of(T* own, T*) { return own; }
+template <class T>
+LATTE_INLINE const T* along(const T* x, int64_t, int64_t, int64_t, int64_t, int64_t, T*) {
+    return x;
+}
+template <class T>
+LATTE_INLINE const T* across(const T* x, int64_t, int64_t, int64_t, int64_t, int64_t, T*) {
+    return x;
+}
+#endif

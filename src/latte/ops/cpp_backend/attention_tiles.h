@@ -1,7 +1,9 @@
 // The parts of attention.cpp: products of small matrices, softmax over rows, and loads and stores
 // of the rows of one head. Included there once per instruction set.
 
-constexpr int64_t ROWS = 6;  // of a tile: 12 vectors of sums, 2 of b and one of a fill 16 registers
+// Rows of a tile. 12 vectors of sums, 2 of b and one of a fill 16 registers. Sums of pairs have the
+// 32 of AVX-512, and one whole tile less in a chunk.
+constexpr int64_t ROWS = PAIR == 1 ? 6 : 8;
 
 // c (M rows of one V) = a b, or added to it: k factors per element in one order, whatever M is.
 template <int M, class T, class F>
@@ -9,7 +11,7 @@ static void tile_rows(T* c, int64_t ldc, bool add, const F* a, int64_t row, int6
                       const F* b, int64_t ldb, int64_t k) {
     using Numbers = typename Raw<T>::numbers;
     Numbers low[M], high[M];
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
         V<T> before = add ? load_all(c + m * ldc) : V<T>{};
         low[m] = before.low, high[m] = before.high;
@@ -18,13 +20,13 @@ static void tile_rows(T* c, int64_t ldc, bool add, const F* a, int64_t row, int6
         Numbers left, right;
         std::memcpy(&left, b, sizeof left);
         std::memcpy(&right, b + half_width<T>, sizeof right);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             const F x = a[m * row];
             add_products(low[m], left, x), add_products(high[m], right, x);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) store_all(c + m * ldc, V<T>{low[m], high[m]});
 }
 
@@ -37,7 +39,9 @@ static void tile(int64_t rows, T* c, int64_t ldc, bool add, const F* a, int64_t 
         case 3: return tile_rows<3>(c, ldc, add, a, row, step, b, ldb, k);
         case 4: return tile_rows<4>(c, ldc, add, a, row, step, b, ldb, k);
         case 5: return tile_rows<5>(c, ldc, add, a, row, step, b, ldb, k);
-        default: return tile_rows<6>(c, ldc, add, a, row, step, b, ldb, k);
+        case 6: return tile_rows<6>(c, ldc, add, a, row, step, b, ldb, k);
+        case 7: return tile_rows<7>(c, ldc, add, a, row, step, b, ldb, k);
+        default: return tile_rows<8>(c, ldc, add, a, row, step, b, ldb, k);
     }
 }
 
@@ -175,6 +179,12 @@ template <class T> LATTE_INLINE T largest(V<T> x) {
             numbers[j] = numbers[j + n] > numbers[j] ? numbers[j + n] : numbers[j];
     return numbers[0];
 }
+#if LATTE_WIDTH == 64  // in registers
+LATTE_INLINE float largest(V<float> x) {
+    return folded(larger(x, V<float>{x.high, x.low}).low,
+                  [](__m128 a, __m128 b) { return _mm_max_ps(b, a); });
+}
+#endif
 
 // Columns first ... stop of a row.
 struct Span {

@@ -253,6 +253,26 @@ template <class T> LATTE_INLINE T sum(V<T> x) {
         for (int64_t j = 0; j < n; ++j) numbers[j] += numbers[j + n];
     return numbers[0];
 }
+#if LATTE_WIDTH == 64
+// The same in registers: halves are folded onto each other until one number is left.
+template <class Fold>
+LATTE_INLINE float folded(typename Raw<float>::numbers x, const Fold& fold) {
+    const auto quarter = [&](int n) -> __m128 {
+        switch (n) {
+            case 0: return _mm512_extractf32x4_ps((__m512)x, 0);
+            case 1: return _mm512_extractf32x4_ps((__m512)x, 1);
+            case 2: return _mm512_extractf32x4_ps((__m512)x, 2);
+            default: return _mm512_extractf32x4_ps((__m512)x, 3);
+        }
+    };
+    __m128 four = fold(fold(quarter(0), quarter(2)), fold(quarter(1), quarter(3)));
+    four = fold(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(fold(four, _mm_movehdup_ps(four)));
+}
+LATTE_INLINE float sum(V<float> x) {
+    return folded(x.low + x.high, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+#endif
 
 // Element `at` of a tensor of any dtype.
 template <class T> LATTE_INLINE T number_at(const Tensor& x, int64_t at) {
