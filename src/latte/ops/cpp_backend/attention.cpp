@@ -146,13 +146,13 @@ struct HeadTask {
     HeadTask(const Attention& op, const Piece& piece, int64_t head)
         : n(piece.sequence), h(head), g(h / (op.heads() / op.groups())), row(op.bounds ? 0 : n),
           begin(op.begin(n)), count(op.length(n)), from(piece.from), stop(piece.stop),
-          first_kept(op.first_segment(n)), border(op.border_place(n, from)),
-          last(piece.last) {}
+          first_kept(op.first_segment(n)), border(op.border_place(n, from)), last(piece.last) {}
 };
 
 }  // namespace latte
 
 #define LATTE_FILE "attention.cpp"
+#define LATTE_FOR_PAIRS
 #include "each_isa.h"
 
 namespace latte {
@@ -381,6 +381,7 @@ static Register registered_window_backward("cpu_window_backward", backward<false
 #else  // once per instruction set
 
 #include "rows.h"
+#include "attention_factors.h"
 #include "attention_tiles.h"
 #include "attention_head.h"
 #include "attention_window.h"
@@ -440,7 +441,7 @@ inline void Head<T>::forward_chunk(int64_t c) {
         }
         product(out + begin * Dp, Dp, true, run.end - begin, Dp, ratio + begin * Lp, Lp, int64_t(1),
                 state.sum, Dp, L);
-        take_in(run, late ? late_v : slot(c).v);
+        take_in(run, late ? late_v : own_values(c));
         begin = run.end;
     }
     if (S) with_sinks(c, rows, weights, out);
@@ -524,7 +525,7 @@ inline void Head<T>::pull(int64_t c) {
     if (!near) return;
     to_keys(c, rows, logits, queries, false, false);
     with_keys(c, 0, rows, logits, false, false, queries);
-    for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= T(op.scale);
+    for (int64_t i = 0; i < rows * Kp; ++i) queries[i] *= query_scale;
     put(op.dq, task.row, token, task.h, rows, queries, Kp);
 }
 
@@ -591,6 +592,18 @@ static void run_backward_in(const Attention& op) {
     if (op.plan.split) add_borders<T>(op);
 }
 
+#if LATTE_PAIRS
+// Only bf16 gains by pairs.
+static void run_forward(const Attention& op) {
+    if (op.v.type() == Type::BF16) run_forward_in<float>(op);
+    else avx512::run_forward(op);
+}
+static void run_backward(const Attention& op) {
+    if (op.v.type() == Type::BF16) run_backward_in<float>(op);
+    else avx512::run_backward(op);
+}
+using avx512::add_heads;
+#else
 static void run_forward(const Attention& op) {
     if (op.v.type() == Type::F64) return run_forward_in<double>(op);
     run_forward_in<float>(op);
@@ -621,5 +634,6 @@ static void add_heads(const Tensor& x, const Tensor& to) {
         add_heads_as<typename Computed<S>::type, S>(x, to);
     });
 }
+#endif
 
 #endif

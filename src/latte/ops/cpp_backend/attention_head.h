@@ -4,7 +4,8 @@
 // A chunk of keys and values, ready to be read by queries.
 template <class T>
 struct Keys {
-    T *k, *k_panels, *v, *v_panels, *dk, *dv;
+    Factor<T>*k, *k_panels, *v, *v_panels;
+    T *dk, *dv;
     T* hidden;     // 0, or -inf for a key that is masked
     bool masked;   // one of them is
     bool strange;  // a value is not finite: no query may multiply it by 0
@@ -13,7 +14,8 @@ struct Keys {
 // The sinks of a sequence, in rows of whole vectors.
 template <class T>
 struct SinkKeys {
-    T *k, *k_panels, *v, *v_panels, *dk, *dv;
+    Factor<T>*k, *k_panels, *v, *v_panels;
+    T *dk, *dv;
     bool strange;
 };
 
@@ -69,7 +71,11 @@ struct Head {
     T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
         *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
         *at_row, *totals, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels,
-        *late_pairs, *late_dv;
+        *late_pairs, *late_dv, *key_rows = nullptr, *value_rows = nullptr;
+    // What a product has been given, as factors.
+    Factor<T>*left = nullptr, *right = nullptr;
+    // Bf16 numbers stay as they are: the scale is on the scores then, otherwise on the queries.
+    const T query_scale, score_scale;
     SinkKeys<T> sinks;
     Latents<T> state;
     std::vector<T> top;              // what R is relative to
@@ -82,7 +88,8 @@ struct Head {
         : op(attention), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
           Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), S(op.sinks()),
           Sp(whole<T>(S)), near(op.near()), far(op.far()), back(backward), forgets(op.forgets()),
-          delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W) {
+          delay(op.delay), late(far && delay), shared(far && !delay), column(near ? W - 1 : W),
+          query_scale(PAIR == 1 ? T(op.scale) : T(1)), score_scale(PAIR == 1 ? T(1) : T(op.scale)) {
         const int64_t longest = op.tokens() + op.tail();
         reach = least(op.window, longest) - 1;             // -1: nothing is near
         slots = (reach + late + TOKENS - 1) / TOKENS + 1;  // late: and the token that leaves
@@ -98,19 +105,29 @@ struct Head {
         }
     }
 
+    // Room for so many rows of n numbers, as factors.
+    template <class Room>
+    Factor<T>* room_for_factors(const Room& room, int64_t rows, int64_t n) {
+        static_assert(sizeof(Factor<T>) == sizeof(T));
+        return reinterpret_cast<Factor<T>*>(room(rows * factors(n)));
+    }
+
     template <class Room>
     void divide_own(const Room& room) {
+        const auto packed = [&](int64_t rows, int64_t n) {
+            return room_for_factors(room, rows, n);
+        };
         ring.assign(size_t(slots), Keys<T>{});
         for (Keys<T>& s : ring) {
-            s.k = room(TOKENS * Kp), s.k_panels = room(TOKENS * K), s.v = room(TOKENS * Dp);
+            s.k = packed(TOKENS, Kp), s.k_panels = packed(TOKENS, K), s.v = packed(TOKENS, Dp);
             s.hidden = room(TOKENS);
             if (!back) continue;
-            s.v_panels = room(TOKENS * D);
+            s.v_panels = packed(TOKENS, D);
             s.dk = room(TOKENS * Kp), s.dv = room(TOKENS * Dp);
         }
-        sinks.k = room(Sp * Kp), sinks.k_panels = room(Sp * K), sinks.v = room(Sp * Dp);
+        sinks.k = packed(Sp, Kp), sinks.k_panels = packed(Sp, K), sinks.v = packed(Sp, Dp);
         if (back) {
-            sinks.v_panels = room(Sp * D);
+            sinks.v_panels = packed(Sp, D);
             sinks.dk = room(Sp * Kp), sinks.dv = room(Sp * Dp);
         }
         state = {room(Lp), room(Lp), room(Lp * Dp)};
@@ -126,6 +143,12 @@ struct Head {
         keys = room(TOKENS * Lp), e = room(TOKENS * Lp), e_panels = room(TOKENS * Lp);
         alpha = room(TOKENS * Lp), ratio = room(TOKENS * Lp), out = room(TOKENS * Dp);
         tops = room(Lp), at_row = room(Lp), totals = room(TOKENS);
+        if (PAIR > 1) {
+            const int64_t rows = most(TOKENS, Sp), widest = most(ld, most(Kp, Dp));
+            left = room_for_factors(room, rows, widest);
+            right = room_for_factors(room, rows, widest);
+            key_rows = room(rows * Kp), value_rows = room(rows * Dp);
+        }
         decays = room(forgets ? TOKENS * Lp : 0), forgotten = room(TOKENS * Lp);
         if (!back) return;
         dy = room(TOKENS * Dp), pairs = room(TOKENS * ld);
@@ -214,7 +237,13 @@ struct Head {
     // The window and the sinks: attention_window.h.
     void load_keys(int64_t chunk);
     void load_sinks();
-    void against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n, const T* panels, T* to);
+    void pack(T* x, int64_t from, int64_t stop, int64_t ldx, int64_t n, Factor<T>* to,
+              Factor<T>* panels);
+    const T* own_values(int64_t chunk);
+    void against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n, const Factor<T>* panels,
+                       T* to);
+    void over_keys(int64_t rows, T* c, int64_t ldc, bool add, const Factor<T>* a,
+                   const Factor<T>* b, int64_t n, int64_t first, int64_t stop, bool apart);
     void with_sinks(int64_t chunk, int64_t rows, const T* x, T* to);
     void against(int64_t chunk, int64_t rows, const T* x, int64_t ldx, int64_t n, bool values,
                  bool whole_chunk, T* to);

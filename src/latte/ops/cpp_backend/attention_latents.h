@@ -128,7 +128,7 @@ inline void Head<T>::take_in(const LatentRun<T>& run, const T* v) {
 // Adds sum_l ratio_t[l] e_s[l] to x[t][s] for the sources s <= t of a run.
 template <class T>
 inline void Head<T>::add_scores(const LatentRun<T>& run, T* x, int64_t ldx) {
-    turn(e, Lp, run.begin, run.end, Lp, e_panels);
+    turn<T>(e, Lp, run.begin, run.end, Lp, e_panels);
     for (int64_t i = run.begin; i < run.end; i += ROWS) {
         const int64_t count = least(ROWS, run.end - i);
         for (int64_t c = run.begin / W * W; c < i + count; c += W) {
@@ -292,7 +292,7 @@ inline void Head<T>::end_state() {
 template <class T>
 inline void Head<T>::load_late(int64_t c, int64_t rows) {
     load_values(c, rows, late_v);
-    turn(late_v, Dp, 0, rows, D, late_panels);
+    turn<T>(late_v, Dp, 0, rows, D, late_panels);
     for (int64_t s = 0; s < rows; s += W)
         for (int64_t i = s / ROWS * ROWS; i < rows; i += ROWS)
             tile(least(ROWS, rows - i), late_pairs + i * TOKENS + s, TOKENS, false, dy + i * Dp, Dp,
@@ -348,6 +348,7 @@ inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
     const int64_t token = task.begin + c * TOKENS;
     load_logits(c, rows);
     if (late) load_late(c, rows);
+    else if (PAIR > 1) load_values(c, rows, value_rows);
     const size_t first = scale_runs(c);
     for (size_t r = first; r < runs.size(); ++r) {
         if (late) add_scores(runs[r], scores, TOKENS);
@@ -360,7 +361,7 @@ inline void Head<T>::backward_latents(int64_t c, int64_t rows) {
         refer_back(top.data(), run);
         top.assign(run.before.top, run.before.top + Lp);
         if (late) backward_run(run, late_v, late_dv, late_pairs, TOKENS);
-        else backward_run(run, slot(c).v, slot(c).dv, pairs + base, ld);
+        else backward_run(run, own_values(c), slot(c).dv, pairs + base, ld);
     }
     for (int64_t i = 0; i < rows; ++i) {  // through the softmax over the latents and the window
         T *x = pulled + i * Lq, *y = p + i * Lq, total = 0;
@@ -387,7 +388,7 @@ inline void Head<T>::through_mass(const LatentRun<T>& run, const T* products, in
             store_all(to + c, within(seen, V<T>{}, c, begin, i + 1));
         }
     }
-    transpose(run.before.sum, Dp, L, D, turned, Lp);
+    transpose(run.before.sum, Dp, 0, L, D, turned, Lp);
     product(delta + begin * Lp, Lp, false, count, Lp, dy + begin * Dp, Dp, int64_t(1), turned, Lp,
             D);
     for (int64_t l = 0; l < Lp; l += W)
@@ -425,7 +426,7 @@ inline void Head<T>::backward_run(const LatentRun<T>& run, const T* v, T* dv, co
                                   int64_t ldp) {
     const int64_t begin = run.begin, end = run.end, count = end - begin;
     through_mass(run, products, ldp);
-    transpose(reverse, Dp, L, D, turned, Lp);
+    transpose(reverse, Dp, 0, L, D, turned, Lp);
     product(dkeys + begin * Lp, Lp, false, count, Lp, v + begin * Dp, Dp, int64_t(1), turned, Lp,
             D);
     for (int64_t l = 0; l < Lp; l += W)

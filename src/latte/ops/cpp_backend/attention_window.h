@@ -7,16 +7,17 @@ inline void Head<T>::load_keys(int64_t chunk) {
     Keys<T>& s = slot(chunk);
     const int64_t first = chunk * TOKENS, P = op.tail();
     int64_t from = 0, stop = TOKENS;
+    T *k = numbers_of<T>(s.k, key_rows), *v = numbers_of<T>(s.v, value_rows);
     s.masked = false;
     if (first >= 0) {
         stop = rows_of(chunk);
-        if (near) take(op.k, task.row, task.begin + first, task.g, stop, s.k, Kp);
-        take(op.v, task.row, task.begin + first, task.g, stop, s.v, Dp);
+        if (near) take(op.k, task.row, task.begin + first, task.g, stop, k, Kp);
+        take(op.v, task.row, task.begin + first, task.g, stop, v, Dp);
     } else {
         from = most(0, -P - first);
         if (from >= TOKENS) return;
-        take(op.tail_k, task.n, P + first + from, task.g, stop - from, s.k + from * Kp, Kp);
-        take(op.tail_v, task.n, P + first + from, task.g, stop - from, s.v + from * Dp, Dp);
+        take(op.tail_k, task.n, P + first + from, task.g, stop - from, k + from * Kp, Kp);
+        take(op.tail_v, task.n, P + first + from, task.g, stop - from, v + from * Dp, Dp);
     }
     for (int64_t i = from; i < stop; ++i) {
         const bool seen =
@@ -24,52 +25,103 @@ inline void Head<T>::load_keys(int64_t chunk) {
         s.hidden[i] = seen ? T(0) : lowest;
         if (seen) continue;
         s.masked = true;
-        std::memset(s.k + i * Kp, 0, size_t(Kp) * sizeof(T));
-        std::memset(s.v + i * Dp, 0, size_t(Dp) * sizeof(T));
+        std::memset(k + i * Kp, 0, size_t(Kp) * sizeof(T));
+        std::memset(v + i * Dp, 0, size_t(Dp) * sizeof(T));
     }
-    turn(s.k, Kp, from, stop, K, s.k_panels);
-    s.strange = not_finite(s.v + from * Dp, (stop - from) * Dp);
+    s.strange = not_finite(v + from * Dp, (stop - from) * Dp);
+    pack(k, from, stop, Kp, K, back ? s.k : nullptr, s.k_panels);
+    pack(v, from, stop, Dp, D, s.v, back ? s.v_panels : nullptr);
     if (!back) return;
-    turn(s.v, Dp, from, stop, D, s.v_panels);
     std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
     std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+}
+
+// Rows from ... stop of keys or values as factors of the products over tokens, and as panels, the
+// factors of those over their n columns; neither if it is null.
+template <class T>
+inline void Head<T>::pack(T* x, int64_t from, int64_t stop, int64_t ldx, int64_t n, Factor<T>* to,
+                          Factor<T>* panels) {
+    if (panels)
+        turn<T>(along(x, ldx, from, stop, 0, ldx, left), ldx / PAIR, from, stop, factors(n),
+                panels);
+    if (from % PAIR) std::memset(x + (from - 1) * ldx, 0, size_t(ldx) * sizeof(T));
+    if (to) across(x, ldx, from, stop, 0, ldx, to);
 }
 
 // The sinks of a sequence; masked ones are zeros already.
 template <class T>
 inline void Head<T>::load_sinks() {
-    take(op.sink_k, task.n, 0, task.g, S, sinks.k, Kp);
-    take(op.sink_v, task.n, 0, task.g, S, sinks.v, Dp);
-    turn(sinks.k, Kp, 0, S, K, sinks.k_panels);
-    sinks.strange = not_finite(sinks.v, S * Dp);
+    T *k = numbers_of<T>(sinks.k, key_rows), *v = numbers_of<T>(sinks.v, value_rows);
+    take(op.sink_k, task.n, 0, task.g, S, k, Kp);
+    take(op.sink_v, task.n, 0, task.g, S, v, Dp);
+    sinks.strange = not_finite(v, S * Dp);
+    pack(k, 0, S, Kp, K, back ? sinks.k : nullptr, sinks.k_panels);
+    pack(v, 0, S, Dp, D, sinks.v, back ? sinks.v_panels : nullptr);
     if (!back) return;
-    turn(sinks.v, Dp, 0, S, D, sinks.v_panels);
     std::memset(sinks.dk, 0, size_t(Sp * Kp) * sizeof(T));
     std::memset(sinks.dv, 0, size_t(Sp * Dp) * sizeof(T));
+}
+
+// The values of a chunk's tokens, as numbers: of the chunk whose values were loaded last.
+template <class T>
+inline const T* Head<T>::own_values(int64_t chunk) {
+    return numbers_of<T>(slot(chunk).v, value_rows);
 }
 
 // to[i][columns + s] = <x_i, sink s>, of keys or values.
 template <class T>
 inline void Head<T>::against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n,
-                                   const T* panels, T* to) {
+                                   const Factor<T>* panels, T* to) {
+    const Factor<T>* a = along(x, ldx, 0, rows, 0, ldx, left);
+    ldx /= PAIR, n = factors(n);
     for (int64_t c = 0; c < S; c += W) {
         T* at = to + columns + c;
-        if (S - c <= half_width<T>) half_product(at, ld, rows, x, ldx, panels + c * n, W, n);
-        else product(at, ld, false, rows, W, x, ldx, int64_t(1), panels + c * n, W, n);
+        if (S - c <= half_width<T>) half_product(at, ld, rows, a, ldx, panels + c * n, W, n);
+        else product(at, ld, false, rows, W, a, ldx, int64_t(1), panels + c * n, W, n);
     }
+}
+
+// Adds to c, or sets it to, the sum over keys first ... stop of factors a, one row of ld numbers
+// per row of c, times the keys' rows b of n. With `apart` no other key is touched.
+template <class T>
+inline void Head<T>::over_keys(int64_t rows, T* c, int64_t ldc, bool add, const Factor<T>* a,
+                               const Factor<T>* b, int64_t n, int64_t first, int64_t stop,
+                               bool apart) {
+    const int64_t lda = ld / PAIR;
+    // A pair of which only one key is read: the other one is 0 in a copy.
+    const auto one_key = [&](int64_t key) {
+#if LATTE_PAIRS
+        Pair edge[W];
+        const uint32_t half = key % 2 ? 0xffff0000u : 0xffffu;
+        for (int64_t d = 0; d < W; ++d) edge[d].bits = b[key / 2 * n + d].bits & half;
+        tile(rows, c, ldc, add, a + key / 2, lda, 1, edge, W, 1);
+        add = true;
+#else
+        (void)key;
+#endif
+    };
+    // In the order of the keys, so that the sum has the same bits as without `apart`.
+    const bool odd_first = apart && first % PAIR && first < stop;
+    const bool odd_last = apart && stop % PAIR && first + odd_first < stop;
+    if (odd_first) one_key(first++);
+    const int64_t from = first / PAIR, end = factors(stop - odd_last);
+    if (from < end || !(odd_first || odd_last))
+        tile(rows, c, ldc, add, a + from, lda, 1, b + from * n, n, end - from), add = true;
+    if (odd_last) one_key(stop - 1);
 }
 
 // Adds the sinks' part to the outputs: a query uses only the sinks that it may read.
 template <class T>
 inline void Head<T>::with_sinks(int64_t chunk, int64_t rows, const T* x, T* to) {
     const int64_t together = sinks.strange ? 1 : ROWS;
+    const Factor<T>* a = along(x, ld, 0, rows, columns, columns + S, left) + columns / PAIR;
     for (int64_t i = 0; i < rows; i += together) {
         const int64_t count = least(together, rows - i);
         const Span seen = sink_span(chunk, i + count - 1);
         if (seen.stop == columns) continue;
         for (int64_t d = 0; d < Dp; d += W)
-            tile(count, to + i * Dp + d, Dp, true, x + i * ld + columns, ld, 1, sinks.v + d, Dp,
-                 seen.stop - columns);
+            over_keys(count, to + i * Dp + d, Dp, true, a + i * ld / PAIR, sinks.v + d, Dp, 0,
+                      seen.stop - columns, sinks.strange);
     }
 }
 
@@ -77,16 +129,18 @@ inline void Head<T>::with_sinks(int64_t chunk, int64_t rows, const T* x, T* to) 
 template <class T>
 inline void Head<T>::against(int64_t chunk, int64_t rows, const T* x, int64_t ldx, int64_t n,
                              bool values, bool whole_chunk, T* to) {
+    const Factor<T>* a = along(x, ldx, 0, rows, 0, ldx, left);
+    ldx /= PAIR, n = factors(n);
     for (int64_t j = 0; j < slots; ++j) {
         const Keys<T>& s = slot(chunk - slots + 1 + j);
-        const T* panel = values ? s.v_panels : s.k_panels;
+        const Factor<T>* panel = values ? s.v_panels : s.k_panels;
         for (int64_t c = j * TOKENS; c < (j + 1) * TOKENS; c += W, panel += n * W) {
             for (int64_t i = 0; i < rows; i += ROWS) {
                 const int64_t count = least(ROWS, rows - i);
                 int64_t first = first_key(chunk, i);
                 if (whole_chunk) first = least(first, base);
                 if (c + W <= first || c > last_key(i + count - 1)) continue;
-                tile(count, to + i * ld + c, ld, false, x + i * ldx, ldx, 1, panel, W, n);
+                tile(count, to + i * ld + c, ld, false, a + i * ldx, ldx, 1, panel, W, n);
             }
         }
     }
@@ -98,8 +152,11 @@ inline void Head<T>::with_keys(int64_t chunk, int64_t begin, int64_t end, const 
                                bool whole_chunk, T* to) {
     const int64_t n = values ? Dp : Kp;
     int64_t together = ROWS;
-    for (int64_t j = first_key(chunk, begin) / TOKENS; j < slots; ++j)
+    int64_t oldest = first_key(chunk, begin);
+    for (int64_t j = oldest / TOKENS; j < slots; ++j)
         if (slot(chunk - slots + 1 + j).strange) together = 1;
+    if (whole_chunk) oldest = least(oldest, base);
+    const Factor<T>* a = along(x, ld, begin, end, oldest, columns, left);
     for (int64_t d = 0; d < n; d += W) {
         for (int64_t i = begin; i < end; i += together) {
             const int64_t count = least(together, end - i), last = last_key(i + count - 1);
@@ -110,8 +167,9 @@ inline void Head<T>::with_keys(int64_t chunk, int64_t begin, int64_t end, const 
                 const int64_t from = most(first, j * TOKENS);
                 const int64_t stop = least(last + 1, (j + 1) * TOKENS);
                 const Keys<T>& s = slot(chunk - slots + 1 + j);
-                tile(count, to + i * n + d, n, add, x + i * ld + from, ld, 1,
-                     (values ? s.v : s.k) + (from - j * TOKENS) * n + d, n, stop - from);
+                over_keys(count, to + i * n + d, n, add, a + (i * ld + j * TOKENS) / PAIR,
+                          (values ? s.v : s.k) + d, n, from - j * TOKENS, stop - j * TOKENS,
+                          together == 1);
                 add = true;
             }
         }
@@ -123,6 +181,8 @@ template <class T>
 inline void Head<T>::to_keys(int64_t chunk, int64_t rows, const T* x, const T* y, bool values,
                              bool whole_chunk) {
     const int64_t n = values ? Dp : Kp;
+    const Factor<T>* a = across(x, ld, 0, rows, 0, columns, left);
+    const Factor<T>* b = across(y, n, 0, rows, 0, n, right);
     for (int64_t j = 0; j < slots; ++j) {
         Keys<T>& s = slot(chunk - slots + 1 + j);
         T* to = values ? s.dv : s.dk;
@@ -131,12 +191,13 @@ inline void Head<T>::to_keys(int64_t chunk, int64_t rows, const T* x, const T* y
         for (int64_t d = 0; d < n; d += W) {
             for (int64_t i = from; i < stop; i += ROWS) {
                 const int64_t count = least(ROWS, stop - i), c = j * TOKENS + i - base;
-                const int64_t first = most(0, c);
+                const int64_t first = most(0, c) / PAIR;
                 int64_t last = least(rows - 1, c + count - 1 + reach);
                 if (whole_chunk && j == slots - 1) last = rows - 1;
+                last /= PAIR;
                 if (last < first) continue;
-                tile(count, to + i * n + d, n, true, x + first * ld + j * TOKENS + i, 1, ld,
-                     y + first * n + d, n, last - first + 1);
+                tile(count, to + i * n + d, n, true, a + first * ld + j * TOKENS + i, 1, ld,
+                     b + first * n + d, n, last - first + 1);
             }
         }
     }
@@ -168,16 +229,19 @@ inline void Head<T>::probabilities(int64_t chunk, int64_t rows) {
     }
     if (!near && !back) std::memset(weights, 0, size_t(rows * ld) * sizeof(T));
     if (!near) return;
-    take(op.q, task.row, token, task.h, rows, queries, Kp, T(op.scale));
+    take(op.q, task.row, token, task.h, rows, queries, Kp, query_scale);
     against(chunk, rows, queries, Kp, K, false, false, logits);
     if (S) {
-        take(op.sink_q, task.row, token, task.h, rows, sink_queries, Kp, T(op.scale));
+        take(op.sink_q, task.row, token, task.h, rows, sink_queries, Kp, query_scale);
         against_sinks(rows, sink_queries, Kp, K, sinks.k_panels, logits);
     }
     for (int64_t i = 0; i < rows; ++i) {
         T* x = logits + i * ld;
         const Span seen = near_span(chunk, i), more = sink_span(chunk, i);
         const int64_t first = seen.first, stop = seen.stop;
+        if (PAIR > 1)
+            vectors<T>(seen, more,
+                       [&](int64_t c, Span) { store_all(x + c, load_all(x + c) * score_scale); });
         if (op.softcap) cap(x, slope + (back ? i * ld : 0), seen, more);
         for (int64_t c = more.first; c < more.stop; ++c)
             if (!op.sink_mask.at<bool>()[task.n * S + c - columns]) x[c] = lowest;
@@ -251,11 +315,16 @@ inline void Head<T>::end_tail() {
 // The sinks' part: of their values by the weights, of keys and queries by the logits' gradients.
 template <class T>
 inline void Head<T>::backward_sinks(int64_t c, int64_t rows) {
-    const T *shares = weights + columns, *dlogits = logits + columns;
-    product(sinks.dv, Dp, true, S, Dp, shares, int64_t(1), ld, dy, Dp, rows);
-    product(sinks.dk, Kp, true, S, Kp, dlogits, int64_t(1), ld, sink_queries, Kp, rows);
-    product(sink_queries, Kp, false, rows, Kp, dlogits, ld, int64_t(1), sinks.k, Kp, S);
-    for (int64_t i = 0; i < rows * Kp; ++i) sink_queries[i] *= T(op.scale);
+    const auto to_sinks = [&](const T* x, const T* y, int64_t n, T* to) {
+        const Factor<T>* a = across(x, ld, 0, rows, columns, columns + S, left) + columns;
+        const Factor<T>* b = across(y, n, 0, rows, 0, n, right);
+        product(to, n, true, S, n, a, int64_t(1), ld, b, n, factors(rows));
+    };
+    to_sinks(weights, dy, Dp, sinks.dv);
+    to_sinks(logits, sink_queries, Kp, sinks.dk);
+    const Factor<T>* a = along(logits, ld, 0, rows, columns, columns + S, left) + columns / PAIR;
+    product(sink_queries, Kp, false, rows, Kp, a, ld / PAIR, int64_t(1), sinks.k, Kp, factors(S));
+    for (int64_t i = 0; i < rows * Kp; ++i) sink_queries[i] *= query_scale;
     put(op.dsink_q, task.row, task.begin + c * TOKENS, task.h, rows, sink_queries, Kp);
 }
 
@@ -280,7 +349,7 @@ inline void Head<T>::through_window(int64_t chunk, int64_t i) {
 template <class T>
 inline void Head<T>::through_softmax(int64_t chunk, int64_t i, T total) {
     T *x = logits + i * ld, *y = pairs + i * ld;
-    const T share = p[i * Lq + W - 1];
+    const T share = p[i * Lq + W - 1] * score_scale;
     vectors<T>(near_span(chunk, i), sink_span(chunk, i), [&](int64_t c, Span s) {
         V<T> dx = load_all(x + c) * share * (load_all(y + c) - total);
         if (op.softcap) dx = dx * load_all(slope + i * ld + c);

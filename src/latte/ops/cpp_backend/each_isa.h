@@ -2,8 +2,12 @@
 // the vectors of simd.h in that set's width. The compiler's flags stay those of the baseline. The
 // first call of such a function decides, once, which set runs.
 //
-// LATTE_CHOOSE(f) is the function f of the best namespace that this processor runs;
-// ATEN_CPU_CAPABILITY=default|avx2|avx512 limits the choice, as it does in PyTorch.
+// A file that defines LATTE_FOR_PAIRS is compiled once more, for AVX512-BF16, with LATTE_PAIRS = 1:
+// products of pairs of bf16. Other files would gain nothing by that set, and run AVX-512.
+//
+// LATTE_CHOOSE(f) is the function f of the best namespace that this processor runs.
+// ATEN_CPU_CAPABILITY=default|avx2|avx512 limits the choice to that set and lesser ones, as it does
+// in PyTorch; with avx512 there is no AVX512-BF16.
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
@@ -16,13 +20,14 @@
 #include "torch_abi.h"
 
 #define LATTE_INLINE static inline __attribute__((always_inline))
+#define LATTE_PAIRS 0
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 #define LATTE_WIDTH 32
 namespace latte::avx2 {
@@ -44,12 +49,35 @@ namespace latte::avx512 {
 #include "simd.h"
 #include LATTE_FILE
 }  // namespace latte::avx512
-#undef LATTE_WIDTH
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
+#ifdef LATTE_FOR_PAIRS
+#if defined(__clang__)
+#pragma clang attribute push(                                                          \
+    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#endif
+#undef LATTE_PAIRS
+#define LATTE_PAIRS 1
+namespace latte::avx512_bf16 {
+#include "simd.h"
+#include LATTE_FILE
+}  // namespace latte::avx512_bf16
+#undef LATTE_PAIRS
+#define LATTE_PAIRS 0
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+#undef LATTE_WIDTH
 #endif
 
 #define LATTE_WIDTH 16
@@ -61,7 +89,7 @@ namespace latte::baseline {
 
 namespace latte {
 
-enum class Isa { baseline, avx2, avx512 };
+enum class Isa { baseline, avx2, avx512, avx512_bf16 };
 
 inline Isa isa() {
     static const Isa chosen = [] {
@@ -70,10 +98,11 @@ inline Isa isa() {
         if (most && !std::strcmp(most, "default")) return Isa::baseline;
         if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::baseline;
         if (most && !std::strcmp(most, "avx2")) return Isa::avx2;
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            return Isa::avx512;
-        return Isa::avx2;
+        if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+            !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+            return Isa::avx2;
+        if (most && !std::strcmp(most, "avx512")) return Isa::avx512;
+        return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
 #else
         return Isa::baseline;
 #endif
@@ -84,9 +113,15 @@ inline Isa isa() {
 }  // namespace latte
 
 #if defined(__x86_64__)
-#define LATTE_CHOOSE(f)                                          \
-    (::latte::isa() == ::latte::Isa::avx512 ? ::latte::avx512::f \
-     : ::latte::isa() == ::latte::Isa::avx2 ? ::latte::avx2::f   \
+#ifdef LATTE_FOR_PAIRS
+#define LATTE_AVX512(f) \
+    (::latte::isa() == ::latte::Isa::avx512_bf16 ? ::latte::avx512_bf16::f : ::latte::avx512::f)
+#else
+#define LATTE_AVX512(f) ::latte::avx512::f
+#endif
+#define LATTE_CHOOSE(f)                                        \
+    (::latte::isa() >= ::latte::Isa::avx512 ? LATTE_AVX512(f)  \
+     : ::latte::isa() == ::latte::Isa::avx2 ? ::latte::avx2::f \
                                             : ::latte::baseline::f)
 #else
 #define LATTE_CHOOSE(f) ::latte::baseline::f

@@ -39,12 +39,19 @@ LATTE_INLINE V<T> within(V<T> x, V<T> y, int64_t at, int64_t first, int64_t stop
     return select(lane < T(stop - at), x, y);
 }
 template <class T> LATTE_INLINE T largest(V<T> x) {
-    T numbers[width<T>], top;
+    T numbers[width<T>];
     store_all(numbers, x);
-    top = numbers[0];
-    for (T number : numbers) top = number > top ? number : top;
-    return top;
+    for (int64_t n = width<T> / 2; n; n /= 2)
+        for (int64_t j = 0; j < n; ++j)
+            numbers[j] = numbers[j + n] > numbers[j] ? numbers[j + n] : numbers[j];
+    return numbers[0];
 }
+#if LATTE_WIDTH == 64  // in registers
+LATTE_INLINE float largest(V<float> x) {
+    return folded(larger(x, V<float>{x.high, x.low}).low,
+                  [](__m128 a, __m128 b) { return _mm_max_ps(b, a); });
+}
+#endif
 
 // Columns first ... stop of a row.
 struct Span {

@@ -156,16 +156,44 @@ LATTE_INLINE typename Raw<float>::numbers load_half(const bf16* from) {
 LATTE_INLINE V<float> load_all(const bf16* from) {
     return {load_half(from), load_half(from + half_width<float>)};
 }
+#if LATTE_WIDTH == 64
+LATTE_INLINE typename Raw<float>::numbers load_half(const fp16* from) {
+    __m256i half;
+    std::memcpy(&half, from, sizeof half);
+    return (typename Raw<float>::numbers)_mm512_cvtph_ps(half);
+}
+#elif LATTE_WIDTH == 32
+LATTE_INLINE typename Raw<float>::numbers load_half(const fp16* from) {
+    __m128i half;
+    std::memcpy(&half, from, sizeof half);
+    return (typename Raw<float>::numbers)_mm256_cvtph_ps(half);
+}
+#else
+LATTE_INLINE typename Raw<float>::numbers load_half(const fp16* from) {
+    float x[half_width<float>];
+    for (int j = 0; j < half_width<float>; ++j) x[j] = widen(from[j]);
+    typename Raw<float>::numbers numbers;
+    std::memcpy(&numbers, x, sizeof numbers);
+    return numbers;
+}
+#endif
 LATTE_INLINE V<float> load_all(const fp16* from) {
-    float x[width<float>];
-    for (int j = 0; j < width<float>; ++j) x[j] = widen(from[j]);
-    return load_all(x);
+    return {load_half(from), load_half(from + half_width<float>)};
 }
 template <class T> LATTE_INLINE void store_all(T* to, V<T> x) {
     std::memcpy(to, &x.low, sizeof x.low);
     std::memcpy(to + half_width<T>, &x.high, sizeof x.high);
 }
 LATTE_INLINE void store_half(bf16* to, typename Raw<float>::numbers x) {
+#if LATTE_PAIRS
+    // The instruction takes subnormal numbers for 0, and keeps the bits of a NaN.
+    constexpr int subnormal = 0x20, not_a_number = 0x81;
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)x, subnormal | not_a_number), 1)) {
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(to, &rounded, sizeof rounded);
+        return;
+    }
+#endif
     auto bits = (typename Raw<float>::integers)x;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     bits = x == x ? bits : bits * 0 + 0x7fc0;
@@ -175,10 +203,27 @@ LATTE_INLINE void store_half(bf16* to, typename Raw<float>::numbers x) {
 LATTE_INLINE void store_all(bf16* to, V<float> x) {
     store_half(to, x.low), store_half(to + half_width<float>, x.high);
 }
+// A NaN keeps its sign alone.
+LATTE_INLINE void store_half(fp16* to, typename Raw<float>::numbers x) {
+#if LATTE_WIDTH == 64
+    const __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    __m256i half = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    half = _mm256_mask_mov_epi16(half, nan,
+                                 _mm256_and_si256(half, _mm256_set1_epi16(int16_t(0xfe00))));
+    std::memcpy(to, &half, sizeof half);
+#elif LATTE_WIDTH == 32
+    const __m256i nan = (__m256i)_mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q);
+    const __m128i rest =
+        _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
+    __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+    half = _mm_andnot_si128(_mm_and_si128(rest, _mm_set1_epi16(0x1ff)), half);
+    std::memcpy(to, &half, sizeof half);
+#else
+    for (int j = 0; j < half_width<float>; ++j) narrow(float(x[j]), to[j]);
+#endif
+}
 LATTE_INLINE void store_all(fp16* to, V<float> x) {
-    float numbers[width<float>];
-    store_all(numbers, x);
-    for (int j = 0; j < width<float>; ++j) narrow(numbers[j], to[j]);
+    store_half(to, x.low), store_half(to + half_width<float>, x.high);
 }
 
 // The first `count` elements, `stride` apart; the other lanes are 0.
@@ -208,6 +253,26 @@ template <class T> LATTE_INLINE T sum(V<T> x) {
         for (int64_t j = 0; j < n; ++j) numbers[j] += numbers[j + n];
     return numbers[0];
 }
+#if LATTE_WIDTH == 64
+// The same in registers: halves are folded onto each other until one number is left.
+template <class Fold>
+LATTE_INLINE float folded(typename Raw<float>::numbers x, const Fold& fold) {
+    const auto quarter = [&](int n) -> __m128 {
+        switch (n) {
+            case 0: return _mm512_extractf32x4_ps((__m512)x, 0);
+            case 1: return _mm512_extractf32x4_ps((__m512)x, 1);
+            case 2: return _mm512_extractf32x4_ps((__m512)x, 2);
+            default: return _mm512_extractf32x4_ps((__m512)x, 3);
+        }
+    };
+    __m128 four = fold(fold(quarter(0), quarter(2)), fold(quarter(1), quarter(3)));
+    four = fold(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(fold(four, _mm_movehdup_ps(four)));
+}
+LATTE_INLINE float sum(V<float> x) {
+    return folded(x.low + x.high, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+#endif
 
 // Sums of several halves at once, with fewer shuffles than one by one. In every `block` lanes of x
 // and y, neighbours of `unit` lanes are added: first those of x, then those of y.
