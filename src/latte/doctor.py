@@ -144,6 +144,9 @@ def _native() -> Section:
         # The library chooses by the same questions as PyTorch, and heeds ATEN_CPU_CAPABILITY too.
         capability = torch.backends.cpu.get_cpu_capability().lower()
         instructions = capability if capability in ("avx512", "avx2") else "baseline"
+        limited = os.environ.get("ATEN_CPU_CAPABILITY") == "avx512"
+        if instructions == "avx512" and not limited and torch.cpu._is_avx512_bf16_supported():
+            instructions = "avx512, bf16 in pairs"
         found |= {"library": str(cpp_backend.LIBRARY), "instructions": instructions}
     else:
         found["why not"] = cpp_backend.ABSENT

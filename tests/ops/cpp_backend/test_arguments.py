@@ -230,7 +230,7 @@ def test_several_threads_at_once():
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=str(kind))
 
 
-@pytest.mark.parametrize("instructions", ["default", "avx2"])
+@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
 def test_other_instructions_give_the_same(instructions, tmp_path):
     """Every op, forward and backward, as a processor without the best ones runs it."""
     code = (
