@@ -80,6 +80,13 @@ static void product(T* c, int64_t ldc, bool add, int64_t rows, int64_t columns, 
 }
 
 #if LATTE_WIDTH == 64
+// In every 16 bytes the lower, or the upper, pairs of two vectors.
+LATTE_INLINE __m512 low_pairs(__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+LATTE_INLINE __m512 high_pairs(__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
 // 16 rows of 16 numbers of 4 bytes: what were rows are columns.
 LATTE_INLINE void turn_block(__m512 (&x)[16]) {
     __m512 y[16];
@@ -87,16 +94,10 @@ LATTE_INLINE void turn_block(__m512 (&x)[16]) {
         y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
         y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
     }
-    const auto low = [](__m512 a, __m512 b) {
-        return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-    };
-    const auto high = [](__m512 a, __m512 b) {
-        return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-    };
     for (int i = 0; i < 16; i += 4)  // x[i + e] has columns e, 4 + e, 8 + e, 12 + e of four rows
         for (int j = 0; j < 2; ++j) {
-            x[i + 2 * j] = low(y[i + j], y[i + 2 + j]);
-            x[i + 2 * j + 1] = high(y[i + j], y[i + 2 + j]);
+            x[i + 2 * j] = low_pairs(y[i + j], y[i + 2 + j]);
+            x[i + 2 * j + 1] = high_pairs(y[i + j], y[i + 2 + j]);
         }
     for (int e = 0; e < 4; ++e) {
         const __m512 a = _mm512_shuffle_f32x4(x[e], x[4 + e], 0x88);

@@ -21,6 +21,12 @@
 
 #define LATTE_INLINE static inline __attribute__((always_inline))
 #define LATTE_PAIRS 0
+// Older compilers do not know AVX512-BF16. Then AVX-512 is the best set for every file.
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
+#define LATTE_KNOWS_PAIRS
+#else
+#undef LATTE_FOR_PAIRS
+#endif
 
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -101,8 +107,11 @@ inline Isa isa() {
         if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
             !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
             return Isa::avx2;
-        if (most && !std::strcmp(most, "avx512")) return Isa::avx512;
-        return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+#ifdef LATTE_KNOWS_PAIRS
+        const bool limited = most && !std::strcmp(most, "avx512");
+        if (!limited && __builtin_cpu_supports("avx512bf16")) return Isa::avx512_bf16;
+#endif
+        return Isa::avx512;
 #else
         return Isa::baseline;
 #endif
