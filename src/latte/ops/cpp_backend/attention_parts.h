@@ -193,10 +193,10 @@ inline void Head<T>::put_border() {
     }
 }
 
-// Adds rows of one head, of T both.
+// Adds the first tokens of one head, of T both.
 template <class T>
-static void add_rows(const Tensor& x, int64_t row, const Tensor& to, int64_t to_row, int64_t token,
-                     int64_t head, int64_t count) {
+static void add_tokens(const Tensor& x, int64_t row, const Tensor& to, int64_t to_row,
+                       int64_t token, int64_t head, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         const T* from = x.at<T>() + place(x, row, i, head);
         T* sum = to.at<T>() + place(to, to_row, token + i, head);
@@ -211,10 +211,10 @@ static void add_borders(const Attention& op) {
     const int64_t rows = op.border_rows(), S = op.sinks();
     every_border(op, false, [&](const HeadTask& task) {
         const int64_t token = task.begin + task.from - rows;
-        add_rows<T>(op.borders.dk, task.border, op.dk, task.row, token, task.h, rows);
-        add_rows<T>(op.borders.dv, task.border, op.dv, task.row, token, task.h, rows);
+        add_tokens<T>(op.borders.dk, task.border, op.dk, task.row, token, task.h, rows);
+        add_tokens<T>(op.borders.dv, task.border, op.dv, task.row, token, task.h, rows);
         if (!S) return;
-        add_rows<T>(op.borders.dsink_k, task.border, op.dsink_k, task.n, 0, task.h, S);
-        add_rows<T>(op.borders.dsink_v, task.border, op.dsink_v, task.n, 0, task.h, S);
+        add_tokens<T>(op.borders.dsink_k, task.border, op.dsink_k, task.n, 0, task.h, S);
+        add_tokens<T>(op.borders.dsink_v, task.border, op.dsink_v, task.n, 0, task.h, S);
     });
 }

@@ -253,7 +253,7 @@ inline void Head<T>::probabilities(int64_t chunk, int64_t rows) {
         }
         const Exponentials<T> found = exponentiate(x, seen, more);
         if (op.joint) {
-            p[i * Lq + W - 1] += found.sum == T(0) ? lowest : found.top + std::log(found.sum);
+            p[i * Lq + W - 1] += log_mass_of(found);
             mix(chunk, i);
         }
         normalise(x, seen, more, found.sum, back ? T(1) : p[i * Lq + W - 1]);
@@ -276,12 +276,9 @@ inline void Head<T>::mix(int64_t chunk, int64_t i) {
 template <class T>
 inline void Head<T>::cap(T* x, T* slopes, Span keys_seen, Span more) {
     vectors<T>(keys_seen, more, [&](int64_t c, Span) {
-        V<T> y = load_all(x + c) * T(1.0 / op.softcap);
-        Mask<T> negative = y < T(0);
-        Decay<T> twice = decay(select(negative, y, -y) * T(2));
-        V<T> tanh = twice.lost / (twice.kept + T(1));
-        if (back) store_all(slopes + c, T(1) - tanh * tanh);
-        store_all(x + c, select(negative, -tanh, tanh) * T(op.softcap));
+        const V<T> y = tanh(load_all(x + c) * T(1.0 / op.softcap));
+        if (back) store_all(slopes + c, T(1) - y * y);
+        store_all(x + c, y * T(op.softcap));
     });
 }
 
