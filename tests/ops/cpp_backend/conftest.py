@@ -1,9 +1,12 @@
 """The native kernels' tests are skipped where no C++ compiler exists, and nowhere else."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,3 +27,23 @@ def native_kernels(request):
     except BuildError as error:
         pytest.skip(f"no native CPU kernels: {error}")
     pytest.fail(ABSENT)
+
+
+@pytest.fixture
+def with_instructions(tmp_path):
+    """Runs Python code in a process of its own that is limited to an instruction set.
+
+    Called with the set (ATEN_CPU_CAPABILITY) and the code, which saves its result by torch.save to
+    sys.argv[1]; returns the result.
+    """
+
+    def run(instructions, code):
+        result = tmp_path / "result.pt"
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": instructions}
+        environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", code, str(result)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return torch.load(result)
+
+    return run

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import calls
 import pytest
@@ -231,19 +227,14 @@ def test_several_threads_at_once():
 
 
 @pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
-def test_other_instructions_give_the_same(instructions, tmp_path):
+def test_other_instructions_give_the_same(instructions, with_instructions):
     """Every op, forward and backward, as a processor without the best ones runs it."""
     code = (
         "import sys, torch, calls\n"
-        "found = {(k, s): calls.call(k, s) for k in calls.KINDS for s in range(int(sys.argv[2]))}\n"
+        "found = {(k, s): calls.call(k, s) for k in calls.KINDS for s in range(10)}\n"
         "torch.save(found, sys.argv[1])\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "found.pt"), "10"]
-    places = os.pathsep.join([str(Path(calls.__file__).parent), *sys.path])
-    environment = {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": places}
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for (kind, seed), found in torch.load(tmp_path / "found.pt").items():
+    for (kind, seed), found in with_instructions(instructions, code).items():
         expected = calls.call(kind, seed)
         # Some gradients are differences of larger ones: errors are those of the call's dtype.
         finite = [x[x.isfinite()].to(F64) for x in expected]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
@@ -174,7 +169,7 @@ def sized(size, dtype, to=None, rows=slice(None)):
 
 
 @pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
-def test_any_size_on_any_processor(instructions, tmp_path):
+def test_any_size_on_any_processor(instructions, with_instructions):
     """As exact as PyTorch's operations, with what instructions this processor has."""
     code = (
         "import sys, torch, test_steps as t\n"
@@ -182,14 +177,7 @@ def test_any_size_on_any_processor(instructions, tmp_path):
         "found = {(size, dtype): t.sized(size, dtype) for size in t.SIZES for dtype in dtypes}\n"
         "torch.save(found, sys.argv[1])\n"
     )
-    places = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
-    )
-    environment = {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": places}
-    command = [sys.executable, "-c", code, str(tmp_path / "found.pt")]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for (size, dtype), found in torch.load(tmp_path / "found.pt").items():
+    for (size, dtype), found in with_instructions(instructions, code).items():
         with use_backend("torch"):
             exact, rounded = sized(size, dtype, to=F64), sized(size, dtype)
         floor = 1e-12 if dtype == F64 else 4 * torch.finfo(dtype).eps
