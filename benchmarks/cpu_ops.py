@@ -263,12 +263,8 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
         name = f"macchiato in bf16, {mode}, T = {GOAL_LENGTH}: times faster than in fp32"
         first, second = (("macchiato" + end, mode, GOAL_LENGTH) for end in ("", BF16))
         ratio(name, 1.5, first, second, times)
-        name = f"macchiato, {mode}, T = {GOAL_LENGTH}: packed 15:1 over one sequence"
-        packed = ("packed 15:1", mode, GOAL_LENGTH)
-        if packed in times:
-            quotient = times[packed] / times[first]
-            note = f"{times[packed]:.1f} ms against {times[first]:.1f} ms"
-            goals.append(Goal(name, 1.1, quotient, False, note))
+        name = f"macchiato, {mode}, T = {GOAL_LENGTH}: rate packed 15:1, of one sequence's"
+        ratio(name, 0.91, first, ("packed 15:1", mode, GOAL_LENGTH), times)
         found = {
             f"{side}, T = {T}": times[side, m, T] / times["latte", m, T]
             for side, m, T in times
