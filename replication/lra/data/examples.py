@@ -14,7 +14,9 @@ import json
 import multiprocessing
 import os
 import zipfile
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -25,7 +27,8 @@ from torch import Tensor
 
 from latte.errors import LatteError
 
-BLOCK = 1024  # results that are computed ahead of their use, at most
+CHUNK = 32  # Number of results that a process computes at once.
+AHEAD = 4  # Number of chunks a process that are asked for before they are used.
 SPLITS = ("train", "validation", "test")
 Tell = Callable[[int], object]
 R = TypeVar("R")
@@ -163,9 +166,22 @@ def in_order(function: Callable[[int], R], workers: int = 1) -> Generator[R, Non
     if workers == 1:
         yield from map(function, itertools.count())
         return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for start in itertools.count(0, BLOCK):
-            yield from pool.imap(function, range(start, start + BLOCK), chunksize=32)
+    # No multiprocessing.Pool: leaving one kills its processes, and one that is killed while it
+    # sends a result keeps the lock of the queue, which leaving then waits for without end.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool:
+        starts = itertools.count(0, CHUNK)
+        ahead = deque(pool.submit(_chunk, function, next(starts)) for _ in range(AHEAD * workers))
+        try:
+            while True:
+                yield from ahead.popleft().result()
+                ahead.append(pool.submit(_chunk, function, next(starts)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _chunk(function: Callable[[int], R], start: int) -> list[R]:
+    return [function(index) for index in range(start, start + CHUNK)]
 
 
 def generated(
