@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,13 @@ STYLES: dict[str, dict[str, Any]] = {
     "macchiato": {"color": "#E69F00", "marker": "D"},
     "window 128": {"color": "#009E73", "marker": "v"},
     "rg-lru": {"color": "#CC79A7", "marker": "P"},
+    "conv": {"color": "#8C510A", "marker": "p"},
+    # Variants have the colour of their op.
+    "sinks, late": {"color": "#E69F00", "marker": "h", "linestyle": "-."},
+    "packed 15:1": {"color": "#E69F00", "marker": "<", "linestyle": ":"},
+    "macchiato, bf16": {"color": "#E69F00", "marker": "d", "linestyle": "--"},
+    "rg-lru, bf16": {"color": "#CC79A7", "marker": "x", "linestyle": "--"},
+    "conv, bf16": {"color": "#8C510A", "marker": "+", "linestyle": "--"},
     "latte-r-swa++": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "transformer++": {"color": "#000000", "marker": "^"},
     "forward": {"color": "#0072B2", "marker": "o"},
@@ -176,7 +184,7 @@ def draw_panels(out: Path, name: str, title: str, parts: Sequence[Panel]) -> Pat
     shown = [row for row in rows if any(panel.keep(row) for panel in parts)]
     sides = list(dict.fromkeys(row[parts[0].key] for row in shown))
     taken = {STYLES[side]["color"] for side in sides if side in STYLES}
-    spare = iter([style for style in PALETTE if style["color"] not in taken] * 3)
+    spare = cycle([style for style in PALETTE if style["color"] not in taken] or PALETTE)
     styles = {side: STYLES.get(side) or next(spare) for side in sides}
     figure, axes = panels(len(parts), title, hardware(rows))
     for ax, panel in zip(axes, parts, strict=True):

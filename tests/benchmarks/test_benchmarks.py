@@ -13,6 +13,7 @@ import listing1
 import pytest
 import records
 import torch
+from figures import STYLES
 
 from latte.ops import latte_attention
 
@@ -51,6 +52,7 @@ def test_ops_and_their_scaling_without_jax(tmp_path, environment):
     modes = {"forward", "forward+backward"}
     found = {(row["side"], row["mode"]) for row in rows}
     assert found == {(side, mode) for side in sides for mode in modes}
+    assert set(STYLES) >= sides | {"jax scan"}
     assert "with the fp64 reference: relative difference" in printed
     rows = records.read_rows(tmp_path / "cpu_scaling.csv")
     assert len(rows) == 4 and (tmp_path / "cpu_scaling.png").exists()
