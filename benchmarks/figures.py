@@ -56,6 +56,9 @@ PALETTE: tuple[dict[str, Any], ...] = tuple(
     )
 )
 NAMES = {
+    "sinks, late": "Latte-Macchiato, 4 sinks, delayed latents",
+    "packed 15:1": "Latte-Macchiato, two packed sequences",
+    "conv": "convolution (4 taps)",
     "latte": "Latte",
     "jax scan": "jitted jax.lax.scan of Listing 1",
     "sdpa": "softmax attention (SDPA)",
@@ -130,7 +133,7 @@ def widen(ax: Axes, values: Sequence[float]) -> None:
 def save(figure: Figure, path: Path) -> Path:
     """One legend below all the panels, and the file."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    columns = len(labels) if len(labels) <= 3 else -(-len(labels) // 2)
+    columns = len(labels) if len(labels) <= 3 else min(4, -(-len(labels) // 2))
     figure.legend(handles, labels, loc="lower center", ncol=columns, frameon=False, fontsize=8.5)
     figure.tight_layout(rect=(0, 0.03 + 0.045 * -(-len(labels) // columns), 1, 0.95))
     figure.savefig(path, dpi=110)

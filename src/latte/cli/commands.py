@@ -226,6 +226,14 @@ def convert(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
     shape = picked(options, *(name for _, name, _, _ in CONVERSION_SHAPE), *CONVERSION_SWITCHES)
     given = {name: value for name, value in shape.items() if value is not None}
+    if options.trained is not None:
+        if options.recipe is not None:
+            raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
+        for name in given.keys() - {"keep_layers", "dtype"}:
+            raise LatteError(
+                "with --trained the model's shape is the file's: expected only --keep-layers and"
+                f" --dtype, got --{name.replace('_', '-')}"
+            )
     if options.recipe is not None:
         if given:
             raise LatteError(
@@ -247,20 +255,29 @@ def convert(options: Namespace) -> int:
             f"key=value overrides belong to a recipe: expected --recipe with"
             f" {options.overrides[0]!r}"
         )
+    from latte.conversion import apply_latents
     from latte.conversion import convert as run
     from latte.progress import progress
 
     with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
-        model = run(options.base, options.output, **given)
+        if options.trained is None:
+            model = run(options.base, options.output, **given)
+        else:
+            model = apply_latents(options.base, options.trained, options.output, **given)
     new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
     total = sum(p.numel() for p in model.parameters())
     if not options.quiet:
         config = model.config
         layers = f"{len(config.converted_layers)} of {config.num_hidden_layers} layers converted"
+        trained = (
+            f"from {options.trained}"
+            if options.trained is not None
+            else ("which have not been trained yet (see latte convert --recipe)")
+        )
         print(
             f"written: {options.output}, {config.model_type}, {layers},"
             f" {(total - new) / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones,"
-            " which have not been trained yet (see latte convert --recipe)"
+            f" {trained}"
         )
     return 0
 

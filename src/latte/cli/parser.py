@@ -331,6 +331,9 @@ def _convert(command: Any) -> None:
     add("output", help="a new folder")
     add("overrides", help="dotted overrides of the recipe", **OVERRIDES)
     add("--recipe", help="recipe to train with: attention transfer, next tokens, then a comparison")
+    add(
+        "--trained", metavar="FILE", help="latents that were trained before, a file of save_latents"
+    )
     for option, name, kind, text in commands.CONVERSION_SHAPE:
         two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name.endswith("_range") else {}
         add(option, dest=name, type=numbers if kind is list else kind, help=text, **two)

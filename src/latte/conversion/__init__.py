@@ -11,8 +11,9 @@ from latte._lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte.conversion.pretrained import convert
+    from latte.conversion.trained import apply_latents, save_latents
 
-__all__ = ["convert"]
+__all__ = ["apply_latents", "convert", "save_latents"]
 
 # The decoders that can be converted, by model type, with the prefix of their classes in
 # Transformers.
@@ -26,4 +27,4 @@ BASES = {
     "qwen3": "Qwen3",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, __all__, ("pretrained",))
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("pretrained", "trained"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
     if cache.get_seq_length() == 0 or decoder is None:
         what = "has read nothing" if decoder is not None else "is of no model that is still there"
         raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
-    tensors = {"weights": _sample(decoder)}
+    tensors = {"weights": weight_sample(decoder.parameters())}
     if ids is not None:
         tensors["ids"] = ids
     for index, layer in enumerate(cache.layers):
@@ -165,7 +165,7 @@ def fingerprint(model: Any) -> str:
     """A hash of a model's configuration, dtype and a sample of each weight, as in a state file."""
     decoder = model.get_decoder()
     about = json.dumps([_identity(decoder), str(decoder.dtype)], sort_keys=True).encode()
-    return hashlib.sha256(about + _sample(decoder).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(about + weight_sample(decoder.parameters()).numpy().tobytes()).hexdigest()
 
 
 def _named(state: MixerState) -> Iterator[tuple[str, Tensor]]:
@@ -191,12 +191,12 @@ def _identity(decoder: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in IGNORED}
 
 
-def _sample(decoder: Any) -> Tensor:
+def weight_sample(weights: Iterable[Tensor]) -> Tensor:
     """Some values of every weight, spread evenly, fp32 on the CPU.
 
     A sample is enough: training changes all weights, and merged updates change whole matrices.
     """
-    flat = (weight.detach().flatten() for weight in decoder.parameters())
+    flat = (weight.detach().flatten() for weight in weights)
     picked = (x[:: max(1, x.numel() // SAMPLES)][:SAMPLES] for x in flat)
     return torch.cat([x.to("cpu", torch.float32) for x in picked])
 
@@ -207,7 +207,7 @@ def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | N
     for name in was:  # fields that only one release of Transformers has do not count
         if name in own and was[name] != own[name]:
             return f"its {name} is {was[name]!r}, this one's {own[name]!r}"
-    here = _sample(decoder)
+    here = weight_sample(decoder.parameters())
     dtypes = {getattr(torch, about["dtype"]), decoder.dtype}
     rounding = max(torch.finfo(dtype).eps for dtype in dtypes) if len(dtypes) > 1 else 0.0
     same = weights.shape == here.shape

@@ -1,0 +1,145 @@
+"""The trained latents of a converted model as a file, without the base's weights.
+
+The file has a few MB. With it and the base, the converted model is made without training. It is in
+safetensors format, and holds the latents' weights, the fields of the configuration that converting
+adds, and a sample of the base's weights, so that another base is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from latte.conversion.config import OWN_FIELDS
+from latte.conversion.modeling import NEW_WEIGHTS
+from latte.conversion.pretrained import (
+    check_output,
+    converted_config,
+    load_base,
+    load_tokenizer,
+    save,
+)
+from latte.errors import LatteError, one_line
+from latte.models.state_file import weight_sample
+
+FORMAT = "latte latents 1"
+# Fields that say how a model is used or where it comes from, not which weights it has.
+NOT_KEPT = ("converted_layers", "converted_from", "mixing")
+
+
+def save_latents(model: Any, path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the latents of a converted model to a file.
+
+        model = AutoModelForCausalLM.from_pretrained("runs/smollm2/layers")
+        save_latents(model, "latents.safetensors")
+
+    Args:
+        model: Converted language model whose other weights are the base's own. If these were
+            trained too (stage ``training`` of a recipe), :func:`apply_latents` refuses the file.
+        path: New file.
+        dtype: Dtype of the weights in the file.
+
+    Raises:
+        LatteError: The model is not a converted one, or the path exists or cannot be written.
+    """
+    fields = model.config.to_dict()
+    weights = {n: x.to(dtype) for n, x in model.state_dict().items() if NEW_WEIGHTS in n}
+    if not weights:
+        raise LatteError(
+            f"expected a converted model, got {type(model).__name__}: it has no latents"
+        )
+    path = check_output(path)
+    kept = {name: fields[name] for name in OWN_FIELDS if name not in NOT_KEPT}
+    about = {
+        "format": FORMAT,
+        "fields": json.dumps(kept | {"keep_layers": model.config.keep_layers}),
+        "base": model.config.converted_from or "",
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    tensors = {n: x.detach().to("cpu", copy=True).contiguous() for n, x in weights.items()}
+    tensors["sample"] = _base_sample(model)
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        save_file(tensors, aside, about)
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        raise LatteError(f"latents {path} cannot be written: {one_line(error)}") from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def apply_latents(
+    base: str | Path,
+    latents: str | Path,
+    output: str | Path | None = None,
+    *,
+    keep_layers: Sequence[int] = (),
+    dtype: str | torch.dtype = "auto",
+) -> Any:
+    """Convert a base with latents that have been trained before.
+
+    Args:
+        base: The base that the latents were trained for, as for :func:`latte.conversion.convert`.
+        latents: File that :func:`save_latents` wrote.
+        output: New folder for the model and the base's tokeniser; None saves nothing.
+        keep_layers: Further layers that keep full attention, by number from 0.
+        dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
+
+    Returns:
+        The converted model, in evaluation mode.
+
+    Raises:
+        LatteError: The file or the base cannot be read, the latents are for other weights, a value
+            does not fit, or ``output`` exists. Nothing has been written then.
+    """
+    target = None if output is None else check_output(output)
+    about, weights = _read(Path(latents).expanduser())
+    fields = json.loads(about["fields"])
+    fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
+    config = converted_config(base, fields)
+    tokenizer = None if target is None else load_tokenizer(base)
+    model = load_base(base, config, dtype=dtype)
+    sample, own = weights.pop("sample"), _base_sample(model)
+    rounding = torch.finfo(getattr(torch, about["dtype"])).eps
+    if sample.shape != own.shape or not torch.allclose(sample, own, rtol=rounding, atol=1e-7):
+        trained = f" ({about['base']})" if about["base"] else ""
+        raise LatteError(
+            f"latents {latents} are for another base{trained}: {base} has other weights"
+        )
+    wanted = {name: x for name, x in model.state_dict().items() if NEW_WEIGHTS in name}
+    for name, x in wanted.items():
+        if name not in weights or weights[name].shape != x.shape:
+            raise LatteError(f"latents {latents} have no {name} of shape {tuple(x.shape)}")
+        x.copy_(weights[name])
+    if target is not None:
+        save(model, tokenizer, target)
+    return model
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What a file of latents says, and its tensors."""
+    if not path.is_file():
+        raise LatteError(f"latents {path} do not exist; expected a file written by save_latents")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise LatteError(f"latents {path} are truncated or damaged: {one_line(error)}") from None
+    if about.get("format") != FORMAT:
+        raise LatteError(f"{path} has no latents: expected a file written by save_latents")
+    return about, tensors
+
+
+def _base_sample(model: Any) -> Tensor:
+    """Some values of every weight that is the base's."""
+    named = model.get_decoder().named_parameters()
+    return weight_sample(weight for name, weight in named if NEW_WEIGHTS not in name)

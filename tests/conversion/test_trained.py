@@ -1,0 +1,102 @@
+"""Trained latents as a file: the same model from the base, and no other base."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bases import base, converted, tokens
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from latte.cli import main
+from latte.conversion import apply_latents, save_latents
+from latte.errors import LatteError
+
+FIELDS = {"latent_input": "none", "num_sinks": 2, "delay_latents": True, "joint_softmax": True}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The base, fp64, and a tokeniser."""
+    place = tmp_path / "base"
+    base("qwen3").save_pretrained(place)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(place)
+    return place
+
+
+def test_base_and_latents_are_the_model(folder, tmp_path):
+    model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
+    save_latents(model, file, dtype=torch.float64)
+    ids = tokens()
+    expected = model(ids).logits
+    found = apply_latents(folder, file, tmp_path / "out")
+    # The new weights of a loaded model are fp32, unless the base is fp64.
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found(ids).logits, expected, rtol=1e-11, atol=1e-11)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-11, atol=1e-11)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    # The file has no weight of the base.
+    assert file.stat().st_size < sum(p.numel() * 8 for p in model.parameters()) / 2
+
+
+def test_more_layers_may_keep_full_attention(folder, tmp_path):
+    model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
+    save_latents(model, file, dtype=torch.float64)
+    hybrid = converted("qwen3", **FIELDS, converted_layers=(0, 3))
+    hybrid.load_state_dict(model.state_dict(), strict=False)
+    found = apply_latents(folder, file, keep_layers=[1, 2])
+    assert found.config.converted_layers == (0, 3)
+    ids = tokens()
+    torch.testing.assert_close(found(ids).logits, hybrid(ids).logits, rtol=1e-11, atol=1e-11)
+
+
+def test_weights_in_bf16_are_the_default(folder, tmp_path):
+    model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
+    save_latents(model, file)
+    found = apply_latents(folder, file)
+    for name, x in model.state_dict().items():
+        expected = x.bfloat16().double() if ".latents." in name else x
+        assert torch.equal(found.state_dict()[name], expected), name
+
+
+def test_another_base_is_refused(folder, tmp_path):
+    model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
+    with torch.no_grad():  # as training of q, k, v and o does
+        model.model.layers[1].self_attn.q_proj.weight += 1e-3
+    save_latents(model, file)
+    with pytest.raises(LatteError, match="are for another base: .* has other weights"):
+        apply_latents(folder, file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_no_latents(folder, tmp_path):
+    file = tmp_path / "latents.safetensors"
+    with pytest.raises(LatteError, match="do not exist; expected a file written by save_latents"):
+        apply_latents(folder, file)
+    file.write_bytes(b"no")
+    with pytest.raises(LatteError, match="are truncated or damaged"):
+        apply_latents(folder, file)
+    save_file({"x": torch.zeros(1)}, file)
+    with pytest.raises(LatteError, match="has no latents: expected a file written by"):
+        apply_latents(folder, file)
+    with pytest.raises(LatteError, match="exists; expected"):
+        save_latents(converted("qwen3"), file)
+    with pytest.raises(LatteError, match="expected a converted model, got Qwen3ForCausalLM"):
+        save_latents(base("qwen3"), tmp_path / "other")
+
+
+def test_the_command(folder, tmp_path, capsys):
+    file, out = tmp_path / "latents.safetensors", tmp_path / "out"
+    save_latents(converted("qwen3", **FIELDS), file)
+    given = ["convert", str(folder), str(out), "--trained", str(file)]
+    assert main([*given, "--window", "7"]) == 2
+    assert "expected only --keep-layers and --dtype, got --window" in capsys.readouterr().err
+    assert main([*given, "--recipe", "x.yaml"]) == 2
+    assert "--trained and --recipe: expected one of them" in capsys.readouterr().err
+    assert main([*given, "--keep-layers", "2"]) == 0
+    assert "3 of 4 layers converted" in (said := capsys.readouterr().out)
+    assert f"new ones, from {file}" in said
