@@ -56,8 +56,8 @@ PALETTE: tuple[dict[str, Any], ...] = tuple(
     )
 )
 NAMES = {
-    "sinks, late": "Latte-Macchiato, 4 sinks, delayed latents",
-    "packed 15:1": "Latte-Macchiato, two packed sequences",
+    "sinks, late": "Latte-Macchiato, sinks",
+    "packed 15:1": "Latte-Macchiato, packed",
     "conv": "convolution (4 taps)",
     "latte": "Latte",
     "jax scan": "jitted jax.lax.scan of Listing 1",

@@ -7,7 +7,9 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
   came, by the seconds from the first request to the end of the last answer. Then, once the server
   has ended, ``generate`` over a padded batch of the same prompts in this process.
 * ``waiting``: seconds between the tokens of one stream, with nothing else to do and while the
-  prompt of another client, of ``--long`` tokens, is read; and the longest ones.
+  prompt of another client, of ``--long`` tokens, is read: median, 95% quantile, longest. Beside
+  them, the seconds to the first token of a prompt of one piece (``--prefill-piece``) on a server
+  that does nothing else: reading one piece and one step. A running answer should wait no longer.
 
     python benchmarks/serving_clients.py CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
     python benchmarks/serving_clients.py --quick
@@ -27,7 +29,7 @@ from typing import Any
 from records import Row, Table, output_folder, parser, say, use_all_threads
 from serving import Server, documents, latte_server, lengths, with_text
 
-CLIENTS, PROMPT, ANSWER, LONG = (1, 2, 4, 8, 16), 16, 256, 32768
+CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
 
 
 def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
@@ -67,6 +69,7 @@ def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[f
                 enough.set()
             if over.is_set():
                 return
+        enough.set()  # the answer has ended
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -80,6 +83,15 @@ def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[f
     pairs = list(zip(moments, moments[1:], strict=False))
     before = [b - a for a, b in pairs if b < begun]
     return before, [b - a for a, b in pairs if begun <= b <= ended]
+
+
+def one_piece(server: Server, prompts: list[str]) -> list[float]:
+    """Seconds to the first token of each prompt, one after the other."""
+    seconds = []
+    for prompt in prompts:
+        begun = time.perf_counter()
+        seconds.append(next(stream(server, prompt, 2))[0] - begun)
+    return seconds
 
 
 def generated(checkpoint: str, prompts: list[str], tokens: int, repeats: int) -> float:
@@ -127,12 +139,14 @@ def run(args: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     texts = documents(tokenizer, args.file, PROMPT, max(clients))
     (other,) = documents(tokenizer, args.file, long, 1)
+    pieces = documents(tokenizer, args.file, PIECE, 2 * args.repeats)
     use_all_threads()
 
     def add(side: str, row: Row) -> None:
         table.add({"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer} | row)
 
     most = ("--state-cache", "0", "--max-batch", str(max(clients)))
+    most += ("--prefill-piece", str(PIECE))
     with latte_server(args.checkpoint, *most) as server:
         throughput(server, texts, answer)  # not measured: what is done once
         for count in clients:
@@ -140,9 +154,11 @@ def run(args: Any) -> None:
             rate = statistics.median(tokens / seconds for tokens, seconds in runs)
             add("latte serve", {"clients": count, "tokens_per_s": round(rate, 2)})
             say(f"latte serve, {count:3} clients: {rate:8.1f} tokens/s")
+        alone = one_piece(server, pieces)
         before, meanwhile = waiting(server, texts[0], other, answer)
-    for name, values in (("alone", before), ("long prompt", meanwhile)):
-        row: Row = {"clients": name, "long_tokens": long if name != "alone" else 0}
+    measured = {"alone": before, "long prompt": meanwhile, "one piece and a step": alone}
+    for name, values in measured.items():
+        row: Row = {"clients": name, "long_tokens": long if name == "long prompt" else 0}
         row |= {f"p{p}_s": round(quantile(values, p / 100), 4) for p in (50, 95, 100)}
         add("between tokens", row)
         say(f"between tokens, {name}: median {row['p50_s']:.4f} s, p95 {row['p95_s']:.4f} s")

@@ -41,6 +41,7 @@ def test_clients_at_once(tmp_path):
     assert sides == [
         *(("latte serve", "1"), ("latte serve", "2")),
         *(("between tokens", "alone"), ("between tokens", "long prompt")),
+        ("between tokens", "one piece and a step"),
         *(("generate, padded", "1"), ("generate, padded", "2")),
     ]
 
