@@ -67,8 +67,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected by Holm's method for how many they are, in the same order.
 
     If no difference exists, the probability that any corrected value is below 0.05 is at most 0.05.
-    The i-th smallest of n is multiplied by n - i + 1. None becomes smaller than the one before it,
-    and none larger than 1 (Holm, A simple sequentially rejective multiple test procedure, 1979).
+    The i-th smallest of n is multiplied by n - i + 1. The result is at least the one of the next
+    smaller p-value, and at most 1 (Holm, A simple sequentially rejective multiple test procedure,
+    1979).
     """
     corrected = [0.0] * len(p_values)
     least = 0.0
