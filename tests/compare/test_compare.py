@@ -14,7 +14,7 @@ from latte.compare import compare as module
 from latte.compare import report
 from latte.compare.compare import EARLIER_FILE, MEASURED_FILE, Comparison, Run
 from latte.compare.grid import FAILED_FILE
-from latte.compare.intervals import Mean, mean_of, student_t
+from latte.compare.intervals import Mean, holm, mean_of, student_t
 from latte.compare.report import found_order, losses, paired, verdict
 from latte.errors import LatteError
 from latte.evaluate.lengths import Row
@@ -51,6 +51,28 @@ def test_a_mean_carries_its_interval() -> None:
     assert three.sign == 0 and mean_of([5.0, 5.1, 5.2]).sign == 1
     assert mean_of([-5.0, -5.1, -5.2]).sign == -1
     assert mean_of([7.0]) == Mean(7.0, None, 1) and mean_of([7.0]).sign == 0
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_p_is_one_minus_the_confidence_whose_interval_ends_at_zero(count: int) -> None:
+    values = [0.3 + 0.2 * n for n in range(count)]
+    found = mean_of(values)
+    assert found.p is not None and found.half_width is not None
+    narrow = student_t(1 - found.p, count - 1) / student_t(0.95, count - 1) * found.half_width
+    assert narrow == pytest.approx(found.value, rel=1e-6)
+    assert mean_of([-value for value in values]).p == found.p
+
+
+def test_p_at_the_edges() -> None:
+    assert mean_of([0.0, 1.0]).p == pytest.approx(0.5)  # t = 1 with one degree of freedom
+    assert mean_of([-1.0, 1.0]).p == 1.0 and mean_of([0.0, 0.0]).p == 1.0
+    assert mean_of([2.0, 2.0, 2.0]).p == 0.0 and mean_of([2.0]).p is None
+
+
+def test_holm_multiplies_the_smallest_by_their_number_and_keeps_the_order() -> None:
+    # Steps: 4 x 0.005, 3 x 0.01, 2 x 0.03, 1 x 0.04, of which the last is not below the one before.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.7]) == [1.0, 1.0] and holm([]) == [] and holm([0.02]) == [0.02]
 
 
 # ---- the harness, with made-up measurements
@@ -126,10 +148,25 @@ def test_differences_are_paired_and_claims_are_judged(
     assert verdict(mean_of([-3.0, -3.1])) == "reversed"
     assert verdict(mean_of([-3.0])) == "one seed, no interval; reversed"
     assert found_order(found) == ["latte", "latte++", "latte-r-swa++", "transformer++"]
-    assert "| `latte` > `latte++` | +10.67 ± 1.43 | 3 | holds |" in text
-    assert "| `transformer++` >= `latte-r-swa++` | -0.33 ± 5.17 | 3 | undecided" in text
-    assert "| `latte`, `latte++` | +10.67 ± 1.43 | 3 | yes |" in text
+    # t is 32 here. It is the smaller p of two claims, and the smallest of three neighbours.
+    assert difference.p == pytest.approx(1 - 32 / math.sqrt(32**2 + 2), rel=1e-6)  # 0.000975
+    assert "| `latte` > `latte++` | +10.67 ± 1.43 | 3 | holds | 0.002 |" in text
+    assert (
+        "| `transformer++` >= `latte-r-swa++` | -0.33 ± 5.17 | 3 |"
+        " undecided: the interval includes 0 | 0.808 |" in text
+    )
+    assert "| `latte`, `latte++` | +10.67 ± 1.43 | 3 | yes | 0.003 |" in text
     assert "Perplexity minus that of `transformer++`" in text
+    # Three models at two lengths with equal scores: six p-values, the smallest twice.
+    assert "| model | at 32 | at 64 | seeds | p at 32 | p at 64 |" in text
+    p = [0.0] * 6
+    for place, name in enumerate(("latte", "latte++", "latte-r-swa++")):
+        one = paired(found, name, "transformer++")
+        assert one is not None and one.p is not None
+        p[2 * place] = p[2 * place + 1] = one.p
+    corrected = [f"{value:.3f}" for value in holm(p)]
+    assert f"(+27.7%) | 3 | {corrected[0]} | {corrected[1]} |" in text
+    assert f"(+0.3%) | 3 | {corrected[4]} | {corrected[5]} |" in text
     folder = Path(made_up.output_dir)
     assert (folder / "seeds.md").read_text() == text
     with open(folder / "seeds.csv", newline="") as file:

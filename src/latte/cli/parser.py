@@ -296,8 +296,8 @@ def _compare(command: Any) -> None:
         "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order."
         " The results are comparison.csv, .md and .png. With --seeds it trains each preset with"
         " each seed, in OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with"
-        " 95% intervals, differences paired by seed, the order claimed and found. To resume after"
-        " an interruption, run it again.",
+        " 95% intervals, differences paired by seed with their p-values, the order claimed and"
+        " found. To resume after an interruption, run it again.",
     ).add_argument
     add("recipe", help="a YAML recipe; its model.preset is not used")
     add("overrides", help="dotted overrides", **OVERRIDES)

@@ -1,8 +1,9 @@
-"""Means over seeds, and 95% intervals by Student's t:
+"""Means over seeds, with 95% intervals and p-values by Student's t:
 
     mean +- t(n - 1) s / sqrt(n),   s^2 = sum (x - mean)^2 / (n - 1)
 
-with t the two-sided quantile of Student's distribution.
+with t the two-sided quantile of Student's distribution. Where many means are compared,
+:func:`holm` corrects their p-values for their number.
 """
 
 from __future__ import annotations
@@ -31,6 +32,20 @@ class Mean:
             return 0
         return 1 if self.value > 0 else -1
 
+    @property
+    def p(self) -> float | None:
+        """P-value of the two-sided t-test that the expected value is 0 (None for one measurement).
+
+        It is below 0.05 where the interval excludes 0.
+        """
+        if self.half_width is None:
+            return None
+        if self.half_width == 0:
+            return float(self.value == 0)
+        freedom = self.count - 1
+        t = abs(self.value) / self.half_width * student_t(CONFIDENCE, freedom)
+        return 1 - _within(t, freedom)
+
     def text(self, form: str = ".2f") -> str:
         """The value by a format specification, with half its interval if it has one."""
         value = format(self.value, form)
@@ -39,13 +54,30 @@ class Mean:
         return f"{value} ± {self.half_width:{form.lstrip('+')}}"
 
 
-def mean_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
+def mean_of(values: Sequence[float]) -> Mean:
     """The mean of at least one value, with its interval from two on."""
     count = len(values)
     if count < 2:
         return Mean(values[0], None, count)
-    half = student_t(confidence, count - 1) * stdev(values) / math.sqrt(count)
+    half = student_t(CONFIDENCE, count - 1) * stdev(values) / math.sqrt(count)
     return Mean(fmean(values), half, count)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected by Holm's method for how many they are, in the same order.
+
+    If no difference exists, the probability that any corrected value is below 0.05 is at most 0.05.
+    The i-th smallest of n is multiplied by n - i + 1. The result is at least the one of the next
+    smaller p-value, and at most 1 (Holm, A simple sequentially rejective multiple test procedure,
+    1979).
+    """
+    corrected = [0.0] * len(p_values)
+    least = 0.0
+    smallest_first = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    for place, index in enumerate(smallest_first):
+        least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = least
+    return corrected
 
 
 def student_t(confidence: float, freedom: int) -> float:

@@ -4,8 +4,9 @@ By one seed: comparison.csv (a row per preset and context length), .md, .png. By
 (a row per run and context length), .md, .png, with means and paired differences that carry the
 intervals of `latte.compare.intervals` over the seeds. A paired difference is the same formula on
 the differences: what both sides share (here the seed's data order) cancels. Intervals are not
-widened for the number of comparisons. Claims are looked at where the models were trained: at the
-block's length if it was scored, else at the shortest.
+widened for the number of comparisons; the p-values beside them are corrected for the number of
+differences in their table. Claims are looked at where the models were trained: at the block's
+length if it was scored, else at the shortest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from latte.compare.grid import Outcome
-from latte.compare.intervals import Mean, mean_of
+from latte.compare.intervals import Mean, holm, mean_of
 from latte.evaluate.lengths import (
     COLUMNS,
     POSITION_COLUMNS,
@@ -36,8 +37,11 @@ CLAIMS = (
     ("latte", "latte++"),
     ("latte++", "latte-conv++"),
     ("latte-conv++", "latte-r++"),
+    ("latte-conv++", "latte-conv-swa++"),
     ("latte-r++", "latte-conv-swa++"),
     ("latte-r++", "latte-r-swa++"),
+    ("latte-conv-swa++", "latte-r-swa++"),
+    ("r-swa++", "latte-r-swa++"),
     ("transformer++", "latte-r-swa++"),
 )
 
@@ -207,23 +211,40 @@ def _by_position(finished: Sequence[Outcome]) -> list[str]:
 def _differences(finished: Sequence[Outcome], baseline: str) -> list[str]:
     lengths = _lengths(finished)
     by_length = [losses(finished, length) for length in lengths]
-    lines = [["model", *(f"at {length:,}" for length in lengths), "seeds"]]
+    lines: list[list[str]] = []
+    differences: list[Mean] = []
     for preset in _presets(finished):
-        line, count = [f"`{preset}`"], 0
-        for found in by_length:
-            difference = None if preset == baseline else paired(found, preset, baseline)
-            if difference is None:
-                line.append("-")
-                continue
-            count = difference.count
-            both = set(found[baseline]) & set(found[preset])
-            percent = 100 * difference.value / mean(found[baseline][s].perplexity for s in both)
+        if preset == baseline:
+            continue
+        found = [paired(at_length, preset, baseline) for at_length in by_length]
+        known = [difference for difference in found if difference is not None]
+        if len(known) < len(found):
+            continue  # no seed in common
+        line = [f"`{preset}`"]
+        for difference, at_length in zip(known, by_length, strict=True):
+            both = set(at_length[baseline]) & set(at_length[preset])
+            percent = 100 * difference.value / mean(at_length[baseline][s].perplexity for s in both)
             line.append(f"{difference.text('+.2f')} ({percent:+.1f}%)")
-        if count:
-            lines.append([*line, str(count)])
-    if len(lines) == 1:
+        lines.append([*line, str(known[0].count)])
+        differences += known
+    if not lines:
         return []
-    return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", table(lines)]
+    p_values = iter(_corrected(differences))
+    head = ["model", *(f"at {length:,}" for length in lengths), "seeds"]
+    head += [f"p at {length:,}" for length in lengths]
+    lines = [[*line, *(next(p_values) for _ in lengths)] for line in lines]
+    return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", table([head, *lines])]
+
+
+def _corrected(differences: Sequence[Mean]) -> list[str]:
+    """The p-values of a table's differences, corrected for their number; "-" for one seed."""
+    known = iter(holm([each.p for each in differences if each.p is not None]))
+    return ["-" if each.p is None else p_text(next(known)) for each in differences]
+
+
+def p_text(p: float) -> str:
+    """A p-value with three decimals."""
+    return format(p, ".3f") if p >= 0.0005 else "<0.001"
 
 
 def _orders(finished: Sequence[Outcome], length: int) -> list[str]:
@@ -251,14 +272,19 @@ def _pairs(
     judge: Callable[[Mean], str],
 ) -> str:
     """A line for each pair that has seeds in common; nothing if none has."""
-    lines = [[head[0], "difference", "seeds", head[1]]]
+    lines = []
+    differences = []
     for left, right in pairs:
         if (difference := paired(found, left, right)) is not None:
             sign = " >=" if left == "transformer++" else " >"
             sign = "," if judge is excludes_zero else sign
             cells = [difference.text("+.2f"), str(difference.count), judge(difference)]
             lines.append([f"`{left}`{sign} `{right}`", *cells])
-    return table(lines) if len(lines) > 1 else ""
+            differences.append(difference)
+    if not lines:
+        return ""
+    lines = [[*line, p] for line, p in zip(lines, _corrected(differences), strict=True)]
+    return table([[head[0], "difference", "seeds", head[1], "p"], *lines])
 
 
 def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
@@ -273,7 +299,8 @@ def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
         f"{' or '.join(f'{n:,}' for n in tokens)} training tokens in blocks of"
         f" {recipe.data.block_length:,}; {' or '.join(f'{n:,}' for n in scored)} held-out tokens."
         f" {device}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Means with 95% intervals"
-        " by Student's t over the seeds.\n"
+        " by Student's t over the seeds. p is of the paired t-test, corrected by Holm's method for"
+        " the number of differences in its table.\n"
     )
 
 

@@ -1,0 +1,97 @@
+"""The differences between models on the results pages are those of their runs."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+
+import pytest
+
+NAMES = {
+    "`latte-conv-swa-f++`, 64 latents a head": "latte-conv-swa-f++, num_latents=256",
+    "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
+}
+PAST_PARTS = {
+    "at 1,024": "1024",
+    "0 to 63": "1024: 0 to 63",
+    "64 to 255": "1024: 64 to 255",
+    "256 to 1,023": "1024: 256 to 1023",
+    "at 4,096": "4096",
+}
+
+
+@pytest.fixture
+def script(root):
+    spec = importlib.util.spec_from_file_location("pairs", root / "docs/figures/pairs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def pairs(root):
+    """The rows of pairs.csv by table, left model, right model and part."""
+    with open(root / "docs/figures/pairs.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {(row["table"], row["left"], row["right"], row["part"]): row for row in rows}
+
+
+def name_of(cell: str) -> str:
+    return NAMES.get(cell, cell.strip("`"))
+
+
+def shown(row: dict[str, str], digits: int, sign: int = 1) -> str:
+    difference, half = sign * float(row["difference"]), float(row["half_width"])
+    return f"{difference:+.{digits}f} ± {half:.{digits}f}"
+
+
+def table_with(page, *columns: str) -> list[list[dict[str, str]]]:
+    """The tables of a page whose head has these columns."""
+    return [each for each in page.tables() if set(columns) <= set(each[0])]
+
+
+def test_the_file_is_what_its_script_writes_from_the_runs(script, pairs):
+    rows = script.all_rows()
+    assert rows == list(pairs.values()) and len(rows) == len(pairs)
+
+
+def test_a_pair_is_seen_over_the_seeds_that_both_have(script):
+    scores = {("a", "1"): {0: 3.0, 1: 6.0, 2: 9.0}, ("b", "1"): {1: 4.0, 2: 5.0}}
+    both = script.difference(scores, "a", "b", "1", "nats")
+    assert both.value == 3.0 and both.count == 2
+    assert script.difference(scores, "a", "b", "1", "%").value == pytest.approx((50 + 80) / 2)
+
+
+def test_where_the_past_matters(read, pairs):
+    (table,) = table_with(read("docs/results/language.md"), "control", *PAST_PARTS)
+    expected = [key for key in pairs if key[0] == "past"]
+    assert len(table) * len(PAST_PARTS) == len(expected)
+    for line in table:
+        for column, part in PAST_PARTS.items():
+            row = pairs["past", name_of(line["model"]), name_of(line["control"]), part]
+            text = shown(row, 1)
+            assert line[column] == (f"**{text}**" if float(row["p_holm"]) < 0.05 else text)
+
+
+def test_the_claims_of_table_1(read, pairs):
+    (table,) = table_with(read("docs/results.md"), "claimed, at 256")
+    assert len(table) == sum(key[0] == "claims" for key in pairs)
+    for line in table:
+        left, right = re.findall(r"`([^`]+)`", line["claimed, at 256"])
+        row = pairs["claims", left, right, "256"]
+        assert line["difference"] == shown(row, 2) and line["seeds"] == row["seeds"]
+        assert line["p"] == f"{float(row['p_holm']):.3f}"
+        holds = float(row["p_holm"]) < 0.05 and float(row["difference"]) > 0
+        assert line["verdict"].startswith("holds" if holds else "undecided")
+
+
+def test_the_claims_of_long_range_arena(read, pairs):
+    tables = table_with(read("docs/lra.md"), "claimed, test accuracy, paired by seed")
+    for task, table in zip(("listops", "text"), tables, strict=True):
+        for line in table:
+            left, right = re.findall(r"`([^`]+)`", line["claimed, test accuracy, paired by seed"])
+            row = pairs[task, left, right, "all"]
+            assert line["difference"] == shown(row, 3, sign=-1)
+            assert line["p"] == f"{float(row['p_holm']):.3f}"
+            assert line["verdict"] == ("holds" if float(row["p_holm"]) < 0.05 else "undecided")
