@@ -169,11 +169,6 @@ def chat(options: Namespace) -> int:
 
 def serve(options: Namespace) -> int:
     """latte serve CHECKPOINT"""
-    if options.continuous_batching:
-        raise LatteError(
-            "continuous batching pages keys and values, and a state of Latte has no pages:"
-            " expected no --continuous-batching"
-        )
     from latte.serve.server import Serving
     from latte.serve.server import serve as run
 

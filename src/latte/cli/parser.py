@@ -284,9 +284,6 @@ def _serve(command: Any) -> None:
         metavar="SIZE",
         help="size of these files, 10GiB by default",
     )
-    add(
-        "--continuous-batching", action="store_true", help="not supported: the states have no pages"
-    )
 
 
 def _compare(command: Any) -> None:
@@ -296,7 +293,7 @@ def _compare(command: Any) -> None:
         "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order."
         " The results are comparison.csv, .md and .png. With --seeds it trains each preset with"
         " each seed, in OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with"
-        " 95% intervals, differences paired by seed, the order claimed and found. To resume after"
+        " 95% intervals, differences paired by seed, the order found. To resume after"
         " an interruption, run it again.",
     ).add_argument
     add("recipe", help="a YAML recipe; its model.preset is not used")

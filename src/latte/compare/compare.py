@@ -40,7 +40,6 @@ from latte.train.run import check_model, first_alone, train
 from latte.train.run_folder import FINISHED_FILE, check_same_recipe
 
 MEASURED_FILE = "measured.json"
-EARLIER_FILE = "lengths.json"  # its earlier name, for one seed and with fewer entries
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,11 @@ def _lacks(preset: str) -> str:
 def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
     block = run.recipe.data.block_length
     usual = [block, 4 * block, 16 * block] if run.seed is None else [block]
-    wanted = {"lengths": sorted(set(section.lengths or usual)), "max_tokens": section.max_tokens}
-    return wanted | ({"positions": section.positions} if section.positions else {})
+    return {
+        "lengths": sorted(set(section.lengths or usual)),
+        "max_tokens": section.max_tokens,
+        "positions": section.positions,
+    }
 
 
 def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
@@ -243,15 +245,11 @@ def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
     """
     file = measured_file(run, section)
     if not file.exists():
-        file = run.folder / EARLIER_FILE
-    if not file.exists():
         return None
     stored = read_json(file, "wanted")
     if stored.pop("wanted") != _wanted(run, section):
         return None
     try:
-        if file.name == EARLIER_FILE:
-            stored |= _training(run.folder) | {"hardware": {}}
         return Measured(**{**stored, "rows": [Row(**row) for row in stored["rows"]]})
     except (KeyError, TypeError) as error:
         raise damaged(file, error) from None

@@ -4,13 +4,13 @@ By one seed: comparison.csv (a row per preset and context length), .md, .png. By
 (a row per run and context length), .md, .png, with means and paired differences that carry the
 intervals of `latte.compare.intervals` over the seeds. A paired difference is the same formula on
 the differences: what both sides share (here the seed's data order) cancels. Intervals are not
-widened for the number of comparisons. Claims are looked at where the models were trained: at the
-block's length if it was scored, else at the shortest.
+widened for the number of comparisons. The models are put in order at the length of the block if it
+was scored, else at the shortest length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,16 +30,6 @@ from latte.evaluate.tables import csv_text, table
 from latte.results import write_text
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
-
-# Perplexities claimed: the left one above the right one (for the last pair: or equal).
-CLAIMS = (
-    ("latte", "latte++"),
-    ("latte++", "latte-conv++"),
-    ("latte-conv++", "latte-r++"),
-    ("latte-r++", "latte-conv-swa++"),
-    ("latte-r++", "latte-r-swa++"),
-    ("transformer++", "latte-r-swa++"),
-)
 
 Losses = dict[str, dict[int, Row]]  # by preset and seed, at one context length
 
@@ -107,7 +97,7 @@ def write_seeds(folder: Path, outcomes: Sequence[Outcome], recipe: Recipe, title
 
 
 def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
-    """The tables: means, paired differences, the order claimed and found, what is missing."""
+    """The tables: means, paired differences, the order found, what is missing."""
     finished = [outcome for outcome in outcomes if outcome.result is not None]
     parts = []
     if finished:
@@ -115,7 +105,7 @@ def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
         usual = "transformer++" if "transformer++" in presets else presets[0]
         parts += [_caption(finished, recipe), _means(finished), *_by_position(finished)]
         parts += _differences(finished, recipe.comparison.baseline or usual)
-        parts += _orders(finished, _judged(finished, recipe))
+        parts += _order(finished, _judged(finished, recipe))
     missing: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if outcome.result is None:
@@ -152,15 +142,6 @@ def found_order(found: Losses) -> list[str]:
     """Presets from the highest mean perplexity to the lowest."""
     means = {name: mean(row.perplexity for row in rows.values()) for name, rows in found.items()}
     return sorted(means, key=lambda name: -means[name])
-
-
-def verdict(difference: Mean) -> str:
-    """What an interval says of the claim that the difference is above zero."""
-    if difference.half_width is None:
-        return "one seed, no interval; " + ("as claimed" if difference.value > 0 else "reversed")
-    if difference.sign == 0:
-        return "undecided: the interval includes 0"
-    return "holds" if difference.sign > 0 else "reversed"
 
 
 def excludes_zero(difference: Mean) -> str:
@@ -226,39 +207,23 @@ def _differences(finished: Sequence[Outcome], baseline: str) -> list[str]:
     return [f"Perplexity minus that of `{baseline}`, paired by seed:\n", table(lines)]
 
 
-def _orders(finished: Sequence[Outcome], length: int) -> list[str]:
-    """What was claimed, judged; and the order found, neighbour by neighbour."""
+def _order(finished: Sequence[Outcome], length: int) -> list[str]:
+    """The order found, and the difference of each two neighbours that have seeds in common."""
     found = losses(finished, length)
     order = found_order(found)
-    parts = []
-    if claimed := _pairs(found, CLAIMS, ("claim", ""), verdict):
-        parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n", claimed]
-    neighbours = list(zip(order, order[1:], strict=False))
-    if pairs := _pairs(found, neighbours, ("neighbours", "interval excludes 0"), excludes_zero):
-        best_first = ", ".join(f"`{name}`" for name in reversed(order))
-        parts += [
-            f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
-            f" {best_first}\n",
-            pairs,
-        ]
-    return parts
-
-
-def _pairs(
-    found: Losses,
-    pairs: Iterable[tuple[str, str]],
-    head: tuple[str, str],
-    judge: Callable[[Mean], str],
-) -> str:
-    """A line for each pair that has seeds in common; nothing if none has."""
-    lines = [[head[0], "difference", "seeds", head[1]]]
-    for left, right in pairs:
+    lines = [["neighbours", "difference", "seeds", "interval excludes 0"]]
+    for left, right in zip(order, order[1:], strict=False):
         if (difference := paired(found, left, right)) is not None:
-            sign = " >=" if left == "transformer++" else " >"
-            sign = "," if judge is excludes_zero else sign
-            cells = [difference.text("+.2f"), str(difference.count), judge(difference)]
-            lines.append([f"`{left}`{sign} `{right}`", *cells])
-    return table(lines) if len(lines) > 1 else ""
+            cells = [difference.text("+.2f"), str(difference.count), excludes_zero(difference)]
+            lines.append([f"`{left}`, `{right}`", *cells])
+    if len(lines) == 1:
+        return []
+    best_first = ", ".join(f"`{name}`" for name in reversed(order))
+    return [
+        f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
+        f" {best_first}\n",
+        table(lines),
+    ]
 
 
 def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:

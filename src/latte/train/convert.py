@@ -154,14 +154,11 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     """The identity of a conversion: all settings but where and how often it reports."""
     found: dict[str, Any] = json.loads(json.dumps(values))
     recipe = found["recipe"]
-    recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
+    recipe["plugins"] = recipes.plugin_names(recipe["plugins"])
     del recipe["evaluation"], recipe["data"]["cache_dir"]
-    if recipe["layers"] is None:
-        del recipe["layers"]
-    else:
+    if recipe["layers"] is not None:
         del recipe["layers"]["processes"]
     trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
-    recipes.leave_out_later(recipe["conversion"], recipe["data"], *trained)
     for section in trained:
         for key in recipes.REPORTING:
             del section[key]
