@@ -183,7 +183,7 @@ def train_run(
 
 def _fresh_model(run: Run) -> Any:
     """The run's model from its seed."""
-    from latte.models.registry import language_model
+    from latte.models.modeling import language_model
 
     torch.manual_seed(run.seed)
     return language_model(model_config(run.model, run.preset, run.config))

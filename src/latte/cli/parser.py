@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from latte import __version__
 from latte.cli import commands
 from latte.errors import OneLineParser
+from latte.version import __version__
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"

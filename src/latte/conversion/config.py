@@ -12,7 +12,7 @@ from typing import Any, Literal
 import transformers
 from huggingface_hub.dataclasses import strict
 
-from latte.conversion import BASES
+from latte.conversion.bases import BASES
 from latte.layers.checks import check_decay_range, check_half_lives, check_probability
 from latte.layers.latent_input import FORGETTING, HALF_LIFE_RANGE, LATENT_INPUTS
 from latte.layers.recurrent import DECAY_RANGE

@@ -16,8 +16,9 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from latte.conversion import BASES, step
+from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention, Tokens
+from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
 from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError

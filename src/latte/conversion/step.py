@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from latte.conversion import BASES
+from latte.conversion.bases import BASES
 from latte.layers.parts import Rotary, is_plain, linear_maps, of_single_tokens, plain_weights
 from latte.layers.step import StepState
 from latte.ops import dense

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -442,6 +443,15 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def language_model(config: Any) -> Any:
+    """A freshly initialised language model of any causal config, ours or a library's."""
+    plain = type(config) is LatteConfig
+    model = LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
+    # Transformers' own, which would start the states of many libraries' models anew on every part.
+    model._supports_context_parallel = False
+    return model
 
 
 def count_parameters(config: LatteConfig) -> int:

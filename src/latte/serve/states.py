@@ -37,6 +37,7 @@ from torch import Tensor
 from latte.layers.state import MixerState, map_tensors
 from latte.models.cache import LatteCache, choose_cache, tensors_in
 from latte.models.state_file import fingerprint
+from latte.version import __version__
 
 Ids = np.ndarray  # (T,) int32
 States = tuple[MixerState, ...]
@@ -81,9 +82,7 @@ def pieces_of(
 
 def root_of(model: Any) -> bytes:
     """A hash of all that this model's states depend on: weights, configuration, versions."""
-    import latte
-
-    about = f"{fingerprint(model)} {latte.__version__} {torch.__version__}"
+    about = f"{fingerprint(model)} {__version__} {torch.__version__}"
     return hashlib.blake2b(about.encode(), digest_size=NAME).digest()
 
 

@@ -14,7 +14,7 @@ import torch
 
 from latte.errors import LatteError
 from latte.machine import memory_there_is, size_text
-from latte.models.registry import language_model
+from latte.models.modeling import language_model
 from latte.train.recipe import Recipe
 
 # Of each parameter that is trained, fp32: itself, its gradient and AdamW's two averages; of one

@@ -20,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 from latte.data.blocks import SharedBlocks
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
-from latte.models.registry import carries_state, find_model, language_model
+from latte.models.modeling import language_model
+from latte.models.registry import carries_state, find_model
 from latte.parallel.context import find_decoder
 from latte.results import write_json
 from latte.train.footprint import check_memory
