@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from latte.layers.state import MixerState, map_tensors
-from latte.models.cache import LatteCache, choose_cache, tensors_in
+from latte.models.cache import LatteCache, tensors_in
 from latte.models.state_file import fingerprint
 from latte.version import __version__
 
@@ -113,7 +113,7 @@ class Kept(NamedTuple):
         for layer, module, state in zip(cache.layers, decoder.layers, self.states, strict=True):
             to_device = partial(torch.Tensor.to, device=next(module.parameters()).device, copy=True)
             layer.update(map_tensors(to_device, state), len(self.ids))
-        choose_cache(decoder, cache, True, None)  # a state file needs to know the model
+        cache.filled_by(decoder)  # a state file needs to know the model
 
 
 def _to_cpu(x: Tensor) -> Tensor:
