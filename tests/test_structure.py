@@ -154,5 +154,17 @@ def longest(name: str) -> str | None:
     return name or None
 
 
+def test_torchruns_variables_are_read_in_one_place():
+    """`ops` needs nothing but torch, and reads the environment itself."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    readers = {
+        module
+        for module, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names and room_of(module) != "ops"
+    }
+    assert readers == {"latte.processes"}
+
+
 def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]

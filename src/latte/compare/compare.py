@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, check_positions, evaluate_lengths
 from latte.machine import describe
 from latte.models.registry import find_model, other_models, preset_names
+from latte.processes import number_of_processes
 from latte.results import Results, own_file, results_at, write_json
 from latte.train.metrics import read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
@@ -106,7 +106,7 @@ class Comparison(Grid):
         super().__init__(recipe, runs_of(recipe), quiet=quiet)
         self.title, self.references = title, references
         self.keeps_going = bool(recipe.comparison.seeds)
-        self.apart = self.keeps_going and apart and int(os.environ.get("WORLD_SIZE", "1")) == 1
+        self.apart = self.keeps_going and apart and number_of_processes() == 1
 
     def look(self, run: Run) -> Outcome:
         check_same_recipe(run.recipe)

@@ -10,7 +10,6 @@ the others continue.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+from latte.processes import is_first_process, number_of_processes
 from latte.results import writable_folder, write_json
 from latte.train.run_folder import FolderInUse, checkpoints
 
@@ -58,7 +58,7 @@ class Grid:
 
     def __init__(self, recipe: Any, runs: Sequence[Any], *, quiet: bool = False) -> None:
         self.recipe, self.runs, self.quiet = recipe, runs, quiet
-        self.first = int(os.environ.get("RANK", "0")) == 0  # under torchrun only one process prints
+        self.first = is_first_process()  # the only one that prints
         self.problems: dict[str, str] = {}  # of the runs that this call has tried, by label
 
     # ---- what a kind of grid says
@@ -137,7 +137,7 @@ class Grid:
         from latte.train.trainer import Diverged
 
         # A lack of memory stops all processes; another error may stop only one of them.
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        several = number_of_processes() > 1
         plain = torch.OutOfMemoryError if several else RuntimeError
         try:
             if self.apart:

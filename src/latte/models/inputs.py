@@ -19,7 +19,7 @@ from latte.models.cache import LatteCache
 logger = logging.get_logger(__name__)
 
 
-class Inputs(NamedTuple):
+class DecoderInputs(NamedTuple):
     """The inputs of one forward of a decoder.
 
     Args:
@@ -63,7 +63,7 @@ def prepare_inputs(
     *,
     causal: bool = True,
     steps: bool = True,
-) -> Inputs:
+) -> DecoderInputs:
     """The inputs of a decoder's layers, from the arguments of its ``forward``.
 
     If the forward is a step of decoding that can be done in place, the cache begins it
@@ -97,7 +97,7 @@ def prepare_inputs(
         counted = cache.begin(x_BTE, key_mask, steps and decoder.steps)
         position_ids = counted if position_ids is None else position_ids
     earlier = decoder.earlier or MixerState()
-    return Inputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier)
+    return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier)
 
 
 def embed(table: nn.Module, input_ids: Any) -> Tensor:

@@ -38,7 +38,7 @@ from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
 from latte.models.generation import StateGenerationMixin
-from latte.models.inputs import Inputs, prepare_inputs
+from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import IGNORED, chunked_loss, next_labels, next_token_loss
 from latte.models.registry import find_mixer
 
@@ -269,7 +269,7 @@ class LatteModel(LattePreTrainedModel):
             cu_seq_lens_q=bounds,
         )
 
-    def _embed(self, inputs: Inputs) -> tuple[Tensor, Rotary | None]:
+    def _embed(self, inputs: DecoderInputs) -> tuple[Tensor, Rotary | None]:
         """The embeddings with positions added, and the rotary table that all layers share."""
         x_BTE, rotary = inputs.x_BTE, None
         if (scale := self.config.embedding_scale) != 1:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from latte.errors import LatteError
 from latte.models.modeling import language_model
 from latte.models.registry import carries_state, find_model
 from latte.parallel.context import find_decoder
+from latte.processes import is_first_process, number_of_processes, number_on_machine
 from latte.results import write_json
 from latte.train.footprint import check_memory
 from latte.train.metrics import Progress, read_metrics
@@ -123,8 +123,7 @@ def check_groups(key: str, together: int, processes: int) -> None:
 
 def join_processes() -> tuple[int, bool]:
     """How many processes torchrun started, and whether this is the first; they can talk then."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    first = int(os.environ.get("RANK", "0")) == 0
+    processes, first = number_of_processes(), is_first_process()
     # Hide the messages of libraries: the terminal shows only Latte's own lines.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -135,7 +134,7 @@ def join_processes() -> tuple[int, bool]:
         warnings.filterwarnings("ignore")
     if processes > 1 and not torch.distributed.is_initialized():
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(number_on_machine())
         torch.distributed.init_process_group()
     return processes, first
 
