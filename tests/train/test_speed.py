@@ -56,15 +56,15 @@ def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
     called = []
     monkeypatch.setattr("latte.train.speed.compile_blocks", lambda model: called.append("blocks"))
     model = torch.nn.Linear(1, 1)
-    speed.quicken(model, a_recipe())
+    speed.apply_speed_options(model, a_recipe())
     assert called == [] and not hasattr(model, "chunked_loss")
-    speed.quicken(model, a_recipe(chunked_loss=True))
+    speed.apply_speed_options(model, a_recipe(chunked_loss=True))
     assert model.chunked_loss is True
-    speed.quicken(model, a_recipe(torch_compile=True))
+    speed.apply_speed_options(model, a_recipe(torch_compile=True))
     assert called == ["blocks"]
     converted = a_recipe(torch_compile=True)
     converted.conversion.base = "a base"
-    speed.quicken(model, converted)
+    speed.apply_speed_options(model, converted)
     assert called == ["blocks"]
 
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Grid, Outcome, damaged, read_json, unfinished
+from latte.compare.grid import Grid, RunStatus, damaged, read_json, unfinished
 from latte.data.preparing import prepare_text
 from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
@@ -43,7 +43,7 @@ MEASURED_FILE = "measured.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class PresetRun:
     """One preset by one seed; None: the recipe's own."""
 
     preset: str
@@ -108,23 +108,23 @@ class Comparison(Grid):
         self.keeps_going = bool(recipe.comparison.seeds)
         self.apart = self.keeps_going and apart and number_of_processes() == 1
 
-    def look(self, run: Run) -> Outcome:
+    def look(self, run: PresetRun) -> RunStatus:
         check_same_recipe(run.recipe)
         measured = stored_measurement(run, self.recipe.comparison)
         if measured is not None:
             if all(math.isfinite(row.loss) for row in measured.rows):
-                return Outcome(run, measured)
-            return Outcome(run, None, "diverged: the held-out loss is not finite")
+                return RunStatus(run, measured)
+            return RunStatus(run, None, "diverged: the held-out loss is not finite")
         if run.lacks:
-            return Outcome(run, None, f"cannot run here, it needs {run.lacks}")
+            return RunStatus(run, None, f"cannot run here, it needs {run.lacks}")
         if (run.folder / FINISHED_FILE).exists():
-            return Outcome(run, None, "trained, not scored yet at these lengths")
-        return Outcome(run, None, unfinished(run))
+            return RunStatus(run, None, "trained, not scored yet at these lengths")
+        return RunStatus(run, None, unfinished(run))
 
     def prepare(self) -> None:
         prepare_text(self.recipe.data, progress=self.first and not self.quiet)
 
-    def do(self, run: Run) -> None:
+    def do(self, run: PresetRun) -> None:
         train_and_measure(run, self.recipe.comparison, self.quiet)
 
     @property
@@ -143,14 +143,14 @@ class Comparison(Grid):
         folder = Path(self.recipe.output_dir)
         return results_at(folder, self.report_files, settings, named=False, number="files")
 
-    def write(self, outcomes: Sequence[Outcome]) -> str:
+    def write(self, statuses: Sequence[RunStatus]) -> str:
         from latte.compare import report
 
         with self.report_place().writing() as folder:
             if self.recipe.comparison.seeds:
-                return report.write_seeds(folder, outcomes, self.recipe, self.title)
+                return report.write_seeds(folder, statuses, self.recipe, self.title)
             shown = (self.recipe, self.title, self.references)
-            return report.write_comparison(folder, outcomes, *shown)
+            return report.write_comparison(folder, statuses, *shown)
 
     def listing(self) -> str:
         steps = self.recipe.steps()
@@ -158,7 +158,7 @@ class Comparison(Grid):
         return f"{super().listing()} of {steps:,} steps, {tokens:,} tokens each\n"
 
 
-def runs_of(recipe: Recipe) -> list[Run]:
+def runs_of(recipe: Recipe) -> list[PresetRun]:
     """All runs of `recipe.comparison`, seed by seed. Raises as :class:`Comparison` does."""
     recipe.import_plugins()  # for the models that they register
     section = recipe.comparison
@@ -181,14 +181,14 @@ def runs_of(recipe: Recipe) -> list[Run]:
         if not lacks[preset]:
             check_model(each)
     if not section.seeds:
-        return [Run(preset, None, each) for preset, each in by_preset.items()]
+        return [PresetRun(preset, None, each) for preset, each in by_preset.items()]
     runs = []
     for seed in section.seeds:
         for preset, each in by_preset.items():
             seeded = copy.deepcopy(each)
             seeded.training.seed = seed
             seeded.output_dir = str(Path(each.output_dir) / f"seed-{seed}")
-            runs.append(Run(preset, seed, seeded, lacks[preset]))
+            runs.append(PresetRun(preset, seed, seeded, lacks[preset]))
     return runs
 
 
@@ -227,7 +227,7 @@ def _lacks(preset: str) -> str:
     return model.missing() or ""
 
 
-def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
+def _wanted(run: PresetRun, section: ComparisonSection) -> dict[str, Any]:
     block = run.recipe.data.block_length
     usual = [block, 4 * block, 16 * block] if run.seed is None else [block]
     return {
@@ -237,7 +237,7 @@ def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
     }
 
 
-def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
+def stored_measurement(run: PresetRun, section: ComparisonSection) -> Measured | None:
     """The measurement in a run's folder, if it has the wanted lengths and tokens.
 
     Raises:
@@ -255,7 +255,7 @@ def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
         raise damaged(file, error) from None
 
 
-def measured_file(run: Run, section: ComparisonSection) -> Path:
+def measured_file(run: PresetRun, section: ComparisonSection) -> Path:
     """The path of the measurement at the wanted lengths and tokens, whether it exists or not.
 
     Raises:
@@ -276,7 +276,7 @@ def _training(folder: Path) -> dict[str, Any]:
     }
 
 
-def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None:
+def train_and_measure(run: PresetRun, section: ComparisonSection, quiet: bool) -> None:
     """One run from start or checkpoint to its measured.json. Raises as `train` does."""
     result = train(run.recipe, label=run.label, quiet=quiet)
     if not result.finished and run.seed is None:

@@ -42,7 +42,7 @@ from latte.evaluate.tables import write_csv
 from latte.inspect.figures import collapse_figure, effective_figure, share_figure
 from latte.inspect.mixing import (
     Inspection,
-    Mixing,
+    LayerMixing,
     Summary,
     collect,
     find_layers,
@@ -314,7 +314,9 @@ def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda marker: values[marker[1]], template)
 
 
-def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) -> dict[str, Any]:
+def _layer(
+    number: int, mixing: LayerMixing, shown: int, summaries: list[Summary]
+) -> dict[str, Any]:
     states = keys = window = None
     if mixing.states_THS is not None:
         states = _packed((mixing.states_THS[:shown].double().numpy() * 65535).round(), "<u2")
@@ -339,7 +341,7 @@ def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) ->
     }
 
 
-def _of_latents(mixing: Mixing) -> list[list[float]] | None:
+def _of_latents(mixing: LayerMixing) -> list[list[float]] | None:
     """The half-lives in effect, of each head's latents, in tokens."""
     if mixing.half_lives_2HL is None:
         return None

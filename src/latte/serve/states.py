@@ -44,7 +44,7 @@ States = tuple[MixerState, ...]
 NAME = 24  # number of bytes of a name
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Tokens of one forward, up to ``end``. ``name`` is the name of the state after them.
 
     ``branches`` says whether other requests are likely to continue from here.
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 def pieces_of(
     ids: Ids, root: bytes, piece: int, marks: Collection[int] = (), every: int | None = None
-) -> list[Piece]:
+) -> list[PromptPiece]:
     """The places where the pieces of a text end, the text's end included.
 
     Args:
@@ -75,7 +75,9 @@ def pieces_of(
     name, begin, found = root, 0, []
     for end in sorted(branches | set(grid)):
         name = hashlib.blake2b(name + ids[begin:end].tobytes(), digest_size=NAME).digest()
-        found.append(Piece(end, name, end in branches or (every is not None and end % every == 0)))
+        found.append(
+            PromptPiece(end, name, end in branches or (every is not None and end % every == 0))
+        )
         begin = end
     return found
 
@@ -148,7 +150,7 @@ class StateStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def longest(self, pieces: Sequence[Piece], ids: Ids) -> tuple[int, Kept | None]:
+    def longest(self, pieces: Sequence[PromptPiece], ids: Ids) -> tuple[int, Kept | None]:
         """Number of the pieces that have been read before, and the state after them."""
         for count in range(len(pieces), 0, -1):
             kept = self.get(pieces[count - 1].name, ids[: pieces[count - 1].end])

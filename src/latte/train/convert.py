@@ -27,7 +27,7 @@ from latte.train import recipe as recipes
 from latte.train.converted import check_peft, starting_config
 from latte.train.layers import LayersSection, transfer_layers
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
-from latte.train.run_folder import Claim, take
+from latte.train.run_folder import Claim, lock_folder
 from latte.train.typed import apply_override, build
 
 IDENTITY_FILE = "conversion.json"
@@ -170,7 +170,9 @@ def _claim(folder: Path, values: dict[str, Any]) -> Claim:
     if not (folder / IDENTITY_FILE).is_file():
         check_output(folder)
     wanted = _identity(values)
-    return take(folder, IDENTITY_FILE, values, wanted, what="conversion", identity=_identity)[0]
+    return lock_folder(
+        folder, IDENTITY_FILE, values, wanted, what="conversion", identity=_identity
+    )[0]
 
 
 def _export(run: Path, folder: Path) -> None:

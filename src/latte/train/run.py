@@ -25,7 +25,7 @@ from latte.parallel.context import find_decoder
 from latte.processes import is_first_process, number_of_processes, number_on_machine
 from latte.results import write_json
 from latte.train.footprint import check_memory
-from latte.train.metrics import Progress, read_metrics
+from latte.train.metrics import TrainingReport, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_manifest
 from latte.train.speed import check_speed, chosen_backend
@@ -87,7 +87,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     kind = LatteTrainer
     if recipe.conversion.base is not None:
         from latte.train.converted import ConversionTrainer as kind
-    progress = Progress(recipe, label, quiet or not first)
+    progress = TrainingReport(recipe, label, quiet or not first)
     trainer = kind(
         recipe,
         model,
@@ -262,7 +262,9 @@ def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
     return [blocks[i]["input_ids"] for i in range(count)]
 
 
-def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:
+def _finish(
+    trainer: LatteTrainer, recipe: Recipe, progress: TrainingReport, finished: bool
+) -> Result:
     folder = Path(recipe.output_dir)
     if finished:
         trainer.save_model(str(folder))

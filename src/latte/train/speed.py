@@ -60,7 +60,7 @@ def chosen_backend(recipe: Recipe) -> AbstractContextManager[None]:
     return use_backend(recipe.training.backend)
 
 
-def quicken(model: Any, recipe: Recipe) -> None:
+def apply_speed_options(model: Any, recipe: Recipe) -> None:
     """Apply chunked_loss and, to Latte's own models, torch_compile, in place."""
     if recipe.training.chunked_loss:
         model.chunked_loss = True  # of training steps, without all the logits in memory
