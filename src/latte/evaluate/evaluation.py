@@ -113,7 +113,7 @@ class Evaluation:
                 **{"lengths": lengths, "processes": processes},
                 "corpus_files": contents_of(local_files(corpus or ())),
             }
-            return self._place(("evaluation.csv", "evaluation.png", "positions.csv"), settings)
+            return self.place(("evaluation.csv", "evaluation.png", "positions.csv"), settings)
 
         output = first_alone(place)
         model, tokenizer = load_checkpoint(self.folder, self.device, mixing=self.mixing)
@@ -124,7 +124,7 @@ class Evaluation:
             text = held_out_text(self.recipe.data, tokenizer, **shape)
         else:
             raise LatteError(f"{self.folder} does not say what it was trained on; give --corpus")
-        label = self._label(model)
+        label = self.label(model)
         share = shares_of_processes(model.device, context_parallel)
         rows = evaluate_lengths(
             model, text, lengths, **scoring, **share, label=label, progress=first
@@ -173,10 +173,10 @@ class Evaluation:
             **{"tasks": names, **own, "mixing": self.mixing, "device": self.device},
             "task_files": contents_of(name for name in names if Path(name).is_file()),
         }
-        output = self._place(("tasks.csv", "tasks.json"), settings)
+        output = self.place(("tasks.csv", "tasks.json"), settings)
         chosen = tasks.load_tasks(names)  # a name that is not there, before weights load
         model, tokenizer = load_checkpoint(self.folder, self.device, mixing=self.mixing)
-        label = self._label(model)
+        label = self.label(model)
         with progress(0, "task", label=f"{label}, tasks", bar=False):
             scores = tasks.evaluate_tasks(model, tokenizer, chosen, **own)
         with output.writing() as staged:
@@ -184,15 +184,22 @@ class Evaluation:
         written = f"{output.path('tasks.csv')} and {output.path('tasks.json')}"
         return f"{tasks.tasks_table(scores.rows)}\nwritten: {written}"
 
-    def _label(self, model: Any) -> str:
+    def label(self, model: Any) -> str:
         """The model's name in the results."""
         name = self.recipe.name if self.recipe is not None else self.folder.name
         return name + (f" ({self.mixing})" if self.mixing else "") + kept_note(model.config)
 
-    def _place(self, files: Sequence[str], settings: dict[str, Any]) -> Results:
-        """The place of the results. Each control has a folder of its own.
+    def place(self, files: Sequence[str], settings: dict[str, Any]) -> Results:
+        """The place of results. Each control has a folder of its own.
 
         For a model in a single file it is in the current folder, since the file's may be read-only.
+
+        Args:
+            files: Names of the files that may be written.
+            settings: Settings on which the results depend, without the weights.
+
+        Raises:
+            LatteError: As :func:`latte.results.results_at`.
         """
         if self.output:
             folder = Path(self.output)
