@@ -137,7 +137,6 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--host": "address to listen at",
         "--port": "port; 0 takes a free one. The address is printed when the server is ready",
         "--compile": "compile one step of decoding first",
-        "--continuous-batching": "not supported: refused with one line",
     },
     "compare": {
         "recipe": "YAML recipe; its `model.preset` is not used",
@@ -222,7 +221,6 @@ KEY_WORDS: dict[str, dict[str, str]] = {
         "bf16": "compute in bfloat16 (autocast); parameters and optimiser stay in fp32",
         "backend": "backend of Latte's ops; see [how it is chosen](ops.md#how-a-backend-is-chosen)",
         "torch_compile": "compile the model: Latte's own block by block, others whole",
-        "liger": "RMSNorm and SwiGLU by Liger-Kernel, for Latte's own models on a GPU",
         "chunked_loss": "compute the loss of Latte's own models without holding all logits"
         " (PyTorch 2.13)",
         "gradient_checkpointing": "save memory by computing each layer twice",

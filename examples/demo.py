@@ -61,8 +61,8 @@ def demo(recipe_path: str, overrides: list[str]) -> None:
     tokens = recipe.tokens_per_step() * recipe.steps()
     title = f"Python's library sources, {tokens:,} training tokens each"
     comparison = Comparison(recipe, references=references, title=title)
-    outcomes, table = comparison.sweep()
-    latte = outcomes[0].run.folder
+    statuses, table = comparison.sweep()
+    latte = statuses[0].run.folder
     folder = Path(recipe.output_dir)
     print(f"\nA continuation by {PRESETS[0]} of {PROMPT!r}:\n")
     model, tokenizer = load_checkpoint(latte)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from latte.compare.grid import Grid, Outcome, read_json, unfinished
+from latte.compare.grid import Grid, RunStatus, read_json, unfinished
 from latte.compare.intervals import mean_of
 from latte.errors import LatteError, OneLineParser, check_seed, exit_code
 
@@ -164,9 +164,9 @@ class Sweep(Grid):
             )
         return stored
 
-    def look(self, run: ModelRun) -> Outcome:
+    def look(self, run: ModelRun) -> RunStatus:
         result = self.stored_result(run)
-        return Outcome(run, result, unfinished(run) if result is None else "")
+        return RunStatus(run, result, unfinished(run) if result is None else "")
 
     def _left_out(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for name in self.recipe.models:
@@ -178,13 +178,13 @@ class Sweep(Grid):
                         if (result := self.stored_result(run)) is not None:
                             yield run, result
 
-    def write(self, outcomes: Sequence[Outcome]) -> str:
-        found = [(outcome.run, outcome.result) for outcome in outcomes if outcome.result]
+    def write(self, statuses: Sequence[RunStatus]) -> str:
+        found = [(status.run, status.result) for status in statuses if status.result]
         return self.report(sorted([*found, *self.left_out], key=lambda pair: self.place(pair[0])))
 
-    def sweep(self, *, report_only: bool = False) -> tuple[list[Outcome], str]:
+    def sweep(self, *, report_only: bool = False) -> tuple[list[RunStatus], str]:
         """As :meth:`Grid.sweep`; at the end it also raises for runs that failed."""
-        outcomes, text = super().sweep(report_only=report_only)
+        statuses, text = super().sweep(report_only=report_only)
         failed = [line for line in self.problems.items() if line[1].startswith("failed")]
         if failed:
             label, problem = failed[0]
@@ -193,7 +193,7 @@ class Sweep(Grid):
                 f" again; the others are reported in {self.recipe.output_dir}. The first:"
                 f" {label}: {problem.removeprefix('failed: ')}"
             )
-        return outcomes, text
+        return statuses, text
 
 
 def accuracies(values: Sequence[float]) -> str:

@@ -31,7 +31,7 @@ STATE_FILE = "state.pt"
 
 
 @dataclass
-class Progress:
+class LoopState:
     """Where a run is: all that a checkpoint keeps beside weights, optimiser and random state."""
 
     step: int = 0
@@ -91,7 +91,7 @@ class Loop:
                 step, self.steps, warmup=section.warmup_steps, schedule=schedule
             ),
         )
-        self.progress = Progress()
+        self.progress = LoopState()
         self.best: dict[str, Tensor] = {}
         self._sums: Any = 0.0  # since the last evaluation
         if resume is not None:
@@ -235,7 +235,7 @@ class Loop:
     def _load(self, file: Path) -> None:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-            self.progress = Progress(**state["progress"])
+            self.progress = LoopState(**state["progress"])
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])

@@ -25,7 +25,7 @@ from latte.compare.intervals import mean_of
 from latte.errors import LatteError
 from latte.evaluate.generate import text_ends
 from latte.evaluate.tables import table
-from replication.bases.reading import Corpus
+from replication.bases.reading import TextFiles
 from replication.bases.results import Row, by_model
 from replication.probes.questions import repeated
 from replication.probes.scores import generate, read
@@ -59,7 +59,7 @@ def prompt_ids(tokenizer: Any, prompt: str, start: int) -> list[int]:
 
 
 def excerpts(
-    corpus: Corpus, tokenizer: Any, start: int, count: int, given: int, more: int
+    corpus: TextFiles, tokenizer: Any, start: int, count: int, given: int, more: int
 ) -> list[np.ndarray]:
     """(given + more,) ids from the middle of what is read of each of the first `count` texts.
 

@@ -19,7 +19,7 @@ CHARACTERS_A_TOKEN = 8  # first guess at how much of a text has so many tokens; 
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TextFiles:
     """Files of texts under the name that tables call them by.
 
     Attributes:
@@ -61,14 +61,14 @@ class Corpus:
             yield from (text for text in read_documents(file) if text.strip())
 
 
-def corpus(text: str) -> Corpus:
+def corpus(text: str) -> TextFiles:
     """A corpus of `NAME=FILES[,join=true]`. Raises LatteError if there is none."""
     name, path, options = named_path(text)
     join = options.pop("join", False)
     if options or not isinstance(join, bool):
         raise LatteError(f"--text: expected NAME=FILES or NAME=FILES,join=true, got {text!r}")
     files = tuple(find_files(path))
-    return Corpus(name, files, join, "+".join(file_digest(file)[:12] for file in files))
+    return TextFiles(name, files, join, "+".join(file_digest(file)[:12] for file in files))
 
 
 def first_ids(encode: Encoder, text: str, most: int) -> np.ndarray:

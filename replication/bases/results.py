@@ -27,7 +27,7 @@ MACHINE = ("cpu", "cores", "device", "threads", "torch", "transformers", "latte"
 Row = dict[str, Any]
 
 
-class Results:
+class ResultsFile:
     """A file of rows.
 
     Args:

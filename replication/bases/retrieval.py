@@ -17,7 +17,7 @@ import torch
 from latte.evaluate.plots import canvas, line_style, save
 from latte.evaluate.tables import table
 from replication.bases.passkey import make_frame, passkey_case, score_passkeys
-from replication.bases.reading import Corpus
+from replication.bases.reading import TextFiles
 from replication.bases.results import Row, by_model
 from replication.probes.questions import Material, make_material
 from replication.probes.scores import mean_and_error, run_probes
@@ -36,7 +36,7 @@ SHOWN = {
 }
 
 
-def material_of(corpus: Corpus, tokenizer: Any, start: int, most: int) -> Material:
+def material_of(corpus: TextFiles, tokenizer: Any, start: int, most: int) -> Material:
     """What questions are hidden in: the corpus's first texts, `most` tokens of them together."""
     found, count = [], 0
     for _, ids in corpus.texts(tokenizer, start, most):

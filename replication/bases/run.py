@@ -335,14 +335,14 @@ class Work:
     def __init__(self, options: argparse.Namespace, file: str, module: Any) -> None:
         from latte.evaluate.sides import sides
         from latte.results import writable_folder
-        from replication.bases.results import Results
+        from replication.bases.results import ResultsFile
 
         self.options, self.folder = options, Path(options.output)
         self.sides = [] if options.report else sides(options.model)
         if not options.report and hasattr(options, "text"):
             self.corpora()  # a mistake in it shows before any weights are read
         writable_folder(self.folder)
-        self.results = Results(self.folder / file, module.KEY, module.SETTINGS, module.VALUES)
+        self.results = ResultsFile(self.folder / file, module.KEY, module.SETTINGS, module.VALUES)
         self.order = list(dict.fromkeys(name_of(text) for text in options.model))
 
     def corpora(self, most: int | None = None) -> list[Any]:
@@ -365,7 +365,7 @@ class Work:
             gc.collect()
 
     def begin(self, side: Any, within: Any = None, **settings: Any) -> Any:
-        """As `Results.begin`."""
+        """As `ResultsFile.begin`."""
         settings |= {"dtype": self.options.dtype or "saved"}
         return self.results.begin(side, settings, within)
 

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Outcome
+from latte.compare.grid import RunStatus
 from latte.evaluate.tables import table
 from latte.machine import describe
 from latte.results import write_json
@@ -54,7 +54,7 @@ class LRASweep(Sweep):
     def place(self, run: LRARun) -> tuple[int, ...]:
         return run.seed, list(self.recipe.models).index(run.model)
 
-    def sweep(self, *, report_only: bool = False) -> tuple[list[Outcome], str]:
+    def sweep(self, *, report_only: bool = False) -> tuple[list[RunStatus], str]:
         if self.recipe.initial is not None and not report_only:
             self._check_initial()
         return super().sweep(report_only=report_only)
@@ -67,9 +67,9 @@ class LRASweep(Sweep):
         from replication.lra.training import fresh_model
 
         with torch.random.fork_rng():
-            for outcome in self.outcomes():
-                if outcome.due and not checkpoints(outcome.run.folder):
-                    load_encoder(fresh_model(outcome.run), self.recipe.initial)
+            for status in self.statuses():
+                if status.due and not checkpoints(status.run.folder):
+                    load_encoder(fresh_model(status.run), self.recipe.initial)
 
     def prepare(self) -> None:
         self.task = load_data(self.recipe, self.quiet)

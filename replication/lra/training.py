@@ -30,7 +30,7 @@ CURVE_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Score:
+class LRAScore:
     """Mean loss, and how many of how many examples were right."""
 
     loss: float
@@ -43,7 +43,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LRAOutcome:
     """How a run ended. `stopped`: "steps", "minutes" or "diverged"."""
 
     parameters: int
@@ -52,8 +52,8 @@ class Outcome:
     seconds: float
     stopped: str
     best_step: int
-    validation: Score
-    test: Score
+    validation: LRAScore
+    test: LRAScore
     curve: list[dict[str, float]]
 
 
@@ -97,7 +97,9 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> tuple[dict[str,
     return moved, labels
 
 
-def score(model: Any, examples: Examples, training: LRATraining, limit: int | None = None) -> Score:
+def score(
+    model: Any, examples: Examples, training: LRATraining, limit: int | None = None
+) -> LRAScore:
     """Score a split, or always the same `limit` examples of it, in evaluation mode."""
     device = next(model.parameters()).device
     rows = np.arange(len(examples))
@@ -116,7 +118,7 @@ def score(model: Any, examples: Examples, training: LRATraining, limit: int | No
             total[1] += (logits.argmax(-1) == labels).sum()
     model.train(was_training)
     loss, correct = total.tolist()
-    return Score(loss / count, round(correct), count)
+    return LRAScore(loss / count, round(correct), count)
 
 
 def fresh_model(run: LRARun) -> Any:
@@ -158,7 +160,7 @@ class Training(Loop):
         on_log: Callable[[Log], Any] | None = None,
         on_evaluation: Callable[[dict[str, float]], Any] | None = None,
         on_step: Callable[[], Any] | None = None,
-    ) -> Outcome:
+    ) -> LRAOutcome:
         """Train to the end, then score the best state: on all of validation, once on test.
 
         Raises:
@@ -176,7 +178,7 @@ class Training(Loop):
             self.add_point()
         seconds = round(self.seconds(), 2)
         self.model.load_state_dict(self.best)
-        return Outcome(
+        return LRAOutcome(
             parameters=self.parameters(),
             steps=progress.step,
             epochs=progress.step / self.per_epoch,

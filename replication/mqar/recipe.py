@@ -103,7 +103,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class MQARRun:
     """One model trained once."""
 
     task: str  # a cell's name or "mixture"
@@ -188,7 +188,7 @@ def tasks(recipe: MQARRecipe) -> dict[str, tuple[tuple[Cell, ...], tuple[Cell, .
     }
 
 
-def runs(recipe: MQARRecipe) -> list[Run]:
+def runs(recipe: MQARRecipe) -> list[MQARRun]:
     """All runs of the grid: easy cells first, then models, sizes, seeds and learning rates.
 
     Raises:
@@ -217,7 +217,7 @@ def runs(recipe: MQARRecipe) -> list[Run]:
                 for seed, rate in product(recipe.training.seeds, recipe.training.learning_rates):
                     folder = Path(recipe.output_dir, task, name, size, f"lr{rate:g}-seed{seed}")
                     found.append(
-                        Run(
+                        MQARRun(
                             task, train, tests, name, preset, config,
                             width, latents, rate, seed, folder, recipe,
                         )

@@ -12,7 +12,7 @@ from latte.evaluate.tables import csv_text, table
 from latte.results import write_text
 from latte.train.metrics import duration
 from replication.grids import accuracies
-from replication.mqar.recipe import Run
+from replication.mqar.recipe import MQARRun
 
 Key = tuple[Any, ...]  # task, model, width, latents
 CellKey = tuple[int, int]  # length, pairs
@@ -24,7 +24,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def write_report(folder: Path, results: Mapping[Run, dict[str, Any]]) -> str:
+def write_report(folder: Path, results: Mapping[MQARRun, dict[str, Any]]) -> str:
     """Write the files into `folder`; returns the Markdown table."""
     write_text(folder / "accuracy.csv", csv_text(COLUMNS, _rows(results)))
     text = markdown(results)
@@ -36,7 +36,7 @@ def write_report(folder: Path, results: Mapping[Run, dict[str, Any]]) -> str:
     return text
 
 
-def best(results: Mapping[Run, dict[str, Any]]) -> dict[Key, dict[CellKey, tuple[float, list]]]:
+def best(results: Mapping[MQARRun, dict[str, Any]]) -> dict[Key, dict[CellKey, tuple[float, list]]]:
     """By model and size: of each cell the best learning rate and its accuracies, one per seed.
 
     Best is the highest mean over the seeds, chosen on the test examples for each cell, as in the
@@ -56,7 +56,7 @@ def best(results: Mapping[Run, dict[str, Any]]) -> dict[Key, dict[CellKey, tuple
     }
 
 
-def markdown(results: Mapping[Run, dict[str, Any]]) -> str:
+def markdown(results: Mapping[MQARRun, dict[str, Any]]) -> str:
     """A row per model and size, a column per cell: accuracy at the best learning rate."""
     if not results:
         return "No run has a result yet.\n"
@@ -82,7 +82,7 @@ def _merged(chosen: Mapping[Key, dict[CellKey, Any]]) -> dict[Key, dict[CellKey,
     return lines
 
 
-def accuracy_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
+def accuracy_figure(path: Path, results: Mapping[MQARRun, dict[str, Any]]) -> None:
     """Accuracy against the cell, a line per model, a panel per width.
 
     Of a sweep over latents the largest number is shown.
@@ -120,7 +120,7 @@ def accuracy_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
     save(figure, path)
 
 
-def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
+def latents_figure(path: Path, results: Mapping[MQARRun, dict[str, Any]]) -> None:
     """Accuracy against the number of latents, a line per cell, a panel per model and width."""
     chosen = _merged(best(results))
     numbers: dict[tuple[Any, Any], set[int]] = {}
@@ -154,7 +154,7 @@ def latents_figure(path: Path, results: Mapping[Run, dict[str, Any]]) -> None:
     save(figure, path)
 
 
-def _rows(results: Mapping[Run, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(results: Mapping[MQARRun, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for run, result in results.items():
         outcome = result["outcome"]
         for cell in outcome["cells"]:

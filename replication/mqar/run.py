@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Outcome
+from latte.compare.grid import RunStatus
 from latte.machine import describe
 from latte.results import writable_folder, write_json
 from replication.grids import RESULT_FILE, Sweep, command, progress_bar
-from replication.mqar.recipe import Cell, MQARRecipe, Run, load, runs, tasks
+from replication.mqar.recipe import Cell, MQARRecipe, MQARRun, load, runs, tasks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,20 +38,20 @@ class MQARSweep(Sweep):
         super().__init__(recipe, quiet=quiet)
         self.tables: dict[tuple[Cell, str], Any] = {}
 
-    def place(self, run: Run) -> tuple[int, ...]:
+    def place(self, run: MQARRun) -> tuple[int, ...]:
         return list(tasks(self.recipe)).index(run.task), list(self.recipe.models).index(run.model)
 
-    def is_spared(self, run: Run, outcomes: Sequence[Outcome]) -> bool:
+    def is_spared(self, run: MQARRun, statuses: Sequence[RunStatus]) -> bool:
         """Whether an earlier learning rate solved this very task, model and seed."""
         goal = self.recipe.training.stop_at
         return self.recipe.training.skip_solved and any(
             (other.run.key, other.run.seed) == (run.key, run.seed)
             and min(cell["accuracy"] for cell in other.result["outcome"]["cells"]) >= goal
-            for other in outcomes
+            for other in statuses
             if other.result is not None
         )
 
-    def do(self, run: Run) -> None:
+    def do(self, run: MQARRun) -> None:
         import torch
 
         from replication.mqar.training import make_table, train_run
@@ -79,7 +79,7 @@ class MQARSweep(Sweep):
         result = {"identity": run.identity(), "outcome": asdict(outcome), **describe(device)}
         write_json(writable_folder(run.folder) / RESULT_FILE, result)
 
-    def report(self, found: Sequence[tuple[Run, dict[str, Any]]]) -> str:
+    def report(self, found: Sequence[tuple[MQARRun, dict[str, Any]]]) -> str:
         from replication.mqar.report import write_report
 
         return write_report(Path(self.recipe.output_dir), dict(found))

@@ -20,13 +20,13 @@ from torch import Tensor
 from replication.grids import model_config
 from replication.loop import Loop, autocast
 from replication.mqar.data import MQAR, MQARTable
-from replication.mqar.recipe import Cell, MQARData, MQARRecipe, Run
+from replication.mqar.recipe import Cell, MQARData, MQARRecipe, MQARRun
 
 Tables = dict[str, MQARTable]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MQAROutcome:
     """How a run ended, as plain values. `stopped`: "accuracy", "epochs", "minutes", "diverged"."""
 
     parameters: int
@@ -80,7 +80,7 @@ class Training(Loop):
 
     end = "epochs"
 
-    def __init__(self, run: Run, train: Tables, test: Tables, device: torch.device) -> None:
+    def __init__(self, run: MQARRun, train: Tables, test: Tables, device: torch.device) -> None:
         self.run, self.train_tables, self.test_tables = run, train, test
         section = run.recipe.training
         self.sizes = {cell.name: _batch_size(cell, run.recipe) for cell in (*run.train, *run.tests)}
@@ -156,13 +156,13 @@ class Training(Loop):
 
 
 def train_run(
-    run: Run,
+    run: MQARRun,
     train: Tables,
     test: Tables,
     device: torch.device,
     on_evaluation: Callable[[dict[str, float]], Any] | None = None,
     on_step: Callable[[], Any] | None = None,
-) -> Outcome:
+) -> MQAROutcome:
     """Train one model from scratch, and score it; the global random state is left as it was."""
     with torch.random.fork_rng():
         training = Training(run, train, test, device)
@@ -170,7 +170,7 @@ def train_run(
         seconds = training.seconds()
         if stopped != "accuracy":
             training.score(everything=True)
-    return Outcome(
+    return MQAROutcome(
         parameters=training.parameters(),
         cells=training.cells,
         stopped=stopped,
@@ -181,9 +181,9 @@ def train_run(
     )
 
 
-def _fresh_model(run: Run) -> Any:
+def _fresh_model(run: MQARRun) -> Any:
     """The run's model from its seed."""
-    from latte.models.registry import language_model
+    from latte.models.modeling import language_model
 
     torch.manual_seed(run.seed)
     return language_model(model_config(run.model, run.preset, run.config))
@@ -195,7 +195,7 @@ def _batch_size(cell: Cell, recipe: MQARRecipe) -> int:
 
 
 def _batches(
-    run: Run, tables: Tables, sizes: dict[str, int], epochs: int
+    run: MQARRun, tables: Tables, sizes: dict[str, int], epochs: int
 ) -> Iterator[tuple[str, Tensor]]:
     """(cell, rows of its table): every example once an epoch; a batch is of one cell.
 

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from latte.cli.commands import at_least_one, evaluation_results
+from latte.cli.commands import at_least_one, picked
 from latte.cli.parser import integers, names
 from latte.errors import LatteError, OneLineParser, exit_code
 
@@ -78,19 +78,19 @@ def ask(options: argparse.Namespace) -> None:
     at_least_one(options, "cases", "segment", "batch_tokens", "max_tokens")
     if options.seed < 0:
         raise LatteError("--seed: expected 0 or more")
-    from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
+    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.evaluate.evaluation import Evaluation
     from replication.probes.questions import make_material
     from replication.probes.report import probes_figure, probes_table, write_probes
     from replication.probes.scores import plan, run_probes
 
-    folder = find_checkpoint(options.checkpoint)
+    shared = picked(options, "mixing", "device", "output", "force")
+    evaluation = Evaluation.of(options.checkpoint, **shared)
     settings = {k: v for k, v in vars(options).items() if k not in UNSET}
-    output = evaluation_results(options, folder, ("probes.csv", "probes.png"), settings)
-    recipe = training_recipe(folder)
-    model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
-    label = recipe.name if recipe is not None else folder.name
-    label += f" ({options.mixing})" if options.mixing else ""
-    material = make_material(tokenizer, _text(options, tokenizer, recipe))
+    output = evaluation.place(("probes.csv", "probes.png"), settings)
+    model, tokenizer = load_checkpoint(evaluation.folder, options.device, mixing=options.mixing)
+    label = evaluation.label(model)
+    material = make_material(tokenizer, _text(options, tokenizer, evaluation.recipe))
     lengths, depths = sorted(set(options.lengths)), sorted(set(options.depths))
     plan(material, options.probes, lengths, depths)  # what cannot be asked, before writing
     rows = run_probes(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from latte import _auto
 from latte._lazy import lazy_names
-from latte.conversion import BASES as _BASES
+from latte.conversion.bases import BASES as _BASES
 from latte.errors import LatteError
 from latte.models.registry import register_provider as _register_provider
+from latte.version import __version__
 
 if TYPE_CHECKING:
     from latte import (
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
         rg_lru,
         sliding_window_attention,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "RGLRU",

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import latte
 from latte.errors import one_line
+from latte.version import __version__
 
 Section = dict[str, Any]
 
@@ -91,8 +91,8 @@ def _shown(value: Any) -> str:
 
 
 def _versions() -> Section:
-    found: Section = {"latte": latte.__version__}
-    folder = Path(latte.__file__).parent
+    found: Section = {"latte": __version__}
+    folder = Path(__file__).parent
     commit = _commit(folder.parents[1])
     if commit is not None:
         found["commit"] = commit

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from latte.processes import is_first_process
 
 
 class LatteError(ValueError):
@@ -58,7 +59,7 @@ def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -
         code, line = 2, f"error: out of memory: {one_line(error, first=True)}"
     except KeyboardInterrupt:
         code, line = 130, f"interrupted; {how_to_go_on}"
-    if os.environ.get("RANK", "0") == "0":  # one line, not one per process of torchrun
+    if is_first_process():  # one line, not one per process of torchrun
         print(f"{program}: {line}", file=sys.stderr, flush=True)
     return code
 

@@ -180,7 +180,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     "training.weight_decay": ("-1",),
     "training.max_grad_norm": ("-1",),
     "training.backend": ("triton",),
-    "training.liger": ("true",),
     "training.context_parallel": ("0", "-1", "3", "1000"),
     "training.seed": ("-1", "4294967296"),
     "training.log_steps": ("0", "-1"),
@@ -383,7 +382,6 @@ def _others() -> Iterator[Case]:
                ("generate", "{run}", "--save-state", "{box}/a/b/c"))  # fmt: skip
     yield Case("evaluate --tasks --context-parallel",
                (*START["evaluate"], "--tasks", "a", "--context-parallel", "2"))  # fmt: skip
-    yield Case("serve --continuous-batching", ("serve", "{run}", "--continuous-batching"))
     yield Case("serve --compile of no model", ("serve", "{none}", "--compile"))
     yield Case("train into another run",
                ("train", "{recipe}", "output_dir={run}", "training.seed=9"))  # fmt: skip

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from latte.cli import main
 from latte.data.blocks import SharedBlocks
-from latte.train.recipe import TrainingSection, recipe_from_dict
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -104,14 +103,6 @@ def test_what_cannot_be_cut_is_refused(
     assert "--context-parallel=2: expected a multiple of 2 processes, got 1" in said
     assert "expected at least 1" in refused(*evaluate, "--context-parallel", "0")
     assert "not with --tasks" in refused(*evaluate, "--context-parallel", "2", "--tasks", "x")
-
-
-def test_a_run_begun_before_blocks_could_be_cut_is_the_same_run() -> None:
-    recipe = recipe_from_dict({"training": {"max_steps": 1}})
-    assert "context_parallel" not in recipe.identity()["training"]
-    recipe.training.context_parallel = 2
-    assert recipe.identity()["training"]["context_parallel"] == 2
-    assert TrainingSection().context_parallel == 1
 
 
 def test_a_group_reads_the_same_blocks() -> None:

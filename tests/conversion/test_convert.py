@@ -161,24 +161,6 @@ def test_a_conversion_is_loaded_with_fewer_converted_layers(save_base, tmp_path)
     torch.testing.assert_close(hybrid(tokens()).logits, given(tokens()).logits)
 
 
-def test_a_file_from_before_has_all_layers_converted(save_base, tmp_path):
-    """Gemma's with a window too: the same weights, the same logits."""
-    from bases import converted
-
-    model = converted("gemma2")
-    model.save_pretrained(tmp_path / "old")
-    file = tmp_path / "old" / "config.json"
-    values = json.loads(file.read_text())
-    assert values.pop("converted_layers", None) is None
-    del values["converted_from"]
-    file.write_text(json.dumps(values))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "old", dtype=torch.float64)
-    assert loaded.config.keep_layers == () and loaded.config.converted_layers is None
-    assert all(hasattr(layer.self_attn, "latents") for layer in loaded.model.layers)
-    found, wanted = loaded(tokens()).logits, model(tokens()).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # rotations in fp32
-
-
 @pytest.mark.parametrize(
     ("family", "keep", "message"),
     [

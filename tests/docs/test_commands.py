@@ -104,7 +104,7 @@ def test_commands_in_sentences(document, root):
 @pytest.mark.parametrize(
     "words",
     [
-        ["latte", "train", "recipes/tiny/none.yaml"],
+        ["latte", "train", "recipes/none.yaml"],
         ["latte", "train", "recipes/demo.yaml", "training.max_step=3"],
         ["latte", "evaluate", "runs/x", "--length", "3"],
         ["make", "everything"],

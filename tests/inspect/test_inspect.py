@@ -19,7 +19,7 @@ import torch
 from latte.errors import LatteError
 from latte.inspect.mixing import (
     Inspection,
-    Mixing,
+    LayerMixing,
     position_edges,
     share_rows,
     summary_rows,
@@ -218,10 +218,10 @@ def test_labels_show_parts_of_characters_as_bytes(byte):
 
 
 def mixture(p_TS, k_TL=None, window_PP=None, **options):
-    """A Mixing of one head."""
+    """A LayerMixing of one head."""
     k_TL = torch.zeros(len(p_TS), p_TS.shape[1] - (window_PP is not None)) if k_TL is None else k_TL
     window = None if window_PP is None else window_PP[None]
-    return Mixing(p_TS[:, None], k_TL[:, None], window, **options)
+    return LayerMixing(p_TS[:, None], k_TL[:, None], window, **options)
 
 
 def inspection_of(mixing, shown=None):

@@ -13,7 +13,7 @@ import shutil
 import pytest
 import torch
 
-from latte.inspect.mixing import Inspection, Mixing, summary_rows
+from latte.inspect.mixing import Inspection, LayerMixing, summary_rows
 from latte.inspect.report import build_page, inspect_model
 
 SHOWN, WINDOW = 48, 16
@@ -209,7 +209,7 @@ def test_latents_that_are_fed_late(opened):
     seen = torch.ones(T, T, dtype=torch.bool).tril() & ~torch.ones(T, T, dtype=torch.bool).tril(-5)
     logits = torch.randn(1, T, T, generator=generator)
     window = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    mixing = Mixing(states, keys, window, width=5, delay=delay)
+    mixing = LayerMixing(states, keys, window, width=5, delay=delay)
     late = Inspection("late", [f"{n} " for n in range(T)], T, {7: mixing})
     page, _ = opened(late, "#layer=7&token=3&state=2")
     settle(page, token=3, state=2)

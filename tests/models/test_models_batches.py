@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from latte.models import PRESETS
+from latte.models import PRESETS, inputs
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
@@ -82,6 +82,17 @@ def test_positions_that_start_anew_are_bounds(build, tokens, preset):
             assert torch.equal(found.logits, whole)
         masked = model(ids, position_ids=places, attention_mask=torch.ones_like(ids))
     assert not torch.allclose(masked.logits[:, 7:], packed.logits[:, 7:], rtol=0.1)
+
+
+@pytest.mark.parametrize("starts", [(0, 7), (0,)])
+def test_positions_are_read_once(build, tokens, starts, monkeypatch):
+    """Reading them waits for a GPU. The loss takes the bounds that the decoder has found."""
+    reads, find = [], inputs.packed_bounds
+    monkeypatch.setattr(inputs, "packed_bounds", lambda *given: reads.append(given) or find(*given))
+    ends = (*starts[1:], 24)
+    places = torch.cat([torch.arange(b - a) for a, b in zip(starts, ends, strict=True)])[None]
+    build("latte-r-swa++")(tokens(1, 24), position_ids=places, labels=tokens(1, 24))
+    assert len(reads) == 1
 
 
 def test_positions_that_start_anew_need_a_single_row(build, tokens):

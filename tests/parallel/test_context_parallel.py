@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import latte  # noqa: F401  (registers the names)
 from latte.models import LatteForCausalLM, LatteForSequenceClassification, preset_config
-from latte.models.registry import find_model, language_model
+from latte.models.modeling import language_model
+from latte.models.registry import find_model
 from latte.parallel import context_parallel, shard_batch
 
 HERE = Path(__file__).parent

@@ -329,7 +329,6 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
         line = mistake(capsys, folder, "--host", "127.0.0.1", "--port", port)
         assert "cannot be served at" in line and "in use" in line
     assert "port: expected 0 to 65535" in mistake(capsys, folder, "--port", "70000")
-    assert "no pages" in mistake(capsys, folder, "--continuous-batching")
     assert "does not exist" in mistake(capsys, str(tmp_path / "none"), "--port", "0")
     for options, said in (
         (["--max-batch", "0"], "max-batch: expected at least 1, got 0"),

@@ -18,7 +18,7 @@ from latte.cli import main
 from latte.errors import LatteError
 from latte.train.convert import convert_and_train, load_conversion_recipe
 from latte.train.recipe import ConversionSection, load_recipe
-from latte.train.run_folder import FolderInUse, take
+from latte.train.run_folder import FolderInUse, lock_folder
 from latte.train.trainer import SHARDS
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "conversion"
@@ -154,7 +154,7 @@ def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted,
     stopped = small("transfer.max_minutes=1e-6")
     with pytest.raises(LatteError, match="transfer was stopped at step 1 by its max_minutes"):
         convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
-    held, _ = take(tmp_path / "out", "conversion.json", {}, {}, identity=dict)
+    held, _ = lock_folder(tmp_path / "out", "conversion.json", {}, {}, identity=dict)
     with pytest.raises(FolderInUse, match="another process is training in"):
         convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
     held.lock.close()
@@ -276,8 +276,6 @@ def test_plugins_reach_every_stage_and_the_identity(small, tmp_path):
     values = [{"base": "base", "recipe": dataclasses.asdict(each)} for each in (plain, recipe)]
     identities = [_identity(each) for each in values]
     assert [each["recipe"]["plugins"] for each in identities] == [[], ["mine.py", "math"]]
-    del values[0]["recipe"]["plugins"]  # as conversions begun before had it
-    assert _identity(values[0]) == identities[0]
 
 
 def test_no_stage_at_all_is_a_mistake(small):

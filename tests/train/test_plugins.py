@@ -132,10 +132,8 @@ def test_files_are_found_beside_the_recipe_or_here(
         load_recipe(path, ["plugins=b.py"])
 
 
-def test_without_plugins_a_run_is_what_it_was() -> None:
+def test_a_run_is_identified_by_the_names_of_its_plugins() -> None:
     values = {"training": {"max_steps": 1}}
-    plain = recipe_from_dict(values)
-    assert "plugins" not in plain.as_dict() and "plugins" not in plain.identity()
     one = recipe_from_dict({**values, "plugins": ["/a/mine.py", "b.c"]})
     moved = recipe_from_dict({**values, "plugins": ["/d/mine.py", "b.c"]})
     other = recipe_from_dict({**values, "plugins": ["/a/other.py", "b.c"]})

@@ -34,23 +34,24 @@ def test_shipped_recipes_are_whole(name: str) -> None:
     recipe = load_recipe(RECIPES / name)
     config = model_config(recipe, {})
     assert recipe.steps() > 0 and config.hidden_size > 0
-    if not name.endswith("base.yaml") and "/" in name:
+    if not name.endswith("base.yaml"):
         assert recipe.output_dir == f"runs/{name.removesuffix('.yaml')}"
-        if recipe.comparison.presets:  # the recipe of a comparison
-            from latte.compare.compare import runs_of
+    if name.endswith("++.yaml"):
+        assert recipe.model.name == Path(name).stem
+    if recipe.comparison.presets:  # the recipe of a comparison
+        from latte.compare.compare import runs_of
 
-            assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
-        else:
-            assert recipe.model.name == Path(name).name.removesuffix(".yaml")
+        assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
 
 
-def test_openwebtext_has_every_preset_at_paper_size() -> None:
+def test_openwebtext_takes_every_preset_at_paper_size() -> None:
     from latte.models import PRESETS
+    from latte.train.run import model_config
 
     for preset in PRESETS:
-        recipe = load_recipe(RECIPES / "openwebtext" / f"{preset}.yaml")
-        assert recipe.model.size == "paper"
-        assert recipe.model.overrides["vocab_size"] == 50267
+        recipe = load_recipe(RECIPES / "openwebtext.yaml", [f"model.preset={preset}"])
+        config = model_config(recipe, {})
+        assert (config.hidden_size, config.vocab_size) == (768, 50267)
 
 
 def test_overrides_and_bases(tmp_path: Path) -> None:
@@ -156,14 +157,3 @@ def test_identity_leaves_out_what_does_not_change_weights() -> None:
     two = build(Recipe, {"training": {"max_steps": 1, "log_steps": 7}, "output_dir": "b"})
     other = build(Recipe, {"training": {"max_steps": 1, "seed": 1}})
     assert one.identity() == two.identity() != other.identity()
-
-
-def test_runs_begun_by_an_earlier_version_are_the_same_runs() -> None:
-    """Keys that it did not have make no other run at their defaults, and do where they are set."""
-    plain = build(Recipe, {"training": {"max_steps": 1}}).identity()
-    assert not {"forgetting", "half_life_range"} & set(plain["conversion"])
-    set_too = {"training": {"max_steps": 1}, "conversion": {"forgetting": "static"}}
-    assert build(Recipe, set_too).identity()["conversion"]["forgetting"] == "static"
-    assert "start_blocks" not in plain["data"]
-    started = build(Recipe, {"data": {"start_blocks": True}, "training": {"max_steps": 1}})
-    assert started.identity()["data"]["start_blocks"] is True

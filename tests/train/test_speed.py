@@ -1,8 +1,6 @@
 """Choices of speed: checked before anything starts; they compute the same model, and read nothing
 of the GPU's values."""
 
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from latte.ops.triton_backend import launch
 from latte.train import speed
 from latte.train.recipe import recipe_from_dict
 from latte.train.run import train
-from latte.train.speed import compile_blocks, use_liger
+from latte.train.speed import compile_blocks
 
 
 def a_recipe(preset: str = "latte-r-swa++", **training: Any) -> Any:
@@ -24,24 +22,20 @@ def a_recipe(preset: str = "latte-r-swa++", **training: Any) -> Any:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("choice", [{"backend": "triton"}, {"liger": True}])
 @pytest.mark.parametrize("mode", ["missing", "compiler"])
-def test_what_is_not_there_is_told_before_anything_starts(choice, mode, monkeypatch, tmp_path):
+def test_what_is_not_there_is_told_before_anything_starts(mode, monkeypatch, tmp_path):
     monkeypatch.setattr("latte.ops.triton_backend.launch.triton_mode", lambda: mode)
-    recipe = a_recipe(**choice)
+    recipe = a_recipe(backend="triton")
     recipe.output_dir = str(tmp_path / "run")
-    name = "training.backend=triton" if "backend" in choice else "training.liger=true"
     found = "needs Triton, which is not installed" if mode == "missing" else "needs a GPU"
-    with pytest.raises(LatteError, match=f"{name} {found}"):
+    with pytest.raises(LatteError, match=f"training.backend=triton {found}"):
         train(recipe, quiet=True)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("choice", ["liger", "chunked_loss"])
-def test_liger_and_the_chunked_loss_are_for_own_models(choice, monkeypatch):
-    monkeypatch.setattr("latte.ops.triton_backend.launch.triton_mode", lambda: "interpreter")
+def test_the_chunked_loss_is_for_own_models(monkeypatch):
     monkeypatch.setattr(nn, "LinearCrossEntropyOptions", object, raising=False)
-    recipe = a_recipe(**{choice: True})
+    recipe = a_recipe(chunked_loss=True)
     recipe.model.architecture = "llama"
     with pytest.raises(LatteError, match="serves Latte's own models"):
         speed.check_speed(recipe)
@@ -61,18 +55,17 @@ def test_the_backend_holds_for_the_training_alone():
 def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
     called = []
     monkeypatch.setattr("latte.train.speed.compile_blocks", lambda model: called.append("blocks"))
-    monkeypatch.setattr("latte.train.speed.use_liger", lambda model: called.append("liger"))
     model = torch.nn.Linear(1, 1)
-    speed.quicken(model, a_recipe())
+    speed.apply_speed_options(model, a_recipe())
     assert called == [] and not hasattr(model, "chunked_loss")
-    speed.quicken(model, a_recipe(chunked_loss=True))
+    speed.apply_speed_options(model, a_recipe(chunked_loss=True))
     assert model.chunked_loss is True
-    speed.quicken(model, a_recipe(torch_compile=True, liger=True))
-    assert called == ["liger", "blocks"]
+    speed.apply_speed_options(model, a_recipe(torch_compile=True))
+    assert called == ["blocks"]
     converted = a_recipe(torch_compile=True)
     converted.conversion.base = "a base"
-    speed.quicken(model, converted)
-    assert called == ["liger", "blocks"]
+    speed.apply_speed_options(model, converted)
+    assert called == ["blocks"]
 
 
 def make_model(preset="latte-r-swa++", **overrides):
@@ -160,58 +153,6 @@ def test_no_loss_in_chunks_is_told(monkeypatch):
     monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
     with pytest.raises(LatteError, match="needs PyTorch 2.13 or newer, this is "):
         speed.check_speed(a_recipe(chunked_loss=True))
-
-
-def test_liger_missing_is_one_line(monkeypatch):
-    for name in ("liger_kernel", "liger_kernel.ops", "liger_kernel.ops.rms_norm"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LatteError, match=r"needs liger-kernel.*latte-attention\[liger\]") as told:
-        use_liger(make_model())
-    assert "\n" not in str(told.value)
-
-
-class RMSNormFunction(torch.autograd.Function):
-    """Liger's signature on PyTorch."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps, offset=0.0, casting_mode="llama", in_place=True, mode=None):
-        assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-
-    @staticmethod
-    def backward(ctx, dy):
-        with torch.enable_grad():
-            x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-            y = nn.functional.rms_norm(x, x.shape[-1:], weight, ctx.eps)
-            return *torch.autograd.grad(y, (x, weight), dy), *[None] * 5
-
-
-class SiLUMulFunction:
-    @staticmethod
-    def apply(a, b):
-        return nn.functional.silu(a) * b
-
-
-def test_liger_takes_over_norms_and_gates(monkeypatch):
-    """The wiring, against functions of Liger's signatures: its kernels need a GPU."""
-    norm, gate = (types.ModuleType(f"liger_kernel.ops.{n}") for n in ("rms_norm", "swiglu"))
-    norm.LigerRMSNormFunction, gate.LigerSiLUMulFunction = RMSNormFunction, SiLUMulFunction
-    package = types.ModuleType("liger_kernel")
-    package.ops = types.ModuleType("liger_kernel.ops")
-    modules = {"liger_kernel": package, "liger_kernel.ops": package.ops}
-    modules |= {"liger_kernel.ops.rms_norm": norm, "liger_kernel.ops.swiglu": gate}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    model = make_model()
-    plain, names = loss_and_gradients(model), set(model.state_dict())
-    # Per block two norms, the RG-LRU's own and a SwiGLU; and the final norm.
-    assert use_liger(model) == 2 * 4 + 1
-    torch.testing.assert_close(loss_and_gradients(model), plain)
-    assert set(model.state_dict()) == names
-    with pytest.raises(LatteError, match="neither an RMSNorm nor a SwiGLU"):
-        use_liger(make_model("latte"))
 
 
 @pytest.mark.parametrize(

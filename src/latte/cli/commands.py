@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+from latte.processes import is_first_process
 
 # Option, keyword of `latte.conversion.convert`, type, help.
 CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
@@ -50,84 +49,21 @@ def evaluate(options: Namespace) -> int:
         raise LatteError("--num-fewshot: expected 0 or more")
     at_least_one(options, "limit", "batch_size", "max_length")
     at_least_one(options, "segment", "batch_tokens", "max_tokens", "context_parallel")
-    from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
-    from latte.evaluate.lengths import kept_note
+    if options.tasks is not None and options.context_parallel > 1:
+        raise LatteError("--context-parallel goes with held-out text, not with --tasks")
+    from latte.evaluate.evaluation import Evaluation
 
-    folder = find_checkpoint(options.checkpoint)
-    recipe = training_recipe(folder)
-    label = recipe.name if recipe is not None else folder.name
-    label += f" ({options.mixing})" if options.mixing else ""
+    shared = picked(options, "mixing", "device", "output", "force")
+    evaluation = Evaluation.of(options.checkpoint, **shared)
     if options.tasks is not None:
-        if options.context_parallel > 1:
-            raise LatteError("--context-parallel goes with held-out text, not with --tasks")
-        from latte.evaluate import tasks
-        from latte.progress import progress
-
-        own = ("limit", "num_fewshot", "batch_size", "max_length", "bf16")
-        settings = picked(options, "tasks", *own, "mixing", "device")
-        settings["task_files"] = contents(name for name in options.tasks if Path(name).is_file())
-        output = evaluation_results(options, folder, ("tasks.csv", "tasks.json"), settings)
-        chosen = tasks.load_tasks(options.tasks)  # a name that is not there, before weights load
-        model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
-        label += kept_note(model.config)
-        with progress(0, "task", label=f"{label}, tasks", bar=False):
-            scores = tasks.evaluate_tasks(model, tokenizer, chosen, **picked(options, *own))
-        with output.writing() as staged:
-            tasks.write_tasks(staged, scores, label)
-        print(tasks.tasks_table(scores.rows))
-        print(f"written: {output.path('tasks.csv')} and {output.path('tasks.json')}")
+        own = picked(options, "limit", "num_fewshot", "batch_size", "max_length", "bf16")
+        print(evaluation.on_tasks(options.tasks, **own))
         return 0
-    from latte.train.run import check_groups, first_alone, join_processes
-
-    processes, first = join_processes()
-    check_groups("--context-parallel", options.context_parallel, processes)
-    shape = picked(options, "join", "max_tokens")
-    scoring = picked(options, "segment", "batch_tokens", "bf16", "positions")
-    lengths = sorted(set(options.lengths))
-
-    def place() -> Any:
-        settings = picked(options, "corpus", "field", "mixing", "device", "context_parallel")
-        settings |= {**shape, **scoring, "lengths": lengths, "processes": processes}
-        settings["corpus_files"] = contents(corpus_files(options.corpus or ()))
-        files = ("evaluation.csv", "evaluation.png", "positions.csv")
-        return evaluation_results(options, folder, files, settings)
-
-    output = first_alone(place)
-    from latte.data.preparing import evaluation_text, held_out_text
-    from latte.evaluate.lengths import evaluate_lengths, table, write_rows
-    from latte.evaluate.plots import lengths_figure
-    from latte.train.scoring import turns
-
-    model, tokenizer = load_checkpoint(folder, options.device, mixing=options.mixing)
-    label += kept_note(model.config)
-    if options.corpus:
-        corpus = options.corpus[0] if len(options.corpus) == 1 else options.corpus
-        text = evaluation_text(corpus, tokenizer, field=options.field, **shape)
-    elif recipe is not None:
-        text = held_out_text(recipe.data, tokenizer, **shape)
-    else:
-        raise LatteError(f"{folder} does not say what it was trained on; give --corpus")
-    rows = evaluate_lengths(
-        model,
-        text,
-        lengths,
-        **scoring,
-        **turns(model.device, options.context_parallel),
-        label=label,
-        progress=first,
-    )
-    if not first:
-        return 0
-    with output.writing() as staged:
-        write_rows(staged / "evaluation.csv", {label: rows})
-        lengths_figure(
-            staged / "evaluation.png",
-            {label: rows},
-            train_length=recipe.data.block_length if recipe is not None else None,
-            title="Held-out text",
-        )
-    print(table(rows))
-    print(f"written: {output.path('evaluation.csv')} and {output.path('evaluation.png')}")
+    text = picked(options, "corpus", "field", "join", "max_tokens")
+    scoring = picked(options, "segment", "batch_tokens", "bf16", "positions", "context_parallel")
+    found = evaluation.on_text(options.lengths, **text, **scoring)
+    if found is not None:  # under torchrun only one process prints
+        print(found)
     return 0
 
 
@@ -169,11 +105,6 @@ def chat(options: Namespace) -> int:
 
 def serve(options: Namespace) -> int:
     """latte serve CHECKPOINT"""
-    if options.continuous_batching:
-        raise LatteError(
-            "continuous batching pages keys and values, and a state of Latte has no pages:"
-            " expected no --continuous-batching"
-        )
     from latte.serve.server import Serving
     from latte.serve.server import serve as run
 
@@ -244,7 +175,7 @@ def convert(options: Namespace) -> int:
 
         recipe = load_conversion_recipe(options.recipe, options.overrides)
         folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
-        if int(os.environ.get("RANK", "0")) == 0:  # the other processes have nothing left to do
+        if is_first_process():  # the other processes have nothing left to do
             from latte.evaluate.lengths import report
 
             report(options.base, folder, recipe, quiet=options.quiet)
@@ -257,6 +188,7 @@ def convert(options: Namespace) -> int:
         )
     from latte.conversion import apply_latents
     from latte.conversion import convert as run
+    from latte.conversion.pretrained import summary
     from latte.progress import progress
 
     with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
@@ -264,57 +196,23 @@ def convert(options: Namespace) -> int:
             model = run(options.base, options.output, **given)
         else:
             model = apply_latents(options.base, options.trained, options.output, **given)
-    new = sum(p.numel() for name, p in model.named_parameters() if ".latents." in name)
-    total = sum(p.numel() for p in model.parameters())
     if not options.quiet:
-        config = model.config
-        layers = f"{len(config.converted_layers)} of {config.num_hidden_layers} layers converted"
         trained = (
-            f"from {options.trained}"
-            if options.trained is not None
-            else ("which have not been trained yet (see latte convert --recipe)")
+            "which have not been trained yet (see latte convert --recipe)"
+            if options.trained is None
+            else f"from {options.trained}"
         )
-        print(
-            f"written: {options.output}, {config.model_type}, {layers},"
-            f" {(total - new) / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones,"
-            f" {trained}"
-        )
+        print(f"written: {options.output}, {summary(model)}, {trained}")
     return 0
 
 
 def inspect(options: Namespace) -> int:
     """latte inspect CHECKPOINT --text ..."""
-    from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, training_recipe
-    from latte.inspect import report
-    from latte.progress import progress
-    from latte.results import results_at
+    from latte.inspect.report import inspect_checkpoint
 
-    folder = find_checkpoint(options.checkpoint)
-    text = report.read_text(options.text, options.file)
-    recipe = training_recipe(folder)
-    settings = picked(options, "text", "layers", "tokens", "statistics_tokens", "at", "device")
-    settings |= {"file": contents([options.file] if options.file else ()), **weights(folder)}
-    where = Path(options.output) if options.output else folder / "inspection"
-    given = {"named": bool(options.output), "force": options.force}
-    output = results_at(where, report.FILES, settings, **given)
-    model, tokenizer = load_checkpoint(folder, options.device)
-    with progress(0, "layer", label="inspecting", bar=False):
-        inspection = report.inspect_model(
-            model,
-            tokenizer,
-            text,
-            shown=options.tokens,
-            read=options.statistics_tokens,
-            layers=options.layers,
-            at=options.at or (),
-            label=recipe.name if recipe is not None else folder.name,
-        )
-        with output.writing() as staged:
-            written = report.write_report(inspection, staged)
-    print(report.outline(inspection))
-    print(f"written into {output.folder}: {', '.join(written)}")
-    page = output.path("index.html")
-    print(f"open {page} ({report.page_size(output.folder)}) in a browser")
+    shown = picked(options, "layers", "tokens", "statistics_tokens", "at")
+    where = picked(options, "device", "output", "force")
+    print(inspect_checkpoint(options.checkpoint, options.text, options.file, **shown, **where))
     return 0
 
 
@@ -344,55 +242,6 @@ def doctor(options: Namespace) -> int:
     print(json.dumps(found, indent=2) if options.json else text(found))
     required_kernels()
     return 0
-
-
-def evaluation_results(
-    options: Namespace, checkpoint: Path, files: tuple[str, ...], settings: dict[str, Any]
-) -> Any:
-    """The place where an evaluation writes. Each control has a folder of its own.
-
-    For a model in a single file it is in the current folder, since the file's may be read-only.
-
-    Args:
-        files: Names of the files that the evaluation may write.
-        settings: Settings on which the results depend, without the weights.
-
-    Raises:
-        LatteError: The same errors as of :func:`latte.results.results_at`.
-    """
-    from latte.results import results_at
-
-    if options.output:
-        folder = Path(options.output)
-    elif checkpoint.is_file():
-        folder = Path(f"{checkpoint.stem}-evaluation")
-    else:
-        folder = checkpoint / ("evaluation" + (f"-{options.mixing}" if options.mixing else ""))
-    every = {**settings, **weights(checkpoint)}
-    return results_at(folder, files, every, named=bool(options.output), force=options.force)
-
-
-def weights(checkpoint: Path) -> dict[str, Any]:
-    """The setting that identifies a checkpoint's weights."""
-    from latte.evaluate.checkpoint import weights_of
-
-    return {"weights": weights_of(checkpoint)}
-
-
-def contents(files: Iterable[str | Path]) -> str | None:
-    """The setting that identifies the contents of files; None if there are none."""
-    from latte.evaluate.checkpoint import contents_of
-
-    paths = [Path(file).expanduser() for file in files]
-    return contents_of(paths) if paths else None
-
-
-def corpus_files(specs: Iterable[str]) -> list[Path]:
-    """The local files that `--corpus` names."""
-    from latte.data.sources import PREFIX, find_files
-
-    local = [spec for spec in specs if spec != "embedded" and not spec.startswith(PREFIX)]
-    return [path for spec in local for path in find_files(spec)]
 
 
 def picked(options: Namespace, *names: str) -> dict[str, Any]:

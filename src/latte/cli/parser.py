@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from latte import __version__
 from latte.cli import commands
 from latte.errors import OneLineParser
+from latte.version import __version__
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"
@@ -284,9 +284,6 @@ def _serve(command: Any) -> None:
         metavar="SIZE",
         help="size of these files, 10GiB by default",
     )
-    add(
-        "--continuous-batching", action="store_true", help="not supported: the states have no pages"
-    )
 
 
 def _compare(command: Any) -> None:
@@ -296,8 +293,8 @@ def _compare(command: Any) -> None:
         "Each preset gets its own run in OUTPUT_DIR/PRESET, on the same tokens in the same order."
         " The results are comparison.csv, .md and .png. With --seeds it trains each preset with"
         " each seed, in OUTPUT_DIR/PRESET/seed-N, and writes seeds.csv, .md and .png: means with"
-        " 95% intervals, differences paired by seed with their p-values, the order claimed and"
-        " found. To resume after an interruption, run it again.",
+        " 95% intervals, differences paired by seed with their p-values, the order found. To"
+        " resume after an interruption, run it again.",
     ).add_argument
     add("recipe", help="a YAML recipe; its model.preset is not used")
     add("overrides", help="dotted overrides", **OVERRIDES)

@@ -19,20 +19,20 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Grid, Outcome, damaged, read_json, unfinished
+from latte.compare.grid import Grid, RunStatus, damaged, read_json, unfinished
 from latte.data.preparing import prepare_text
 from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, check_positions, evaluate_lengths
 from latte.machine import describe
 from latte.models.registry import find_model, other_models, preset_names
+from latte.processes import number_of_processes
 from latte.results import Results, own_file, results_at, write_json
 from latte.train.metrics import read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
@@ -40,11 +40,10 @@ from latte.train.run import check_model, first_alone, train
 from latte.train.run_folder import FINISHED_FILE, check_same_recipe
 
 MEASURED_FILE = "measured.json"
-EARLIER_FILE = "lengths.json"  # its earlier name, for one seed and with fewer entries
 
 
 @dataclass(frozen=True)
-class Run:
+class PresetRun:
     """One preset by one seed; None: the recipe's own."""
 
     preset: str
@@ -107,25 +106,25 @@ class Comparison(Grid):
         super().__init__(recipe, runs_of(recipe), quiet=quiet)
         self.title, self.references = title, references
         self.keeps_going = bool(recipe.comparison.seeds)
-        self.apart = self.keeps_going and apart and int(os.environ.get("WORLD_SIZE", "1")) == 1
+        self.apart = self.keeps_going and apart and number_of_processes() == 1
 
-    def look(self, run: Run) -> Outcome:
+    def look(self, run: PresetRun) -> RunStatus:
         check_same_recipe(run.recipe)
         measured = stored_measurement(run, self.recipe.comparison)
         if measured is not None:
             if all(math.isfinite(row.loss) for row in measured.rows):
-                return Outcome(run, measured)
-            return Outcome(run, None, "diverged: the held-out loss is not finite")
+                return RunStatus(run, measured)
+            return RunStatus(run, None, "diverged: the held-out loss is not finite")
         if run.lacks:
-            return Outcome(run, None, f"cannot run here, it needs {run.lacks}")
+            return RunStatus(run, None, f"cannot run here, it needs {run.lacks}")
         if (run.folder / FINISHED_FILE).exists():
-            return Outcome(run, None, "trained, not scored yet at these lengths")
-        return Outcome(run, None, unfinished(run))
+            return RunStatus(run, None, "trained, not scored yet at these lengths")
+        return RunStatus(run, None, unfinished(run))
 
     def prepare(self) -> None:
         prepare_text(self.recipe.data, progress=self.first and not self.quiet)
 
-    def do(self, run: Run) -> None:
+    def do(self, run: PresetRun) -> None:
         train_and_measure(run, self.recipe.comparison, self.quiet)
 
     @property
@@ -144,14 +143,14 @@ class Comparison(Grid):
         folder = Path(self.recipe.output_dir)
         return results_at(folder, self.report_files, settings, named=False, number="files")
 
-    def write(self, outcomes: Sequence[Outcome]) -> str:
+    def write(self, statuses: Sequence[RunStatus]) -> str:
         from latte.compare import report
 
         with self.report_place().writing() as folder:
             if self.recipe.comparison.seeds:
-                return report.write_seeds(folder, outcomes, self.recipe, self.title)
+                return report.write_seeds(folder, statuses, self.recipe, self.title)
             shown = (self.recipe, self.title, self.references)
-            return report.write_comparison(folder, outcomes, *shown)
+            return report.write_comparison(folder, statuses, *shown)
 
     def listing(self) -> str:
         steps = self.recipe.steps()
@@ -159,7 +158,7 @@ class Comparison(Grid):
         return f"{super().listing()} of {steps:,} steps, {tokens:,} tokens each\n"
 
 
-def runs_of(recipe: Recipe) -> list[Run]:
+def runs_of(recipe: Recipe) -> list[PresetRun]:
     """All runs of `recipe.comparison`, seed by seed. Raises as :class:`Comparison` does."""
     recipe.import_plugins()  # for the models that they register
     section = recipe.comparison
@@ -182,14 +181,14 @@ def runs_of(recipe: Recipe) -> list[Run]:
         if not lacks[preset]:
             check_model(each)
     if not section.seeds:
-        return [Run(preset, None, each) for preset, each in by_preset.items()]
+        return [PresetRun(preset, None, each) for preset, each in by_preset.items()]
     runs = []
     for seed in section.seeds:
         for preset, each in by_preset.items():
             seeded = copy.deepcopy(each)
             seeded.training.seed = seed
             seeded.output_dir = str(Path(each.output_dir) / f"seed-{seed}")
-            runs.append(Run(preset, seed, seeded, lacks[preset]))
+            runs.append(PresetRun(preset, seed, seeded, lacks[preset]))
     return runs
 
 
@@ -228,14 +227,17 @@ def _lacks(preset: str) -> str:
     return model.missing() or ""
 
 
-def _wanted(run: Run, section: ComparisonSection) -> dict[str, Any]:
+def _wanted(run: PresetRun, section: ComparisonSection) -> dict[str, Any]:
     block = run.recipe.data.block_length
     usual = [block, 4 * block, 16 * block] if run.seed is None else [block]
-    wanted = {"lengths": sorted(set(section.lengths or usual)), "max_tokens": section.max_tokens}
-    return wanted | ({"positions": section.positions} if section.positions else {})
+    return {
+        "lengths": sorted(set(section.lengths or usual)),
+        "max_tokens": section.max_tokens,
+        "positions": section.positions,
+    }
 
 
-def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
+def stored_measurement(run: PresetRun, section: ComparisonSection) -> Measured | None:
     """The measurement in a run's folder, if it has the wanted lengths and tokens.
 
     Raises:
@@ -243,21 +245,17 @@ def stored_measurement(run: Run, section: ComparisonSection) -> Measured | None:
     """
     file = measured_file(run, section)
     if not file.exists():
-        file = run.folder / EARLIER_FILE
-    if not file.exists():
         return None
     stored = read_json(file, "wanted")
     if stored.pop("wanted") != _wanted(run, section):
         return None
     try:
-        if file.name == EARLIER_FILE:
-            stored |= _training(run.folder) | {"hardware": {}}
         return Measured(**{**stored, "rows": [Row(**row) for row in stored["rows"]]})
     except (KeyError, TypeError) as error:
         raise damaged(file, error) from None
 
 
-def measured_file(run: Run, section: ComparisonSection) -> Path:
+def measured_file(run: PresetRun, section: ComparisonSection) -> Path:
     """The path of the measurement at the wanted lengths and tokens, whether it exists or not.
 
     Raises:
@@ -278,7 +276,7 @@ def _training(folder: Path) -> dict[str, Any]:
     }
 
 
-def train_and_measure(run: Run, section: ComparisonSection, quiet: bool) -> None:
+def train_and_measure(run: PresetRun, section: ComparisonSection, quiet: bool) -> None:
     """One run from start or checkpoint to its measured.json. Raises as `train` does."""
     result = train(run.recipe, label=run.label, quiet=quiet)
     if not result.finished and run.seed is None:

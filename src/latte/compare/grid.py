@@ -10,7 +10,6 @@ the others continue.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+from latte.processes import is_first_process, number_of_processes
 from latte.results import writable_folder, write_json
 from latte.train.run_folder import FolderInUse, checkpoints
 
@@ -26,7 +26,7 @@ FAILED_FILE = "failed.json"  # why a run's folder has no result, if its last att
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunStatus:
     """The status of a run: its `result`, or the `problem` that prevents one."""
 
     run: Any
@@ -58,12 +58,12 @@ class Grid:
 
     def __init__(self, recipe: Any, runs: Sequence[Any], *, quiet: bool = False) -> None:
         self.recipe, self.runs, self.quiet = recipe, runs, quiet
-        self.first = int(os.environ.get("RANK", "0")) == 0  # under torchrun only one process prints
+        self.first = is_first_process()  # the only one that prints
         self.problems: dict[str, str] = {}  # of the runs that this call has tried, by label
 
     # ---- what a kind of grid says
 
-    def look(self, run: Any) -> Outcome:
+    def look(self, run: Any) -> RunStatus:
         """What a run's folder says.
 
         Raises:
@@ -75,40 +75,40 @@ class Grid:
         """Train and score a run, from its start or its newest checkpoint, into its folder."""
         raise NotImplementedError
 
-    def write(self, outcomes: Sequence[Outcome]) -> str:
+    def write(self, statuses: Sequence[RunStatus]) -> str:
         """Write the report's files; returns its table."""
         raise NotImplementedError
 
     def prepare(self) -> None:
         """Prepare what all runs need, before the first run that has no result."""
 
-    def is_spared(self, run: Any, outcomes: Sequence[Outcome]) -> bool:
+    def is_spared(self, run: Any, statuses: Sequence[RunStatus]) -> bool:
         """Whether a run need not be done, because of the results of others."""
         return False
 
     # ---- the engine
 
-    def outcomes(self) -> list[Outcome]:
+    def statuses(self) -> list[RunStatus]:
         """The status of all runs, from their folders and from this call."""
-        return [self._outcome(run) for run in self.runs]
+        return [self._status(run) for run in self.runs]
 
-    def _outcome(self, run: Any) -> Outcome:
+    def _status(self, run: Any) -> RunStatus:
         found = self.look(run)
         if found.result is not None or not found.due:
             return found
         problem, file = self.problems.get(run.label, ""), run.folder / FAILED_FILE
         if not problem and file.exists():
             problem = read_json(file)["problem"]
-        return Outcome(run, None, problem) if problem else found
+        return RunStatus(run, None, problem) if problem else found
 
-    def sweep(self, *, report_only: bool = False) -> tuple[list[Outcome], str]:
+    def sweep(self, *, report_only: bool = False) -> tuple[list[RunStatus], str]:
         """Do the runs that have no result yet; write the report after each. Returns its text too.
 
         Raises:
             LatteError: There are results of another recipe, a folder cannot be written, or
                 `prepare` or `do` raises an error that would stop every run.
         """
-        due = [outcome.run for outcome in self.outcomes() if outcome.due]
+        due = [status.run for status in self.statuses() if status.due]
         writable_folder(Path(self.recipe.output_dir))
         if report_only:
             due = []
@@ -116,17 +116,17 @@ class Grid:
             self.prepare()
         began = time.perf_counter()
         for number, run in enumerate(due):
-            found = self.outcomes()
-            if not self._outcome(run).due or self.is_spared(run, found):
+            found = self.statuses()
+            if not self._status(run).due or self.is_spared(run, found):
                 continue  # another process has done it in the meantime, or it is not worth it
             self._say_progress(run, found, number, len(due), time.perf_counter() - began)
             self.problems[run.label] = self._attempt(run)
             if self.first:
-                self.write(self.outcomes())
-        found = self.outcomes()
-        for outcome in found:
-            if outcome.result is None and not (self.keeps_going or report_only):
-                raise LatteError(f"{outcome.run.label}: {outcome.problem}")
+                self.write(self.statuses())
+        found = self.statuses()
+        for status in found:
+            if status.result is None and not (self.keeps_going or report_only):
+                raise LatteError(f"{status.run.label}: {status.problem}")
         return found, self.write(found) if self.first else ""
 
     def _attempt(self, run: Any) -> str:
@@ -137,7 +137,7 @@ class Grid:
         from latte.train.trainer import Diverged
 
         # A lack of memory stops all processes; another error may stop only one of them.
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        several = number_of_processes() > 1
         plain = torch.OutOfMemoryError if several else RuntimeError
         try:
             if self.apart:
@@ -160,12 +160,12 @@ class Grid:
         return ""
 
     def _say_progress(
-        self, run: Any, found: Sequence[Outcome], number: int, due: int, spent: float
+        self, run: Any, found: Sequence[RunStatus], number: int, due: int, spent: float
     ) -> None:
         from latte.train.metrics import duration
 
-        done = sum(outcome.result is not None for outcome in found)
-        failed = sum(outcome.failed for outcome in found)
+        done = sum(status.result is not None for status in found)
+        failed = sum(status.failed for status in found)
         left = duration(spent / number * (due - number)) if number else "unknown"
         self.say(
             f"[{done + failed + 1}/{len(found)}] {run.label} | {done} finished, {failed} failed,"
@@ -179,9 +179,9 @@ class Grid:
     def listing(self) -> str:
         """For a dry run: each run, its folder and its status."""
         lines = [
-            f"{outcome.run.label}: {outcome.run.folder}"
-            f" ({'finished' if outcome.result is not None else outcome.problem})"
-            for outcome in self.outcomes()
+            f"{status.run.label}: {status.run.folder}"
+            f" ({'finished' if status.result is not None else status.problem})"
+            for status in self.statuses()
         ]
         return "\n".join([*lines, f"{len(lines)} run{'s' if len(lines) != 1 else ''}"])
 

@@ -5,18 +5,18 @@ By one seed: comparison.csv (a row per preset and context length), .md, .png. By
 intervals of `latte.compare.intervals` over the seeds. A paired difference is the same formula on
 the differences: what both sides share (here the seed's data order) cancels. Intervals are not
 widened for the number of comparisons; the p-values beside them are corrected for the number of
-differences in their table. Claims are looked at where the models were trained: at the block's
-length if it was scored, else at the shortest.
+differences in their table. The models are put in order at the length of the block if it was scored,
+else at the shortest length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from latte.compare.grid import Outcome
+from latte.compare.grid import RunStatus
 from latte.compare.intervals import Mean, holm, mean_of
 from latte.evaluate.lengths import (
     COLUMNS,
@@ -32,19 +32,6 @@ from latte.results import write_text
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import Recipe
 
-# Perplexities claimed: the left one above the right one (for the last pair: or equal).
-CLAIMS = (
-    ("latte", "latte++"),
-    ("latte++", "latte-conv++"),
-    ("latte-conv++", "latte-r++"),
-    ("latte-conv++", "latte-conv-swa++"),
-    ("latte-r++", "latte-conv-swa++"),
-    ("latte-r++", "latte-r-swa++"),
-    ("latte-conv-swa++", "latte-r-swa++"),
-    ("r-swa++", "latte-r-swa++"),
-    ("transformer++", "latte-r-swa++"),
-)
-
 Losses = dict[str, dict[int, Row]]  # by preset and seed, at one context length
 
 
@@ -53,7 +40,7 @@ Losses = dict[str, dict[int, Row]]  # by preset and seed, at one context length
 
 def write_comparison(
     folder: Path,
-    outcomes: Sequence[Outcome],
+    statuses: Sequence[RunStatus],
     recipe: Recipe,
     title: str,
     references: Mapping[str, float] | None,
@@ -62,19 +49,19 @@ def write_comparison(
 
     It is a table: parameters, tokens, time and, by context length, perplexity and bits per byte.
     """
-    finished = [outcome for outcome in outcomes if outcome.result is not None]
+    finished = [status for status in statuses if status.result is not None]
     if not finished:
         return ""
-    by_preset = {outcome.run.preset: outcome.result.rows for outcome in finished}
+    by_preset = {status.run.preset: status.result.rows for status in finished}
     write_rows(folder / "comparison.csv", by_preset, "preset")
     lengths = _lengths(finished)
     head = ["model", "parameters", "tokens", "training time", "tokens/s"]
     head += [f"ppl at {length:,}" for length in lengths]
     lines = [head + [f"bits/byte at {length:,}" for length in lengths]]
-    for outcome in finished:
-        found = outcome.result
+    for status in finished:
+        found = status.result
         cells = [
-            f"`{outcome.run.preset}`",
+            f"`{status.run.preset}`",
             f"{found.parameters / 1e6:.2f}M",
             f"{found.tokens:,}",
             duration(found.seconds),
@@ -98,33 +85,33 @@ def write_comparison(
 # ---- by several seeds
 
 
-def write_seeds(folder: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> str:
+def write_seeds(folder: Path, statuses: Sequence[RunStatus], recipe: Recipe, title: str) -> str:
     """Write the files of a comparison by several seeds; returns the Markdown."""
-    text = markdown(outcomes, recipe)
-    write_text(folder / "seeds.csv", _csv(outcomes))
+    text = markdown(statuses, recipe)
+    write_text(folder / "seeds.csv", _csv(statuses))
     if recipe.comparison.positions:
-        write_text(folder / "positions.csv", _positions_csv(outcomes))
+        write_text(folder / "positions.csv", _positions_csv(statuses))
     write_text(folder / "seeds.md", text)
-    if any(outcome.result for outcome in outcomes):
-        seeds_figure(folder / "seeds.png", outcomes, recipe, title)
+    if any(status.result for status in statuses):
+        seeds_figure(folder / "seeds.png", statuses, recipe, title)
     return text
 
 
-def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
-    """The tables: means, paired differences, the order claimed and found, what is missing."""
-    finished = [outcome for outcome in outcomes if outcome.result is not None]
+def markdown(statuses: Sequence[RunStatus], recipe: Recipe) -> str:
+    """The tables: means, paired differences, the order found, what is missing."""
+    finished = [status for status in statuses if status.result is not None]
     parts = []
     if finished:
         presets = recipe.comparison.presets
         usual = "transformer++" if "transformer++" in presets else presets[0]
         parts += [_caption(finished, recipe), _means(finished), *_by_position(finished)]
         parts += _differences(finished, recipe.comparison.baseline or usual)
-        parts += _orders(finished, _judged(finished, recipe))
+        parts += _order(finished, _judged(finished, recipe))
     missing: dict[tuple[str, str], list[str]] = {}
-    for outcome in outcomes:
-        if outcome.result is None:
-            key = (outcome.run.preset, outcome.problem)
-            missing.setdefault(key, []).append(str(outcome.run.seed))
+    for status in statuses:
+        if status.result is None:
+            key = (status.run.preset, status.problem)
+            missing.setdefault(key, []).append(str(status.run.seed))
     if missing:
         lines = [
             f"- `{preset}`, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}: {problem}"
@@ -134,13 +121,13 @@ def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
     return "\n".join(parts)
 
 
-def losses(finished: Iterable[Outcome], length: int) -> Losses:
+def losses(finished: Iterable[RunStatus], length: int) -> Losses:
     """Rows of one context length by preset and seed."""
     found: Losses = {}
-    for outcome in finished:
-        for row in outcome.result.rows:
+    for status in finished:
+        for row in status.result.rows:
             if row.length == length:
-                found.setdefault(outcome.run.preset, {})[outcome.run.seed] = row
+                found.setdefault(status.run.preset, {})[status.run.seed] = row
     return found
 
 
@@ -158,15 +145,6 @@ def found_order(found: Losses) -> list[str]:
     return sorted(means, key=lambda name: -means[name])
 
 
-def verdict(difference: Mean) -> str:
-    """What an interval says of the claim that the difference is above zero."""
-    if difference.half_width is None:
-        return "one seed, no interval; " + ("as claimed" if difference.value > 0 else "reversed")
-    if difference.sign == 0:
-        return "undecided: the interval includes 0"
-    return "holds" if difference.sign > 0 else "reversed"
-
-
 def excludes_zero(difference: Mean) -> str:
     """Whether the interval of a difference does, in a word."""
     if difference.half_width is None:
@@ -174,12 +152,12 @@ def excludes_zero(difference: Mean) -> str:
     return "yes" if difference.sign else "no"
 
 
-def _means(finished: Sequence[Outcome]) -> str:
+def _means(finished: Sequence[RunStatus]) -> str:
     lengths = _lengths(finished)
     head = ["model", "parameters", "seeds", *(f"perplexity at {x:,}" for x in lengths)]
     lines = [[*head, "tokens/s", "peak memory, MB"]]
     for preset in _presets(finished):
-        group = [outcome.result for outcome in finished if outcome.run.preset == preset]
+        group = [status.result for status in finished if status.run.preset == preset]
         line = [f"`{preset}`", f"{group[0].parameters / 1e6:.2f}M", str(len(group))]
         for length in lengths:
             values = [row.perplexity for m in group for row in m.rows if row.length == length]
@@ -190,7 +168,7 @@ def _means(finished: Sequence[Outcome]) -> str:
     return table(lines)
 
 
-def _by_position(finished: Sequence[Outcome]) -> list[str]:
+def _by_position(finished: Sequence[RunStatus]) -> list[str]:
     """For each length whose scores are divided, mean perplexities by position."""
     parts = []
     for length in _lengths(finished):
@@ -208,7 +186,7 @@ def _by_position(finished: Sequence[Outcome]) -> list[str]:
     return parts
 
 
-def _differences(finished: Sequence[Outcome], baseline: str) -> list[str]:
+def _differences(finished: Sequence[RunStatus], baseline: str) -> list[str]:
     lengths = _lengths(finished)
     by_length = [losses(finished, length) for length in lengths]
     lines: list[list[str]] = []
@@ -247,48 +225,31 @@ def p_text(p: float) -> str:
     return format(p, ".3f") if p >= 0.0005 else "<0.001"
 
 
-def _orders(finished: Sequence[Outcome], length: int) -> list[str]:
-    """What was claimed, judged; and the order found, neighbour by neighbour."""
+def _order(finished: Sequence[RunStatus], length: int) -> list[str]:
+    """The order found, and the difference of each two neighbours that have seeds in common."""
     found = losses(finished, length)
     order = found_order(found)
-    parts = []
-    if claimed := _pairs(found, CLAIMS, ("claim", ""), verdict):
-        parts += [f"The order claimed, in perplexity at {length:,}, paired by seed:\n", claimed]
     neighbours = list(zip(order, order[1:], strict=False))
-    if pairs := _pairs(found, neighbours, ("neighbours", "interval excludes 0"), excludes_zero):
-        best_first = ", ".join(f"`{name}`" for name in reversed(order))
-        parts += [
-            f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
-            f" {best_first}\n",
-            pairs,
-        ]
-    return parts
+    known = [(pair, paired(found, *pair)) for pair in neighbours]
+    differences = [each for _, each in known if each is not None]
+    if not differences:
+        return []
+    p_values = iter(_corrected(differences))
+    lines = [["neighbours", "difference", "seeds", "interval excludes 0", "p"]]
+    for (left, right), difference in known:
+        if difference is not None:
+            cells = [difference.text("+.2f"), str(difference.count), excludes_zero(difference)]
+            lines.append([f"`{left}`, `{right}`", *cells, next(p_values)])
+    best_first = ", ".join(f"`{name}`" for name in reversed(order))
+    return [
+        f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
+        f" {best_first}\n",
+        table(lines),
+    ]
 
 
-def _pairs(
-    found: Losses,
-    pairs: Iterable[tuple[str, str]],
-    head: tuple[str, str],
-    judge: Callable[[Mean], str],
-) -> str:
-    """A line for each pair that has seeds in common; nothing if none has."""
-    lines = []
-    differences = []
-    for left, right in pairs:
-        if (difference := paired(found, left, right)) is not None:
-            sign = " >=" if left == "transformer++" else " >"
-            sign = "," if judge is excludes_zero else sign
-            cells = [difference.text("+.2f"), str(difference.count), judge(difference)]
-            lines.append([f"`{left}`{sign} `{right}`", *cells])
-            differences.append(difference)
-    if not lines:
-        return ""
-    lines = [[*line, p] for line, p in zip(lines, _corrected(differences), strict=True)]
-    return table([[head[0], "difference", "seeds", head[1], "p"], *lines])
-
-
-def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
-    measured = [outcome.result for outcome in finished]
+def _caption(finished: Sequence[RunStatus], recipe: Recipe) -> str:
+    measured = [status.result for status in finished]
     tokens = sorted({m.tokens for m in measured})
     scored = sorted({row.tokens for m in measured for row in m.rows})
     places = sorted({(m.hardware["device"], m.hardware["threads"], m.hardware["torch"])
@@ -304,9 +265,9 @@ def _caption(finished: Sequence[Outcome], recipe: Recipe) -> str:
     )
 
 
-def seeds_figure(path: Path, outcomes: Sequence[Outcome], recipe: Recipe, title: str) -> None:
+def seeds_figure(path: Path, statuses: Sequence[RunStatus], recipe: Recipe, title: str) -> None:
     """Learning curves averaged over seeds, beside each preset's perplexities and interval."""
-    finished = [outcome for outcome in outcomes if outcome.result is not None]
+    finished = [status for status in statuses if status.result is not None]
     presets = _presets(finished)
     length = _judged(finished, recipe)
     found = losses(finished, length)
@@ -326,12 +287,12 @@ def seeds_figure(path: Path, outcomes: Sequence[Outcome], recipe: Recipe, title:
     save(figure, path)
 
 
-def _curve(finished: Iterable[Outcome], preset: str) -> list[dict[str, float]]:
+def _curve(finished: Iterable[RunStatus], preset: str) -> list[dict[str, float]]:
     """Held-out bits per byte by tokens read, averaged over the preset's seeds."""
     points: dict[int, list[float]] = {}
-    for outcome in finished:
-        if outcome.run.preset == preset:
-            for record in read_metrics(outcome.run.folder, "eval"):
+    for status in finished:
+        if status.run.preset == preset:
+            for record in read_metrics(status.run.folder, "eval"):
                 points.setdefault(record["tokens"], []).append(record["eval_bits_per_byte"])
     return [
         {"tokens": tokens, "eval_bits_per_byte": mean(values)}
@@ -339,31 +300,31 @@ def _curve(finished: Iterable[Outcome], preset: str) -> list[dict[str, float]]:
     ]
 
 
-def _presets(finished: Iterable[Outcome]) -> list[str]:
-    return list(dict.fromkeys(outcome.run.preset for outcome in finished))
+def _presets(finished: Iterable[RunStatus]) -> list[str]:
+    return list(dict.fromkeys(status.run.preset for status in finished))
 
 
-def _lengths(finished: Iterable[Outcome]) -> list[int]:
-    return sorted({row.length for outcome in finished for row in outcome.result.rows})
+def _lengths(finished: Iterable[RunStatus]) -> list[int]:
+    return sorted({row.length for status in finished for row in status.result.rows})
 
 
-def _judged(finished: Sequence[Outcome], recipe: Recipe) -> int:
+def _judged(finished: Sequence[RunStatus], recipe: Recipe) -> int:
     lengths, block = _lengths(finished), recipe.data.block_length
     return block if block in lengths else lengths[0]
 
 
-def _csv(outcomes: Sequence[Outcome]) -> str:
+def _csv(statuses: Sequence[RunStatus]) -> str:
     """A row per run and context length, and one for a run without a result."""
     run = ["preset", "seed", "problem", "parameters", "steps", "trained_tokens",
            "training_seconds", "training_tokens_per_second",
            "training_peak_memory_bytes"]  # fmt: skip
     place = ["device", "threads", "torch", "date"]
     rows: list[dict[str, Any]] = []
-    for outcome in outcomes:
-        head = {"preset": outcome.run.preset, "seed": outcome.run.seed}
-        found = outcome.result
+    for status in statuses:
+        head = {"preset": status.run.preset, "seed": status.run.seed}
+        found = status.result
         if found is None:
-            rows.append({**head, "problem": outcome.problem})
+            rows.append({**head, "problem": status.problem})
             continue
         head |= {"parameters": found.parameters, "steps": found.steps}
         head |= {"trained_tokens": found.tokens, **found.hardware}
@@ -373,12 +334,12 @@ def _csv(outcomes: Sequence[Outcome]) -> str:
     return csv_text([*run, *COLUMNS, *place], rows)
 
 
-def _positions_csv(outcomes: Sequence[Outcome]) -> str:
+def _positions_csv(statuses: Sequence[RunStatus]) -> str:
     """A row per run, context length and part of its windows."""
     rows = [
-        {"preset": outcome.run.preset, "seed": outcome.run.seed, **part}
-        for outcome in outcomes
-        for row in (outcome.result.rows if outcome.result is not None else ())
+        {"preset": status.run.preset, "seed": status.run.seed, **part}
+        for status in statuses
+        for row in (status.result.rows if status.result is not None else ())
         for part in position_rows(row)
     ]
     return csv_text(["preset", "seed", *POSITION_COLUMNS], rows)

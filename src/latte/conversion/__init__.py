@@ -8,23 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from latte._lazy import lazy_names
+from latte.conversion.bases import BASES as BASES
 
 if TYPE_CHECKING:
     from latte.conversion.pretrained import convert
     from latte.conversion.trained import apply_latents, save_latents
 
 __all__ = ["apply_latents", "convert", "save_latents"]
-
-# The decoders that can be converted, by model type, with the prefix of their classes in
-# Transformers.
-BASES = {
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-}
 
 __getattr__, __dir__ = lazy_names(__name__, __all__, ("pretrained", "trained"))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
-from latte.conversion.step import Turns, norm, turns_of
+from latte.conversion.step import Rotations, norm, rotations_of
 from latte.layers import MixerState, MixingLogits
 from latte.layers.baselines import step_window
 from latte.layers.latent_input import LatentInputs, LatentLogits
@@ -132,8 +132,8 @@ class MacchiatoAttention(nn.Module):
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
         if isinstance(state, StepState):
             table = tokens.sink_embeddings and tokens.sink_embeddings[self.layer_kind]
-            turns = turns_of(position_embeddings, table or None, hidden_states.dtype)
-            out_BX = self.step(hidden_states[:, 0], state, turns)
+            rotations = rotations_of(position_embeddings, table or None, hidden_states.dtype)
+            out_BX = self.step(hidden_states[:, 0], state, rotations)
             return self.o_proj(out_BX).unsqueeze(1), None
         if state.recording and (self.num_sinks or self.delay_latents):
             raise ValueError(
@@ -161,7 +161,7 @@ class MacchiatoAttention(nn.Module):
         """Whether a token can be decoded in place. This needs the window."""
         return self.mixing != "latents"
 
-    def step(self, x_BE: Tensor, state: StepState, turns: Turns) -> Tensor:
+    def step(self, x_BE: Tensor, state: StepState, rotations: Rotations) -> Tensor:
         """The output of the heads, (B, H * K), for one token per row. Overwrites the state."""
         # For one token every Python call takes a noticeable time, and module attributes are slow.
         parts, native, B = self._modules, state.clock.native, x_BE.shape[0]
@@ -170,7 +170,7 @@ class MacchiatoAttention(nn.Module):
         q, k, v = (x.view(B, -1, self.head_dim) for x in maps)
         if "q_norm" in parts:
             q, k = norm(self.q_norm, q, native), norm(self.k_norm, k, native)
-        local, options = (q, k, v), (state, self.scale, self.softcap, *turns)
+        local, options = (q, k, v), (state, self.scale, self.softcap, *rotations)
         if self.mixing in ("base", "window"):
             return step_window(local, *options).view(B, -1)
         latents: Any = parts["latents"]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import transformers
 from huggingface_hub.dataclasses import strict
 
-from latte.conversion import BASES
+from latte.conversion.bases import BASES
 from latte.layers.checks import check_decay_range, check_half_lives, check_probability
 from latte.layers.latent_input import FORGETTING, HALF_LIFE_RANGE, LATENT_INPUTS
 from latte.layers.recurrent import DECAY_RANGE
@@ -35,7 +35,7 @@ class MacchiatoFields:
         converted_layers: Layers with a window and latents, by number from 0. The other layers have
             the base's own attention. They either have a window of their own, or are kept layers of
             full attention (:attr:`keep_layers`), whose state grows with the text. None means all
-            layers, as in files of older versions.
+            layers.
         latent_input: Source of the latent logits: ``none`` (the layer's input x), ``conv`` or
             ``rglru`` (eq. 18-19).
         window_probability: Initial value of p(l=0), the window's share, set by a bias on the

@@ -16,22 +16,18 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from latte.conversion import BASES, step
+from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention, Tokens
+from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
 from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
-from latte.layers.parts import token_positions
-from latte.models.cache import (
-    LatteCache,
-    StateGenerationMixin,
-    choose_cache,
-    new_key_mask,
-    packed_bounds,
-)
+from latte.models.cache import LatteCache
+from latte.models.generation import StateGenerationMixin
+from latte.models.inputs import prepare_inputs
 from latte.models.loss import next_token_loss
-from latte.models.modeling import embed, initialise
+from latte.models.modeling import initialise
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 
@@ -107,36 +103,33 @@ class MacchiatoDecoder(MacchiatoPreTrained):
                 "output_attentions: a converted model returns no weights; expected False. Latte's"
                 " own models do, and latte inspect shows those of both"
             )
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("expected exactly one of input_ids and inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = embed(self.embed_tokens, input_ids)  # type: ignore[attr-defined]
-        if cu_seq_lens_q is None:
-            cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
-        cache = choose_cache(self, past_key_values, use_cache, cu_seq_lens_q)
-        key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
-        if cache is not None:
-            counted = cache.begin(inputs_embeds, key_mask, self.steps)
-            position_ids = counted if position_ids is None else position_ids
-        if position_ids is None:
-            start = cache.position if cache is not None else getattr(self.earlier, "position", None)
-            position_ids = token_positions(inputs_embeds, key_mask, cu_seq_lens_q, start)
-        if cache is not None and cache.step is not None and step.serves(self, HOOKS, kwargs):
-            hidden = step.run(self, inputs_embeds[:, 0], position_ids, cache)
+        inputs = prepare_inputs(
+            self,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            cu_seq_lens_q,
+        )
+        x_BTE, cache, position_ids = inputs.x_BTE, inputs.cache, inputs.positions()
+        if cache is not None and inputs.is_step and step.serves(self, HOOKS, kwargs):
+            hidden = step.run(self, x_BTE[:, 0], position_ids, cache)
             cache.end()
             return BaseModelOutputWithPast(hidden[:, None], cache)
-        sinks = self._sink_embeddings(inputs_embeds, position_ids)
+        sinks = self._sink_embeddings(x_BTE, position_ids)
         # The base accepts this as a finished mask, so it builds none of T x T.
-        mask: Any = inputs_embeds.new_zeros(1, 1, 1, 1)
+        mask: Any = x_BTE.new_zeros(1, 1, 1, 1)
         if self.masks_by_kind:
             mask = {"full_attention": None, "sliding_attention": None}
         outputs = super().forward(  # type: ignore[misc]
-            inputs_embeds=inputs_embeds,
+            inputs_embeds=x_BTE,
             attention_mask=mask,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=cache is not None,
-            tokens=Tokens(key_mask, cu_seq_lens_q, sinks, self.earlier or MixerState()),
+            tokens=Tokens(inputs.key_mask, inputs.cu_seq_lens, sinks, inputs.earlier),
             **kwargs,
         )
         if cache is not None:

@@ -340,6 +340,19 @@ def load_whole(
     return model.eval()
 
 
+def summary(model: Any) -> str:
+    """A converted model in a line: its type, its converted layers, its parameters in millions."""
+    from latte.conversion.modeling import NEW_WEIGHTS
+
+    new = sum(p.numel() for name, p in model.named_parameters() if NEW_WEIGHTS in name)
+    base = sum(p.numel() for p in model.parameters()) - new
+    config = model.config
+    return (
+        f"{config.model_type}, {len(config.converted_layers)} of {config.num_hidden_layers} layers"
+        f" converted, {base / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones"
+    )
+
+
 @torch.no_grad()
 def own_weights(model: Any) -> Any:
     """Copy parameters and buffers into memory of their own, in place; returns the model.

@@ -80,7 +80,7 @@ def record(
     return files
 
 
-class Row(NamedTuple):
+class FitRow(NamedTuple):
     """The data of one row that its loss needs, besides the latents' logits.
 
     All tensors except the masses are in half precision.
@@ -125,7 +125,7 @@ class FitOptions:
     patience: int = 2
 
 
-class Score(NamedTuple):
+class FitErrors(NamedTuple):
     """Errors on the held-out rows: of the layer's output, its mass, and the window alone."""
 
     step: int
@@ -158,7 +158,7 @@ class LayerFit:
         self.train, self.held_out = rows[: len(rows) - held_out], rows[len(rows) - held_out :]
 
     @torch.no_grad()
-    def _prepare(self, file: Path) -> Row:
+    def _prepare(self, file: Path) -> FitRow:
         layer = self.layer
         with safe_open(str(file), framework="pt") as opened:
             x = opened.get_tensor(str(layer.layer_idx))[None].float()
@@ -175,7 +175,7 @@ class LayerFit:
         def half(each: Tensor) -> Tensor:
             return each[0].to(torch.bfloat16)
 
-        return Row(
+        return FitRow(
             x=half(x),
             v=half(local.v),
             near=half(near),
@@ -185,7 +185,7 @@ class LayerFit:
             places=places,
         )
 
-    def errors(self, row: Row) -> tuple[Tensor, Tensor]:
+    def errors(self, row: FitRow) -> tuple[Tensor, Tensor]:
         """The output's relative error and the mass's divergence of one row."""
         layer = self.layer
         x, v, near, target = (each[None].float() for each in row[:4])
@@ -206,7 +206,7 @@ class LayerFit:
         return relative_error(out, target, piece.real), mass
 
     @torch.no_grad()
-    def score(self, step: int) -> Score:
+    def score(self, step: int) -> FitErrors:
         """The mean errors of the held-out rows."""
         window = []
         for row in self.held_out:
@@ -215,9 +215,9 @@ class LayerFit:
             window.append(relative_error(alone, row.target[None].float(), real).item())
         errors = [[float(error) for error in self.errors(row)] for row in self.held_out]
         output, mass = (sum(each) / len(errors) for each in zip(*errors, strict=True))
-        return Score(step, output, mass, sum(window) / len(window))
+        return FitErrors(step, output, mass, sum(window) / len(window))
 
-    def fit(self, options: FitOptions) -> tuple[dict[str, Tensor], list[Score]]:
+    def fit(self, options: FitOptions) -> tuple[dict[str, Tensor], list[FitErrors]]:
         """The latents with the best held-out score, by name, and all scores."""
         latents = self.layer.latents
         optimizer = torch.optim.AdamW(
@@ -248,7 +248,7 @@ class LayerFit:
         return kept, scores
 
 
-def _loss(score: Score, options: FitOptions) -> float:
+def _loss(score: FitErrors, options: FitOptions) -> float:
     return score.output + options.mass_weight * score.mass
 
 

@@ -24,14 +24,14 @@ import transformers
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from latte.conversion import BASES
+from latte.conversion.bases import BASES
 from latte.layers.parts import Rotary, is_plain, linear_maps, of_single_tokens, plain_weights
 from latte.layers.step import StepState
 from latte.ops import dense
 from latte.ops.tensors import computation_dtype
 
 
-class Turns(NamedTuple):
+class Rotations(NamedTuple):
     """The rotary tables of a step: for queries and keys, and for queries towards the sinks."""
 
     local: Rotary
@@ -98,22 +98,22 @@ def run(decoder: Any, x_BE: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
         cache: :class:`latte.models.LatteCache` that has begun the step. Its states are overwritten.
     """
     native: bool = cache.step.native
-    turns = _turns(decoder, x_BE, position_ids)
+    rotations = _rotations(decoder, x_BE, position_ids)
     # The configuration's number of layers. ``generate`` lowers it for a draft that exits early.
     for index, layer in enumerate(islice(decoder.layers, decoder.config.num_hidden_layers)):
-        x_BE = _layer(layer, x_BE, cache.state(index), turns, native)
+        x_BE = _layer(layer, x_BE, cache.state(index), rotations, native)
     return norm(decoder.norm, x_BE, native)
 
 
 def _layer(
-    layer: Any, x_BE: Tensor, state: StepState, turns: dict[str | None, Turns], native: bool
+    layer: Any, x_BE: Tensor, state: StepState, rotations: dict[str | None, Rotations], native: bool
 ) -> Tensor:
     """A decoder layer: attention and feed-forward network, each added to its input."""
     parts = layer._modules
     attention, mlp = parts["self_attn"], parts["mlp"]
     before_mlp = parts.get("pre_feedforward_layernorm")
     mixed = attention.step(
-        norm(parts["input_layernorm"], x_BE, native), state, turns[attention.layer_kind]
+        norm(parts["input_layernorm"], x_BE, native), state, rotations[attention.layer_kind]
     )
     if before_mlp is None:
         x_BE = add_map(attention.o_proj, mixed, x_BE, native)
@@ -165,11 +165,11 @@ def norm(module: nn.Module, x: Tensor, native: bool) -> Tensor:
     return module(x)
 
 
-def turns_of(
+def rotations_of(
     embeddings: tuple[Tensor, Tensor], sinks: tuple[Tensor, Tensor] | None, dtype: torch.dtype
-) -> Turns:
+) -> Rotations:
     """The base's tables (B, 1, K) of single tokens, for heads of ``dtype``."""
-    return Turns(_table(*embeddings, dtype), None if sinks is None else _table(*sinks, dtype))
+    return Rotations(_table(*embeddings, dtype), None if sinks is None else _table(*sinks, dtype))
 
 
 def _table(cos_B1K: Tensor, sin_B1K: Tensor, dtype: torch.dtype) -> Rotary:
@@ -179,18 +179,18 @@ def _table(cos_B1K: Tensor, sin_B1K: Tensor, dtype: torch.dtype) -> Rotary:
     return of_single_tokens(Rotary(*(x[..., None, :half].to(wide) for x in (cos_B1K, sin_B1K))))
 
 
-def _turns(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[str | None, Turns]:
+def _rotations(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[str | None, Rotations]:
     """The rotary tables of each kind of layer, from the base's own function."""
     config, x_B1E = decoder.config, x_BE[:, None]
     if config.num_sinks:  # both tables in one call
         far = position_ids.clamp_max(config.local_window + config.num_sinks - 1)
         position_ids = torch.cat([position_ids, far], 1)
 
-    def table(*kind: str) -> Turns:
+    def table(*kind: str) -> Rotations:
         embeddings = decoder.rotary_emb(x_B1E, position_ids, *kind)
         near = tuple(x[:, :1] for x in embeddings)
         sinks = tuple(x[:, 1:] for x in embeddings) if config.num_sinks else None
-        return turns_of(near, sinks, x_BE.dtype)  # type: ignore[arg-type]
+        return rotations_of(near, sinks, x_BE.dtype)  # type: ignore[arg-type]
 
     kinds: list[Any] = list(dict.fromkeys(getattr(config, "layer_types", None) or [None]))
     if decoder.rotary_by_kind:

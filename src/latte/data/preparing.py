@@ -17,6 +17,7 @@ from latte.data.sources import FileSource, find_files
 from latte.data.tokenfile import TokenFile, made_once, tokenize_corpus
 from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from latte.errors import LatteError
+from latte.processes import is_first_process
 
 if TYPE_CHECKING:
     from latte.data.blocks import BlockCollator, EvaluationText, PackedBlocks
@@ -173,6 +174,5 @@ def held_out_text(
 def _tokenized(
     corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
 ) -> EvaluationText:
-    first = os.environ.get("RANK", "0") == "0"  # under torchrun only one process prints
-    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=first)
+    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=is_first_process())
     return data.EvaluationText(tokens, join=join, max_tokens=max_tokens)

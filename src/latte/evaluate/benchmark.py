@@ -139,7 +139,7 @@ def check_memory(settings: Settings) -> None:
         )
 
 
-class Measured(NamedTuple):
+class BenchmarkTable(NamedTuple):
     """The rows of a benchmark, and the file that has them."""
 
     rows: list[dict[str, Any]]
@@ -153,7 +153,7 @@ def benchmark(
     quiet: bool = False,
     named: bool = True,
     force: bool = False,
-) -> Measured:
+) -> BenchmarkTable:
     """Measure all cases and write benchmark.csv in a folder.
 
     Until all cases are measured, the rows so far are in benchmark.partial.csv.
@@ -205,7 +205,7 @@ def benchmark(
                         print(line(row), flush=True)
                         state.spoke()
     partial.replace(results.path("benchmark.csv"))
-    return Measured(rows, results.path("benchmark.csv"))
+    return BenchmarkTable(rows, results.path("benchmark.csv"))
 
 
 def line(row: dict[str, Any]) -> str:

@@ -144,16 +144,17 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
             raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
 
 
-def contents_of(paths: Iterable[Path]) -> str:
+def contents_of(files: Iterable[str | Path]) -> str | None:
     """A short digest of files, by name and content, on which their results depend.
 
-    Of a large file it reads samples.
+    Of a large file it reads samples. None if there are no files.
     """
+    paths = [Path(file).expanduser() for file in files]
     found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:12] if found else None
 
 
-def weights_of(checkpoint: Path) -> str:
+def weights_of(checkpoint: Path) -> str | None:
     """A short digest of a checkpoint's weights: a folder's, or a GGUF file's."""
     folder = checkpoint.is_dir()
     return contents_of(sorted(checkpoint.glob("*.safetensors")) if folder else [checkpoint])

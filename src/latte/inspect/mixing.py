@@ -32,7 +32,7 @@ from latte.layers.state import Piece
 
 
 @dataclass(frozen=True)
-class Mixing:
+class LayerMixing:
     """One layer's probabilities over one text, whatever kind of layer it is.
 
     Args:
@@ -109,7 +109,7 @@ class Inspection:
     label: str
     tokens: list[str]
     shown: int
-    layers: dict[int, Mixing]
+    layers: dict[int, LayerMixing]
     at: tuple[int, ...] = ()
 
     @property
@@ -145,13 +145,13 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
 @torch.no_grad()
 def collect(
     model: Any, input_ids: Sequence[int], layers: Mapping[int, nn.Module], shown: int
-) -> dict[int, Mixing]:
+) -> dict[int, LayerMixing]:
     """Run the model over one text and keep what its layers do.
 
     Raises:
         LatteError: A user's own mixer does not return its weights.
     """
-    kept: dict[nn.Module, Mixing] = {}
+    kept: dict[nn.Module, LayerMixing] = {}
 
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind = MacchiatoAttention if isinstance(layer, MacchiatoAttention) else Mixer
@@ -172,7 +172,7 @@ def collect(
     return {number: kept[layer] for number, layer in layers.items()}
 
 
-def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mixing:
+def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> LayerMixing:
     """The probabilities of a layer on the arguments of its ``forward``, by name, on the CPU.
 
     Args:
@@ -212,11 +212,11 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> Mi
     if latent_k is not None and latent_k.dtype != torch.float64:
         latent_k = latent_k.float()  # fp64: of latents that forget, large over a long text
     latent_k_THL = None if latent_k is None else latent_k[0].cpu()
-    return Mixing(states_THS, latent_k_THL, window_HPP, width, delay, half_lives)
+    return LayerMixing(states_THS, latent_k_THL, window_HPP, width, delay, half_lives)
 
 
 def _half_lives(layer: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-    """``Mixing.half_lives_2HL`` of a layer on these arguments."""
+    """``LayerMixing.half_lives_2HL`` of a layer on these arguments."""
     latents: Any = layer.latents
     x_BTE = arguments["hidden_states" if isinstance(layer, MacchiatoAttention) else "x_BTE"]
     _, _, log_decay, _ = latents(Piece(x_BTE.to(latents.k_proj.weight.dtype)))
@@ -361,7 +361,7 @@ def _effective(p_NS: Tensor) -> float:
     return float("nan") if total == 0 else float(((mass_N * entropy_N).sum() / total).exp())
 
 
-def _distances(mixing: Mixing, shown: int) -> Tensor:
+def _distances(mixing: LayerMixing, shown: int) -> Tensor:
     """(H, S): how far back a state reads: the mean of t - s under
     p(l|t) p(s|l,t). The latents' is over all tokens, the window's over those shown.
     """

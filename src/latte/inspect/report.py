@@ -31,11 +31,18 @@ from torch import Tensor
 from latte.data.sources import first_document, without_lone_surrogates
 from latte.data.tokenizers import byte_alphabet, document_ends
 from latte.errors import LatteError
+from latte.evaluate.checkpoint import (
+    contents_of,
+    find_checkpoint,
+    load_checkpoint,
+    training_recipe,
+    weights_of,
+)
 from latte.evaluate.tables import write_csv
 from latte.inspect.figures import collapse_figure, effective_figure, share_figure
 from latte.inspect.mixing import (
     Inspection,
-    Mixing,
+    LayerMixing,
     Summary,
     collect,
     find_layers,
@@ -43,6 +50,8 @@ from latte.inspect.mixing import (
     summary_rows,
     usage_rows,
 )
+from latte.progress import progress
+from latte.results import results_at
 
 # More characters than a token has on average with any tokeniser. Longer texts are cut first.
 CHARACTERS_PER_TOKEN = 64
@@ -60,6 +69,68 @@ WEIGHTS = (
     *("layer", "head", "position", "token", "state", "p_state"),
     *("source", "source_token", "p_source"),
 )
+
+
+def inspect_checkpoint(
+    checkpoint: str,
+    text: str | None,
+    file: str | None,
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: int = 256,
+    statistics_tokens: int = 4096,
+    at: Sequence[int] | None = None,
+    device: str | None = None,
+    output: str | None = None,
+    force: bool = False,
+) -> str:
+    """Read a text with a checkpoint, and write tables, figures and the page.
+
+    Args:
+        text, file: The text, or a file with it; one of them is None.
+        layers: Layers by number, from 0; None is all.
+        tokens: Number of tokens that the page shows.
+        statistics_tokens: Number of tokens for means.
+        at: Positions of tokens whose weights are written to weights.csv.
+        device: Device of the model; None is a GPU if there is one.
+        output: Folder of the results; None is one in the checkpoint.
+        force: Whether to replace results of other settings.
+
+    Returns:
+        What to print.
+
+    Raises:
+        LatteError: The checkpoint, the text, an option or the place of the results cannot be used.
+    """
+    folder = find_checkpoint(checkpoint)
+    words = read_text(text, file)
+    recipe = training_recipe(folder)
+    settings = {
+        **{"text": text, "layers": layers, "tokens": tokens, "at": at, "device": device},
+        **{"statistics_tokens": statistics_tokens, "weights": weights_of(folder)},
+        "file": contents_of([file] if file else ()),
+    }
+    where = Path(output) if output else folder / "inspection"
+    place = results_at(where, FILES, settings, named=bool(output), force=force)
+    model, tokenizer = load_checkpoint(folder, device)
+    with progress(0, "layer", label="inspecting", bar=False):
+        inspection = inspect_model(
+            model,
+            tokenizer,
+            words,
+            shown=tokens,
+            read=statistics_tokens,
+            layers=layers,
+            at=at or (),
+            label=recipe.name if recipe is not None else folder.name,
+        )
+        with place.writing() as staged:
+            written = write_report(inspection, staged)
+    page = place.path("index.html")
+    return (
+        f"{outline(inspection)}\nwritten into {place.folder}: {', '.join(written)}\n"
+        f"open {page} ({page_size(place.folder)}) in a browser"
+    )
 
 
 def read_text(text: str | None, file: str | None) -> str:
@@ -243,7 +314,9 @@ def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda marker: values[marker[1]], template)
 
 
-def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) -> dict[str, Any]:
+def _layer(
+    number: int, mixing: LayerMixing, shown: int, summaries: list[Summary]
+) -> dict[str, Any]:
     states = keys = window = None
     if mixing.states_THS is not None:
         states = _packed((mixing.states_THS[:shown].double().numpy() * 65535).round(), "<u2")
@@ -268,7 +341,7 @@ def _layer(number: int, mixing: Mixing, shown: int, summaries: list[Summary]) ->
     }
 
 
-def _of_latents(mixing: Mixing) -> list[list[float]] | None:
+def _of_latents(mixing: LayerMixing) -> list[list[float]] | None:
     """The half-lives in effect, of each head's latents, in tokens."""
     if mixing.half_lives_2HL is None:
         return None

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Shards(Protocol):
+class ShardedOps(Protocol):
     """Runs an op on this process's tokens, after those of the processes before it."""
 
     def run(self, op: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Output and final state of the op, whose ``initial_state`` comes from elsewhere."""
 
 
-def across(op: Callable[..., Any], shards: Shards | None) -> Callable[..., Any]:
+def across(op: Callable[..., Any], shards: ShardedOps | None) -> Callable[..., Any]:
     """The op itself, or the op across shards (:mod:`latte.parallel`)."""
     return op if shards is None else functools.partial(shards.run, op)

@@ -24,7 +24,7 @@ def on_cpu(x: Tensor) -> bool:
     return not transformed and forward_ad._current_level < 0
 
 
-class Recipe(NamedTuple):
+class SavedMaker(NamedTuple):
     """A tensor in the place of which its maker was saved, and as what view of it."""
 
     make: Callable[[], Tensor]
@@ -47,16 +47,16 @@ def made_again(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
     makers = {x.untyped_storage().data_ptr(): make for x, make in pairs}
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
-    def pack(x: Tensor) -> Tensor | Recipe:
+    def pack(x: Tensor) -> Tensor | SavedMaker:
         make = makers.get(x.untyped_storage().data_ptr())
         view = x.size(), x.stride(), x.storage_offset()
-        return x if make is None else Recipe(make, view, autocast)
+        return x if make is None else SavedMaker(make, view, autocast)
 
     with saved_tensors_hooks(pack, _unpack):
         yield
 
 
-def _unpack(saved: Tensor | Recipe) -> Tensor:
+def _unpack(saved: Tensor | SavedMaker) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     enabled, dtype = saved.autocast

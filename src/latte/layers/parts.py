@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from latte.layers.across import Shards, across
+from latte.layers.across import ShardedOps, across
 from latte.layers.again import made_again, on_cpu
 from latte.layers.checks import check_input, check_positive
 from latte.ops import causal_conv1d, dense
@@ -219,7 +219,7 @@ class CausalConv1d(Drawn):
         state: Tensor | None = None,
         output_final_state: bool = False,
         *,
-        shards: Shards | None = None,
+        shards: ShardedOps | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E) and the last K-1 inputs (B, K-1, E) (None unless asked for)."""
         check_input("CausalConv1d", x_BTE, self.hidden_size)

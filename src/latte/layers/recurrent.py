@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latte.layers.across import Shards, across
+from latte.layers.across import ShardedOps, across
 from latte.layers.again import made_again
 from latte.layers.checks import check_decay_range, check_input, check_multiple
 from latte.layers.parts import Drawn, is_plain
@@ -107,7 +107,7 @@ class RGLRU(Drawn):
         output_final_state: bool = False,
         *,
         full_precision: bool = False,
-        shards: Shards | None = None,
+        shards: ShardedOps | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E) and the state (B, E) fp32 (None unless ``output_final_state``).
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from latte.layers.across import Shards, across
+from latte.layers.across import ShardedOps, across
 from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
 from latte.ops.state import AnyState, LinearState, WindowState, final_window_state
@@ -130,7 +130,7 @@ class MixerState(NamedTuple):
     sinks: WindowState | None = None
     sources: TokenLog | None = None
     undo: UndoLog | None = None
-    shards: Shards | None = None
+    shards: ShardedOps | None = None
 
     @property
     def recording(self) -> bool:

@@ -1,8 +1,7 @@
-"""The cache of Latte models, its use by ``generate``, and the masks and bounds of a forward.
+"""The cache of Latte models: one state of constant size per layer, in Transformers' Cache API.
 
-The cache holds one state of constant size per layer, in Transformers' Cache API. A state is a
-:class:`latte.layers.MixerState`. Only the state of full softmax attention grows with the sequence.
-B batch, T tokens, P past tokens.
+A state is a :class:`latte.layers.MixerState`. Only the state of full softmax attention grows with
+the sequence. B batch, T tokens.
 
 While single tokens are decoded, the states are buffers that are written in place
 (:mod:`latte.layers.step`). Only the cache holds these buffers: reading a layer gives a copy.
@@ -18,16 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.generation import GenerationMixin
-from transformers.utils import logging
 
-from latte.errors import LatteError
 from latte.layers.state import MixerState, TokenLog, drop_newest, map_tensors, rewind
 from latte.layers.step import Clock, StepState
 from latte.ops import dense
 from latte.ops.backend import steps_in_place
-
-logger = logging.get_logger(__name__)
 
 
 class LatteCacheLayer(CacheLayerMixin):
@@ -299,6 +293,10 @@ class LatteCache(Cache):
                 self.layers[layer_idx].offload()
         return state
 
+    def filled_by(self, model: Any) -> None:
+        """Remember the model that fills this cache; a state's file names it."""
+        self.model = _Reader(model)
+
     # --- single tokens, in place ---------------------------------------------------------------
 
     def begin(self, x_BTE: Tensor, key_mask: Tensor | None, steps: bool) -> Tensor | None:
@@ -488,177 +486,3 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple):
         for branch in tree:
             yield from tensors_in(branch)
-
-
-class StateGenerationMixin(GenerationMixin):
-    """Gives ``generate`` a :class:`LatteCache`. It must be the first base class of a model."""
-
-    config: Any
-    model: Any
-    _most_tokens = 0  # the largest room of any static cache so far
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Make the cache for ``generate``, unless the user passed one."""
-        kind = generation_config.cache_implementation
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, mode, batch_size, max_cache_length
-            )
-            return
-        if kind not in (None, "dynamic", "offloaded", "static"):
-            raise LatteError(
-                "cache_implementation must be None, 'dynamic', 'offloaded' or 'static', "
-                f"got {kind!r}: Latte has one cache, of constant size"
-            )
-        room = None
-        if kind == "static":
-            if not self.model.steps:
-                raise LatteError(
-                    "cache_implementation='static' needs layers with a step of decoding, "
-                    "which this model's have not: leave it out"
-                )
-            # As much room as for any text before, so that the compiled step is used again.
-            self._most_tokens = max(
-                max_cache_length,
-                getattr(generation_config, "max_cache_len", None) or 0,
-                self._most_tokens,
-            )
-            room = self._most_tokens
-        cache = LatteCache(self.config, offloading=kind == "offloaded", max_cache_len=room)
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Any,
-        *args: Any,
-        inputs_embeds: Any = None,
-        tokenizer: Any = None,
-        assistant_tokenizer: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Drop the tokenizers of stop strings and drafts, which ``forward`` does not take.
-
-        ``generate`` looks for ``inputs_embeds`` in this signature.
-        """
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
-        return prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise LatteError: paged attention would treat the layers as full attention."""
-        raise LatteError(
-            "continuous batching pages keys and values, and a state of Latte has no pages: use "
-            "generate, with a batch"
-        )
-
-    def _prefill(self, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compile only steps: prompts have too many different lengths."""
-        wanted = generation_config.disable_compile
-        generation_config.disable_compile = True
-        try:
-            return super()._prefill(input_ids, generation_config, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            generation_config.disable_compile = wanted
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any
-    ) -> Tensor | None:
-        """The mask of the new tokens, (B, T), for a static cache: its shape does not grow."""
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
-
-
-def choose_cache(
-    model: Any,
-    cache: Any,
-    use_cache: bool | None,
-    cu_seq_lens: Tensor | None,
-    *,
-    causal: bool = True,
-) -> LatteCache | None:
-    """The cache that a decoder's forward fills: the caller's, a new one if wanted, or None.
-
-    Raises:
-        ValueError: The cache is of another kind, or the inputs cannot use one.
-    """
-    if cache is not None and not isinstance(cache, LatteCache):
-        raise ValueError(
-            f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
-            "Latte do not fit into other caches"
-        )
-    possible = causal and cu_seq_lens is None
-    if not possible and (cache is not None or use_cache):
-        why = "packed sequences" if causal else "a bidirectional model"
-        raise ValueError(f"{why} cannot be carried on in a cache: leave use_cache out")
-    if model.gradient_checkpointing and model.training and (use_cache or cache is not None):
-        logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
-        return None
-    if cache is None and possible:
-        wanted = use_cache
-        if wanted is None:
-            wanted = model.config.use_cache and not model.training
-        if wanted:
-            cache = LatteCache(model.config)
-    if cache is not None and not torch.compiler.is_compiling():
-        cache.model = _Reader(model)
-    return cache
-
-
-def new_key_mask(
-    x_BTE: Tensor, attention_mask: Tensor | None, cache: LatteCache | None
-) -> Tensor | None:
-    """The new tokens' part of an attention mask (B, P + T), as bool (B, T).
-
-    With a static cache the mask may cover the new tokens only, (B, T).
-    """
-    if attention_mask is None:
-        return None
-    B, T = x_BTE.shape[:2]
-    if cache is not None and cache.is_static and attention_mask.shape == (B, T):
-        return attention_mask.bool()
-    past = 0 if cache is None else cache.get_seq_length()
-    if attention_mask.shape != (B, past + T):
-        raise ValueError(
-            f"attention_mask must be (B={B}, past + T={past} + {T}), "
-            f"got {tuple(attention_mask.shape)}"
-        )
-    return attention_mask[:, past:].bool()
-
-
-def packed_bounds(
-    position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
-) -> Tensor | None:
-    """Bounds (N + 1,) int32 of packed sequences, found where positions start again; else None.
-
-    Transformers' collators mark packed sequences in this way: one row, without mask and cache.
-    The positions are read on the host. A graph of ``torch.compile`` cannot do that; there, pass
-    ``cu_seq_lens_q``.
-
-    Raises:
-        ValueError: There are several rows, and the positions of one start again.
-    """
-    if position_ids is None or attention_mask is not None or cache is not None:
-        return None
-    if position_ids.shape[1] < 2 or torch.compiler.is_compiling():
-        return None
-    if position_ids.shape[0] != 1:
-        if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
-            raise ValueError(
-                "positions start anew within a row: expected packed sequences in a single row"
-                f" (B = 1), got position_ids {tuple(position_ids.shape)} without an attention_mask"
-            )
-        return None
-    row = position_ids[0]
-    starts = torch.nonzero(row[1:] != row[:-1] + 1)[:, 0] + 1
-    if not len(starts):
-        return None
-    ends = starts.new_tensor([0]), starts, starts.new_tensor([len(row)])
-    return torch.cat(ends).to(torch.int32)

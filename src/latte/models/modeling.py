@@ -4,11 +4,13 @@ Shape suffixes: B batch, T tokens, E hidden size, P past tokens.
 """
 
 import math
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -31,16 +33,12 @@ from latte.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from latte.layers.parts import linear_maps, norm_token, of_single_tokens, token_positions
+from latte.layers.parts import linear_maps, norm_token, of_single_tokens
 from latte.layers.step import StepState
-from latte.models.cache import (
-    LatteCache,
-    StateGenerationMixin,
-    choose_cache,
-    new_key_mask,
-    packed_bounds,
-)
+from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
+from latte.models.generation import StateGenerationMixin
+from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import IGNORED, chunked_loss, next_labels, next_token_loss
 from latte.models.registry import find_mixer
 
@@ -56,28 +54,6 @@ def initialise(module: nn.Module) -> None:
     if draw is not None:
         for name, value in draw().items():
             init.copy_(module.get_parameter(name), value)
-
-
-def embed(table: nn.Module, input_ids: Any) -> Tensor:
-    """The embeddings of token ids.
-
-    Raises:
-        ValueError: An id is not in the vocabulary. This is checked on a CPU only: on a GPU the
-            check would wait for the device, and a compiled graph cannot check.
-    """
-    if torch.compiler.is_compiling():
-        return table(input_ids)
-    try:
-        return table(input_ids)
-    except IndexError:  # PyTorch's own message does not name the id
-        entries = getattr(table, "num_embeddings", 0)
-        wrong = input_ids[(input_ids < 0) | (input_ids >= entries)]
-        if not wrong.numel():
-            raise
-        raise LatteError(
-            f"input_ids: expected ids from 0 to {entries - 1} (a vocabulary of {entries:,}),"
-            f" got {int(wrong[0])}"
-        ) from None
 
 
 def make_norm(config: LatteConfig) -> nn.Module:
@@ -175,6 +151,13 @@ class LattePreTrainedModel(PreTrainedModel):
             initialise(module)
 
 
+@dataclass
+class DecoderOutput(BaseModelOutputWithPast):
+    """Transformers' own, and the bounds (N + 1,) of packed sequences, as given or as found."""
+
+    cu_seq_lens_q: Tensor | None = None
+
+
 class LatteModel(LattePreTrainedModel):
     """Embeddings, decoder blocks and the final norm."""
 
@@ -217,7 +200,7 @@ class LatteModel(LattePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
-    ) -> BaseModelOutputWithPast:
+    ) -> DecoderOutput:
         """Compute the hidden states of a batch, of its next tokens, or of packed sequences.
 
         Args:
@@ -241,36 +224,35 @@ class LatteModel(LattePreTrainedModel):
 
         Raises:
             ValueError: The arguments do not fit together, or a token id is not in the vocabulary
-                (see :func:`embed`).
+                (see :func:`latte.models.inputs.embed`).
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("expected exactly one of input_ids and inputs_embeds")
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if cu_seq_lens_q is None:
-            cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
-        cache = choose_cache(
-            self, past_key_values, use_cache, cu_seq_lens_q, causal=self.config.is_causal
+        inputs = prepare_inputs(
+            self,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            cu_seq_lens_q,
+            causal=self.config.is_causal,
+            steps=not output_attentions,
         )
-        if inputs_embeds is None:
-            inputs_embeds = embed(self.embed_tokens, input_ids)
-        self._check(inputs_embeds, cache, output_attentions)
-        key_mask = new_key_mask(inputs_embeds, attention_mask, cache)
-
-        if cache is not None:
-            counted = cache.begin(inputs_embeds, key_mask, self.steps and not output_attentions)
-            position_ids = counted if position_ids is None else position_ids
-
-        hidden, rotary = self._embed(inputs_embeds, key_mask, position_ids, cache, cu_seq_lens_q)
+        cache, key_mask, bounds = inputs.cache, inputs.key_mask, inputs.cu_seq_lens
+        if output_attentions and cache is not None:
+            cache.keep_sources()
+        hidden, rotary = self._embed(inputs)
         hidden_states, attentions = [], []
         # ``generate`` lowers num_hidden_layers for drafts by early exit.
         for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
             hidden_states.append(hidden)
             state = self.earlier if cache is None else cache.state(index)
             hidden, after, weights = layer(
-                hidden, key_mask, cu_seq_lens_q, rotary, state, cache is not None, output_attentions
+                hidden, key_mask, bounds, rotary, state, cache is not None, output_attentions
             )
             attentions.append(weights)
             if cache is not None:
@@ -279,49 +261,24 @@ class LatteModel(LattePreTrainedModel):
             cache.end()
         hidden = self.norm(hidden)
         hidden_states.append(hidden)
-        return BaseModelOutputWithPast(
+        return DecoderOutput(
             last_hidden_state=hidden,
             past_key_values=cache,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
+            cu_seq_lens_q=bounds,
         )
 
-    def _check(self, x_BTE: Tensor, cache: LatteCache | None, output_attentions: bool) -> None:
-        if x_BTE.ndim != 3:
-            raise ValueError(
-                f"expected input_ids (B, T) or inputs_embeds (B, T, E), got a batch whose "
-                f"embeddings are {tuple(x_BTE.shape)}"
-            )
-        if cache is None:
-            return
-        if cache.batch_size not in (-1, x_BTE.shape[0]):
-            raise ValueError(
-                f"the cache holds a batch of {cache.batch_size}, got a batch of {x_BTE.shape[0]}"
-            )
-        if output_attentions:
-            cache.keep_sources()
-
-    def _embed(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: LatteCache | None,
-        cu_seq_lens: Tensor | None,
-    ) -> tuple[Tensor, Rotary | None]:
+    def _embed(self, inputs: DecoderInputs) -> tuple[Tensor, Rotary | None]:
         """The embeddings with positions added, and the rotary table that all layers share."""
-        rotary = None
+        x_BTE, rotary = inputs.x_BTE, None
         if (scale := self.config.embedding_scale) != 1:
             x_BTE = x_BTE * scale
         if self.positions is not None or self.rotary is not None:
-            if position_ids is None:
-                start = (
-                    cache.position if cache is not None else getattr(self.earlier, "position", None)
-                )
-                position_ids = token_positions(x_BTE, key_mask, cu_seq_lens, start)
+            position_ids = inputs.positions()
             if self.rotary is not None:
                 rotary = self.rotary(position_ids, x_BTE.dtype)
-                if cache is not None and cache.step is not None:
+                if inputs.is_step:
                     rotary = of_single_tokens(rotary)
             if self.positions is not None:
                 x_BTE = x_BTE + self.positions(position_ids, x_BTE.dtype)
@@ -390,8 +347,6 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         scored = labels if shift_labels is None else shift_labels
         if scored is not None and use_cache is None and past_key_values is None:
             use_cache = False  # a loss needs no states
-        if labels is not None and cu_seq_lens_q is None:  # the loss needs the bounds too
-            cu_seq_lens_q = packed_bounds(position_ids, attention_mask, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -418,10 +373,10 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
                     f"labels must be {tuple(hidden.shape[:2])}, one per logit (labels and "
                     f"logits_to_keep do not go together), got {tuple(scored.shape)}"
                 )
-            if labels is not None and cu_seq_lens_q is not None:
+            if labels is not None and outputs.cu_seq_lens_q is not None:
                 # index_fill, not assignment, so that the caller's labels do not change. The last
                 # bound is T, where no sequence starts. Token 0 is never predicted anyway.
-                starts = cu_seq_lens_q[:-1].long()
+                starts = outputs.cu_seq_lens_q[:-1].long()
                 labels = labels.index_fill(1, starts.clamp_max(labels.shape[1] - 1), IGNORED)
             if in_chunks:
                 targets = next_labels(labels) if shift_labels is None else shift_labels
@@ -442,6 +397,15 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def language_model(config: Any) -> Any:
+    """A freshly initialised language model of any causal config, ours or a library's."""
+    plain = type(config) is LatteConfig
+    model = LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
+    # Transformers' own, which would start the states of many libraries' models anew on every part.
+    model._supports_context_parallel = False
+    return model
 
 
 def count_parameters(config: LatteConfig) -> int:

@@ -194,19 +194,6 @@ def carries_state(model: Any) -> bool:
     return entry is None or entry.carries_state
 
 
-def language_model(config: Any) -> Any:
-    """A freshly initialised language model of any causal config, ours or a library's."""
-    from transformers import AutoModelForCausalLM
-
-    from latte.models import LatteConfig, LatteForCausalLM
-
-    plain = type(config) is LatteConfig
-    model = LatteForCausalLM(config) if plain else AutoModelForCausalLM.from_config(config)
-    # Transformers' own, which would start the states of many libraries' models anew on every part.
-    model._supports_context_parallel = False
-    return model
-
-
 def _load_providers() -> None:
     for module in _providers:
         importlib.import_module(module)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from latte.errors import LatteError
-from latte.models.cache import packed_bounds
+from latte.models.inputs import packed_bounds
 from latte.models.loss import IGNORED, next_labels
 
 # What a batch may hold of every token, (B, T, ...), and the bounds of packed sequences, (N + 1,).

@@ -34,7 +34,7 @@ from latte.serve.engine import Engine, Request
 from latte.serve.prompts import Prompt, Prompts
 from latte.serve.reading import Reader
 from latte.serve.requests import BadRequest
-from latte.serve.sampling import Penalties, Sampler, Score, ends
+from latte.serve.sampling import Penalties, Sampler, TokenScore, ends
 from latte.serve.states import Ids
 
 
@@ -59,7 +59,7 @@ class Call:
     bounded: bool = False
     longest: int | None = None
     most_likely: int | None = None
-    scores: list[Score] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
     reused: Callable[[], int] = lambda: 0
 
     def bound(self, config: GenerationConfig, prompt: int) -> None:
@@ -87,7 +87,7 @@ CALL: ContextVar[Call] = ContextVar("call")
 class ScoredText(str):
     """A piece of an answer, and the scores of its tokens."""
 
-    scores: list[Score]
+    scores: list[TokenScore]
 
 
 class Streamer(DirectStreamer):
@@ -96,7 +96,7 @@ class Streamer(DirectStreamer):
     The loop adds to the list ``scores`` if the request wants probabilities.
     """
 
-    scores: list[Score] | None = None
+    scores: list[TokenScore] | None = None
     _told = 0  # number of scores that were passed to the handler
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -164,7 +164,7 @@ class Answers(BaseGenerateManager):
         loop = asyncio.get_running_loop()
         whole: asyncio.Future[None] = loop.create_future()
 
-        def settle(error: Exception | None) -> None:
+        def complete(error: Exception | None) -> None:
             if whole.done():
                 return
             if error is None:
@@ -174,7 +174,7 @@ class Answers(BaseGenerateManager):
                 whole.set_exception(error if known else BadRequest(one_line(error), status=500))
 
         def end(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(settle, error)
+            loop.call_soon_threadsafe(complete, error)
 
         request = self._submit(inputs, gen_config, lambda _: None, end, threading.Event())
         try:

@@ -30,7 +30,7 @@ from latte.serve.counters import Counters
 from latte.serve.reading import Reader, Reading
 from latte.serve.requests import BadRequest
 from latte.serve.rows import joined
-from latte.serve.sampling import Sampler, Score, score
+from latte.serve.sampling import Sampler, TokenScore, score
 from latte.serve.states import Ids
 
 logger = logging.get_logger(__name__)
@@ -67,7 +67,7 @@ class Request:
     follow: Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None] | None = None
     gone: threading.Event = field(default_factory=threading.Event)
     most_likely: int | None = None
-    scores: list[Score] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     next: int = 0  # token that its row reads in the next step
     reused: int = 0

@@ -23,7 +23,7 @@ from latte.serve.requests import (
     error_body,
     most_likely,
 )
-from latte.serve.sampling import Penalties, Score
+from latte.serve.sampling import Penalties, TokenScore
 
 Body = dict[str, Any]
 PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -92,7 +92,7 @@ class Checked(BaseHandler):
             config.max_new_tokens = 1024  # as where no generation_config is given
         return config
 
-    def _logprobs(self, scores: list[Score]) -> Body:
+    def _logprobs(self, scores: list[TokenScore]) -> Body:
         """Tokens with their probabilities, in this endpoint's format."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class Chats(Checked, ChatCompletionHandler):
     last_event = "data: [DONE]\n\n"
     _unused_fields = set()
 
-    def _logprobs(self, scores: list[Score]) -> Body:
+    def _logprobs(self, scores: list[TokenScore]) -> Body:
         def told(token: int, logprob: float) -> Body:
             text = self._text(token)
             return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
@@ -148,7 +148,7 @@ class Completions(Checked, CompletionHandler):
     last_event = "data: [DONE]\n\n"
     _unused_fields = set()
 
-    def _logprobs(self, scores: list[Score]) -> Body:
+    def _logprobs(self, scores: list[TokenScore]) -> Body:
         texts = [self._text(one.token) for one in scores]
         lengths = itertools.accumulate((len(text) for text in texts), initial=0)
         return {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from latte.layers.state import map_tensors
 from latte.models.cache import LatteCache
-from latte.serve.states import Ids, Piece, StateStore, pieces_of, root_of
+from latte.serve.states import Ids, PromptPiece, StateStore, pieces_of, root_of
 
 EVERY = 4096  # number of tokens of a long text after which a state is kept
 
@@ -50,7 +50,7 @@ class Reader:
         self._every = None if grows else max(1, EVERY // piece) * piece
         self._root = root_of(model)
 
-    def pieces(self, ids: Ids, marks: Collection[int]) -> list[Piece]:
+    def pieces(self, ids: Ids, marks: Collection[int]) -> list[PromptPiece]:
         return pieces_of(ids, self._root, self.piece, marks, self._every)
 
     def begin(self, ids: Ids, marks: Collection[int] = (), *, most: int | None = None) -> Reading:
@@ -81,7 +81,7 @@ class Reading:
     """
 
     def __init__(
-        self, reader: Reader, ids: Ids, left: list[Piece], cache: LatteCache, reused: int
+        self, reader: Reader, ids: Ids, left: list[PromptPiece], cache: LatteCache, reused: int
     ) -> None:
         self._reader, self._ids = reader, ids
         self.left, self.cache, self.reused, self.at = left, cache, reused, reused

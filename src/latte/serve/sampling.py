@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from latte.serve.states import Ids
 
 
-class Score(NamedTuple):
+class TokenScore(NamedTuple):
     """A token with the logarithm of its probability, and the most likely tokens with theirs.
 
     Probabilities are those of the model, before temperature and penalties.
@@ -24,11 +24,11 @@ class Score(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-def score(logits_1V: Tensor, token: int, most: int) -> Score:
+def score(logits_1V: Tensor, token: int, most: int) -> TokenScore:
     """The score of a chosen token, with the ``most`` most likely ones."""
     logprobs_V = torch.log_softmax(logits_1V[0], -1)
     values, tokens = logprobs_V.topk(min(most, len(logprobs_V)))
-    return Score(
+    return TokenScore(
         token, float(logprobs_V[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
     )
 

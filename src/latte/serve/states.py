@@ -35,15 +35,16 @@ import torch
 from torch import Tensor
 
 from latte.layers.state import MixerState, map_tensors
-from latte.models.cache import LatteCache, choose_cache, tensors_in
+from latte.models.cache import LatteCache, tensors_in
 from latte.models.state_file import fingerprint
+from latte.version import __version__
 
 Ids = np.ndarray  # (T,) int32
 States = tuple[MixerState, ...]
 NAME = 24  # number of bytes of a name
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Tokens of one forward, up to ``end``. ``name`` is the name of the state after them.
 
     ``branches`` says whether other requests are likely to continue from here.
@@ -56,7 +57,7 @@ class Piece(NamedTuple):
 
 def pieces_of(
     ids: Ids, root: bytes, piece: int, marks: Collection[int] = (), every: int | None = None
-) -> list[Piece]:
+) -> list[PromptPiece]:
     """The places where the pieces of a text end, the text's end included.
 
     Args:
@@ -74,16 +75,16 @@ def pieces_of(
     name, begin, found = root, 0, []
     for end in sorted(branches | set(grid)):
         name = hashlib.blake2b(name + ids[begin:end].tobytes(), digest_size=NAME).digest()
-        found.append(Piece(end, name, end in branches or (every is not None and end % every == 0)))
+        found.append(
+            PromptPiece(end, name, end in branches or (every is not None and end % every == 0))
+        )
         begin = end
     return found
 
 
 def root_of(model: Any) -> bytes:
     """A hash of all that this model's states depend on: weights, configuration, versions."""
-    import latte
-
-    about = f"{fingerprint(model)} {latte.__version__} {torch.__version__}"
+    about = f"{fingerprint(model)} {__version__} {torch.__version__}"
     return hashlib.blake2b(about.encode(), digest_size=NAME).digest()
 
 
@@ -114,7 +115,7 @@ class Kept(NamedTuple):
         for layer, module, state in zip(cache.layers, decoder.layers, self.states, strict=True):
             to_device = partial(torch.Tensor.to, device=next(module.parameters()).device, copy=True)
             layer.update(map_tensors(to_device, state), len(self.ids))
-        choose_cache(decoder, cache, True, None)  # a state file needs to know the model
+        cache.filled_by(decoder)  # a state file needs to know the model
 
 
 def _to_cpu(x: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class StateStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def longest(self, pieces: Sequence[Piece], ids: Ids) -> tuple[int, Kept | None]:
+    def longest(self, pieces: Sequence[PromptPiece], ids: Ids) -> tuple[int, Kept | None]:
         """Number of the pieces that have been read before, and the state after them."""
         for count in range(len(pieces), 0, -1):
             kept = self.get(pieces[count - 1].name, ids[: pieces[count - 1].end])

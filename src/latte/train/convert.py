@@ -27,7 +27,7 @@ from latte.train import recipe as recipes
 from latte.train.converted import check_peft, starting_config
 from latte.train.layers import LayersSection, transfer_layers
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
-from latte.train.run_folder import Claim, take
+from latte.train.run_folder import Claim, lock_folder
 from latte.train.typed import apply_override, build
 
 IDENTITY_FILE = "conversion.json"
@@ -154,14 +154,11 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     """The identity of a conversion: all settings but where and how often it reports."""
     found: dict[str, Any] = json.loads(json.dumps(values))
     recipe = found["recipe"]
-    recipe["plugins"] = recipes.plugin_names(recipe.get("plugins", []))
+    recipe["plugins"] = recipes.plugin_names(recipe["plugins"])
     del recipe["evaluation"], recipe["data"]["cache_dir"]
-    if recipe["layers"] is None:
-        del recipe["layers"]
-    else:
+    if recipe["layers"] is not None:
         del recipe["layers"]["processes"]
     trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
-    recipes.leave_out_later(recipe["conversion"], recipe["data"], *trained)
     for section in trained:
         for key in recipes.REPORTING:
             del section[key]
@@ -173,7 +170,9 @@ def _claim(folder: Path, values: dict[str, Any]) -> Claim:
     if not (folder / IDENTITY_FILE).is_file():
         check_output(folder)
     wanted = _identity(values)
-    return take(folder, IDENTITY_FILE, values, wanted, what="conversion", identity=_identity)[0]
+    return lock_folder(
+        folder, IDENTITY_FILE, values, wanted, what="conversion", identity=_identity
+    )[0]
 
 
 def _export(run: Path, folder: Path) -> None:

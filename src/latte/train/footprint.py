@@ -7,14 +7,14 @@ its layers keep values for the backward pass.
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import torch
 
 from latte.errors import LatteError
 from latte.machine import memory_there_is, size_text
-from latte.models.registry import language_model
+from latte.models.modeling import language_model
+from latte.processes import number_of_processes
 from latte.train.recipe import Recipe
 
 # Of each parameter that is trained, fp32: itself, its gradient and AdamW's two averages; of one
@@ -35,7 +35,7 @@ def check_memory(recipe: Recipe, config: Any) -> None:
     there = memory_there_is(device)
     if there is None:
         return
-    parts = int(os.environ.get("WORLD_SIZE", "1")) if training.strategy == "fsdp2" else 1
+    parts = number_of_processes() if training.strategy == "fsdp2" else 1
     parameters = count_parameters(config)
     each, why = TRAINED_BYTES, "weights, gradients and AdamW's averages"
     if recipe.conversion.base is not None and recipe.conversion.trainable != "all":

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from latte.conversion.pretrained import save
-from latte.conversion.recording import FitOptions, LayerFit, Score, record
+from latte.conversion.recording import FitErrors, FitOptions, LayerFit, record
 from latte.data.blocks import PackedBlocks
 from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
@@ -164,14 +164,14 @@ def _fit_all(
     section: LayersSection,
     options: FitOptions,
     folder: Path,
-) -> Iterator[tuple[int, list[Score]]]:
+) -> Iterator[tuple[int, list[FitErrors]]]:
     """Fit the layers that are not fitted yet, and give each with its scores when it is done."""
     (folder / "fitted").mkdir(exist_ok=True)
     jobs = []
     for index, layer in layers.items():
         scores = _fitted(folder, index).with_suffix(".json")
         if scores.is_file():
-            yield index, [Score(*score) for score in json.loads(scores.read_text())["scores"]]
+            yield index, [FitErrors(*score) for score in json.loads(scores.read_text())["scores"]]
             continue
         table = _Table(model.model, layer.layer_kind)
         given = (layer, table, files, section.held_out_rows, options, folder)
@@ -201,7 +201,7 @@ def _fit_one(
     held_out: int,
     options: FitOptions,
     folder: Path,
-) -> tuple[int, list[Score]]:
+) -> tuple[int, list[FitErrors]]:
     start = time.monotonic()
     index = layer.layer_idx
     latents, scores = LayerFit(copy.deepcopy(layer), table, files, held_out).fit(options)

@@ -27,7 +27,7 @@ LOSS_PARTS = (
 )
 
 
-class Progress(TrainerCallback):
+class TrainingReport(TrainerCallback):
     """Reports losses, speeds, memory and remaining time to the terminal and to files.
 
     Args:

@@ -1,6 +1,6 @@
 """Recipes: one YAML file per experiment and size, checked before anything slow starts.
 
-    latte train recipes/tiny/latte-r-swa++.yaml training.max_steps=200 output_dir=runs/mine
+    latte train recipes/tiny.yaml training.max_steps=200 output_dir=runs/mine
 
 A recipe has the sections `model`, `data`, `training` and an `output_dir`. `base: other.yaml`
 (relative to the file) takes another recipe's values first. `plugins: [my_mixer.py, a.module]` are
@@ -24,10 +24,6 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 
 # Keys of `training` for reports and duration. A run may be resumed with other values of them.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
-# Keys that earlier versions did not have. The runs of those versions can still be resumed.
-LATER = ("forgetting", "half_life_range", "keep_layers")
-LATER_IN_TRAINING = ("context_parallel",)
-LATER_IN_DATA = ("start_blocks",)
 # Keys of `training` that cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
 POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
@@ -84,7 +80,6 @@ class TrainingSection:
     bf16: bool = False  # autocast; parameters and optimiser stay fp32
     backend: Literal["torch", "cpu", "triton"] | None = None  # of Latte's ops; None: the default
     torch_compile: bool = False  # Latte's own models block by block, others whole
-    liger: bool = False  # RMSNorm and SwiGLU by Liger-Kernel
     chunked_loss: bool = False  # the loss without all logits in memory
     gradient_checkpointing: bool = False
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
@@ -168,8 +163,7 @@ class Recipe:
     plugins: list[str] = field(default_factory=list)  # files or modules, see `import_plugins`
 
     def as_dict(self) -> dict[str, Any]:
-        values = dataclasses.asdict(self)
-        return values if self.plugins else {k: v for k, v in values.items() if k != "plugins"}
+        return dataclasses.asdict(self)
 
     def import_plugins(self) -> None:
         """Import the plugins, which register models or mixers in `latte.models.registry`.
@@ -207,31 +201,10 @@ class Recipe:
         values = self.as_dict()
         del values["output_dir"], values["comparison"]
         del values["data"]["cache_dir"]
-        if self.plugins:
-            values["plugins"] = plugin_names(self.plugins)
+        values["plugins"] = plugin_names(self.plugins)
         for key in REPORTING:
             del values["training"][key]
-        leave_out_later(values["conversion"], values["data"], values["training"])
         return values
-
-
-def leave_out_later(
-    conversion: dict[str, Any], data: dict[str, Any], *training: dict[str, Any]
-) -> None:
-    """Remove keys that earlier versions did not have from an identity, if they are defaults.
-
-    So a run of an earlier version can be resumed.
-    """
-    sections: list[tuple[dict[str, Any], Any, tuple[str, ...]]] = [
-        (conversion, ConversionSection, LATER),
-        (data, DataSection, LATER_IN_DATA),
-        *((section, TrainingSection, LATER_IN_TRAINING) for section in training),
-    ]
-    for section, kind, later in sections:
-        default = dataclasses.asdict(kind())
-        for key in later:
-            if section.get(key) == default[key]:
-                del section[key]
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

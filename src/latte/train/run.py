@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,11 +19,13 @@ from transformers.utils import logging as transformers_logging
 from latte.data.blocks import SharedBlocks
 from latte.data.preparing import Text, prepare_text
 from latte.errors import LatteError
-from latte.models.registry import carries_state, find_model, language_model
+from latte.models.modeling import language_model
+from latte.models.registry import carries_state, find_model
 from latte.parallel.context import find_decoder
+from latte.processes import is_first_process, number_of_processes, number_on_machine
 from latte.results import write_json
 from latte.train.footprint import check_memory
-from latte.train.metrics import Progress, read_metrics
+from latte.train.metrics import TrainingReport, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_manifest
 from latte.train.speed import check_speed, chosen_backend
@@ -86,7 +87,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     kind = LatteTrainer
     if recipe.conversion.base is not None:
         from latte.train.converted import ConversionTrainer as kind
-    progress = Progress(recipe, label, quiet or not first)
+    progress = TrainingReport(recipe, label, quiet or not first)
     trainer = kind(
         recipe,
         model,
@@ -122,8 +123,7 @@ def check_groups(key: str, together: int, processes: int) -> None:
 
 def join_processes() -> tuple[int, bool]:
     """How many processes torchrun started, and whether this is the first; they can talk then."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    first = int(os.environ.get("RANK", "0")) == 0
+    processes, first = number_of_processes(), is_first_process()
     # Hide the messages of libraries: the terminal shows only Latte's own lines.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -134,7 +134,7 @@ def join_processes() -> tuple[int, bool]:
         warnings.filterwarnings("ignore")
     if processes > 1 and not torch.distributed.is_initialized():
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(number_on_machine())
         torch.distributed.init_process_group()
     return processes, first
 
@@ -262,7 +262,9 @@ def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
     return [blocks[i]["input_ids"] for i in range(count)]
 
 
-def _finish(trainer: LatteTrainer, recipe: Recipe, progress: Progress, finished: bool) -> Result:
+def _finish(
+    trainer: LatteTrainer, recipe: Recipe, progress: TrainingReport, finished: bool
+) -> Result:
     folder = Path(recipe.output_dir)
     if finished:
         trainer.save_model(str(folder))

@@ -91,7 +91,7 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
             another process, or all its checkpoints are damaged.
     """
     identity = {"recipe": recipe.identity(), "processes": processes}
-    owner, new = take(
+    owner, new = lock_folder(
         Path(recipe.output_dir),
         RUN_FILE,
         {"identity": identity, "recipe": recipe.as_dict()},
@@ -113,7 +113,7 @@ def claim(recipe: Identified, processes: int = 1) -> Claim:
     return owner
 
 
-def take(
+def lock_folder(
     folder: Path,
     name: str,
     content: Any,

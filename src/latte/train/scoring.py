@@ -60,7 +60,7 @@ class Score:
         return bits_per_byte(self.nll, self.text_bytes)
 
 
-def turns(device: torch.device, together: int) -> dict[str, Any]:
+def shares_of_processes(device: torch.device, together: int) -> dict[str, Any]:
     """Options of `score` for all processes. Groups of ``together`` processes share each window."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes == 1:

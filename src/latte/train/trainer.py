@@ -49,7 +49,7 @@ from latte.results import write_json
 from latte.train.recipe import Recipe
 from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
-from latte.train.speed import of_own_blocks, quicken
+from latte.train.speed import apply_speed_options, of_own_blocks
 
 # Parameters of other libraries with more than one dimension that are not matrices: biases by head,
 # Mamba's decay rates, RWKV's rates, mixing shares and bonuses.
@@ -97,7 +97,7 @@ class LatteTrainer(Trainer):
         self.held_out = text.held_out(recipe.data.max_validation_tokens)
         self._sharded, self.group = False, None
         self._use_cache = getattr(model.config, "use_cache", False)
-        quicken(model, recipe)
+        apply_speed_options(model, recipe)
         # The loss of some libraries is a mean over the batch, of others over all micro-batches.
         # Some accept `num_items_in_batch` without using it. So for a comparator that does not
         # declare that it divides by it, the loss is computed here from the logits.

@@ -8,7 +8,7 @@ import torch
 from latte.evaluate.generate import text_ends
 from latte.evaluate.sides import Side, side
 from replication.bases import answers
-from replication.bases.results import Results, read_rows
+from replication.bases.results import ResultsFile, read_rows
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_an_answer_is_what_generate_says(folders):
 
 def test_any_text_comes_back_from_the_file(tmp_path):
     texts = ["a\rb", 'c\n"d",', "e\r\nf", "\0"]
-    results = Results(tmp_path / "x.csv", ("item",), (), ("answer",))
+    results = ResultsFile(tmp_path / "x.csv", ("item",), (), ("answer",))
     each = Side("x", "nowhere")
     for item, text in enumerate(texts):
         results.add(
             [{"item": item, "answer": text}], {"model": "x", "seed": ""}, torch.device("cpu")
         )
-    again = Results(tmp_path / "x.csv", ("item",), (), ("answer",))
+    again = ResultsFile(tmp_path / "x.csv", ("item",), (), ("answer",))
     assert [row["answer"] for row in again.of(each)] == texts
     results.add([{"item": 0, "answer": "new"}], {"model": "x", "seed": ""}, torch.device("cpu"))
     assert [row["answer"] for row in results.latest()] == ["new", *texts[1:]]

@@ -21,7 +21,7 @@ from replication.lra import training as lra_training
 from replication.lra.data import Examples, Task
 from replication.lra.recipe import LRATraining, load, runs
 from replication.lra.run import RESULT_FILE, LRASweep, load_data, main
-from replication.lra.training import Score, Training, batches, score
+from replication.lra.training import LRAScore, Training, batches, score
 
 ROOT = Path(__file__).parents[3]
 
@@ -214,7 +214,7 @@ def test_the_best_state_is_kept_and_test_is_scored_once(
     recipe = load(recipe_file, ["select=[window]"])
     plain, scored, weights = score, [], {}
 
-    def watched(model: Any, examples: Examples, *rest: Any) -> Score:
+    def watched(model: Any, examples: Examples, *rest: Any) -> LRAScore:
         scored.append(examples)
         found = plain(model, examples, *rest)
         if examples is task.validation and len(scored) <= 4:

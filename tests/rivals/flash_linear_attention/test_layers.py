@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.models.registry import find_model, language_model
+from latte.models.modeling import language_model
+from latte.models.registry import find_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from latte.errors import LatteError
 from latte.models import count_parameters, preset_config
-from latte.models.registry import find_model, language_model, make_known
+from latte.models.modeling import language_model
+from latte.models.registry import find_model, make_known
 from latte.rivals.catalogue import COMPARATORS
 
 NAMES = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]

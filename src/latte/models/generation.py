@@ -1,0 +1,97 @@
+"""The parts of Latte's models that Transformers' ``generate`` calls: they give it the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import GenerationMixin
+
+from latte.errors import LatteError
+from latte.models.cache import LatteCache
+
+
+class StateGenerationMixin(GenerationMixin):
+    """Gives ``generate`` a :class:`LatteCache`. It must be the first base class of a model."""
+
+    config: Any
+    model: Any
+    _most_tokens = 0  # the largest room of any static cache so far
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache for ``generate``, unless the user passed one."""
+        kind = generation_config.cache_implementation
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, mode, batch_size, max_cache_length
+            )
+            return
+        if kind not in (None, "dynamic", "offloaded", "static"):
+            raise LatteError(
+                "cache_implementation must be None, 'dynamic', 'offloaded' or 'static', "
+                f"got {kind!r}: Latte has one cache, of constant size"
+            )
+        room = None
+        if kind == "static":
+            if not self.model.steps:
+                raise LatteError(
+                    "cache_implementation='static' needs layers with a step of decoding, "
+                    "which this model's have not: leave it out"
+                )
+            # As much room as for any text before, so that the compiled step is used again.
+            self._most_tokens = max(
+                max_cache_length,
+                getattr(generation_config, "max_cache_len", None) or 0,
+                self._most_tokens,
+            )
+            room = self._most_tokens
+        cache = LatteCache(self.config, offloading=kind == "offloaded", max_cache_len=room)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Any,
+        *args: Any,
+        inputs_embeds: Any = None,
+        tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Drop the tokenizers of stop strings and drafts, which ``forward`` does not take.
+
+        ``generate`` looks for ``inputs_embeds`` in this signature.
+        """
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise LatteError: paged attention would treat the layers as full attention."""
+        raise LatteError(
+            "continuous batching pages keys and values, and a state of Latte has no pages: use "
+            "generate, with a batch"
+        )
+
+    def _prefill(self, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compile only steps: prompts have too many different lengths."""
+        wanted = generation_config.disable_compile
+        generation_config.disable_compile = True
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            generation_config.disable_compile = wanted
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> Tensor | None:
+        """The mask of the new tokens, (B, T), for a static cache: its shape does not grow."""
+        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]

@@ -1,0 +1,210 @@
+"""The preparation of a decoder's inputs: embeddings, mask, bounds, positions and cache.
+
+Latte's own decoder and converted ones share it. B batch, T tokens, P past tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from latte.errors import LatteError
+from latte.layers.parts import token_positions
+from latte.layers.state import MixerState
+from latte.models.cache import LatteCache
+
+logger = logging.get_logger(__name__)
+
+
+class DecoderInputs(NamedTuple):
+    """The inputs of one forward of a decoder.
+
+    Args:
+        x_BTE: Embeddings of the new tokens, (B, T, E), as the table has them.
+        key_mask: Mask of the real tokens among them, (B, T) bool; None if all are real.
+        position_ids: Positions, (B, T), as given or as the cache counts them in a step; else None.
+        cu_seq_lens: Bounds of packed sequences, (N + 1,) int32, as given or as found; else None.
+        cache: Cache to read and to fill; None without one.
+        earlier: State before these tokens, if there is no cache.
+    """
+
+    x_BTE: Tensor
+    key_mask: Tensor | None
+    position_ids: Tensor | None
+    cu_seq_lens: Tensor | None
+    cache: LatteCache | None
+    earlier: MixerState
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this is a single token per row, read into buffers of the cache."""
+        return self.cache is not None and self.cache.step is not None
+
+    def positions(self) -> Tensor:
+        """The positions, (B, T). If there are none, the real tokens are counted."""
+        if self.position_ids is not None:
+            return self.position_ids
+        start = self.earlier.position if self.cache is None else self.cache.position
+        return token_positions(self.x_BTE, self.key_mask, self.cu_seq_lens, start)
+
+
+def prepare_inputs(
+    decoder: Any,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past_key_values: Any,
+    use_cache: bool | None,
+    cu_seq_lens: Tensor | None,
+    *,
+    causal: bool = True,
+    steps: bool = True,
+) -> DecoderInputs:
+    """The inputs of a decoder's layers, from the arguments of its ``forward``.
+
+    If the forward is a step of decoding that can be done in place, the cache begins it
+    (:meth:`LatteCache.begin`).
+
+    Args:
+        decoder: The decoder, with ``embed_tokens``, ``steps`` and ``earlier``.
+        causal: Whether its layers are causal. Others take no cache.
+        steps: Whether a step in place gives all that is wanted of the layers.
+
+    Raises:
+        ValueError: The arguments do not fit together, or a token id is not in the vocabulary.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("expected exactly one of input_ids and inputs_embeds")
+    if cu_seq_lens is None:
+        cu_seq_lens = packed_bounds(position_ids, attention_mask, past_key_values)
+    cache = choose_cache(decoder, past_key_values, use_cache, cu_seq_lens, causal=causal)
+    x_BTE = embed(decoder.embed_tokens, input_ids) if inputs_embeds is None else inputs_embeds
+    if x_BTE.ndim != 3:
+        raise ValueError(
+            f"expected input_ids (B, T) or inputs_embeds (B, T, E), got a batch whose "
+            f"embeddings are {tuple(x_BTE.shape)}"
+        )
+    if cache is not None and cache.batch_size not in (-1, x_BTE.shape[0]):
+        raise ValueError(
+            f"the cache holds a batch of {cache.batch_size}, got a batch of {x_BTE.shape[0]}"
+        )
+    key_mask = new_key_mask(x_BTE, attention_mask, cache)
+    if cache is not None:
+        counted = cache.begin(x_BTE, key_mask, steps and decoder.steps)
+        position_ids = counted if position_ids is None else position_ids
+    earlier = decoder.earlier or MixerState()
+    return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier)
+
+
+def embed(table: nn.Module, input_ids: Any) -> Tensor:
+    """The embeddings of token ids.
+
+    Raises:
+        ValueError: An id is not in the vocabulary. This is checked on a CPU only: on a GPU the
+            check would wait for the device, and a compiled graph cannot check.
+    """
+    if torch.compiler.is_compiling():
+        return table(input_ids)
+    try:
+        return table(input_ids)
+    except IndexError:  # PyTorch's own message does not name the id
+        entries = getattr(table, "num_embeddings", 0)
+        wrong = input_ids[(input_ids < 0) | (input_ids >= entries)]
+        if not wrong.numel():
+            raise
+        raise LatteError(
+            f"input_ids: expected ids from 0 to {entries - 1} (a vocabulary of {entries:,}),"
+            f" got {int(wrong[0])}"
+        ) from None
+
+
+def choose_cache(
+    decoder: Any,
+    cache: Any,
+    use_cache: bool | None,
+    cu_seq_lens: Tensor | None,
+    *,
+    causal: bool = True,
+) -> LatteCache | None:
+    """The cache that a decoder's forward fills: the caller's, a new one if wanted, or None.
+
+    Raises:
+        ValueError: The cache is of another kind, or the inputs cannot use one.
+    """
+    if cache is not None and not isinstance(cache, LatteCache):
+        raise ValueError(
+            f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
+            "Latte do not fit into other caches"
+        )
+    possible = causal and cu_seq_lens is None
+    if not possible and (cache is not None or use_cache):
+        why = "packed sequences" if causal else "a bidirectional model"
+        raise ValueError(f"{why} cannot be carried on in a cache: leave use_cache out")
+    if decoder.gradient_checkpointing and decoder.training and (use_cache or cache is not None):
+        logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
+        return None
+    if cache is None and possible:
+        wanted = use_cache
+        if wanted is None:
+            wanted = decoder.config.use_cache and not decoder.training
+        if wanted:
+            cache = LatteCache(decoder.config)
+    if cache is not None and not torch.compiler.is_compiling():
+        cache.filled_by(decoder)
+    return cache
+
+
+def new_key_mask(
+    x_BTE: Tensor, attention_mask: Tensor | None, cache: LatteCache | None
+) -> Tensor | None:
+    """The new tokens' part of an attention mask (B, P + T), as bool (B, T).
+
+    With a static cache the mask may cover the new tokens only, (B, T).
+    """
+    if attention_mask is None:
+        return None
+    B, T = x_BTE.shape[:2]
+    if cache is not None and cache.is_static and attention_mask.shape == (B, T):
+        return attention_mask.bool()
+    past = 0 if cache is None else cache.get_seq_length()
+    if attention_mask.shape != (B, past + T):
+        raise ValueError(
+            f"attention_mask must be (B={B}, past + T={past} + {T}), "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask[:, past:].bool()
+
+
+def packed_bounds(
+    position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
+) -> Tensor | None:
+    """Bounds (N + 1,) int32 of packed sequences, found where positions start again; else None.
+
+    Transformers' collators mark packed sequences in this way: one row, without mask and cache.
+    The positions are read on the host. A graph of ``torch.compile`` cannot do that; there, pass
+    ``cu_seq_lens_q``.
+
+    Raises:
+        ValueError: There are several rows, and the positions of one start again.
+    """
+    if position_ids is None or attention_mask is not None or cache is not None:
+        return None
+    if position_ids.shape[1] < 2 or torch.compiler.is_compiling():
+        return None
+    if position_ids.shape[0] != 1:
+        if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
+            raise ValueError(
+                "positions start anew within a row: expected packed sequences in a single row"
+                f" (B = 1), got position_ids {tuple(position_ids.shape)} without an attention_mask"
+            )
+        return None
+    row = position_ids[0]
+    starts = torch.nonzero(row[1:] != row[:-1] + 1)[:, 0] + 1
+    if not len(starts):
+        return None
+    ends = starts.new_tensor([0]), starts, starts.new_tensor([len(row)])
+    return torch.cat(ends).to(torch.int32)
