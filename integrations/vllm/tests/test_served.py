@@ -19,7 +19,7 @@ from latte.models import (
 )
 from tests.conversion.bases import converted
 
-vllm = pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`")
 arguments = pytest.importorskip("vllm.engine.arg_utils")
 distributed = pytest.importorskip("vllm.distributed")
 
@@ -172,7 +172,7 @@ def test_a_sequence_has_one_page_at_any_length(served):
 
 def test_rows_come_in_any_order_and_padding_is_nobodys(served, monkeypatch):
     """Pages 1 to 4 by hand: each row is (page, tokens before, new tokens)."""
-    model, room = served.model, importlib.import_module("latte.serve.vllm_model")
+    model, room = served.model, importlib.import_module("latte_vllm.model")
     prompts = dict(enumerate(served.prompts((9, 8, 5, 4)), 1))
 
     def forward(*rows):

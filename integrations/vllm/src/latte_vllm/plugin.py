@@ -1,7 +1,7 @@
 """The plug-in's entry point: makes Latte's models known to vLLM, and refuses some settings.
 
 vLLM calls :func:`register` in each of its processes. Nothing here imports vLLM before that. The
-model is :mod:`latte.serve.vllm_model`; vLLM imports it when a checkpoint needs it.
+model is :mod:`latte_vllm.model`; vLLM imports it when a checkpoint needs it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ ARCHITECTURES = (
     "LatteForCausalLM",
     *(f"Macchiato{prefix.removesuffix('Text')}ForCausalLM" for prefix in BASES.values()),
 )
+MODEL = "latte_vllm.model:LatteForVLLM"
 
 
 def register() -> None:
@@ -29,7 +30,7 @@ def register() -> None:
         verify_and_update_model_config = staticmethod(check_model)
 
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, "latte.serve.vllm_model:LatteForVLLM")
+        ModelRegistry.register_model(name, MODEL)
         MODELS_CONFIG_MAP[name] = Settings
 
 

@@ -1,5 +1,6 @@
-"""The plug-in for vLLM without vLLM: it is declared, costs nothing, and refuses in one line."""
+"""The plug-in without vLLM: it is declared, costs nothing, and refuses in one line."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,18 +12,28 @@ import pytest
 
 import latte
 from latte.models import preset_config
-from latte.serve.vllm_plugin import ARCHITECTURES, check_model, settle
+from latte_vllm.plugin import ARCHITECTURES, MODEL, check_model, settle
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parents[1]
+
+
+def project(folder):
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
 
 
 def test_the_entry_point_is_declared_and_imports_neither_torch_nor_vllm():
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    module, function = points["vllm.general_plugins"]["latte"].split(":")
+    module, function = project(PACKAGE)["entry-points"]["vllm.general_plugins"]["latte"].split(":")
     heavy = "{'torch', 'vllm'} & {*sys.modules}"
     code = f"import sys, {module}; {module}.{function}; assert not {heavy}"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert find_spec("latte.serve.vllm_model")  # which vLLM is told of by its name
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=path)
+    assert find_spec(MODEL.partition(":")[0])  # which vLLM is told of by its name
+
+
+def test_the_library_alone_has_no_entry_point_in_vllm():
+    assert "entry-points" not in project(ROOT)
+    assert project(ROOT)["name"] in project(PACKAGE)["dependencies"]
 
 
 def test_the_architectures_are_the_models_own_names():
@@ -33,10 +44,9 @@ def test_the_architectures_are_the_models_own_names():
 
 
 def test_the_environment_of_test_vllm_has_the_torch_of_all_other_tests():
-    files = ("constraints.txt", "constraints-vllm.txt")
-    pins = [(ROOT / file).read_text().splitlines() for file in files]
-    torch, _ = [[line for line in lines if line.startswith("torch==")] for lines in pins]
-    assert len(torch) == 1 and torch[0] in pins[1]
+    theirs, ours = [(home / "constraints.txt").read_text().splitlines() for home in (ROOT, PACKAGE)]
+    torch = [line for line in theirs if line.startswith("torch==")]
+    assert len(torch) == 1 and torch[0] in ours
 
 
 def model_config(preset="latte-r-swa++", **fields):
