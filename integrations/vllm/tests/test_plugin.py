@@ -12,7 +12,7 @@ import pytest
 
 import latte
 from latte.models import preset_config
-from latte_vllm.plugin import ARCHITECTURES, MODEL, check_model, settle
+from latte_vllm.plugin import ARCHITECTURES, BLOCK, MODEL, check_model, settle
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parents[1]
@@ -71,9 +71,11 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(fields, message):
 
 
 def settings(cache=(), parallel=(), runner_type="generate", **fields):
-    plain_cache = {"enable_prefix_caching": False, "cache_dtype": "auto"}
+    plain_cache = {"enable_prefix_caching": False, "cache_dtype": "auto", "block_size": 16}
     plain_cache |= {"mamba_cache_dtype": "auto", "mamba_cache_mode": "align"}
+    plain_cache |= {"mamba_block_size": None, "user_specified_block_size": False}
     plain = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None}
+    plain["scheduler_config"] = SimpleNamespace(enable_chunked_prefill=True)
     return SimpleNamespace(
         model_config=model_config(runner_type=runner_type),
         cache_config=SimpleNamespace(**(plain_cache | dict(cache))),
@@ -84,10 +86,13 @@ def settings(cache=(), parallel=(), runner_type="generate", **fields):
     )
 
 
+CACHED = {"enable_prefix_caching": True}
+SIZES = {"block_size": 32, "user_specified_block_size": True, "mamba_block_size": 64}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cache": {"enable_prefix_caching": True}}, "prefix caching"),
         ({"cache": {"cache_dtype": "fp8"}}, "a cache in 'fp8'"),
         ({"cache": {"mamba_cache_dtype": "float16"}}, "states in 'float16'"),
         ({"parallel": {"world_size": 2}}, "parallelism over 2 processes"),
@@ -96,6 +101,14 @@ def settings(cache=(), parallel=(), runner_type="generate", **fields):
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA adapters"),
         ({"kv_transfer_config": object()}, "a KV connector"),
+        (
+            {
+                "cache": CACHED,
+                "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
+            },
+            "prefix caching without chunked prefill",
+        ),
+        ({"cache": CACHED | SIZES}, "blocks of 32 and of 64 tokens"),
     ],
 )
 def test_settings_that_would_be_misread_are_refused_in_one_line(fields, message):
@@ -104,8 +117,8 @@ def test_settings_that_would_be_misread_are_refused_in_one_line(fields, message)
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    wrong = settings(cache={"enable_prefix_caching": True}, lora_config=object())
-    with pytest.raises(latte.LatteError, match="prefix caching and LoRA adapters cannot be served"):
+    wrong = settings(cache={"cache_dtype": "fp8"}, lora_config=object())
+    with pytest.raises(latte.LatteError, match="LoRA adapters and a cache in 'fp8' cannot be"):
         settle(wrong)
 
 
@@ -115,3 +128,20 @@ def test_a_sequence_has_one_page_and_no_graph_is_captured():
     assert vllm.cache_config.mamba_cache_mode == "none"
     assert vllm.cache_config.mamba_block_size == vllm.model_config.max_model_len
     assert vllm.model_config.enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [
+        ({}, BLOCK),
+        ({"block_size": 32, "user_specified_block_size": True}, 32),
+        ({"mamba_block_size": 64}, 64),
+        ({"block_size": 64, "user_specified_block_size": True, "mamba_block_size": 64}, 64),
+    ],
+)
+def test_with_prefix_caching_pages_are_of_blocks_and_the_size_stays(asked, tokens):
+    vllm = settings(cache=CACHED | asked)
+    settle(vllm)
+    cache = vllm.cache_config
+    assert cache.mamba_cache_mode == "align" and cache.user_specified_block_size
+    assert cache.block_size == cache.mamba_block_size == tokens
