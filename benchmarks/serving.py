@@ -6,7 +6,9 @@ again as chats do. Servers, one after the other, each in a process of its own on
 * ``latte serve CHECKPOINT``, which keeps states;
 * the same with ``--state-cache 0``, which reads the conversation anew;
 * with ``--base FOLDER``, ``transformers serve`` over that model, with ``--base-options`` such as
-  ``--continuous-batching`` (only streams and chats are asked of it).
+  ``--continuous-batching`` (only streams and chats are asked of it);
+* with ``--vllm PYTHON``, the Python of an environment with vLLM and its plug-in, vLLM's server over
+  CHECKPOINT, with prefix caching and without.
 
 Rows of the CSV file, for each server and length of the document:
 
@@ -18,7 +20,8 @@ Times are seconds at the client, from sending the request to the first piece of 
 chat's template, the tokeniser, reading and one step are all in it. Every conversation has a
 document of its own, cut from FILE, so that nothing is reused but what the conversation itself sent.
 Medians and quantiles over ``--repeats`` conversations. Answers are greedy; whether the second
-answers of the servers with and without states are equal is said, and is a column.
+answers of the servers with and without states are equal is said, and is a column. The same of vLLM
+with and without prefix caching; its texts do not begin with the start token.
 
     python benchmarks/serving.py CHECKPOINT FILE [--tokens 1024,32768] [--base FOLDER]
     python benchmarks/serving.py --quick
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import socket
 import statistics
@@ -61,9 +65,12 @@ class Turn(NamedTuple):
 class Server:
     """A server in a process of its own, and requests to it."""
 
-    def __init__(self, name: str, command: Sequence[str], port: int, model: str | None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], port: int, model: str | None, **variables: str
+    ) -> None:
         self.name, self.model, self.url = name, model, f"http://localhost:{port}"
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, **variables}
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         while not self._answers("/health"):
             if self.process.poll() is not None:
                 raise SystemExit(f"{name}: the server ended: {' '.join(command)}")
@@ -91,7 +98,7 @@ class Server:
                 lines = answer.read().decode().splitlines()
         except urllib.error.HTTPError:
             return ""  # a server without counters
-        return next(line for line in lines if line.startswith("latte_read_tokens_total "))
+        return next((line for line in lines if line.startswith("latte_read_tokens_total ")), "")
 
     def _answers(self, path: str) -> bool:
         try:
@@ -102,6 +109,7 @@ class Server:
 
     def _ask(self, path: str, body: dict[str, Any]) -> Turn:
         body |= {"stream": True, "temperature": 0, "max_tokens": ANSWER}
+        body["stream_options"] = {"include_usage": True}
         if self.model is not None:
             body["model"] = self.model
         content = json.dumps(body).encode()
@@ -114,11 +122,12 @@ class Server:
                 if not event.startswith(b"data: {"):
                     continue
                 fields = json.loads(event[6:])
-                choice = fields["choices"][0]
-                said = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                if said and first is None:
-                    first = time.perf_counter() - begun
-                text, usage = text + said, fields.get("usage") or usage
+                usage = fields.get("usage") or usage
+                for choice in fields["choices"]:  # the last event may have none
+                    said = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                    if said and first is None:
+                        first = time.perf_counter() - begun
+                    text += said
         whole = time.perf_counter() - begun  # of an answer that has no text
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Turn(first or whole, text, usage.get("prompt_tokens", 0), cached)
@@ -147,6 +156,26 @@ def base_server(folder: str, options: str) -> Iterator[Server]:
     command = [sys.executable, "-c", start, "serve", folder, "--port", str(port)]
     command += shlex.split(options)
     with contextlib.closing(Server("transformers", command, port, None)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm_server(python: str, checkpoint: str, template: str, *options: str) -> Iterator[Server]:
+    """vLLM's server with Latte's plug-in, while it is used.
+
+    It has as much memory for states as ``latte serve`` by default, and the checkpoint's dtype.
+    """
+    from transformers import AutoConfig
+
+    import latte  # noqa: F401  its configurations
+
+    port, dtype = free_port(), AutoConfig.from_pretrained(checkpoint).dtype or "float32"
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    command += ["--port", str(port), "--dtype", str(dtype).removeprefix("torch.")]
+    command += ["--kv-cache-memory-bytes", str(2**30), "--max-model-len", "131072"]
+    command += ["--chat-template", template, "--enable-prompt-tokens-details", *options]
+    longer = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    with contextlib.closing(Server("vLLM", command, port, checkpoint, **longer)) as server:
         yield server
 
 
@@ -229,6 +258,12 @@ def lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
+def add_vllm(options: Any) -> None:
+    options.add_argument(
+        "--vllm", metavar="PYTHON", help="of an environment with vLLM and Latte's plug-in"
+    )
+
+
 def with_text(options: Any, arguments: list[str] | None, run: Callable[[Any], None]) -> None:
     """Run a benchmark on CHECKPOINT and FILE, or with --quick on small ones made for it."""
     options.add_argument("checkpoint", nargs="?")
@@ -248,6 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--repeats", type=int, help="conversations of each length; 5")
     options.add_argument("--base", help="a model for `transformers serve`, to put beside it")
     options.add_argument("--base-options", default="", help="more options of `transformers serve`")
+    add_vllm(options)
     with_text(options, arguments, run)
 
 
@@ -264,14 +300,19 @@ def run(args: Any) -> None:
         tokens: [Conversation(text) for text in documents(tokenizer, args.file, tokens, repeats)]
         for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     }
-    said: dict[str, dict[int, list[str]]] = {"states": {}, "anew": {}}
+    said: dict[str, dict[int, list[str]]] = {}
     servers: list[tuple[str, Any]] = [
         ("states", latte_server(args.checkpoint)),
         ("anew", latte_server(args.checkpoint, "--state-cache", "0")),
     ]
     if args.base:
         servers.append(("base", base_server(args.base, args.base_options)))
+    if args.vllm:
+        of_vllm = (args.vllm, args.checkpoint, tokenizer.chat_template)
+        servers.append(("vllm states", vllm_server(*of_vllm, "--enable-prefix-caching")))
+        servers.append(("vllm anew", vllm_server(*of_vllm)))
     for name, opened in servers:
+        said[name] = {}
         with opened as server:
             # Not measured: what is done once.
             server.chat([{"role": "user", "content": "Hello"}])
@@ -286,13 +327,15 @@ def run(args: Any) -> None:
                         alone = server.complete(conversation.added(tokenizer))
                         turns.setdefault("new tokens alone", []).append(alone)
                 about = {"checkpoint": args.base if name == "base" else args.checkpoint}
-                if name in said:
-                    said[name][tokens] = [turn.text for turn in turns["second turn"]]
-                if name == "anew":
-                    about["answers_equal"] = said["states"][tokens] == said["anew"][tokens]
+                said[name][tokens] = [turn.text for turn in turns["second turn"]]
+                if name.endswith("anew"):
+                    states = said[name.replace("anew", "states")]
+                    about["answers_equal"] = states[tokens] == said[name][tokens]
                 measure(table, name, tokens, turns, **about)
-    equal = said["states"] == said["anew"]
-    say(f"second answers with and without states are equal: {equal}")
+        if name.endswith("anew"):
+            equal = said[name.replace("anew", "states")] == said[name]
+            whose = "of vLLM " if name.startswith("vllm") else ""
+            say(f"second answers {whose}with and without states are equal: {equal}")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
 
 * ``throughput``: so many clients at once, each with one request of 256 tokens; all tokens that
   came, by the seconds from the first request to the end of the last answer. Then, once the server
-  has ended, ``generate`` over a padded batch of the same prompts in this process.
+  has ended, with ``--vllm PYTHON`` the same of vLLM's server, whose environment has that Python; at
+  last ``generate`` over a padded batch of the same prompts in this process.
 * ``waiting``: seconds between the tokens of one stream, with nothing else to do and while the
   prompt of another client, of ``--long`` tokens, is read: median, 95% quantile, longest. Beside
   them, the seconds to the first token of a prompt of one piece (``--prefill-piece``) on a server
   that does nothing else: reading one piece and one step. A running answer should wait no longer.
 
     python benchmarks/serving_clients.py CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
+        [--vllm .venv-vllm/bin/python]
     python benchmarks/serving_clients.py --quick
 """
 
@@ -27,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from records import Row, Table, output_folder, parser, say, use_all_threads
-from serving import Server, documents, latte_server, lengths, with_text
+from serving import Server, add_vllm, documents, latte_server, lengths, vllm_server, with_text
 
 CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
 
@@ -35,7 +37,8 @@ CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
 def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
     """The moments at which text came, and the tokens of the answer so far, where that is said."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": tokens}
-    content = json.dumps({**body, "stream": True, "temperature": 0}).encode()
+    body |= {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
+    content = json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/completions", content, headers)
     with urllib.request.urlopen(request) as events:
@@ -126,11 +129,14 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--answer", type=int, help=f"tokens of each answer; {ANSWER}")
     options.add_argument("--long", type=int, help=f"tokens of the other client's prompt; {LONG}")
     options.add_argument("--repeats", type=int, default=3, help="of each number of clients")
+    add_vllm(options)
     with_text(options, arguments, run)
 
 
 def run(args: Any) -> None:
     from transformers import AutoTokenizer
+
+    from latte.serve.prompts import PLAIN_CHAT
 
     clients = args.clients or ((1, 2) if args.quick else CLIENTS)
     answer = args.answer or (8 if args.quick else ANSWER)
@@ -145,15 +151,18 @@ def run(args: Any) -> None:
     def add(side: str, row: Row) -> None:
         table.add({"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer} | row)
 
-    most = ("--state-cache", "0", "--max-batch", str(max(clients)))
-    most += ("--prefill-piece", str(PIECE))
-    with latte_server(args.checkpoint, *most) as server:
+    def rates(side: str, server: Server) -> None:
         throughput(server, texts, answer)  # not measured: what is done once
         for count in clients:
             runs = [throughput(server, texts[:count], answer) for _ in range(args.repeats)]
             rate = statistics.median(tokens / seconds for tokens, seconds in runs)
-            add("latte serve", {"clients": count, "tokens_per_s": round(rate, 2)})
-            say(f"latte serve, {count:3} clients: {rate:8.1f} tokens/s")
+            add(side, {"clients": count, "tokens_per_s": round(rate, 2)})
+            say(f"{side}, {count:3} clients: {rate:8.1f} tokens/s")
+
+    most = ("--state-cache", "0", "--max-batch", str(max(clients)))
+    most += ("--prefill-piece", str(PIECE))
+    with latte_server(args.checkpoint, *most) as server:
+        rates("latte serve", server)
         alone = one_piece(server, pieces)
         before, meanwhile = waiting(server, texts[0], other, answer)
     measured = {"alone": before, "long prompt": meanwhile, "one piece and a step": alone}
@@ -162,6 +171,10 @@ def run(args: Any) -> None:
         row |= {f"p{p}_s": round(quantile(values, p / 100), 4) for p in (50, 95, 100)}
         add("between tokens", row)
         say(f"between tokens, {name}: median {row['p50_s']:.4f} s, p95 {row['p95_s']:.4f} s")
+    if args.vllm:
+        most = ("--max-num-seqs", str(max(clients)))
+        with vllm_server(args.vllm, args.checkpoint, PLAIN_CHAT, *most) as server:
+            rates("vLLM", server)
     for count in clients:
         seconds = generated(args.checkpoint, texts[:count], answer, args.repeats)
         rate = count * answer / seconds

@@ -48,7 +48,8 @@ RESERVED = {
     "uvicorn": {"serve"},
     "fastapi": {"serve"},
     "prometheus_client": {"serve"},
-    "vllm": {"serve"},
+    "vllm": set(),  # integrations/vllm, a package of its own
+    "latte_vllm": set(),
 }
 
 

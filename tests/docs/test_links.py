@@ -7,6 +7,9 @@ import re
 
 import pytest
 
+# Folders beside the package whose files documents name.
+ELSEWHERE = ("benchmarks", "docs", "examples", "integrations", "replication", "src", "tests")
+
 
 def slugs(text):
     """Anchors of the headings, as GitHub and MkDocs make them."""
@@ -67,17 +70,14 @@ def defined(path, name):
 
 def located(root, file):
     """The path of a file that a document names: of the package where no other folder is said."""
-    elsewhere = ("benchmarks", "docs", "examples", "replication", "src", "tests")
-    return root / file if file.split("/")[0] in elsewhere else root / "src/latte" / file
+    return root / file if file.split("/")[0] in ELSEWHERE else root / "src/latte" / file
 
 
 def test_functions_and_tests_named_exist(document, root):
     for file, name in re.findall(r"`([\w/.-]+\.py)::([\w.]+)`", document.text):
         assert located(root, file).is_file(), f"{document.name}: {file}"
         assert defined(located(root, file), name), f"{document.name}: {file}::{name}"
-    for file in re.findall(
-        r"`((?:benchmarks|docs|examples|replication|src|tests)/[\w/.-]+\.py)`", document.text
-    ):
+    for file in re.findall(rf"`((?:{'|'.join(ELSEWHERE)})/[\w/.-]+\.py)`", document.text):
         assert (root / file).is_file(), f"{document.name}: {file}"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from latte._lazy import lazy_names
-from latte.conversion.bases import BASES as BASES
 
 if TYPE_CHECKING:
     from latte.conversion.pretrained import convert

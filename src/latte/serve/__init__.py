@@ -1,1 +1,1 @@
-"""Serving a trained model by another project's engine: Transformers' server, or vLLM."""
+"""Serving a trained model by Transformers' server."""

@@ -1,20 +1,22 @@
 """The plug-in's entry point: makes Latte's models known to vLLM, and refuses some settings.
 
 vLLM calls :func:`register` in each of its processes. Nothing here imports vLLM before that. The
-model is :mod:`latte.serve.vllm_model`; vLLM imports it when a checkpoint needs it.
+model is :mod:`latte_vllm.model`; vLLM imports it when a checkpoint needs it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from latte.conversion import BASES
+from latte.conversion.bases import BASES
 from latte.errors import LatteError
 
 ARCHITECTURES = (
     "LatteForCausalLM",
     *(f"Macchiato{prefix.removesuffix('Text')}ForCausalLM" for prefix in BASES.values()),
 )
+MODEL = "latte_vllm.model:LatteForVLLM"
+BLOCK = 128  # tokens between two states that can be kept, if no option says another number
 
 
 def register() -> None:
@@ -29,7 +31,7 @@ def register() -> None:
         verify_and_update_model_config = staticmethod(check_model)
 
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, "latte.serve.vllm_model:LatteForVLLM")
+        ModelRegistry.register_model(name, MODEL)
         MODELS_CONFIG_MAP[name] = Settings
 
 
@@ -54,32 +56,43 @@ def check_model(model: Any) -> None:
 
 
 def settle(vllm: Any) -> None:
-    """Refuse settings that do not work, and set those that one page per sequence needs.
+    """Refuse settings that do not work, and set those that pages of states need.
 
     Args:
         vllm: Configuration, a `VllmConfig`.
 
     Raises:
-        LatteError: The settings include prefix caching, several processes, drafts, adapters, or
-            states that are sent elsewhere or have another dtype. None of these knows the content
-            of a page.
+        LatteError: The settings include several processes, drafts, adapters, or states that are
+            sent elsewhere or have another dtype: none of these knows the content of a page. Or
+            prefix caching has no chunked prefill, or two sizes of a block.
     """
     check_model(vllm.model_config)  # for a classifier, vLLM calls only this check
     cache, parallel = vllm.cache_config, vllm.parallel_config
     several = max(parallel.world_size, parallel.data_parallel_size)
     _refuse(
         {
-            "prefix caching": cache.enable_prefix_caching,
             f"parallelism over {several} processes": several > 1,
             "speculative decoding": vllm.speculative_config is not None,
             "LoRA adapters": vllm.lora_config is not None,
             "a KV connector": vllm.kv_transfer_config is not None,
             f"a cache in {cache.cache_dtype!r}": cache.cache_dtype != "auto",
             f"states in {cache.mamba_cache_dtype!r}": cache.mamba_cache_dtype != "auto",
+            "prefix caching without chunked prefill": (
+                cache.enable_prefix_caching and not vllm.scheduler_config.enable_chunked_prefill
+            ),
         }
     )
-    # A page counts for the largest number of tokens, so that a sequence has one page.
-    cache.mamba_cache_mode, cache.mamba_block_size = "none", vllm.model_config.max_model_len
+    if cache.enable_prefix_caching:
+        asked = cache.block_size if cache.user_specified_block_size else None
+        size = cache.mamba_block_size or asked or BLOCK
+        _refuse({f"blocks of {asked} and of {size} tokens": asked not in (None, size)})
+        cache.mamba_cache_mode = "align"
+        cache.block_size = cache.mamba_block_size = size
+        # Otherwise vLLM would replace the size of its blocks, and keep that of the pages.
+        cache.user_specified_block_size = True
+    else:
+        # A page counts for the largest number of tokens, so that a sequence has one page.
+        cache.mamba_cache_mode, cache.mamba_block_size = "none", vllm.model_config.max_model_len
     # A forward reads the bounds of sequences on the host, which is not possible in a graph.
     vllm.model_config.enforce_eager = True
 

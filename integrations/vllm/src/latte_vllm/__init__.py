@@ -1,0 +1,1 @@
+"""Latte's models in vLLM: :mod:`latte_vllm.plugin` is the entry point that vLLM calls."""
