@@ -66,7 +66,8 @@ def custom_op(
         kernel: Function of the arguments that computes the outputs. Autocast is off in it. None:
             the native library has the kernel.
     """
-    defaults = arguments._field_defaults
+    # Native ops have no defaults: their only callers give all arguments.
+    defaults = arguments._field_defaults if kernel is not None else {}
     schema = [
         f"{kind} {field}={defaults[field]}" if field in defaults else f"{kind} {field}"
         for field, kind in _types(arguments).items()
