@@ -30,6 +30,14 @@ def sinks_of(*tensors: Tensor | None) -> SeenSinks | None:
     return None if tensors[0] is None else SeenSinks(*tensors)  # type: ignore[arg-type]
 
 
+# The arguments that have gradients.
+_STATE = ("log_mass", "mean", "log_decay")
+_NEAR = ("tail_k", "tail_v", "sink_q", "sink_k", "sink_v")
+LATTE_GRADIENTS = ("q", "k", "v", *_STATE)
+WINDOW_GRADIENTS = ("q", "k", "v", *_NEAR)
+MACCHIATO_GRADIENTS = ("latent_q", "latent_k", "q", "k", "v", *_STATE, *_NEAR)
+
+
 class Latte(NamedTuple):
     """Of :func:`latte.ops.latte_attention`, on every head with its own values."""
 

@@ -10,7 +10,7 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import torch
@@ -114,25 +114,17 @@ def differentiable_op(
         again: Function of the arguments that computes ``returns`` by operations that can be
             differentiated twice. None: the gradients cannot be differentiated.
     """
-    kinds = _types(arguments)
-    fields = list(kinds)
-    count = sum(kind.startswith("Tensor") for kind in kinds.values())
-    outputs = [*returns, *(x for x in saves if x not in returns)]
+    inputs = [f"{kind} {field}" for field, kind in _types(arguments).items()]
+    count = sum(x.startswith("Tensor") for x in inputs)  # of tensors
+    fields, outputs = arguments._fields, [*returns, *(x for x in saves if x not in returns)]
     saved_at = [outputs.index(x) for x in saves]
     wanted = [fields.index(x) for x in gradients]
     replaced = [(fields.index(x), outputs.index(y)) for x, y in (stand_ins or {}).items()]
-    # Where the backward op's tensors begin, what is saved begins, and the numbers begin.
-    tensors_at, kept_at, numbers_at = (
-        len(returns),
-        len(returns) + count,
-        len(returns) + count + len(saves),
-    )
 
     def run_back(*given: Any) -> tuple[Tensor, ...]:
         assert backward is not None
-        tensors = given[tensors_at:kept_at]
-        x = arguments(*tensors, *given[numbers_at:])
-        found = backward(x, *given[:tensors_at], *given[kept_at:numbers_at])
+        grads, tensors, saved, numbers = _split(given, len(returns), count, len(saves))
+        found = backward(arguments(*tensors, *numbers), *grads, *saved)
         results = []
         for i, field in zip(wanted, gradients, strict=True):
             if tensors[i] is None:
@@ -144,19 +136,13 @@ def differentiable_op(
         return tuple(results)
 
     def fake_back(*given: Any) -> tuple[Tensor, ...]:
-        return empty_gradients(*(given[tensors_at + i] for i in wanted))
+        return empty_gradients(*(given[len(returns) + i] for i in wanted))
 
     op = custom_op(name, arguments, len(outputs), fake, forward)
-    tensors, numbers = list(kinds.items())[:count], list(kinds.items())[count:]
-    schema = [
-        *(f"Tensor d{x}" for x in returns),
-        *(f"{kind} {field}" for field, kind in tensors),
-        *(f"Tensor saved_{x}" for x in saves),
-        *(f"{kind} {field}" for field, kind in numbers),
-    ]
+    grads, kept = [f"Tensor d{x}" for x in returns], [f"Tensor saved_{x}" for x in saves]
     backward_op = _register(
         f"{name}_backward",
-        schema,
+        [*grads, *inputs[:count], *kept, *inputs[count:]],
         len(gradients),
         fake_back,
         None if backward is None else run_back,
@@ -169,22 +155,21 @@ def differentiable_op(
             tensors = (*tensors[:i], found[j], *tensors[i + 1 :])
         ctx.numbers = inputs[count:]
         ctx.save_for_backward(*tensors, *[found[i] for i in saved_at])
-        ctx.mark_non_differentiable(*found[tensors_at:])
+        ctx.mark_non_differentiable(*found[len(returns) :])
 
     def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, numbers, grads = ctx.saved_tensors, ctx.numbers, grads[:tensors_at]
+        tensors, numbers, grads = ctx.saved_tensors, ctx.numbers, grads[: len(returns)]
         every: list[Tensor | None] = [None] * len(fields)
         if again is not None and torch.is_grad_enabled():  # they are to be differentiated
             # Views, because the same tensor may be two of the arguments.
             views = [None if x is None else x.view_as(x) for x in tensors[:count]]
-            inputs = {i: x for i in wanted if (x := views[i]) is not None and x.requires_grad}
-            ends = again(arguments(*views, *numbers))
-            for i, dx in zip(inputs, _gradients(ends, inputs.values(), grads), strict=True):
-                every[i] = dx
+            places = [i for i in wanted if views[i] is not None and views[i].requires_grad]
+            results = again(arguments(*views, *numbers))
+            found = _differentiable(results, [views[i] for i in places], grads)
         else:
-            found = backward_op(*grads, *tensors, *numbers)
-            for i, dx in zip(wanted, found, strict=True):
-                every[i] = None if tensors[i] is None else dx
+            places, found = wanted, backward_op(*grads, *tensors, *numbers)
+        for i, dx in zip(places, found, strict=True):
+            every[i] = None if tensors[i] is None else dx
         return tuple(every)
 
     torch.library.register_autograd(op, differentiate, setup_context=save)
@@ -216,15 +201,18 @@ def _register(
     return op
 
 
-def _gradients(
-    outputs: tuple[Tensor, ...], inputs: Any, grads: tuple[Tensor, ...]
+def _split(given: tuple[Any, ...], *sizes: int) -> Iterator[tuple[Any, ...]]:
+    """So many of the values, one size after the other, and the rest."""
+    for size in sizes:
+        yield given[:size]
+        given = given[size:]
+    yield given
+
+
+def _differentiable(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs that can be differentiated."""
+    """Gradients of the inputs, which can be differentiated."""
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y.requires_grad]
-    return torch.autograd.grad(
-        [y for y, _ in pairs],
-        list(inputs),
-        [dy for _, dy in pairs],
-        create_graph=True,
-        allow_unused=True,
-    )
+    ends, slopes = ([pair[i] for pair in pairs] for i in (0, 1))
+    return torch.autograd.grad(ends, inputs, slopes, create_graph=True, allow_unused=True)

@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from latte.ops import reference
-from latte.ops.arguments import NO_SINKS, NO_STATE, NO_WINDOW, Convolution, Latte, sinks_of
+from latte.ops.arguments import (
+    LATTE_GRADIENTS,
+    MACCHIATO_GRADIENTS,
+    NO_SINKS,
+    NO_STATE,
+    NO_WINDOW,
+    WINDOW_GRADIENTS,
+    Convolution,
+    Latte,
+    sinks_of,
+)
 from latte.ops.cpp_backend import library, tokens
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
@@ -314,14 +324,12 @@ if ABSENT is None:
         gradients=["x", "weight", "bias", "initial_state"],
         again=_convolution_again,
     )
-    latents = ["log_mass", "mean", "log_decay"]
-    kept = ["tail_k", "tail_v", "sink_q", "sink_k", "sink_v"]
     latte_op = differentiable_op(
         "cpu_latte",
         Latte,
         lambda x: _latents_fake(x.k, x.v, x.cu_seqlens),
         returns=["out", "log_mass", "mean"],
-        gradients=["q", "k", "v", *latents],
+        gradients=LATTE_GRADIENTS,
         saves=["top_M", "mass_M", "sum_M"],
         again=_latte_again,
     )
@@ -330,10 +338,7 @@ if ABSENT is None:
         Macchiato,
         lambda x: _latents_fake(x.latent_k, x.v, x.cu_seqlens),
         returns=["out", "log_mass", "mean"],
-        gradients=[
-            *("latent_q", "latent_k", "q", "k", "v", *latents, *kept),
-            *("pending_k", "pending_v"),
-        ],
+        gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),
         saves=["top_M", "mass_M", "sum_M"],
         again=_macchiato_again,
     )
@@ -342,6 +347,6 @@ if ABSENT is None:
         Window,
         lambda x: x.v.new_empty(*x.q.shape[:3], x.v.shape[3]),
         returns=["out"],
-        gradients=["q", "k", "v", *kept],
+        gradients=WINDOW_GRADIENTS,
         again=_window_again,
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.arguments import Earlier, Latte, Three
+from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import LatteState, final_buffers
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
@@ -40,8 +40,6 @@ from latte.ops.torch_backend.batching import (
 LONGEST_SEGMENT = 2048
 # Tokens given to the pairwise kernel where the linear-domain kernel's runs are short.
 SAFE_RUN = 256
-# The inputs that have gradients.
-GRADIENTS = ["q", "k", "v", "log_mass", "mean", "log_decay"]
 
 
 def latte_attention(
@@ -568,7 +566,7 @@ def _latte_op(
         pulled, *others = backward(
             grads, (p, x.k, x.v), x.sequences, x.earlier, *saved, log_decay=x.log_decay
         )
-        return dict(zip(GRADIENTS, (through_softmax(pulled, p), *others), strict=False))
+        return dict(zip(LATTE_GRADIENTS, (through_softmax(pulled, p), *others), strict=False))
 
     def fake(x: Latte) -> tuple[Tensor, ...]:
         finals = final_buffers(x.q, x.v, x.cu_seqlens)
@@ -581,7 +579,7 @@ def _latte_op(
         run,
         run_back,
         returns=["out", "log_mass", "mean"],
-        gradients=GRADIENTS,
+        gradients=LATTE_GRADIENTS,
         saves=saves,
     )
 

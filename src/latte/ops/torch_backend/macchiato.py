@@ -18,17 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.ops.arguments import Macchiato, Three
+from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato, Three
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState, final_buffers
 from latte.ops.tensors import Local, Sequences
 from latte.ops.torch_backend import latte, window
-
-# The inputs that have gradients.
-GRADIENTS = [
-    *("latent_q", "latent_k", "q", "k", "v", "log_mass", "mean", "log_decay"),
-    *("tail_k", "tail_v", "sink_q", "sink_k", "sink_v", "late_v"),
-]
 
 
 def macchiato_attention(
@@ -122,20 +116,12 @@ def macchiato_op(
             far_dv = far_dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
         assert near.dshare is not None
         pulled = torch.cat([near.dshare, pulled], -1)
-        found = {
-            "latent_q": latte.through_softmax(pulled, call.p),
-            "latent_k": dlatent_k,
-            "q": near.dq,
-            "k": near.dk,
-            "v": near.dv + far_dv if apart and not call.late else near.dv,
-            "late_v": far_dv,
-            "tail_k": near.dtail_k,
-            "tail_v": near.dtail_v,
-            "sink_q": near.dsink_q,
-            "sink_k": near.dsink_k,
-            "sink_v": near.dsink_v,
-        }
-        return found | dict(zip(("log_mass", "mean", "log_decay"), state, strict=False))
+        found = dict(zip(WINDOW_GRADIENTS, near[:-1], strict=True))
+        if apart and not call.late:
+            found["v"] = near.dv + far_dv
+        found |= dict(zip(("log_mass", "mean", "log_decay"), state, strict=False))
+        dlatent_q = latte.through_softmax(pulled, call.p)
+        return found | {"latent_q": dlatent_q, "latent_k": dlatent_k, "late_v": far_dv}
 
     def fake(x: Macchiato) -> tuple[Tensor, ...]:
         out = x.v.new_empty((*x.q.shape[:3], x.v.shape[-1]))
@@ -148,7 +134,7 @@ def macchiato_op(
         run,
         run_back,
         returns=["out", "log_mass", "mean"],
-        gradients=GRADIENTS,
+        gradients=(*MACCHIATO_GRADIENTS, "late_v"),
         saves=saves,
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
-from latte.ops.arguments import Earlier, Three, Window
+from latte.ops.arguments import WINDOW_GRADIENTS, Earlier, Three, Window
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
@@ -573,13 +573,10 @@ def backward(
     return Gradients(dq, dk, dv, dtail_k, dtail_v, dsink_q, dsink_k, dsink_v, dshare)
 
 
-GRADIENTS = ["q", "k", "v", "tail_k", "tail_v", "sink_q", "sink_k", "sink_v"]
-
-
 def _op_backward(x: Window, dout: Tensor) -> dict[str, Tensor]:
     """The gradients of the op."""
     found = backward(dout, x.qkv, x.local, x.sequences, x.tail, x.sinks)
-    return dict(zip(GRADIENTS, found[:-1], strict=True))
+    return dict(zip(WINDOW_GRADIENTS, found[:-1], strict=True))
 
 
 window_op = differentiable_op(
@@ -589,5 +586,5 @@ window_op = differentiable_op(
     lambda x: forward(x.qkv, x.local, x.sequences, x.tail, x.sinks),
     _op_backward,
     returns=["out"],
-    gradients=GRADIENTS,
+    gradients=WINDOW_GRADIENTS,
 )

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.arguments import Latte
+from latte.ops.arguments import LATTE_GRADIENTS, Latte
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import final_buffers
 from latte.ops.triton_backend.launch import readable
@@ -108,7 +108,7 @@ bidirectional_op = differentiable_op(
     forward,
     backward,
     returns=["out", "log_mass", "mean"],
-    gradients=["q", "k", "v", "log_mass", "mean"],
+    gradients=LATTE_GRADIENTS,
     saves=["mean", "top", "mass"],
 )
 

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.arguments import Earlier, Latte
+from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import final_buffers
 from latte.ops.triton_backend.launch import contiguous, readable
@@ -159,7 +159,7 @@ def latte_op(name: str, forgets: bool) -> Any:
         forward,
         backward,
         returns=["out", "log_mass", "mean"],
-        gradients=["q", "k", "v", "log_mass", "mean", "log_decay"],
+        gradients=LATTE_GRADIENTS,
         saves=["mean", "top_M", "mass_M", "mean_M", "top", "mass", *(["falls"] if forgets else [])],
     )
 

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.arguments import Macchiato
+from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import final_buffers
 from latte.ops.tensors import count_sequences
@@ -117,13 +117,6 @@ def saved_states(
     else:
         found = state_buffers(latent_k, D, 0, count_sequences(latent_k.shape[0], cu_seqlens))
     return *found, found[0].new_empty(0)
-
-
-# The inputs that have gradients.
-GRADIENTS = [
-    *("latent_q", "latent_k", "q", "k", "v", "log_mass", "mean", "log_decay"),
-    *("tail_k", "tail_v", "sink_q", "sink_k", "sink_v", "late_v"),
-]
 
 
 def late_sources(x: Macchiato, near: Window) -> tuple[Tensor, Tensor | None]:
@@ -228,7 +221,7 @@ def backward(
     run.query_gradients(q, gate, top_w, mass_w, delta, None if x.joint else dq, dy=dout)
     values, mask = late_sources(x, w)
     inputs_of_latents = (latent_k, values, mask, dout)
-    dtail, found = (dtail_k, dtail_v), {"latent_q": dlatent_q, "latent_k": dlatent_k, "q": dq}
+    dtail, found = (dtail_k, dtail_v), {"latent_q": dlatent_q, "latent_k": dlatent_k}
     if x.causal:
         # It is written once, for each query head. The window's kernel sums the heads.
         latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
@@ -270,9 +263,9 @@ def backward(
         run.source_gradients(q, dout, tokens, (dk, dv), dtail, bidirectional=whole)
     dA, dmu = state_gradients(earlier, dmean_0, lost_0)
     dsinks = run.sink_gradients(dout, tokens, x.k, x.v)
-    found |= {"k": dk, "v": dv, "log_mass": dA, "mean": dmu, "log_decay": dg}
-    found |= {"tail_k": dtail_k, "tail_v": dtail_v}
-    return found | dict(zip(("sink_q", "sink_k", "sink_v"), dsinks, strict=True))
+    near = (dq, dk, dv, *dtail, *dsinks)
+    found |= dict(zip(WINDOW_GRADIENTS, near, strict=True))
+    return found | {"log_mass": dA, "mean": dmu, "log_decay": dg}
 
 
 macchiato_op = differentiable_op(
@@ -282,7 +275,7 @@ macchiato_op = differentiable_op(
     forward,
     backward,
     returns=["out", "log_mass", "mean"],
-    gradients=GRADIENTS,
+    gradients=(*MACCHIATO_GRADIENTS, "late_v"),
     # For each token and head, the window's share and its logit; then what is saved of the states.
     saves=["mean", "gate", "logit", "top_M", "mass_M", "mean_M", "top", "mass", "falls"],
 )

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops import arguments
-from latte.ops.arguments import Earlier
+from latte.ops.arguments import WINDOW_GRADIENTS, Earlier
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import SeenSinks
 from latte.ops.triton_backend.launch import (
@@ -109,10 +109,9 @@ def backward(x: arguments.Window, dout: Tensor) -> dict[str, Tensor]:
     run.query_gradients(q, None, *tokens, dq, dy=dout)
     run.source_gradients(q, dout, (top, mass, None, delta), (dk, dv), dtail)
     dsinks = run.sink_gradients(dout, (top, mass, None, delta), x.k, x.v)
-    return dict(zip(GRADIENTS, (dq, dk, dv, *dtail, *dsinks), strict=True))
+    return dict(zip(WINDOW_GRADIENTS, (dq, dk, dv, *dtail, *dsinks), strict=True))
 
 
-GRADIENTS = ["q", "k", "v", "tail_k", "tail_v", "sink_q", "sink_k", "sink_v"]
 window_op = differentiable_op(
     "triton_window",
     arguments.Window,
@@ -120,7 +119,7 @@ window_op = differentiable_op(
     forward,
     backward,
     returns=["out"],
-    gradients=GRADIENTS,
+    gradients=WINDOW_GRADIENTS,
 )
 
 
