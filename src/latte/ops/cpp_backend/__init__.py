@@ -27,6 +27,7 @@ from latte.ops.arguments import (
     NO_WINDOW,
     WINDOW_GRADIENTS,
     Convolution,
+    Earlier,
     Latte,
     sinks_of,
 )
@@ -160,7 +161,8 @@ def rg_lru(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E)."""
     inputs = (x_BTE, recurrence_gate, input_gate, theta_E.to(computation_dtype(x_BTE.dtype)))
-    return rg_lru_op(*inputs, _contiguous(initial_state), *_readable(sequences), reverse)
+    state = None if initial_state is None else initial_state.contiguous()
+    return rg_lru_op(*inputs, state, *_readable(sequences), reverse)
 
 
 def causal_conv1d(
@@ -173,9 +175,8 @@ def causal_conv1d(
     """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, K-1, E)."""
     dtype = computation_dtype(x_BTE.dtype)
     bias_E = None if bias_E is None else bias_E.to(dtype)
-    tail = None if initial_state is None else initial_state.to(x_BTE.dtype)
-    inputs = (x_BTE, weight_EK.to(dtype), bias_E)
-    return convolution_op(*inputs, _contiguous(tail), *_readable(sequences))
+    tail = None if initial_state is None else initial_state.to(x_BTE.dtype).contiguous()
+    return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, tail, *_readable(sequences))
 
 
 def latte_attention(
@@ -187,7 +188,7 @@ def latte_attention(
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`, if causal."""
-    around = (*_readable(sequences), *map(_contiguous, earlier or NO_STATE), log_decay)
+    around = (*_readable(sequences), *_contiguous(earlier, NO_STATE), log_decay)
     out, A, mu, *_ = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)
     return out, LatteState(A, mu)
 
@@ -210,10 +211,10 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    around = (*_readable(sequences), *map(_contiguous, earlier or NO_STATE), log_decay)
-    kept = (*(tail or NO_WINDOW), *(sinks or NO_SINKS), *(pending or NO_WINDOW))
-    found = macchiato_op(*inputs, *around, *map(_contiguous, kept), *local, delay, joint)
-    out, A, mu, *_ = found
+    around = (*_readable(sequences), *_contiguous(earlier, NO_STATE), log_decay)
+    near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
+    late = _contiguous(pending, NO_WINDOW)
+    out, A, mu, *_ = macchiato_op(*inputs, *around, *near, *late, *local, delay, joint)
     return out, LatteState(A, mu)
 
 
@@ -227,19 +228,20 @@ def sliding_window_attention(
     sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
-    kept = map(_contiguous, (*(tail or NO_WINDOW), *(sinks or NO_SINKS)))
-    return window_op(q_BTHK, k_BTGK, v_BTGD, *_readable(sequences), *kept, *local)
+    near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
+    return window_op(q_BTHK, k_BTGK, v_BTGD, *_readable(sequences), *near, *local)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def _contiguous(state: tuple[Tensor, ...] | None, absent: Earlier) -> Earlier:
+    """The tensors of a state, or ``absent``."""
+    return absent if state is None else tuple(x.contiguous() for x in state)
 
 
 def _readable(sequences: Sequences) -> tuple[Tensor | None, Tensor | None]:
     """Mask and bounds as the kernels read them: contiguous, and int64."""
     key_mask, cu_seqlens, _ = sequences
-    bounds = None if cu_seqlens is None else sequence_bounds(cu_seqlens)
-    return _contiguous(key_mask), bounds
+    mask = None if key_mask is None else key_mask.contiguous()
+    return mask, None if cu_seqlens is None else sequence_bounds(cu_seqlens)
 
 
 def _rg_lru_fake(x: RGLRU) -> tuple[Tensor, ...]:

@@ -58,18 +58,15 @@ class Call:
 
     def __init__(self, x: Macchiato) -> None:
         self.near = (x.local, x.sequences, x.tail, x.sinks)
-        self.late, self.latent_k = x.late_v is not None, x.latent_k
-        self.sequences = x.sequences
+        self.late, self.sequences = x.late_v is not None, x.sequences
         if self.late:
             self.sequences = x.sequences._replace(key_mask=x.late_mask)
+        self.latent_k, self.v = x.latent_k, x.v if x.late_v is None else x.late_v
         self.p = latte.probabilities(x.latent_q)
         if x.begun is not None:  # without latent mass all of the distribution is the window's
             self.p.masked_fill_(~x.begun[..., None, None], 0.0)
             self.share.masked_fill_(~x.begun[..., None, None], 1.0)
         self.R = x.q.shape[2] // x.v.shape[2]
-        v = x.v if x.late_v is None else x.late_v
-        # Every query head has values of its own.
-        self.v = v.repeat_interleave(self.R, 2) if self.R > 1 else v
 
     @property
     def share(self) -> Tensor:
@@ -78,8 +75,9 @@ class Call:
 
     @property
     def pkv(self) -> Three:
-        """What the latents' passes take."""
-        return self.p[..., 1:], self.latent_k, self.v
+        """What the latents' passes take: every query head has values of its own."""
+        v = self.v.repeat_interleave(self.R, 2) if self.R > 1 else self.v
+        return self.p[..., 1:], self.latent_k, v
 
 
 def macchiato_op(
