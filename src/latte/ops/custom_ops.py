@@ -109,8 +109,8 @@ def differentiable_op(
         gradients: Names of the arguments that have gradients.
         saves: Names of the outputs that the backward pass needs. Those that are not in ``returns``
             come after them in the op's outputs.
-        stand_ins: Arguments that the backward pass does not read, and for each the output that is
-            saved in its place, which has its shape and dtype.
+        stand_ins: Arguments that the backward pass does not read, and for each the output that it
+            gets in its place, which has its shape and dtype.
         again: Function of the arguments that computes ``returns`` by operations that can be
             differentiated twice. None: the gradients cannot be differentiated.
     """

@@ -71,8 +71,10 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        first = next(tensors, None)
+        first = args[0] if args else None  # mostly a tensor, and then no other is looked for
+        if not isinstance(first, Tensor):
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            first = next(tensors, None)
         kind = "cpu" if first is None else first.device.type
         if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
             return fn(*args, **kwargs)

@@ -158,9 +158,9 @@ def _forward(x: Recurrence) -> Tensor:
     return scan(*x)
 
 
-def _backward(x: Recurrence, dh: Tensor, h: Tensor) -> dict[str, Tensor]:
+def _backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
     """g_t = dh_t + a_{t+1} g_{t+1}; da_t = g_t h_{t-1}, db_t = g_t, dh0 = a_1 g_1."""
-    a, _, h0 = x
+    a, h, h0 = x  # h stands in for b
     following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
     g = scan(following, dh, torch.zeros_like(h0), back=True)
     da = torch.empty_like(a, memory_format=torch.contiguous_format)
@@ -177,7 +177,6 @@ linear_recurrence = differentiable_op(
     _backward,
     returns=["h"],
     gradients=["a", "b", "h0"],
-    saves=["h"],
     stand_ins={"b": "h"},
 )
 
