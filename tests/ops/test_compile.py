@@ -14,7 +14,7 @@ from latte.ops import (
     rg_lru,
     sliding_window_attention,
 )
-from latte.ops.torch_backend.latte import bidirectional_op, causal_op, forgetting_op
+from latte.ops.torch_backend.latte import bidirectional_op, causal_op
 from latte.ops.torch_backend.recurrence import linear_recurrence
 from latte.ops.torch_backend.window import window_op
 
@@ -79,7 +79,7 @@ def test_custom_ops_keep_their_contracts(packed, masked):
     for op in (causal_op, bidirectional_op):
         checks |= torch.library.opcheck(op, (q, k, v, mask, cu, None, None))
     g = (-k.detach().abs()).requires_grad_()
-    checks |= torch.library.opcheck(forgetting_op, (q, k, v, mask, cu, None, None, g))
+    checks |= torch.library.opcheck(causal_op, (q, k, v, mask, cu, None, None, g))
     local = [x.requires_grad_() for x in macchiato_inputs(B, 20)[2:]]
     args = (*local, mask, cu, *[None] * 8, 8, 0.4, 0.0, True)
     checks |= torch.library.opcheck(window_op, args)

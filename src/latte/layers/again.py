@@ -8,20 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-
-def on_cpu(x: Tensor) -> bool:
-    """Whether PyTorch runs x's operations one by one on a CPU, where few and large ones pay.
-
-    Not where it traces them, or takes derivatives in ways that an autograd function lacks: forward
-    mode and the transforms of ``torch.func``.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return not transformed and forward_ad._current_level < 0
+from latte.ops.tensors import on_cpu
 
 
 class SavedMaker(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from latte.layers.across import ShardedOps, across
-from latte.layers.again import made_again, on_cpu
+from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_positive
-from latte.ops import causal_conv1d, dense
-from latte.ops.step import number
-from latte.ops.tensors import computation_dtype, full_precision
+from latte.ops import causal_conv1d, dense, pointwise
 from latte.ops.tensors import token_positions as token_positions
 
 LayerNorm = nn.LayerNorm
@@ -71,49 +69,9 @@ class RMSNorm(nn.RMSNorm):
     """``w x / sqrt(mean(x^2) + eps)``, as in PyTorch. On a CPU it is faster and saves memory."""
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        E, eps = x_BTE.shape[-1], self.eps
-        if eps is not None and dense.serves(x_BTE) and dense.fits(x_BTE, self.weight):
-            return dense.rms_norm(x_BTE, self.weight, eps)
-        exact = x_BTE.dtype == self.weight.dtype and x_BTE.dtype in (torch.float32, torch.float64)
-        if not exact or eps is None or not on_cpu(x_BTE):
+        if self.eps is None or self.weight is None:
             return super().forward(x_BTE)
-        single = x_BTE.ndim <= 2 or x_BTE.shape[1] == 1
-        if not single or torch.is_grad_enabled():
-            return _RMSNorm.apply(x_BTE, self.weight, eps)
-        size = torch.linalg.vector_norm(x_BTE, dim=-1, keepdim=True)
-        size = torch.hypot(size, number(math.sqrt(E * eps), x_BTE))
-        return x_BTE * (number(math.sqrt(E), x_BTE) / size) * self.weight
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that saves only x for its gradient. PyTorch's on a CPU saves the normed x too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.eps, ctx.native = eps, dense.serves_step(x) and dense.fits(x, weight)
-        if ctx.native:
-            out, scale = torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)
-            ctx.save_for_backward(x, scale, weight)
-            return out
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(number(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        ctx.save_for_backward(x, scale, weight)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    @full_precision
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, scale, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradients are to be differentiated
-            scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        elif ctx.native:
-            rows = dy.contiguous(), x.contiguous(), weight, scale
-            return *torch.ops.latte.cpu_norm_rows_backward(*rows), None
-        normed = x * scale
-        pulled = (dy * normed).view(-1, x.shape[-1])
-        along = torch.mv(pulled, weight).view(scale.shape)
-        dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
-        return dx, pulled.sum(0), None
+        return pointwise.rms_norm(x_BTE, self.weight, self.eps)
 
 
 class Drawn(nn.Module):
@@ -168,31 +126,10 @@ class SwiGLU(nn.Module):
             inner = dense.swiglu(x_BTE, *weights)
             return linear_maps(inner, self.down_proj, native=native)[0]
         gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
-
-        def product() -> Tensor:
-            plain = on_cpu(gate) and dense.serves_step(gate) and gate.dtype == up.dtype
-            return _Gated.apply(gate, up) if plain else F.silu(gate) * up
-
+        product = functools.partial(pointwise.silu_product, gate, up)
         inner = product()
         with made_again((inner, product)):
             return self.down_proj(inner)
-
-
-class _Gated(torch.autograd.Function):
-    """``silu(gate) * up`` by a native CPU kernel. Only ``gate`` and ``up`` are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradients are to be differentiated
-            s = torch.sigmoid(gate)
-            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
-        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, gate, up)))
 
 
 class CausalConv1d(Drawn):
@@ -290,41 +227,12 @@ class RotaryEmbedding(nn.Module):
 
 def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the pairs (i, i + K/2) of each head, the layout of Hugging Face and GPT-NeoX."""
-    if on_cpu(x_BTHK):
-        return _Rotation.apply(x_BTHK, *rotary, 1.0)
-    first, second = x_BTHK.chunk(2, -1)
-    rotated = (
-        first * rotary.cos - second * rotary.sin,
-        second * rotary.cos + first * rotary.sin,
-    )
-    return torch.cat(rotated, -1).to(x_BTHK.dtype)
+    return pointwise.rotate(x_BTHK, *rotary)
 
 
 def of_single_tokens(rotary: Rotary) -> Rotary:
     """The table in the format of :mod:`latte.ops.step`: sines with signs, (..., 2, K/2)."""
     return Rotary(rotary.cos, torch.cat([-rotary.sin, rotary.sin], 2))
-
-
-class _Rotation(torch.autograd.Function):
-    """The rotation. Its gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.sign = sign
-        table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
-        if table and dense.serves_step(x) and cos.dtype == computation_dtype(x.dtype):
-            rows = x.contiguous(), cos.contiguous(), sin.contiguous()
-            return torch.ops.latte.cpu_rotate(*rows, sign)
-        out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
-        first, second = x[..., :K], x[..., K:]
-        torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
 
 
 class SinusoidalPositions(nn.Module):

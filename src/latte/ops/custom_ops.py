@@ -1,41 +1,39 @@
-"""PyTorch's custom ops: a backend's two passes as one op that ``torch.compile`` does not split.
+"""How the library registers a custom op, which ``torch.compile`` keeps as one node of its graph.
 
-An op takes tensors (some may be None), then numbers. ``latte::NAME_backward`` takes the gradients
-of its outputs, its tensors, what it has saved, and its numbers. The ops of Latte and of the window
-have the same signature for every backend: :func:`latte_op` and :func:`window_op` make them from
-two functions.
+The arguments of an op are the fields of a NamedTuple class. Their names, types and defaults are the
+op's schema. The functions of an op take one value of this class.
 
-Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
-width, N states.
+An op with gradients has its tensors first, then its numbers. Its backward pass is an op too,
+``latte::NAME_backward``. It takes the gradients of the outputs, the tensors, what is saved, and the
+numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from latte.ops.state import LatteState, SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, full_precision
+from latte.ops.tensors import full_precision
 
-Three = tuple[Tensor, Tensor, Tensor]
-# An earlier state as ops take it: all of its tensors, or as many times None.
-Earlier = tuple[Tensor | None, ...]
+# A tensor that the op overwrites.
+Written = Annotated[Tensor, "written"]
 
-SEQUENCES = "Tensor? key_mask, Tensor? cu_seqlens"
-LATTE = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, Tensor? log_mass, Tensor? mean"
-TAIL = "Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask"
-SINKS = "Tensor? sink_q, Tensor? sink_k, Tensor? sink_v, Tensor? sink_mask, Tensor? sinks_seen"
-# Delayed latents take the delayed keys instead of latent_k, and these.
-LATE = "Tensor? late_v, Tensor? late_mask, Tensor? begun"
-MACCHIATO = LATTE.replace(
-    "Tensor q, Tensor k", "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k"
-)
-MACCHIATO = f"{MACCHIATO}, {TAIL}, Tensor? log_decay, {SINKS}, {LATE}"
-WINDOW = f"Tensor q, Tensor k, Tensor v, {SEQUENCES}, {TAIL}"
-LOCAL = "int window, float scale, float softcap, bool causal"
+# The types of arguments as a schema writes them. The place of a written one stands for {}.
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Written: "Tensor(a{}!)",
+    Written | None: "Tensor(a{}!)?",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    float | None: "float?",
+}
+# Schemas of the ops whose kernels are in the native library.
+NATIVE = torch.library.Library("latte", "FRAGMENT")
 
 
 def empty_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -52,213 +50,169 @@ def empty_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     )
 
 
-def connect_gradients(
-    op: Any,
-    backward_op: Any,
-    wanted: tuple[int, ...],
-    *,
+def custom_op(
+    name: str,
+    arguments: type[Any],
     outputs: int,
-    saved_from: int,
-    again: Callable[..., tuple[Tensor, ...]] | None = None,
-) -> None:
-    """Register the custom op ``backward_op`` as the gradient of ``op``.
+    fake: Callable[[Any], Any],
+    kernel: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The op ``latte::NAME``, without gradients.
 
     Args:
-        wanted: Indices of the inputs whose gradients ``backward_op`` returns, in its order. The
-            gradient of an input that is None is an empty tensor.
-        outputs: Number of leading outputs that have gradients. The other outputs are only saved.
-        saved_from: Index of the first output that the backward pass needs.
-        again: Function that computes the outputs with gradients from the same inputs, by
-            operations that can be differentiated twice. None: the gradients cannot be
-            differentiated.
+        arguments: NamedTuple class of the op's arguments.
+        outputs: Number of outputs, which are tensors. One output is not in a tuple.
+        fake: Function of the arguments that makes empty outputs.
+        kernel: Function of the arguments that computes the outputs. Autocast is off in it. None:
+            the native library has the kernel.
     """
+    # Native ops have no defaults: their only callers give all arguments.
+    defaults = arguments._field_defaults if kernel is not None else {}
+    schema = [
+        f"{kind} {field}={defaults[field]}" if field in defaults else f"{kind} {field}"
+        for field, kind in _types(arguments).items()
+    ]
 
-    def fake(*args):
-        return empty_gradients(*(args[outputs + i] for i in wanted))
+    def run(*given: Any) -> Any:
+        assert kernel is not None
+        return kernel(arguments(*given))
 
-    def save(ctx, inputs, output):
-        output = (output,) if isinstance(output, Tensor) else output
-        ctx.tensors = sum(x is None or isinstance(x, Tensor) for x in inputs)
-        ctx.numbers = inputs[ctx.tensors :]
-        ctx.save_for_backward(*inputs[: ctx.tensors], *output[saved_from:])
-        ctx.mark_non_differentiable(*output[outputs:])
+    def run_fake(*given: Any) -> Any:
+        return fake(arguments(*given))
 
-    def gradients(ctx, *grads):
-        saved = ctx.saved_tensors
+    return _register(name, schema, outputs, run_fake, None if kernel is None else run)
+
+
+def differentiable_op(
+    name: str,
+    arguments: type[Any],
+    fake: Callable[[Any], Any],
+    forward: Callable[[Any], Any] | None = None,
+    backward: Callable[..., Mapping[str, Tensor]] | None = None,
+    *,
+    returns: Sequence[str],
+    gradients: Sequence[str],
+    saves: Sequence[str] = (),
+    stand_ins: Mapping[str, str] | None = None,
+    again: Callable[[Any], tuple[Tensor, ...]] | None = None,
+) -> Any:
+    """The op ``latte::NAME``, with gradients by ``latte::NAME_backward``.
+
+    Args:
+        arguments: NamedTuple class of the op's arguments, tensors before numbers.
+        fake: Function of the arguments that makes empty outputs.
+        forward: Function of the arguments that computes the outputs. None: the native library has
+            the kernels of both passes.
+        backward: Function of the arguments, the gradients of ``returns``, and ``saves``. It returns
+            ``gradients`` by name, in any dtype. It may leave out those of arguments that are None.
+        returns: Names of the outputs that have gradients.
+        gradients: Names of the arguments that have gradients.
+        saves: Names of the outputs that the backward pass needs. Those that are not in ``returns``
+            come after them in the op's outputs.
+        stand_ins: Arguments that the backward pass does not read, and for each the output that it
+            gets in its place, which has its shape and dtype.
+        again: Function of the arguments that computes ``returns`` by operations that can be
+            differentiated twice. None: the gradients cannot be differentiated.
+    """
+    inputs = [f"{kind} {field}" for field, kind in _types(arguments).items()]
+    count = sum(x.startswith("Tensor") for x in inputs)  # of tensors
+    fields, outputs = arguments._fields, [*returns, *(x for x in saves if x not in returns)]
+    saved_at = [outputs.index(x) for x in saves]
+    wanted = [fields.index(x) for x in gradients]
+    replaced = [(fields.index(x), outputs.index(y)) for x, y in (stand_ins or {}).items()]
+
+    def run_back(*given: Any) -> tuple[Tensor, ...]:
+        assert backward is not None
+        grads, tensors, saved, numbers = _split(given, len(returns), count, len(saves))
+        found = backward(arguments(*tensors, *numbers), *grads, *saved)
+        results = []
+        for i, field in zip(wanted, gradients, strict=True):
+            if tensors[i] is None:
+                dx = tensors[wanted[0]].new_empty(0)
+            else:
+                dx = found[field]
+                dx = dx if dx.dtype == tensors[i].dtype else dx.to(tensors[i].dtype)
+            results.append(dx)
+        return tuple(results)
+
+    def fake_back(*given: Any) -> tuple[Tensor, ...]:
+        return empty_gradients(*(given[len(returns) + i] for i in wanted))
+
+    op = custom_op(name, arguments, len(outputs), fake, forward)
+    grads, kept = [f"Tensor d{x}" for x in returns], [f"Tensor saved_{x}" for x in saves]
+    backward_op = _register(
+        f"{name}_backward",
+        [*grads, *inputs[:count], *kept, *inputs[count:]],
+        len(gradients),
+        fake_back,
+        None if backward is None else run_back,
+    )
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        found = (output,) if isinstance(output, Tensor) else output
+        tensors = inputs[:count]
+        for i, j in replaced:
+            tensors = (*tensors[:i], found[j], *tensors[i + 1 :])
+        ctx.numbers = inputs[count:]
+        ctx.save_for_backward(*tensors, *[found[i] for i in saved_at])
+        ctx.mark_non_differentiable(*found[len(returns) :])
+
+    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, numbers, grads = ctx.saved_tensors, ctx.numbers, grads[: len(returns)]
+        every: list[Tensor | None] = [None] * len(fields)
         if again is not None and torch.is_grad_enabled():  # they are to be differentiated
-            return _differentiable(
-                again, wanted, grads[:outputs], saved[: ctx.tensors], ctx.numbers
-            )
-        found = backward_op(*grads[:outputs], *saved, *ctx.numbers)
-        every: list[Tensor | None] = [None] * (ctx.tensors + len(ctx.numbers))
-        for i, dx in zip(wanted, found, strict=True):
-            every[i] = None if saved[i] is None else dx
+            # Views, because the same tensor may be two of the arguments.
+            views = [None if x is None else x.view_as(x) for x in tensors[:count]]
+            places = [i for i in wanted if views[i] is not None and views[i].requires_grad]
+            results = again(arguments(*views, *numbers))
+            found = _differentiable(results, [views[i] for i in places], grads)
+        else:
+            places, found = wanted, backward_op(*grads, *tensors, *numbers)
+        for i, dx in zip(places, found, strict=True):
+            every[i] = None if tensors[i] is None else dx
         return tuple(every)
 
-    torch.library.register_fake(backward_op, fake)
-    torch.library.register_autograd(op, gradients, setup_context=save)
+    torch.library.register_autograd(op, differentiate, setup_context=save)
+    return op
+
+
+def _types(arguments: type[Any]) -> dict[str, str]:
+    """The types of an op's arguments, by name."""
+    hints = get_type_hints(arguments, include_extras=True)
+    return {field: TYPES[hints[field]].format(i) for i, field in enumerate(arguments._fields)}
+
+
+def _register(
+    name: str,
+    inputs: Sequence[str],
+    outputs: int,
+    fake: Callable[..., Any],
+    kernel: Callable[..., Any] | None,
+) -> Any:
+    """An op with these inputs in its schema. ``kernel`` is None if the native library has it."""
+    schema = f"({', '.join(inputs)}) -> ({', '.join(['Tensor'] * outputs)})"
+    if kernel is None:
+        NATIVE.define(name + schema)
+    else:
+        run = full_precision(kernel)
+        torch.library.custom_op(f"latte::{name}", run, mutates_args=(), schema=schema)
+    op = getattr(torch.ops.latte, name).default
+    torch.library.register_fake(op, fake)
+    return op
+
+
+def _split(given: tuple[Any, ...], *sizes: int) -> Iterator[tuple[Any, ...]]:
+    """So many of the values, one size after the other, and the rest."""
+    for size in sizes:
+        yield given[:size]
+        given = given[size:]
+    yield given
 
 
 def _differentiable(
-    again: Callable[..., tuple[Tensor, ...]],
-    wanted: tuple[int, ...],
-    grads: tuple[Tensor, ...],
-    inputs: tuple[Tensor | None, ...],
-    numbers: tuple[Any, ...],
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of all inputs, as functions of the inputs and of ``grads``."""
-    # Views, because the same tensor may be two of the inputs.
-    inputs = tuple(None if x is None else x.view_as(x) for x in inputs)
-    places = {i: x for i in wanted if (x := inputs[i]) is not None and x.requires_grad}
-    outputs = again(*inputs, *numbers)
+    """Gradients of the inputs, which can be differentiated."""
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y.requires_grad]
-    found = torch.autograd.grad(
-        [y for y, _ in pairs],
-        list(places.values()),
-        [dy for _, dy in pairs],
-        create_graph=True,
-        allow_unused=True,
-    )
-    every: list[Tensor | None] = [None] * (len(inputs) + len(numbers))
-    for i, dx in zip(places, found, strict=True):
-        every[i] = dx
-    return tuple(every)
-
-
-def custom_op(name: str, function: Callable[..., Any], inputs: str, outputs: int) -> Any:
-    """The op ``latte::NAME`` with these inputs and this number of outputs, all tensors."""
-    results = ", ".join(["Tensor"] * outputs)
-    schema = f"({inputs}) -> {results if outputs == 1 else f'({results})'}"
-    return torch.library.custom_op(
-        f"latte::{name}", full_precision(function), mutates_args=(), schema=schema
-    )
-
-
-def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Empty buffers for a state, (N, H, L) and (N, H, L, D)."""
-    N = count_sequences(q.shape[0], cu_seqlens)
-    A = q.new_empty((N, *q.shape[2:]), dtype=computation_dtype(q.dtype))
-    return A, A.new_empty((*A.shape, v.shape[-1]))
-
-
-def latte_op(
-    name: str,
-    forward: Callable[..., tuple[Tensor, ...]],
-    backward: Callable[..., tuple[Tensor, ...]],
-    saved: Callable[..., tuple[Tensor, ...]] | None = None,
-    *,
-    count: int = 2,
-    saved_from: int = 2,
-    forgets: bool = False,
-) -> Any:
-    """The op of ``latte_attention``. It returns output, final log-mass and mean, and what is saved.
-
-    Args:
-        forward: Function of (q, k, v), the :class:`Sequences`, and the earlier log-mass and mean
-            or None.
-        backward: Function of the gradients of output, log-mass and mean, then the arguments of
-            ``forward``, then what is saved. It returns the gradients of q, k, v and the earlier
-            state.
-        saved: Function of q, k, v and ``cu_seqlens`` that makes empty buffers for what is saved.
-            None: (top, mass) of the final state.
-        count: Number of these buffers.
-        saved_from: 2 if the backward pass needs the final mean too, else 3.
-        forgets: Whether there is one more input, ``log_decay``. The passes take it by that name;
-            its gradient is the last.
-    """
-
-    def run(q, k, v, key_mask, cu_seqlens, *more):
-        return forward((q, k, v), Sequences(key_mask, cu_seqlens), more[:2], **forgetting(more))
-
-    def forgetting(more):
-        return {"log_decay": more[2]} if forgets else {}
-
-    def run_back(dout, dlog_mass, dmean, q, k, v, key_mask, cu_seqlens, *more):
-        grads, sequences, kept = (dout, dlog_mass, dmean), Sequences(key_mask, cu_seqlens), more[2:]
-        kept = kept[1:] if forgets else kept
-        found = backward(grads, (q, k, v), sequences, more[:2], *kept, **forgetting(more))
-        if more[1] is not None:
-            return found
-        return (*found[:3], q.new_empty(0), q.new_empty(0), *found[5:])
-
-    def fake(q, k, v, key_mask, cu_seqlens, *_):
-        A, mu = final_buffers(q, v, cu_seqlens)
-        after = saved(q, k, v, cu_seqlens) if saved else (torch.empty_like(A), torch.empty_like(A))
-        return torch.empty_like(v, memory_format=torch.contiguous_format), A, mu, *after
-
-    inputs = f"{LATTE}, Tensor log_decay" if forgets else LATTE
-    op = custom_op(name, run, inputs, 3 + count)
-    op.register_fake(fake)
-    kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
-    given = f"Tensor dout, Tensor dlog_mass, Tensor dmean, {inputs}, {kept}"
-    wanted = (0, 1, 2, 5, 6, 7)[: 5 + forgets]
-    backward_op = custom_op(f"{name}_backward", run_back, given, len(wanted))
-    connect_gradients(op, backward_op, wanted, outputs=3, saved_from=saved_from)
-    return op
-
-
-def window_op(
-    name: str,
-    forward: Callable[..., Tensor],
-    backward: Callable[..., tuple[Tensor, ...]],
-    sinks: bool = False,
-) -> Any:
-    """The op of ``sliding_window_attention``. It saves only its inputs.
-
-    Args:
-        forward: Function of (q, k, v), the :class:`Local`, the :class:`Sequences`, and the tail's
-            keys, values and mask or None; then of the sinks, if it takes them.
-        backward: Function of the output's gradient, then the arguments of ``forward``. It returns
-            the gradients of q, k, v, of the tail's keys and values, and of the sinks' queries, keys
-            and values. The gradient of a missing input is empty.
-        sinks: Whether the op takes sinks.
-    """
-
-    def told(q, k, v, key_mask, cu_seqlens, tail_k, tail_v, tail_mask, *rest):
-        *seen, window, scale, softcap, causal = rest
-        sequences = Sequences(key_mask, cu_seqlens, causal)
-        call = (q, k, v), Local(window, scale, softcap), sequences, (tail_k, tail_v, tail_mask)
-        return (*call, maybe_sinks(seen)) if sinks else call
-
-    inputs = f"{WINDOW}, {SINKS}, {LOCAL}" if sinks else f"{WINDOW}, {LOCAL}"
-    wanted = (0, 1, 2, 5, 6, 8, 9, 10)[: 8 if sinks else 5]
-    op = custom_op(name, lambda *inputs: forward(*told(*inputs)), inputs, 1)
-    op.register_fake(lambda q, k, v, *_: v.new_empty((*q.shape[:3], v.shape[-1])))
-    backward_op = custom_op(
-        *(f"{name}_backward", lambda dout, *inputs: backward(dout, *told(*inputs))),
-        *(f"Tensor dout, {inputs}", len(wanted)),
-    )
-    connect_gradients(op, backward_op, wanted, outputs=1, saved_from=1)
-    return op
-
-
-def maybe_sinks(tensors: Sequence[Tensor | None]) -> SeenSinks | None:
-    """The sinks of an op's arguments, which are all of their tensors, or all None."""
-    return None if tensors[0] is None else SeenSinks(*tensors)  # type: ignore[arg-type]
-
-
-def run_latte(
-    op: Any,
-    qkv: Three,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    *log_decay: Tensor,
-) -> tuple[Tensor, LatteState]:
-    """Output and final state from an op of :func:`latte_op`."""
-    out, A, mu = op(*qkv, *sequences[:2], *(earlier or (None, None)), *log_decay)[:3]
-    return out, LatteState(A, mu)
-
-
-def run_window(
-    op: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: WindowState | None,
-    *sinks: Tensor | None,
-) -> Tensor:
-    """Output from an op of :func:`window_op`, with ``sinks`` if it takes them."""
-    earlier = tail or (None, None, None)
-    return op(q, k, v, *sequences[:2], *earlier, *sinks, *local, sequences.causal)
+    ends, slopes = ([pair[i] for pair in pairs] for i in (0, 1))
+    return torch.autograd.grad(ends, inputs, slopes, create_graph=True, allow_unused=True)

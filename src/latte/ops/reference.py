@@ -446,3 +446,23 @@ def attention_weights(
         weights = latte_weights(latent_k, seen, latent, None, lost)
         total = total + p_BHTL[..., latent, None] * weights
     return total
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """``w x / sqrt(mean(x^2) + eps)`` over the last dimension of x (..., E)."""
+    y, w_E = wide(x, weight_E)
+    out = w_E * y / torch.sqrt(y.square().mean(-1, keepdim=True) + eps)
+    return out.to(x.dtype)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) up``, with ``silu(g) = g sigmoid(g)``."""
+    g, u = wide(gate, up)
+    return (g * torch.sigmoid(g) * u).to(torch.promote_types(gate.dtype, up.dtype))
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The pairs (a, b) at (i, i + K/2) of each head: ``(a cos - b sin, b cos + a sin)``."""
+    (x,) = wide(x_BTHK)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BTHK.dtype)

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from latte.ops.tensors import (
     Sequences,
+    computation_dtype,
+    count_sequences,
     sequence_bounds,
     sequence_ids,
     sequence_starts,
@@ -85,6 +87,13 @@ class ForgettingState(NamedTuple):
     def merge(self, other: AnyState) -> AnyState:
         """As :meth:`LatteState.merge`, with ``A1 + G2`` for A1: G is ``log_decay``, G1 + G2."""
         return _followed_by(self, other)
+
+
+def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty buffers for a state, (N, H, L) and (N, H, L, D)."""
+    N = count_sequences(q.shape[0], cu_seqlens)
+    A = q.new_empty((N, *q.shape[2:]), dtype=computation_dtype(q.dtype))
+    return A, A.new_empty((*A.shape, v.shape[-1]))
 
 
 def _followed_by(state: AnyState, other: AnyState) -> AnyState:

@@ -19,8 +19,7 @@ width, F feature width, E channels, W slots of the window, n sinks, R = H / G.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 
 from latte.ops import cpp_backend
 from latte.ops.backend import named_backend
-from latte.ops.tensors import computation_dtype
+from latte.ops.tensors import computation_dtype, number
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
 
 Rotary = tuple[Tensor, Tensor]  # of single tokens: (B or 1, 1, 1, K/2), and twice that with signs
@@ -311,20 +310,6 @@ def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x.to(dtype)``, without a call where there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def number(value: float, like: Tensor) -> Any:
-    """``value`` for arithmetic with ``like``: outside of graphs a tensor that is kept.
-
-    A Python number is made into a tensor at every use, which takes four operations more.
-    """
-    return value if torch.compiler.is_compiling() else _kept(value, like.dtype)
-
-
-@functools.cache
-def _kept(value: float, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _see(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 P = ParamSpec("P")
@@ -44,6 +45,18 @@ def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def on_cpu(x: Tensor) -> bool:
+    """Whether PyTorch runs x's operations one by one on a CPU, where few and large ones pay.
+
+    False where it traces them, and where it takes derivatives that an autograd function does not
+    have: forward mode and the transforms of ``torch.func``.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not transformed and forward_ad._current_level < 0
+
+
 def _has_autocast(kind: str) -> bool:
     if torch.compiler.is_compiling():
         return kind != "meta"  # PyTorch 2.11 cannot trace the question
@@ -58,8 +71,10 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        first = next(tensors, None)
+        first = args[0] if args else None  # mostly a tensor, and then no other is looked for
+        if not isinstance(first, Tensor):
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            first = next(tensors, None)
         kind = "cpu" if first is None else first.device.type
         if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
             return fn(*args, **kwargs)
@@ -67,6 +82,20 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
 
     return wrapped
+
+
+def number(value: float, like: Tensor) -> Any:
+    """``value`` for arithmetic with ``like``: outside of graphs a tensor that is kept.
+
+    A Python number is made into a tensor at every use, which takes four operations more.
+    """
+    return value if torch.compiler.is_compiling() else _kept(value, like.dtype)
+
+
+@functools.cache
+def _kept(value: float, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def nothing_out(v: Tensor, *inputs: Tensor) -> Tensor:

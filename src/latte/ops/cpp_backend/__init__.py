@@ -2,8 +2,9 @@
 
 Each op is a file, ``rg_lru.cpp`` and so on. When the package is installed, :mod:`.build` compiles
 them into one library, which registers the kernels of the ops ``latte::cpu_*``. :mod:`.library`
-finds it. This module defines the rest of each op: schema, shapes of the results, gradients. The
-package works without the library. :data:`ABSENT` says why it is not there.
+finds it. This module defines the rest of each op: schema, shapes of the results, gradients. Ops
+without gradients are in :mod:`.tokens`. The package works without the library. :data:`ABSENT` says
+why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
 ones), H query heads, G key/value heads, L latents, D value width.
@@ -11,24 +12,29 @@ ones), H query heads, G key/value heads, L latents, D value width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from latte.ops import reference
-from latte.ops.cpp_backend import library
-from latte.ops.custom_ops import (
-    SINKS,
-    connect_gradients,
-    empty_gradients,
-    final_buffers,
-    maybe_sinks,
+from latte.ops.arguments import (
+    LATTE_GRADIENTS,
+    MACCHIATO_GRADIENTS,
+    NO_SINKS,
+    NO_STATE,
+    NO_WINDOW,
+    WINDOW_GRADIENTS,
+    Convolution,
+    Earlier,
+    Latte,
+    sinks_of,
 )
+from latte.ops.cpp_backend import library, tokens
+from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
-from latte.ops.state import LatteState, SeenSinks, WindowState
+from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
 from latte.ops.torch_backend import log_mass as log_mass_of
 from latte.ops.torch_backend import recurrence
@@ -79,44 +85,69 @@ def serves(*tensors: Tensor | None) -> bool:
     return ready()
 
 
-def _op(
-    name: str,
-    inputs: str,
-    outputs: int,
-    wanted: tuple[int, ...],
-    again: Callable[..., tuple[Tensor, ...]],
-    fake: Callable[..., tuple[Tensor, ...]],
-    *,
-    differentiable: int,
-    saved_from: int | None = None,
-) -> Any:
-    """The op ``latte::NAME`` and its backward op, whose kernels are in the library.
+class RGLRU(NamedTuple):
+    """The arguments of ``cpu_rg_lru``, contiguous but for the first three."""
 
-    Args:
-        inputs: Inputs of the schema, tensors then numbers.
-        outputs: Number of outputs. The first ``differentiable`` of them have gradients.
-        saved_from: Index of the first output that the backward op takes. None means all outputs
-            without gradients.
-        wanted: Indices of the inputs whose gradients the backward op returns.
-        again: Function that computes the differentiable outputs by PyTorch's operations, for the
-            gradients of gradients.
-        fake: Function that makes empty outputs.
-    """
-    results = ", ".join(["Tensor"] * outputs)
-    schemas.define(f"{name}({inputs}) -> {results if outputs == 1 else f'({results})'}")
-    tensors = inputs.split(", ")
-    count = sum(x.startswith("Tensor") for x in tensors)
-    grads = [f"Tensor grad_{i}" for i in range(differentiable)]
-    saved_from = differentiable if saved_from is None else saved_from
-    kept = [f"Tensor kept_{i}" for i in range(outputs - saved_from)]
-    given = ", ".join([*grads, *tensors[:count], *kept, *tensors[count:]])
-    schemas.define(f"{name}_backward({given}) -> ({', '.join(['Tensor'] * len(wanted))})")
-    op, backward_op = (getattr(torch.ops.latte, x).default for x in (name, f"{name}_backward"))
-    torch.library.register_fake(op, fake)
-    connect_gradients(
-        op, backward_op, wanted, outputs=differentiable, saved_from=saved_from, again=again
-    )
-    return op
+    x: Tensor
+    recurrence_gate: Tensor
+    input_gate: Tensor
+    theta: Tensor
+    initial_state: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    reverse: bool
+
+
+class Window(NamedTuple):
+    """The arguments of ``cpu_window``. All but q, k and v are contiguous."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    tail_k: Tensor | None
+    tail_v: Tensor | None
+    tail_mask: Tensor | None
+    sink_q: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    sink_mask: Tensor | None
+    sinks_seen: Tensor | None
+    window: int
+    scale: float
+    softcap: float
+
+
+class Macchiato(NamedTuple):
+    """The arguments of ``cpu_macchiato``. All but the first five and the decay are contiguous."""
+
+    latent_q: Tensor
+    latent_k: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    log_mass: Tensor | None
+    mean: Tensor | None
+    log_decay: Tensor | None
+    tail_k: Tensor | None
+    tail_v: Tensor | None
+    tail_mask: Tensor | None
+    sink_q: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    sink_mask: Tensor | None
+    sinks_seen: Tensor | None
+    pending_k: Tensor | None
+    pending_v: Tensor | None
+    pending_mask: Tensor | None
+    window: int
+    scale: float
+    softcap: float
+    delay: bool
+    joint: bool
 
 
 def rg_lru(
@@ -130,7 +161,8 @@ def rg_lru(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E)."""
     inputs = (x_BTE, recurrence_gate, input_gate, theta_E.to(computation_dtype(x_BTE.dtype)))
-    return rg_lru_op(*inputs, *_plain(initial_state, sequences), reverse)
+    state = None if initial_state is None else initial_state.contiguous()
+    return rg_lru_op(*inputs, state, *_readable(sequences), reverse)
 
 
 def causal_conv1d(
@@ -143,8 +175,8 @@ def causal_conv1d(
     """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, K-1, E)."""
     dtype = computation_dtype(x_BTE.dtype)
     bias_E = None if bias_E is None else bias_E.to(dtype)
-    tail = None if initial_state is None else initial_state.to(x_BTE.dtype)
-    return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, *_plain(tail, sequences))
+    tail = None if initial_state is None else initial_state.to(x_BTE.dtype).contiguous()
+    return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, tail, *_readable(sequences))
 
 
 def latte_attention(
@@ -156,8 +188,8 @@ def latte_attention(
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`, if causal."""
-    around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), log_decay)
-    out, A, mu = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)[:3]
+    around = (*_readable(sequences), *_contiguous(earlier, NO_STATE), log_decay)
+    out, A, mu, *_ = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)
     return out, LatteState(A, mu)
 
 
@@ -179,9 +211,10 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    around = (*_plain(None, sequences)[1:], *_contiguous(earlier, 2), log_decay)
-    kept = (*_contiguous(tail, 3), *_contiguous(sinks, 5), *_contiguous(pending, 3))
-    out, A, mu = macchiato_op(*inputs, *around, *kept, *local, delay, joint)[:3]
+    around = (*_readable(sequences), *_contiguous(earlier, NO_STATE), log_decay)
+    near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
+    late = _contiguous(pending, NO_WINDOW)
+    out, A, mu, *_ = macchiato_op(*inputs, *around, *near, *late, *local, delay, joint)
     return out, LatteState(A, mu)
 
 
@@ -195,42 +228,44 @@ def sliding_window_attention(
     sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
-    around = (*_plain(None, sequences)[1:], *_contiguous(tail, 3), *_contiguous(sinks, 5))
-    return window_op(q_BTHK, k_BTGK, v_BTGD, *around, *local)
+    near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
+    return window_op(q_BTHK, k_BTGK, v_BTGD, *_readable(sequences), *near, *local)
 
 
-def _contiguous(state: tuple[Tensor, ...] | None, count: int) -> tuple[Tensor | None, ...]:
-    """The tensors of a state, or None for each of them."""
-    return (None,) * count if state is None else tuple(x.contiguous() for x in state)
+def _contiguous(state: tuple[Tensor, ...] | None, absent: Earlier) -> Earlier:
+    """The tensors of a state, or ``absent``."""
+    return absent if state is None else tuple(x.contiguous() for x in state)
 
 
-def _plain(state: Tensor | None, sequences: Sequences) -> tuple[Tensor | None, ...]:
-    """State, mask and bounds as the kernels read them: contiguous, and int64."""
+def _readable(sequences: Sequences) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and bounds as the kernels read them: contiguous, and int64."""
     key_mask, cu_seqlens, _ = sequences
-    bounds = None if cu_seqlens is None else sequence_bounds(cu_seqlens)
-    return *(None if x is None else x.contiguous() for x in (state, key_mask)), bounds
+    mask = None if key_mask is None else key_mask.contiguous()
+    return mask, None if cu_seqlens is None else sequence_bounds(cu_seqlens)
 
 
-def _rg_lru_fake(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
-    N, dtype = count_sequences(x.shape[0], bounds), computation_dtype(x.dtype)
-    return *empty_gradients(x), x.new_empty(N, x.shape[2], dtype=dtype)
+def _rg_lru_fake(x: RGLRU) -> tuple[Tensor, ...]:
+    N, dtype = count_sequences(x.x.shape[0], x.cu_seqlens), computation_dtype(x.x.dtype)
+    return *empty_gradients(x.x), x.x.new_empty(N, x.x.shape[2], dtype=dtype)
 
 
-def _rg_lru_again(x, recurrence_gate, input_gate, theta, initial, mask, bounds, reverse):
-    inputs = (x, recurrence_gate, input_gate, theta)
-    return recurrence.rg_lru(*inputs, Sequences(mask, bounds), initial, reverse)
+def _rg_lru_again(x: RGLRU) -> tuple[Tensor, ...]:
+    sequences = Sequences(x.key_mask, x.cu_seqlens)
+    return recurrence.rg_lru(*x[:4], sequences, x.initial_state, x.reverse)
 
 
-def _convolution_fake(x, weight, bias, initial, mask, bounds):
-    N = count_sequences(x.shape[0], bounds)
-    return *empty_gradients(x), x.new_empty(N, weight.shape[1] - 1, x.shape[2])
+def _convolution_fake(x: Convolution) -> tuple[Tensor, ...]:
+    N = count_sequences(x.x.shape[0], x.cu_seqlens)
+    return *empty_gradients(x.x), x.x.new_empty(N, x.weight.shape[1] - 1, x.x.shape[2])
 
 
-def _convolution_again(x, weight, bias, initial, mask, bounds):
-    return recurrence.causal_conv1d(x, weight, bias, Sequences(mask, bounds), initial)
+def _convolution_again(x: Convolution) -> tuple[Tensor, ...]:
+    sequences = Sequences(x.key_mask, x.cu_seqlens)
+    return recurrence.causal_conv1d(*x[:3], sequences, x.initial_state)
 
 
-def _latte_fake(q, k, v, mask, bounds, *_):
+def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, ...]:
+    """Outputs, final state, and the states that are saved."""
     (B, T, H, L), D = k.shape, v.shape[3]
     A, mu = final_buffers(k, v, bounds)
     M = B * -(-T // SEGMENT) if bounds is None else T // SEGMENT + A.shape[0]
@@ -238,161 +273,82 @@ def _latte_fake(q, k, v, mask, bounds, *_):
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
-def _latte_again(q, k, v, mask, bounds, log_mass, mean, log_decay):
-    state = None if log_mass is None else (log_mass, mean)
-    out, last = reference.latte_attention(q, k, v, Sequences(mask, bounds), state, log_decay)
+def _latte_again(x: Latte) -> tuple[Tensor, ...]:
+    state = None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean)
+    out, last = reference.latte_attention(*x.qkv, x.sequences, state, x.log_decay)
     return out, *last
 
 
-def _macchiato_fake(latent_q, latent_k, q, k, v, *around):
-    return _latte_fake(latent_q, latent_k, v, *around)
-
-
-def _macchiato_again(latent_q, latent_k, q, k, v, mask, bounds, log_mass, mean, log_decay, *rest):
-    kept, local, sequences = rest[:-5], Local(*rest[-5:-2]), Sequences(mask, bounds)
-    delay, joint = rest[-2:]
-    if joint:
-        around = (sequences, _maybe_window(kept[:3]), maybe_sinks(kept[3:8]))
-        latent_q = log_mass_of.with_log_mass(
-            latent_q, log_mass_of.window_log_mass(q, k, local, *around)
-        )
+def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
+    local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
+    tail = _window_of(x.tail_k, x.tail_v, x.tail_mask)
+    sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
+    latent_q = x.latent_q
+    if x.joint:
+        mass = log_mass_of.window_log_mass(x.q, x.k, local, sequences, tail, sinks)
+        latent_q = log_mass_of.with_log_mass(latent_q, mass)
     out, last = reference.macchiato_attention(
-        *(latent_q, latent_k, q, k, v, local, sequences),
-        None if log_mass is None else (log_mass, mean),
-        _maybe_window(kept[:3]),
-        log_decay,
-        maybe_sinks(kept[3:8]),
-        delay,
-        _maybe_window(kept[8:]),
+        *(latent_q, x.latent_k, x.q, x.k, x.v, local, sequences),
+        None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean),
+        *(tail, x.log_decay, sinks, x.delay),
+        _window_of(x.pending_k, x.pending_v, x.pending_mask),
     )
     return out, *last
 
 
-def _window_fake(q, k, v, *_):
-    return v.new_empty(*q.shape[:3], v.shape[3])
+def _window_again(x: Window) -> tuple[Tensor, ...]:
+    local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
+    tail = _window_of(x.tail_k, x.tail_v, x.tail_mask)
+    sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
+    return (reference.sliding_window_attention(x.q, x.k, x.v, local, sequences, tail, sinks),)
 
 
-def _window_again(q, k, v, mask, bounds, *rest):
-    kept, local, sequences = rest[:-3], Local(*rest[-3:]), Sequences(mask, bounds)
-    earlier, sinks = _maybe_window(kept[:3]), maybe_sinks(kept[3:])
-    return (reference.sliding_window_attention(q, k, v, local, sequences, earlier, sinks),)
-
-
-def _maybe_window(tensors):
-    return None if tensors[0] is None else WindowState(*tensors)
+def _window_of(*tensors: Tensor | None) -> WindowState | None:
+    return None if tensors[0] is None else WindowState(*tensors)  # type: ignore[arg-type]
 
 
 if ABSENT is None:
-    schemas = torch.library.Library("latte", "FRAGMENT")
-    rg_lru_op = _op(
+    tokens.register()
+    rg_lru_op = differentiable_op(
         "cpu_rg_lru",
-        "Tensor x, Tensor recurrence_gate, Tensor input_gate, Tensor theta, Tensor? initial, "
-        "Tensor? mask, Tensor? bounds, bool reverse",
-        *(2, (0, 1, 2, 3, 4), _rg_lru_again, _rg_lru_fake),
-        differentiable=2,
-        saved_from=0,
+        RGLRU,
+        _rg_lru_fake,
+        returns=["h", "last"],
+        gradients=["x", "recurrence_gate", "input_gate", "theta", "initial_state"],
+        saves=["h", "last"],
+        again=_rg_lru_again,
     )
-    convolution_op = _op(
+    convolution_op = differentiable_op(
         "cpu_convolution",
-        "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? mask, Tensor? bounds",
-        *(2, (0, 1, 2, 3), _convolution_again, _convolution_fake),
-        differentiable=2,
+        Convolution,
+        _convolution_fake,
+        returns=["out", "tail"],
+        gradients=["x", "weight", "bias", "initial_state"],
+        again=_convolution_again,
     )
-    sequences = "Tensor? mask, Tensor? bounds"
-    state = "Tensor? log_mass, Tensor? mean, Tensor? log_decay"
-    tail = f"Tensor? tail_k, Tensor? tail_v, Tensor? tail_mask, {SINKS}"
-    pending = "Tensor? pending_k, Tensor? pending_v, Tensor? pending_mask"
-    numbers = "int window, float scale, float softcap"
-    latte_op = _op(
+    latte_op = differentiable_op(
         "cpu_latte",
-        f"Tensor q, Tensor k, Tensor v, {sequences}, {state}",
-        *(6, (0, 1, 2, 5, 6, 7), _latte_again, _latte_fake),
-        differentiable=3,
+        Latte,
+        lambda x: _latents_fake(x.k, x.v, x.cu_seqlens),
+        returns=["out", "log_mass", "mean"],
+        gradients=LATTE_GRADIENTS,
+        saves=["top_M", "mass_M", "sum_M"],
+        again=_latte_again,
     )
-    macchiato_op = _op(
+    macchiato_op = differentiable_op(
         "cpu_macchiato",
-        "Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v, "
-        f"{sequences}, {state}, {tail}, {pending}, {numbers}, bool delay, bool joint",
-        *(6, (0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 13, 14, 15, 18, 19)),
-        *(_macchiato_again, _macchiato_fake),
-        differentiable=3,
+        Macchiato,
+        lambda x: _latents_fake(x.latent_k, x.v, x.cu_seqlens),
+        returns=["out", "log_mass", "mean"],
+        gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),
+        saves=["top_M", "mass_M", "sum_M"],
+        again=_macchiato_again,
     )
-    window_op = _op(
+    window_op = differentiable_op(
         "cpu_window",
-        f"Tensor q, Tensor k, Tensor v, {sequences}, {tail}, {numbers}",
-        *(1, (0, 1, 2, 5, 6, 8, 9, 10), _window_again, _window_fake),
-        differentiable=1,
+        Window,
+        lambda x: x.v.new_empty(*x.q.shape[:3], x.v.shape[3]),
+        returns=["out"],
+        gradients=WINDOW_GRADIENTS,
+        again=_window_again,
     )
-    # Steps of decoding (latte.ops.step). They overwrite the states that they get.
-    latents = "Tensor(a!) log_mass, Tensor(b!) mean, Tensor? log_decay"
-    ring = "Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot"
-    ring = f"{ring}, Tensor? cos, Tensor? sin, Tensor? real"
-    local = "Tensor q, Tensor k, Tensor v"
-    far = "Tensor(g!)? sink_keys, Tensor(h!)? sink_values, Tensor? position"
-    far = f"{far}, Tensor? sink_cos, Tensor? sink_sin"
-    for step, given, results in (
-        ("latte", f"{local}, {latents}, Tensor? real", "Tensor"),
-        (
-            "macchiato",
-            f"Tensor latent_q, Tensor latent_k, {local}, {latents}, {ring}, "
-            f"float scale, float softcap, Tensor(f!)? pending, {far}, bool joint",
-            "Tensor",
-        ),
-        ("window", f"{local}, {ring}, float scale, float softcap, int length, {far}", "Tensor"),
-        (
-            "rg_lru",
-            "Tensor x, Tensor recurrence_weight, Tensor recurrence_bias, Tensor input_weight, "
-            "Tensor input_bias, Tensor theta, Tensor norm, float eps, Tensor(a!) state, "
-            "Tensor? real",
-            "Tensor",
-        ),
-        (
-            "convolution",
-            "Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? real",
-            "Tensor",
-        ),
-    ):
-        schemas.define(f"cpu_{step}_step({given}) -> {results}")
-    ops = torch.ops.latte
-    torch.library.register_fake(
-        ops.cpu_latte_step.default, lambda q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2])
-    )
-    torch.library.register_fake(
-        ops.cpu_macchiato_step.default,
-        lambda latent_q, latent_k, q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2]),
-    )
-    torch.library.register_fake(
-        ops.cpu_window_step.default, lambda q, k, v, *_: v.new_empty(*q.shape[:2], v.shape[2])
-    )
-    for like_x in (ops.cpu_rg_lru_step, ops.cpu_convolution_step):
-        torch.library.register_fake(like_x.default, lambda x, *_: x.new_empty(x.shape))
-    # Pointwise ops between the matrix products of training (latte.layers.parts), not for
-    # torch.compile.
-    for pointwise in (
-        "cpu_glu(Tensor gate, Tensor up) -> Tensor",
-        "cpu_glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
-        "cpu_norm_rows(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-        "cpu_norm_rows_backward(Tensor dy, Tensor x, Tensor weight, Tensor scale)"
-        " -> (Tensor, Tensor)",
-        "cpu_rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor",
-    ):
-        schemas.define(pointwise)
-    # Other operations on single tokens (latte.ops.dense).
-    schemas.define("cpu_linear(Tensor x, Tensor a) -> Tensor")
-    schemas.define("cpu_linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)")
-    three = "Tensor a, Tensor b, Tensor c"
-    schemas.define(f"cpu_linear3(Tensor x, {three}) -> (Tensor, Tensor, Tensor)")
-    schemas.define("cpu_linear_add(Tensor x, Tensor weight, Tensor residual) -> Tensor")
-    schemas.define("cpu_swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor")
-    schemas.define("cpu_geglu(Tensor x, Tensor gate, Tensor up) -> Tensor")
-    schemas.define("cpu_rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
-
-    def linear_fake(x, *weights):
-        outs = tuple(x.new_empty(*x.shape[:-1], len(weight)) for weight in weights)
-        return outs if len(outs) > 1 else outs[0]
-
-    for maps in (ops.cpu_linear, ops.cpu_linear2, ops.cpu_linear3):
-        torch.library.register_fake(maps.default, linear_fake)
-    for one_output in (ops.cpu_linear_add, ops.cpu_swiglu, ops.cpu_geglu):
-        torch.library.register_fake(one_output.default, lambda x, a, b: linear_fake(x, a))
-    torch.library.register_fake(ops.cpu_rms_norm.default, lambda x, *_: x.new_empty(x.shape))

@@ -14,15 +14,16 @@ segment, t of them not padding, H heads, L latents, D value width, N states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op, run_latte
-from latte.ops.state import LatteState
+from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
+from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.state import LatteState, final_buffers
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend import linear_domain, pairwise
 from latte.ops.torch_backend.batching import (
@@ -50,10 +51,10 @@ def latte_attention(
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`."""
-    qkv = (q_BTHL, k_BTHL, v_BTHD)
-    if log_decay is not None:
-        return run_latte(forgetting_op, qkv, sequences, earlier, log_decay)
-    return run_latte(causal_op if sequences.causal else bidirectional_op, qkv, sequences, earlier)
+    op = causal_op if sequences.causal else bidirectional_op
+    inputs = Latte.of((q_BTHL, k_BTHL, v_BTHD), sequences, earlier, log_decay)
+    out, log_mass, mean, *_ = op(*inputs)
+    return out, LatteState(log_mass, mean)
 
 
 def segment_length(H: int, L: int, D: int) -> int:
@@ -453,11 +454,15 @@ def causal_backward(
 
 
 def bidirectional(
-    pkv: Three, sequences: Sequences, earlier: Earlier, near: Tensor | None = None
+    pkv: Three,
+    sequences: Sequences,
+    earlier: Earlier,
+    near: Tensor | None = None,
+    log_decay: None = None,
 ) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass).
 
-    ``near`` is as for :func:`causal`.
+    ``near`` is as for :func:`causal`. Nothing is forgotten.
     """
     p, _, v = pkv
     final = first_state(p, v, sequences, earlier)
@@ -489,6 +494,7 @@ def bidirectional_backward(
     earlier: Earlier,
     *final: Tensor,
     dv_near: Tensor | None = None,
+    log_decay: None = None,
 ) -> tuple[Tensor, ...]:
     """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA).
 
@@ -530,40 +536,65 @@ def through_softmax(pulled: Tensor, p: Tensor) -> Tensor:
     return pulled.addcmul_(p, pulled.sum(-1, keepdim=True), value=-1.0)
 
 
-def of_logits(core: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A forward pass of the query logits."""
-
-    def run(qkv: Three, *rest: Any, **forgetting: Tensor | None) -> tuple[Tensor, ...]:
-        q, k, v = qkv
-        return core((probabilities(q), k, v), *rest, **forgetting)
-
-    return run
+def tops(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty buffers for (top, mass) of the final state."""
+    A, _ = final_buffers(k, v, cu_seqlens)
+    return A, torch.empty_like(A)
 
 
-def of_logits_backward(
-    core: Callable[..., tuple[Tensor, ...]],
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Its backward pass."""
+def _latte_op(
+    name: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    buffers: Callable[[Latte], tuple[Tensor, ...]],
+    saves: Sequence[str],
+) -> Any:
+    """The op of two passes.
 
-    def run(
-        grads: Three, qkv: Three, *rest: Any, **forgetting: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        q, k, v = qkv
-        p = probabilities(q)
-        pulled, *others = core(grads, (p, k, v), *rest, **forgetting)
-        return through_softmax(pulled, p).to(q.dtype), *others
+    Args:
+        buffers: Function of the op's arguments that makes empty outputs after output and state.
+        saves: Names of what ``backward`` takes last.
+    """
 
-    return run
+    def run(x: Latte) -> tuple[Tensor, ...]:
+        pkv = (probabilities(x.q), x.k, x.v)
+        return forward(pkv, x.sequences, x.earlier, log_decay=x.log_decay)
+
+    def run_back(x: Latte, *given: Tensor) -> dict[str, Tensor]:
+        p = probabilities(x.q)
+        grads, saved = given[:3], given[3:]
+        pulled, *others = backward(
+            grads, (p, x.k, x.v), x.sequences, x.earlier, *saved, log_decay=x.log_decay
+        )
+        return dict(zip(LATTE_GRADIENTS, (through_softmax(pulled, p), *others), strict=False))
+
+    def fake(x: Latte) -> tuple[Tensor, ...]:
+        finals = final_buffers(x.q, x.v, x.cu_seqlens)
+        return *empty_gradients(x.v), *finals, *buffers(x)
+
+    return differentiable_op(
+        name,
+        Latte,
+        fake,
+        run,
+        run_back,
+        returns=["out", "log_mass", "mean"],
+        gradients=LATTE_GRADIENTS,
+        saves=saves,
+    )
 
 
-def between_segments(q: Tensor, _k: Tensor, v: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
-    """Empty buffers for what the causal op saves."""
-    return Checkpoints.allocate(q, v)
-
-
-_causal = (of_logits(causal), of_logits_backward(causal_backward), between_segments)
-causal_op = latte_op("causal", *_causal, count=3, saved_from=3)
-forgetting_op = latte_op("forgetting", *_causal, count=3, saved_from=3, forgets=True)
-bidirectional_op = latte_op(
-    "bidirectional", of_logits(bidirectional), of_logits_backward(bidirectional_backward)
+causal_op = _latte_op(
+    "causal",
+    causal,
+    causal_backward,
+    lambda x: Checkpoints.allocate(x.q, x.v),
+    saves=["top_M", "mass_M", "mean_M"],
+)
+bidirectional_op = _latte_op(
+    "bidirectional",
+    bidirectional,
+    bidirectional_backward,
+    lambda x: tops(x.q, x.v, x.cu_seqlens),
+    saves=["mean", "top", "mass"],
 )

@@ -18,21 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.ops.custom_ops import (
-    MACCHIATO,
-    Earlier,
-    connect_gradients,
-    custom_op,
-    final_buffers,
-    maybe_sinks,
-)
-from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
+from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato, Three
+from latte.ops.custom_ops import differentiable_op
+from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState, final_buffers
 from latte.ops.tensors import Local, Sequences
 from latte.ops.torch_backend import latte, window
-
-SCHEMA = f"{MACCHIATO}, int window, float scale, float softcap"
-TENSORS = SCHEMA.count("Tensor")
-Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 
 
 def macchiato_attention(
@@ -52,39 +42,31 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     op = causal_op if sequences.causal else bidirectional_op
-    late: Sequence[Tensor | None] = (None, None, None)
+    late = None
     if delay:
         assert local.window is not None
         log_mass = None if earlier is None else earlier[0]
-        around = (local.window, sequences, pending, log_mass)
-        latent_k_BTHL, *late = LateSources.of(latent_k_BTHL, v_BTGD, *around)
-    out, A, mu = op(
-        *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
-        *(earlier or (None, None)),
-        *(tail or (None, None, None)),
-        *(log_decay, *(sinks or (None,) * len(SeenSinks._fields)), *late, *local),
-    )[:3]
+        late = LateSources.of(latent_k_BTHL, v_BTGD, local.window, sequences, pending, log_mass)
+    latents, qkv = (latent_q_BTHL, latent_k_BTHL), (q_BTHK, k_BTGK, v_BTGD)
+    states = (earlier, tail, log_decay, sinks, late)
+    out, A, mu, *_ = op(*Macchiato.of(latents, qkv, local, sequences, *states))
     return out, LatteState(A, mu)
 
 
 class Call:
-    """The arguments of a pass, as the two branches take them."""
+    """What the two branches take of the op's arguments."""
 
-    def __init__(self, five: tuple[Tensor, ...], rest: tuple[Any, ...], causal: bool) -> None:
-        latent_q, self.latent_k, q, k, v = five
-        key_mask, cu_seqlens, log_mass, mean, *tail, log_decay = rest[:8]
-        *sinks, self.late_v, late_mask, begun = rest[8:-3]
-        self.qkv = (q, k, v)
-        sequences = Sequences(key_mask, cu_seqlens, causal)
-        self.sequences = sequences if begun is None else sequences._replace(key_mask=late_mask)
-        self.earlier: Earlier = (log_mass, mean)
-        self.near = (Local(*rest[-3:]), sequences, tuple(tail), maybe_sinks(sinks))
-        self.forgetting = {"log_decay": log_decay} if causal else {}
-        self.p = latte.probabilities(latent_q)
-        if begun is not None:  # without latent mass all of the distribution is the window's
-            self.p.masked_fill_(~begun[..., None, None], 0.0)
-            self.share.masked_fill_(~begun[..., None, None], 1.0)
-        self.R = self.qkv[0].shape[2] // self.qkv[2].shape[2]
+    def __init__(self, x: Macchiato) -> None:
+        self.near = (x.local, x.sequences, x.tail, x.sinks)
+        self.late, self.sequences = x.late_v is not None, x.sequences
+        if self.late:
+            self.sequences = x.sequences._replace(key_mask=x.late_mask)
+        self.latent_k, self.v = x.latent_k, x.v if x.late_v is None else x.late_v
+        self.p = latte.probabilities(x.latent_q)
+        if x.begun is not None:  # without latent mass all of the distribution is the window's
+            self.p.masked_fill_(~x.begun[..., None, None], 0.0)
+            self.share.masked_fill_(~x.begun[..., None, None], 1.0)
+        self.R = x.q.shape[2] // x.v.shape[2]
 
     @property
     def share(self) -> Tensor:
@@ -92,87 +74,80 @@ class Call:
         return self.p[..., :1]
 
     @property
-    def pkv(self) -> tuple[Tensor, Tensor, Tensor]:
+    def pkv(self) -> Three:
         """What the latents' passes take: every query head has values of its own."""
-        v = self.qkv[2] if self.late_v is None else self.late_v
-        return self.p[..., 1:], self.latent_k, v.repeat_interleave(self.R, 2) if self.R > 1 else v
+        v = self.v.repeat_interleave(self.R, 2) if self.R > 1 else self.v
+        return self.p[..., 1:], self.latent_k, v
 
 
-def macchiato_op(name: str, passes: Passes, saved: Any, saved_from: int, causal: bool) -> Any:
+def macchiato_op(
+    name: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    buffers: Callable[[Macchiato], tuple[Tensor, ...]],
+    saves: Sequence[str],
+) -> Any:
     """The op of both branches.
 
     Args:
-        passes: Forward and backward pass of the latents.
-        saved: Function that makes empty buffers for what the forward pass saves besides the final
-            state.
-        saved_from: 2 if the backward pass needs the final mean too, else 3.
+        forward, backward: Passes of the latents.
+        buffers: Function of the op's arguments that makes empty outputs after output and state.
+        saves: Names of what ``backward`` takes last.
     """
-    forward, backward = passes
 
-    def run(*inputs: Any) -> tuple[Tensor, ...]:
-        call = Call(inputs[:5], inputs[5:], causal)
-        out = window.forward(call.qkv, *call.near, call.share)
-        _, *after = forward(call.pkv, call.sequences, call.earlier, out, **call.forgetting)
-        return out.to(inputs[4].dtype), *after
+    def run(x: Macchiato) -> tuple[Tensor, ...]:
+        call = Call(x)
+        out = window.forward(x.qkv, *call.near, call.share)
+        _, *after = forward(call.pkv, call.sequences, x.earlier, out, x.log_decay)
+        return out.to(x.v.dtype), *after
 
-    def run_back(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> Any:
-        kept = inputs[TENSORS:-3]
-        call = Call(inputs[:5], (*inputs[5:TENSORS], *inputs[-3:]), causal)
-        near = window.backward(dout, call.qkv, *call.near, call.share)
-        late = call.late_v is not None
-        dlatent_q, dlatent_k, dv, dA, dmu, *dlog_decay = backward(
-            *((dout, dlog_mass, dmean), call.pkv, call.sequences, call.earlier, *kept),
-            dv_near=near.dv if call.R == 1 and not late else None,
-            **call.forgetting,
+    def run_back(x: Macchiato, *given: Tensor) -> dict[str, Tensor]:
+        call, grads, saved = Call(x), given[:3], given[3:]
+        near = window.backward(grads[0], x.qkv, *call.near, call.share)
+        apart = call.late or call.R > 1
+        pulled, dlatent_k, far_dv, *state = backward(
+            *(grads, call.pkv, call.sequences, x.earlier, *saved),
+            dv_near=None if apart else near.dv,
+            log_decay=x.log_decay,
         )
         if call.R > 1:
-            dv = dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
-        dlate_v = dv.to(inputs[4].dtype) if late else dv.new_empty(0)
-        if late:
-            dv = near.dv
-        elif call.R > 1:
-            dv = near.dv + dv
+            far_dv = far_dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
         assert near.dshare is not None
-        pulled = torch.cat([near.dshare, dlatent_q], -1)
-        latent_q, _, q, k, v = inputs[:5]
-        if call.earlier[1] is None:
-            dA, dmu = q.new_empty(0), q.new_empty(0)
-        return (
-            *(latte.through_softmax(pulled, call.p).to(latent_q.dtype), dlatent_k, near.dq),
-            *(near.dk.to(k.dtype), dv.to(v.dtype), dA, dmu),
-            *(near.dtail_k.to(k.dtype), near.dtail_v.to(v.dtype)),
-            *(dlog_decay or (q.new_empty(0),)),
-            *(near.dsink_q, near.dsink_k.to(k.dtype), near.dsink_v.to(k.dtype), dlate_v),
-        )
+        pulled = torch.cat([near.dshare, pulled], -1)
+        found = dict(zip(WINDOW_GRADIENTS, near[:-1], strict=True))
+        if apart and not call.late:
+            found["v"] = near.dv + far_dv
+        found |= dict(zip(("log_mass", "mean", "log_decay"), state, strict=False))
+        dlatent_q = latte.through_softmax(pulled, call.p)
+        return found | {"latent_q": dlatent_q, "latent_k": dlatent_k, "late_v": far_dv}
 
-    def fake(latent_q, latent_k, q, k, v, _, cu_seqlens, *__):
-        A, mu = final_buffers(latent_k, v, cu_seqlens)
-        return v.new_empty((*q.shape[:3], v.shape[-1])), A, mu, *saved(latent_k, v, A)
+    def fake(x: Macchiato) -> tuple[Tensor, ...]:
+        out = x.v.new_empty((*x.q.shape[:3], x.v.shape[-1]))
+        return out, *final_buffers(x.latent_k, x.v, x.cu_seqlens), *buffers(x)
 
-    count = 3 if causal else 2
-    op = custom_op(name, run, SCHEMA, 3 + count)
-    op.register_fake(fake)
-    kept = ", ".join(f"Tensor saved_{i}" for i in range(3 + count - saved_from))
-    given = SCHEMA.replace(", int window", f", {kept}, int window")
-    backward_op = custom_op(
-        f"{name}_backward", run_back, f"Tensor dout, Tensor dlog_mass, Tensor dmean, {given}", 14
+    return differentiable_op(
+        name,
+        Macchiato,
+        fake,
+        run,
+        run_back,
+        returns=["out", "log_mass", "mean"],
+        gradients=(*MACCHIATO_GRADIENTS, "late_v"),
+        saves=saves,
     )
-    wanted = (0, 1, 2, 3, 4, 7, 8, 9, 10, 12, 13, 14, 15, 18)
-    connect_gradients(op, backward_op, wanted, outputs=3, saved_from=saved_from)
-    return op
 
 
 causal_op = macchiato_op(
     "macchiato",
-    (latte.causal, latte.causal_backward),
-    lambda latent_k, v, _: latte.Checkpoints.allocate(latent_k, v),
-    saved_from=3,
-    causal=True,
+    latte.causal,
+    latte.causal_backward,
+    lambda x: latte.Checkpoints.allocate(x.latent_k, x.v),
+    saves=["top_M", "mass_M", "mean_M"],
 )
 bidirectional_op = macchiato_op(
     "macchiato_bidirectional",
-    (latte.bidirectional, latte.bidirectional_backward),
-    lambda latent_k, v, A: (torch.empty_like(A), torch.empty_like(A)),
-    saved_from=2,
-    causal=False,
+    latte.bidirectional,
+    latte.bidirectional_backward,
+    lambda x: latte.tops(x.latent_k, x.v, x.cu_seqlens),
+    saves=["mean", "top", "mass"],
 )

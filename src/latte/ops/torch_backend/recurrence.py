@@ -11,18 +11,18 @@ taps.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.custom_ops import empty_gradients
+from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import last_tokens
 from latte.ops.tensors import (
     Sequences,
     computation_dtype,
     count_sequences,
-    full_precision,
     sequence_bounds,
     sequence_ids,
     sequence_starts,
@@ -145,47 +145,40 @@ def scan(a_BTE: Tensor, b_BTE: Tensor, h0_BE: Tensor, back: bool = False) -> Ten
     return out_BTE
 
 
-@torch.library.custom_op("latte::linear_recurrence", mutates_args=())
-@full_precision
-def linear_recurrence(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
-    """h_t = a_t h_{t-1} + b_t for a, b (B, T, E) and h0 (B, E), all of one dtype."""
-    return scan(a, b, h0)
+class Recurrence(NamedTuple):
+    """a, b (B, T, E) and h0 (B, E), all of one dtype."""
+
+    a: Tensor
+    b: Tensor
+    h0: Tensor
 
 
-@linear_recurrence.register_fake
-def _(a, b, h0):
-    return torch.empty_like(b, memory_format=torch.contiguous_format)
+def _forward(x: Recurrence) -> Tensor:
+    """h_t = a_t h_{t-1} + b_t."""
+    return scan(*x)
 
 
-@torch.library.custom_op("latte::linear_recurrence_backward", mutates_args=())
-@full_precision
-def linear_recurrence_backward(
-    dh: Tensor, a: Tensor, h: Tensor, h0: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
     """g_t = dh_t + a_{t+1} g_{t+1}; da_t = g_t h_{t-1}, db_t = g_t, dh0 = a_1 g_1."""
+    a, h, h0 = x  # h stands in for b
     following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
     g = scan(following, dh, torch.zeros_like(h0), back=True)
     da = torch.empty_like(a, memory_format=torch.contiguous_format)
     torch.mul(g[:, 1:], h[:, :-1], out=da[:, 1:])
     torch.mul(g[:, 0], h0, out=da[:, 0])
-    return da, g, (a[:, 0] * g[:, 0]).contiguous()
+    return {"a": da, "b": g, "h0": (a[:, 0] * g[:, 0]).contiguous()}
 
 
-@linear_recurrence_backward.register_fake
-def _(dh, a, h, h0):
-    return empty_gradients(a, h, h0)
-
-
-def _save(ctx, inputs, output):
-    a, _, h0 = inputs
-    ctx.save_for_backward(a, output, h0)
-
-
-def _gradients(ctx, dh):
-    return linear_recurrence_backward(dh, *ctx.saved_tensors)
-
-
-linear_recurrence.register_autograd(_gradients, setup_context=_save)
+linear_recurrence = differentiable_op(
+    "linear_recurrence",
+    Recurrence,
+    lambda x: torch.empty_like(x.b, memory_format=torch.contiguous_format),
+    _forward,
+    _backward,
+    returns=["h"],
+    gradients=["a", "b", "h0"],
+    stand_ins={"b": "h"},
+)
 
 
 def causal_conv1d(

@@ -15,14 +15,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import custom_ops, reference
-from latte.ops.custom_ops import Earlier, Three, run_window
+from latte.ops import reference
+from latte.ops.arguments import WINDOW_GRADIENTS, Earlier, Three, Window
+from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
 from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
@@ -43,8 +44,7 @@ def sliding_window_attention(
     """See :func:`latte.ops.sliding_window_attention`."""
     inputs = (q_BTHK, k_BTGK, v_BTGD)
     if local.window is not None:
-        beside = sinks or (None,) * len(SeenSinks._fields)
-        return run_window(window_op, *inputs, local, sequences, tail, *beside)
+        return window_op(*Window.of(inputs, local, sequences, tail, sinks))
     if local.softcap:
         # No kernel of PyTorch's takes a soft cap on the CPU: the weights are formed.
         return reference.sliding_window_attention(*inputs, local, sequences, tail)
@@ -573,10 +573,18 @@ def backward(
     return Gradients(dq, dk, dv, dtail_k, dtail_v, dsink_q, dsink_k, dsink_v, dshare)
 
 
-def _rounded(dout: Tensor, qkv: Three, *rest: Any) -> tuple[Tensor, ...]:
-    """The gradients of the op, in the dtypes of its inputs."""
-    dq, dk, dv, *more, _ = backward(dout, qkv, *rest)
-    return dq, dk.to(qkv[1].dtype), dv.to(qkv[2].dtype), *(x.to(qkv[1].dtype) for x in more)
+def _op_backward(x: Window, dout: Tensor) -> dict[str, Tensor]:
+    """The gradients of the op."""
+    found = backward(dout, x.qkv, x.local, x.sequences, x.tail, x.sinks)
+    return dict(zip(WINDOW_GRADIENTS, found[:-1], strict=True))
 
 
-window_op = custom_ops.window_op("sliding_window", forward, _rounded, sinks=True)
+window_op = differentiable_op(
+    "sliding_window",
+    Window,
+    lambda x: x.v.new_empty((*x.q.shape[:3], x.v.shape[-1])),
+    lambda x: forward(x.qkv, x.local, x.sequences, x.tail, x.sinks),
+    _op_backward,
+    returns=["out"],
+    gradients=WINDOW_GRADIENTS,
+)

@@ -11,15 +11,11 @@ width, E channels, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from latte.ops.custom_ops import run_latte, run_window
+from latte.ops.arguments import Latte, Macchiato, Window
 from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, without_masked
-
-NO_SINKS = (None,) * len(SeenSinks._fields)
 
 
 def latte_attention(
@@ -34,10 +30,12 @@ def latte_attention(
     from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
     from latte.ops.triton_backend.latte_causal import causal_op, forgetting_op
 
-    qkv = (q_BTHL, k_BTHL, without_masked(sequences.key_mask, v_BTHD))
+    op = causal_op if sequences.causal else bidirectional_op
     if log_decay is not None:
-        return run_latte(forgetting_op, qkv, sequences, earlier, log_decay)
-    return run_latte(causal_op if sequences.causal else bidirectional_op, qkv, sequences, earlier)
+        op = forgetting_op
+    qkv = (q_BTHL, k_BTHL, without_masked(sequences.key_mask, v_BTHD))
+    out, log_mass, mean, *_ = op(*Latte.of(qkv, sequences, earlier, log_decay))
+    return out, LatteState(log_mass, mean)
 
 
 def macchiato_attention(
@@ -61,17 +59,15 @@ def macchiato_attention(
 
     q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
-    late: Sequence[Tensor | None] = (None, None, None)
+    late = None
     if delay:
         assert local.window is not None
         around = (sequences, _without_masked(pending), None if earlier is None else earlier[0])
-        latent_k_BTHL, *late = LateSources.of(latent_k_BTHL, v_BTGD, local.window, *around)
-    out, log_mass, mean = macchiato_op(
-        *(latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD, *sequences[:2]),
-        *(earlier or (None, None)),
-        *(_without_masked(tail) or (None, None, None)),
-        *(log_decay, *(sinks or NO_SINKS), *late, *local, sequences.causal, joint),
-    )[:3]
+        late = LateSources.of(latent_k_BTHL, v_BTGD, local.window, *around)
+    latents, qkv = (latent_q_BTHL, latent_k_BTHL), (q_BTHK, k_BTGK, v_BTGD)
+    states = (earlier, _without_masked(tail), log_decay, sinks, late)
+    inputs = Macchiato.of(latents, qkv, local, sequences, *states, joint)
+    out, log_mass, mean, *_ = macchiato_op(*inputs)
     return out, LatteState(log_mass, mean)
 
 
@@ -89,8 +85,8 @@ def sliding_window_attention(
 
     q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
-    around = (local, sequences, _without_masked(tail), *(sinks or NO_SINKS))
-    return run_window(window_op, q_BTHK, k_BTGK, v_BTGD, *around)
+    qkv = (q_BTHK, k_BTGK, v_BTGD)
+    return window_op(*Window.of(qkv, local, sequences, _without_masked(tail), sinks))
 
 
 def _rising(

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import connect_gradients, empty_gradients
-from latte.ops.tensors import count_sequences, full_precision
+from latte.ops.arguments import Convolution
+from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.tensors import count_sequences
 from latte.ops.triton_backend.launch import (
     CONVOLUTION,
     CONVOLUTION_WARPS,
@@ -55,78 +56,61 @@ class _Call:
         launch(self.x.device, kernel[programs, self.tiles], *args, **sizes, **options)
 
 
-@torch.library.custom_op("latte::triton_convolution", mutates_args=())
-@full_precision
-def convolution_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(x: Convolution) -> tuple[Tensor, Tensor]:
     """y and the new tail."""
-    call, mask = _Call(x, weight, cu_seqlens), readable(key_mask)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tail = x.new_empty((call.chunks.N, call.K - 1, call.E))
-    bias_E, earlier = contiguous(bias, initial_state)
-    inputs = (x, weight.contiguous(), bias_E, mask, call.chunks.table, call.chunks.bounds, earlier)
-    call.by_chunk(convolve, *inputs, out, *call.strides)
+    call, mask = _Call(x.x, x.weight, x.cu_seqlens), readable(x.key_mask)
+    (out,) = empty_gradients(x.x)
+    tail = x.x.new_empty((call.chunks.N, call.K - 1, call.E))
+    bias_E, earlier = contiguous(x.bias, x.initial_state)
+    inputs = (x.x, x.weight.contiguous(), bias_E, mask, call.chunks.table, call.chunks.bounds)
+    call.by_chunk(convolve, *inputs, earlier, out, *call.strides)
     if call.K > 1:
-        tensors = (x, mask, call.chunks.bounds, earlier, tail)
+        tensors = (x.x, mask, call.chunks.bounds, earlier, tail)
         call.by_sequence(final_tail, *tensors, *call.strides)
     return out, tail
 
 
-@convolution_op.register_fake
-def _(x, weight, bias, initial_state, key_mask, cu_seqlens):
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, x.new_empty(
-        (count_sequences(x.shape[0], cu_seqlens), weight.shape[1] - 1, x.shape[2])
-    )
+def fake(x: Convolution) -> tuple[Tensor, ...]:
+    N = count_sequences(x.x.shape[0], x.cu_seqlens)
+    return *empty_gradients(x.x), x.x.new_empty((N, x.weight.shape[1] - 1, x.x.shape[2]))
 
 
-@torch.library.custom_op("latte::triton_convolution_backward", mutates_args=())
-@full_precision
-def convolution_backward_op(
-    dout: Tensor,
-    dtail: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and the initial state; the last two are empty if not there."""
-    call, mask = _Call(x, weight, cu_seqlens), readable(key_mask)
-    (dx,) = empty_gradients(x)
-    weight_EK, dtail = weight.contiguous(), dtail.float().contiguous()
+def backward(x: Convolution, dout: Tensor, dtail: Tensor) -> dict[str, Tensor]:
+    """Gradients of x, weight, bias and the initial state."""
+    call, mask = _Call(x.x, x.weight, x.cu_seqlens), readable(x.key_mask)
+    (dx,) = empty_gradients(x.x)
+    weight_EK, dtail = x.weight.contiguous(), dtail.float().contiguous()
     dinitial = torch.empty_like(dtail)
-    parts = x.new_empty((call.chunks.M, call.K, call.E), dtype=torch.float32)
-    bias_parts = x.new_empty((call.chunks.M, call.E), dtype=torch.float32)
+    parts = dtail.new_empty((call.chunks.M, call.K, call.E))
+    bias_parts = dtail.new_empty((call.chunks.M, call.E))
     call.by_chunk(
         convolve_back,
-        *(x, weight_EK, mask, call.chunks.table, call.chunks.bounds, dout, dtail),
+        *(x.x, weight_EK, mask, call.chunks.table, call.chunks.bounds, dout, dtail),
         *(dx, parts, bias_parts),
         *(*call.strides, *dout.stride()),
     )
     dweight = parts.sum(0)
-    if initial_state is not None and call.K > 1:
-        parts = x.new_empty((call.chunks.N, call.K, call.E), dtype=torch.float32)
+    if x.initial_state is not None and call.K > 1:
+        parts = dtail.new_empty((call.chunks.N, call.K, call.E))
         call.by_sequence(
             tail_gradients,
-            *(weight_EK, call.chunks.bounds, initial_state.contiguous()),
+            *(weight_EK, call.chunks.bounds, x.initial_state.contiguous()),
             *(dout, dtail, dinitial, parts, *dout.stride()),
         )
         dweight += parts.sum(0)
-    dweight = dweight.t().contiguous().to(weight.dtype)
-    dbias = x.new_empty(0) if bias is None else bias_parts.sum(0).to(bias.dtype)
-    dinitial = x.new_empty(0) if initial_state is None else dinitial.to(initial_state.dtype)
-    return dx, dweight, dbias, dinitial
+    found = {"x": dx, "weight": dweight.t().contiguous(), "initial_state": dinitial}
+    return found if x.bias is None else found | {"bias": bias_parts.sum(0)}
 
 
-connect_gradients(convolution_op, convolution_backward_op, (0, 1, 2, 3), outputs=2, saved_from=2)
+convolution_op = differentiable_op(
+    "triton_convolution",
+    Convolution,
+    fake,
+    forward,
+    backward,
+    returns=["out", "tail"],
+    gradients=["x", "weight", "bias", "initial_state"],
+)
 
 
 @triton.jit

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op
-from latte.ops.tensors import Sequences
+from latte.ops.arguments import LATTE_GRADIENTS, Latte
+from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.state import final_buffers
 from latte.ops.triton_backend.launch import readable
 from latte.ops.triton_backend.segments import (
     ChunkLauncher,
@@ -51,16 +52,16 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-def forward(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor, ...]:
+def forward(x: Latte) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence, also as (top, mass)."""
-    q, k, v = qkv
-    run = ChunkLauncher(q, v.shape[-1], sequences.cu_seqlens)
+    q, k, v = x.qkv
+    run = ChunkLauncher(q, v.shape[-1], x.cu_seqlens)
     (out,) = empty_gradients(v)
-    final_A, final_mu = final_buffers(q, v, sequences.cu_seqlens)
+    final_A, final_mu = final_buffers(q, v, x.cu_seqlens)
     top, mass = torch.empty_like(final_A), torch.empty_like(final_A)
     scan_segments(
-        Walker(q, v.shape[-1], sequences.cu_seqlens),
-        *(k, v, readable(sequences.key_mask), earlier),
+        Walker(q, v.shape[-1], x.cu_seqlens),
+        *(k, v, readable(x.key_mask), x.earlier),
         *((None, None, None), (top, mass, final_A, final_mu)),
     )
     run.by_chunk(mixtures, q, run.parts.table, final_mu, out, *q.stride(), product="WIDE")
@@ -68,28 +69,48 @@ def forward(qkv: Three, sequences: Sequences, earlier: Earlier) -> tuple[Tensor,
 
 
 def backward(
-    grads: Three, qkv: Three, sequences: Sequences, earlier: Earlier, *final: Tensor
-) -> tuple[Tensor, ...]:
+    x: Latte,
+    dout: Tensor,
+    dlog_mass: Tensor,
+    dmean: Tensor,
+    mean: Tensor,
+    top: Tensor,
+    mass: Tensor,
+) -> dict[str, Tensor]:
     """Gradients of q, k, v and of the initial state."""
-    dq, dk, dv = empty_gradients(*qkv)
-    (dout, dlog_mass, dmean), (final_mu, top, mass) = grads, final
+    dq, dk, dv = empty_gradients(*x.qkv)
     g, lost = bidirectional_gradients(
-        ChunkLauncher(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens),
-        (*qkv, readable(sequences.key_mask), dout),
-        (top, mass, final_mu),
+        ChunkLauncher(x.q, x.v.shape[-1], x.cu_seqlens),
+        (*x.qkv, readable(x.key_mask), dout),
+        (top, mass, mean),
         (dmean, dlog_mass),
         (dq, dk, dv),
     )
-    log_mass, _ = earlier
-    if log_mass is None:
-        return dq, dk, dv, lost, g
+    found = {"q": dq, "k": dk, "v": dv}
+    if x.log_mass is None:
+        return found
     # exp(A_0 - A): the weight of the initial state in the whole.
     seen = torch.where(mass == 0, 1.0, mass)
-    kept = torch.exp(log_mass - torch.where(torch.isneginf(top), 0.0, top)) / seen
-    return dq, dk, dv, *state_gradients(earlier, kept[..., None] * g, kept * lost)
+    kept = torch.exp(x.log_mass - torch.where(torch.isneginf(top), 0.0, top)) / seen
+    dA, dmu = state_gradients(x.earlier, kept[..., None] * g, kept * lost)
+    return found | {"log_mass": dA, "mean": dmu}
 
 
-bidirectional_op = latte_op("triton_bidirectional", forward, backward)
+def fake(x: Latte) -> tuple[Tensor, ...]:
+    A, mu = final_buffers(x.q, x.v, x.cu_seqlens)
+    return *empty_gradients(x.v), A, mu, torch.empty_like(A), torch.empty_like(A)
+
+
+bidirectional_op = differentiable_op(
+    "triton_bidirectional",
+    Latte,
+    fake,
+    forward,
+    backward,
+    returns=["out", "log_mass", "mean"],
+    gradients=LATTE_GRADIENTS,
+    saves=["mean", "top", "mass"],
+)
 
 
 def bidirectional_gradients(

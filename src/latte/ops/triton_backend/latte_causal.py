@@ -36,13 +36,16 @@ sequences, C tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import Earlier, Three, empty_gradients, final_buffers, latte_op
-from latte.ops.tensors import Sequences
+from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte
+from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.state import final_buffers
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
     Walker,
@@ -99,62 +102,70 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-def forward(
-    qkv: Three, sequences: Sequences, earlier: Earlier, log_decay: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def forward(x: Latte) -> tuple[Tensor, ...]:
     """Outputs and final state; then, for the backward pass, :func:`between_segments`."""
-    q, k, v = qkv
-    run = Walker(q, v.shape[-1], sequences.cu_seqlens, log_decay is not None)
-    mask = readable(sequences.key_mask)
+    q, k, v = x.qkv
+    run = walker(x)
+    mask = readable(x.key_mask)
     (out,) = empty_gradients(v)
-    finals = final_buffers(q, v, sequences.cu_seqlens)
+    finals = final_buffers(q, v, x.cu_seqlens)
     between, start, found = states_before(
-        run, k, v, mask, sequences.cu_seqlens, earlier, finals, log_decay=log_decay
+        run, k, v, mask, x.cu_seqlens, x.earlier, finals, log_decay=x.log_decay
     )
     run.forward(
         walk,
         *(q, k, v, mask, run.parts.table, *start, out, *found),
         *(*q.stride(), *k.stride(), *v.stride()),
-        **decays(log_decay),
+        **decays(x.log_decay),
     )
     return out, *finals, *between
 
 
 def backward(
-    grads: Three,
-    qkv: Three,
-    sequences: Sequences,
-    earlier: Earlier,
-    *saved: Tensor,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, the initial state and ``log_decay``, by one tile of D at a time."""
-    dq, dk, dv, dg = empty_gradients(*qkv, log_decay)
-    (dout, dlog_mass, dmean), (final_mu, *between) = grads, saved
-    *after, _ = latent_gradients(
-        Walker(qkv[0], qkv[2].shape[-1], sequences.cu_seqlens, log_decay is not None),
-        (*qkv, readable(sequences.key_mask), dout),
-        earlier,
-        tuple(between),
-        (dmean, final_mu, dlog_mass),
+    x: Latte, dout: Tensor, dlog_mass: Tensor, dmean: Tensor, mean: Tensor, *between: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of all inputs, by one tile of D at a time."""
+    dq, dk, dv, dg = empty_gradients(*x.qkv, x.log_decay)
+    dmean_0, lost_0, _ = latent_gradients(
+        walker(x),
+        (*x.qkv, readable(x.key_mask), dout),
+        x.earlier,
+        between,
+        (dmean, mean, dlog_mass),
         (dq, dk, dv),
-        forgetting=None if log_decay is None else (log_decay, dg),
+        forgetting=None if x.log_decay is None else (x.log_decay, dg),
     )
-    found = (dq, dk, dv, *state_gradients(earlier, *after))
-    return found if log_decay is None else (*found, dg)
+    dA, dmu = state_gradients(x.earlier, dmean_0, lost_0)
+    return {"q": dq, "k": dk, "v": dv, "log_mass": dA, "mean": dmu, "log_decay": dg}
 
 
-causal_op = latte_op(
-    *("triton_causal", forward, backward),
-    lambda q, k, v, cu_seqlens: between_segments(k, v.shape[-1], cu_seqlens),
-    count=5,
-)
-forgetting_op = latte_op(
-    *("triton_forgetting", forward, backward),
-    lambda q, k, v, cu_seqlens: between_segments(k, v.shape[-1], cu_seqlens, forgets=True),
-    count=6,
-    forgets=True,
-)
+def walker(x: Latte) -> Walker:
+    """The walks of a call."""
+    return Walker(x.q, x.v.shape[-1], x.cu_seqlens, x.log_decay is not None)
+
+
+def latte_op(name: str, forgets: bool) -> Any:
+    """The op of latents that forget, or of those that do not."""
+
+    def fake(x: Latte) -> tuple[Tensor, ...]:
+        finals = final_buffers(x.q, x.v, x.cu_seqlens)
+        states = between_segments(x.k, x.v.shape[-1], x.cu_seqlens, forgets)
+        return *empty_gradients(x.v), *finals, *states
+
+    return differentiable_op(
+        name,
+        Latte,
+        fake,
+        forward,
+        backward,
+        returns=["out", "log_mass", "mean"],
+        gradients=LATTE_GRADIENTS,
+        saves=["mean", "top_M", "mass_M", "mean_M", "top", "mass", *(["falls"] if forgets else [])],
+    )
+
+
+causal_op = latte_op("triton_causal", forgets=False)
+forgetting_op = latte_op("triton_forgetting", forgets=True)
 
 
 def latent_gradients(

@@ -27,23 +27,17 @@ D value width, N sequences, M segments of all sequences, C tokens of a chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import (
-    LOCAL,
-    MACCHIATO,
-    connect_gradients,
-    custom_op,
-    empty_gradients,
-    final_buffers,
-    maybe_sinks,
-)
-from latte.ops.tensors import Local, Sequences, count_sequences
+from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato
+from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.state import final_buffers
+from latte.ops.tensors import count_sequences
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_gradients
 from latte.ops.triton_backend.latte_causal import (
     begin,
@@ -125,89 +119,35 @@ def saved_states(
     return *found, found[0].new_empty(0)
 
 
-class Inputs(NamedTuple):
-    """The op's arguments, in their order."""
-
-    latent_q: Tensor  # column 0 is the window's logit
-    latent_k: Tensor  # with late latents, the keys that they read at each token
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    log_mass: Tensor | None
-    mean: Tensor | None
-    tail_k: Tensor | None
-    tail_v: Tensor | None
-    tail_mask: Tensor | None
-    log_decay: Tensor | None
-    sink_q: Tensor | None
-    sink_k: Tensor | None
-    sink_v: Tensor | None
-    sink_mask: Tensor | None
-    sinks_seen: Tensor | None
-    late_v: Tensor | None
-    late_mask: Tensor | None
-    begun: Tensor | None
-    window: int
-    scale: float
-    softcap: float
-    causal: bool
-    joint: bool
-
-    @property
-    def near(self) -> Window:
-        """The window, with its sinks."""
-        local = Local(self.window, self.scale, self.softcap)
-        sequences = Sequences(self.key_mask, self.cu_seqlens, self.causal)
-        tail = (self.tail_k, self.tail_v, self.tail_mask)
-        sinks = (self.sink_q, self.sink_k, self.sink_v, self.sink_mask, self.sinks_seen)
-        return Window.of(self.k, self.v, local, sequences, tail, maybe_sinks(sinks))
-
-    def far(self, near: Window) -> tuple[Tensor, Tensor | None]:
-        """Values and mask of the sources that the latents read."""
-        if self.late_v is None:
-            return near.v, near.mask
-        return unit_stride(self.late_v), readable(self.late_mask)
-
-    @property
-    def logit_found(self) -> bool:
-        """Whether the window's logit in the mixture differs from the one in column 0."""
-        return self.joint or self.begun is not None
-
-    @property
-    def walker(self) -> Walker:
-        forgets = self.log_decay is not None
-        return Walker(self.latent_k, self.v.shape[-1], self.cu_seqlens, forgets)
+def late_sources(x: Macchiato, near: Window) -> tuple[Tensor, Tensor | None]:
+    """Values and mask of the sources that the latents read."""
+    if x.late_v is None:
+        return near.v, near.mask
+    return unit_stride(x.late_v), readable(x.late_mask)
 
 
-INPUTS = Inputs._fields
-TENSORS = INPUTS.index("window")
-SCHEMA = f"{MACCHIATO}, {LOCAL}, bool joint"
-# For each token and head, the window's share and its logit; then the numbers saved with the states.
-SAVED = ("gate", "logit", "top_M", "mass_M", "mean_M", "top", "mass", "falls")
-WANTED = tuple(
-    INPUTS.index(name)
-    for name in (
-        *("latent_q", "latent_k", "q", "k", "v", "log_mass", "mean", "tail_k", "tail_v"),
-        *("log_decay", "sink_q", "sink_k", "sink_v", "late_v"),
-    )
-)
+def logit_found(x: Macchiato) -> bool:
+    """Whether the window's logit in the mixture differs from the one in column 0."""
+    return x.joint or x.begun is not None
 
 
-def token_numbers(x: Inputs) -> tuple[Tensor, Tensor]:
+def walker_of(x: Macchiato) -> Walker:
+    """The latents' walks."""
+    return Walker(x.latent_k, x.v.shape[-1], x.cu_seqlens, x.log_decay is not None)
+
+
+def token_numbers(x: Macchiato) -> tuple[Tensor, Tensor]:
     """Empty buffers for the window's share of each token, and for its logit, if it is computed."""
     (gate,) = token_buffers(x.q, 1)
-    return gate, torch.empty_like(gate) if x.logit_found else gate.new_empty(0)
+    return gate, torch.empty_like(gate) if logit_found(x) else gate.new_empty(0)
 
 
-def forward(*inputs: Any) -> tuple[Tensor, ...]:
-    """Outputs and final state; then, for the backward pass, ``SAVED``."""
-    x = Inputs(*inputs)
-    w, latent_k, D = x.near, x.latent_k, x.v.shape[-1]
+def forward(x: Macchiato) -> tuple[Tensor, ...]:
+    """Outputs and final state; then numbers of each token, and the states that are saved."""
+    w, latent_k, D = Window.of(x), x.latent_k, x.v.shape[-1]
     out, (gate, logit) = x.q.new_empty((*x.q.shape[:3], D)), token_numbers(x)
-    finals, earlier = final_buffers(latent_k, x.v, x.cu_seqlens), (x.log_mass, x.mean)
-    walker, R = x.walker, x.q.shape[2] // x.v.shape[2]
+    finals, earlier = final_buffers(latent_k, x.v, x.cu_seqlens), x.earlier
+    walker, R = walker_of(x), x.q.shape[2] // x.v.shape[2]
     lq, q = x.latent_q[..., 1:], unit_stride(x.q)
     if not x.causal:
         states = saved_states(latent_k, D, x.cu_seqlens, False, False)
@@ -215,7 +155,7 @@ def forward(*inputs: Any) -> tuple[Tensor, ...]:
         scan_segments(walker, latent_k, w.v, w.mask, *whole)
         WindowLauncher(q, latent_k, w, x.cu_seqlens).outputs(q, lq, finals[1], out, gate)
         return out, *finals, gate, logit, *states
-    values, mask = x.far(w)
+    values, mask = late_sources(x, w)
     states, start, found = states_before(
         walker, latent_k, values, mask, x.cu_seqlens, earlier, finals, R, x.log_decay
     )
@@ -241,7 +181,7 @@ def forward(*inputs: Any) -> tuple[Tensor, ...]:
         CAPPED=w.softcap != 0.0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        window_logit_ptr=logit if x.logit_found else None,
+        window_logit_ptr=logit if logit_found(x) else None,
         JOINT=x.joint,
         **walker.registers(),
         **decays(x.log_decay),
@@ -252,8 +192,7 @@ def forward(*inputs: Any) -> tuple[Tensor, ...]:
     return out, *finals, gate, logit, *states, *falls
 
 
-def fake(*inputs: Any) -> tuple[Tensor, ...]:
-    x = Inputs(*inputs)
+def fake(x: Macchiato) -> tuple[Tensor, ...]:
     D = x.v.shape[-1]
     finals = final_buffers(x.latent_k, x.v, x.cu_seqlens)
     out = x.q.new_empty((*x.q.shape[:3], D))
@@ -261,11 +200,18 @@ def fake(*inputs: Any) -> tuple[Tensor, ...]:
     return out, *finals, *token_numbers(x), *states
 
 
-def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of the inputs that ``WANTED`` names."""
-    x = Inputs(*inputs[:TENSORS], *inputs[-len(INPUTS) + TENSORS :])
-    final_mu, gate, logit, *states = inputs[TENSORS : TENSORS + 1 + len(SAVED)]
-    w, latent_k, earlier = x.near, x.latent_k, (x.log_mass, x.mean)
+def backward(
+    x: Macchiato,
+    dout: Tensor,
+    dlog_mass: Tensor,
+    dmean: Tensor,
+    mean: Tensor,
+    gate: Tensor,
+    logit: Tensor,
+    *states: Tensor,
+) -> dict[str, Tensor]:
+    """Gradients of the inputs."""
+    w, latent_k, earlier = Window.of(x), x.latent_k, x.earlier
     dlatent_q, dlatent_k, dq, dk, dv, dtail_k, dtail_v, dg = empty_gradients(
         *(x.latent_q, latent_k, x.q, x.k, x.v, x.tail_k, x.tail_v, x.log_decay)
     )
@@ -273,23 +219,23 @@ def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tu
     q, dout = unit_stride(x.q), unit_stride(dout)
     top_w, mass_w, delta = token_buffers(q, 3)
     run.query_gradients(q, gate, top_w, mass_w, delta, None if x.joint else dq, dy=dout)
-    values, mask = x.far(w)
+    values, mask = late_sources(x, w)
     inputs_of_latents = (latent_k, values, mask, dout)
-    dtail, dlate_v = (dtail_k, dtail_v), q.new_empty(0)
+    dtail, found = (dtail_k, dtail_v), {"latent_q": dlatent_q, "latent_k": dlatent_k}
     if x.causal:
         # It is written once, for each query head. The window's kernel sums the heads.
         latents_dv = torch.empty_like(dout, memory_format=torch.contiguous_format)
         dmean_0, lost_0, c = latent_gradients(
-            x.walker,
+            walker_of(x),
             (x.latent_q, *inputs_of_latents),
             earlier,
-            tuple(states),
-            (dmean, final_mu, dlog_mass),
+            states,
+            (dmean, mean, dlog_mass),
             (dlatent_q, dlatent_k, latents_dv),
             delta,
             run.R,
             None if x.log_decay is None else (x.log_decay, dg),
-            logit if x.logit_found else None,
+            logit if logit_found(x) else None,
         )
         if x.joint:
             # One softmax has one delta, that of the mixture. The latents' walk has computed it.
@@ -299,14 +245,14 @@ def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tu
         near_too = latents_dv if x.late_v is None else None
         run.source_gradients(q, dout, tokens, (dk, dv), dtail, near_too)
         if x.late_v is not None:
-            dlate_v = latents_dv.unflatten(2, (-1, run.R)).sum(3)
+            found["late_v"] = latents_dv.unflatten(2, (-1, run.R)).sum(3)
     else:
         # The interface refuses an initial state that needs a gradient.
         _, _, _, top, mass, _ = states
         dmean_0, lost_0 = bidirectional_gradients(
             run,
             (x.latent_q[..., 1:], *inputs_of_latents),
-            (top, mass, final_mu),
+            (top, mass, mean),
             (dmean, dlog_mass),
             (dlatent_q[..., 1:], dlatent_k, None),
             gate,
@@ -316,22 +262,23 @@ def backward(dout: Tensor, dlog_mass: Tensor, dmean: Tensor, *inputs: Any) -> tu
         tokens, whole = (top_w, mass_w, gate, delta), (latent_k, top, mass, dmean_0)
         run.source_gradients(q, dout, tokens, (dk, dv), dtail, bidirectional=whole)
     dA, dmu = state_gradients(earlier, dmean_0, lost_0)
-    if x.mean is None:
-        dA, dmu = q.new_empty(0), q.new_empty(0)
     dsinks = run.sink_gradients(dout, tokens, x.k, x.v)
-    return dlatent_q, dlatent_k, dq, dk, dv, dA, dmu, *dtail, dg, *dsinks, dlate_v
+    near = (dq, dk, dv, *dtail, *dsinks)
+    found |= dict(zip(WINDOW_GRADIENTS, near, strict=True))
+    return found | {"log_mass": dA, "mean": dmu, "log_decay": dg}
 
 
-macchiato_op = custom_op("triton_macchiato", forward, SCHEMA, 3 + len(SAVED))
-macchiato_op.register_fake(fake)
-_KEPT = ", ".join(f"Tensor saved_{name}" for name in ("mean", *SAVED))
-macchiato_backward_op = custom_op(
-    "triton_macchiato_backward",
+macchiato_op = differentiable_op(
+    "triton_macchiato",
+    Macchiato,
+    fake,
+    forward,
     backward,
-    "Tensor dout, Tensor dlog_mass, Tensor dmean, " + SCHEMA.replace(", int", f", {_KEPT}, int", 1),
-    len(WANTED),
+    returns=["out", "log_mass", "mean"],
+    gradients=(*MACCHIATO_GRADIENTS, "late_v"),
+    # For each token and head, the window's share and its logit; then what is saved of the states.
+    saves=["mean", "gate", "logit", "top_M", "mass_M", "mean_M", "top", "mass", "falls"],
 )
-connect_gradients(macchiato_op, macchiato_backward_op, WANTED, outputs=3, saved_from=2)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -24,15 +24,15 @@ C tokens of a chunk, U chunks of a round.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import connect_gradients, empty_gradients
-from latte.ops.tensors import Sequences, full_precision, sequence_bounds
+from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.tensors import Sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
     LRU_BACK,
     LRU_BY_CHUNK,
@@ -41,6 +41,7 @@ from latte.ops.triton_backend.launch import (
     LRU_STAGES,
     LRU_WALK,
     LRU_WALKS_FROM,
+    contiguous,
     launch,
     readable,
 )
@@ -110,39 +111,45 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride())
 
 
-@torch.library.custom_op("latte::triton_rg_lru", mutates_args=())
-@full_precision
-def rg_lru_op(
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    theta: Tensor,
-    initial_state: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    begins: Tensor,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+class RGLRU(NamedTuple):
+    """The arguments of ``triton_rg_lru``. For ``begins`` (N,) see :func:`beginnings`."""
+
+    x: Tensor
+    recurrence_gate: Tensor
+    input_gate: Tensor
+    theta: Tensor
+    initial_state: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    begins: Tensor
+    reverse: bool
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.recurrence_gate, self.input_gate
+
+
+def forward(x: RGLRU) -> tuple[Tensor, Tensor, Tensor]:
     """h, the last state, and the states before each chunk."""
-    (B, T, E), mask = x.shape, readable(key_mask)
-    chunks = Parts.of(B, T, LRU_CHUNK, cu_seqlens)
-    inputs = (x, recurrence_gate, input_gate, theta.contiguous(), mask)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    before = x.new_empty((chunks.M, E), dtype=torch.float32)
-    final = x.new_empty((chunks.N, E), dtype=torch.float32)
-    earlier = None if initial_state is None else initial_state.contiguous()
-    strides = (*_strides(*inputs[:3]), T, chunks.per_row, E)
-    fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": reverse}
-    if one_walk(B, T, E, cu_seqlens is not None):
-        states = (begins, earlier, before, out, final)
+    (B, T, E), mask = x.x.shape, readable(x.key_mask)
+    chunks = Parts.of(B, T, LRU_CHUNK, x.cu_seqlens)
+    inputs = (*x.inputs, x.theta.contiguous(), mask)
+    (out,) = empty_gradients(x.x)
+    before = x.x.new_empty((chunks.M, E), dtype=torch.float32)
+    final = before.new_empty((chunks.N, E))
+    (earlier,) = contiguous(x.initial_state)
+    strides = (*_strides(*x.inputs), T, chunks.per_row, E)
+    fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": x.reverse}
+    if one_walk(B, T, E, x.cu_seqlens is not None):
+        states = (x.begins, earlier, before, out, final)
         fixed["STAGES"] = LRU_STAGES
         _launch(lru_walk, B, LRU_WALK, E, *inputs, *states, *strides, **fixed)
         return out, final, before
     decay, added = torch.empty_like(before), torch.empty_like(before)
     at = (chunks.M, LRU_BY_CHUNK, E)
-    found = (*inputs, chunks.table, begins)
+    found = (*inputs, chunks.table, x.begins)
     _launch(ends, *at, *found, decay, added, *strides, **fixed)
-    _carry(chunks, decay, added, earlier, before, final, reverse)
+    _carry(chunks, decay, added, earlier, before, final, x.reverse)
     _launch(apply, *at, *found, before, out, *strides, **fixed)
     return out, final, before
 
@@ -162,60 +169,51 @@ def _carry(
     _launch(carry, chunks.N, LRU_CARRY, E, *tensors, chunks.per_row, E, DOWN=down)
 
 
-@rg_lru_op.register_fake
-def _(x, recurrence_gate, input_gate, theta, initial_state, key_mask, cu_seqlens, begins, reverse):
-    B, T, E = x.shape
-    M = count_parts(B, T, LRU_CHUNK, cu_seqlens)
-    final = x.new_empty((begins.shape[0], E), dtype=torch.float32)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, final, final.new_empty((M, E))
+def fake(x: RGLRU) -> tuple[Tensor, ...]:
+    B, T, E = x.x.shape
+    M = count_parts(B, T, LRU_CHUNK, x.cu_seqlens)
+    final = x.x.new_empty((x.begins.shape[0], E), dtype=torch.float32)
+    return *empty_gradients(x.x), final, final.new_empty((M, E))
 
 
-@torch.library.custom_op("latte::triton_rg_lru_backward", mutates_args=())
-@full_precision
-def rg_lru_backward_op(
-    dout: Tensor,
-    dfinal: Tensor,
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    theta: Tensor,
-    initial_state: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    begins: Tensor,
-    before: Tensor,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(x: RGLRU, dout: Tensor, dfinal: Tensor, before: Tensor) -> dict[str, Tensor]:
     """Gradients of x, both gates, theta and the initial state."""
-    (B, T, E), mask = x.shape, readable(key_mask)
-    chunks = Parts.of(B, T, LRU_CHUNK, cu_seqlens)
-    gates = (recurrence_gate, input_gate)
-    dx, dr, di = empty_gradients(x, *gates)
-    theta_E, dfinal = theta.contiguous(), dfinal.contiguous()
+    (B, T, E), mask = x.x.shape, readable(x.key_mask)
+    chunks = Parts.of(B, T, LRU_CHUNK, x.cu_seqlens)
+    dx, dr, di = empty_gradients(*x.inputs)
+    theta_E, dfinal = x.theta.contiguous(), dfinal.contiguous()
     dinitial = torch.empty_like(dfinal)
-    strides = (*_strides(x, *gates, dout), T, chunks.per_row, E)
-    fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": reverse}
-    if one_walk(B, T, E, cu_seqlens is not None):
-        parts = x.new_empty((B, E), dtype=torch.float32)
-        tensors = (x, *gates, theta_E, mask, begins, before, dfinal, dout)
+    found = {"x": dx, "recurrence_gate": dr, "input_gate": di, "initial_state": dinitial}
+    strides = (*_strides(*x.inputs, dout), T, chunks.per_row, E)
+    fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": x.reverse}
+    if one_walk(B, T, E, x.cu_seqlens is not None):
+        parts = before.new_empty((B, E))
+        tensors = (*x.inputs, theta_E, mask, x.begins, before, dfinal, dout)
         outputs = (dx, dr, di, parts, dinitial)
         fixed["STAGES"] = LRU_STAGES
         _launch(lru_walk_back, B, LRU_BACK, E, *tensors, *outputs, *strides, **fixed)
-        dinitial = x.new_empty(0) if initial_state is None else dinitial
-        return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
+        return found | {"theta": parts.sum(0)}
     decay, added, after, parts = (torch.empty_like(before) for _ in range(4))
-    at, shared = (chunks.M, LRU_BACK, E), (theta_E, mask, chunks.table, begins)
-    few = (*_strides(recurrence_gate, dout), T, chunks.per_row, E)
-    _launch(ends_back, *at, recurrence_gate, *shared, dout, decay, added, *few, **fixed)
-    _carry(chunks, decay, added, dfinal, after, dinitial, not reverse)
-    given = (x, *gates, *shared, before, after, dout)
+    at, shared = (chunks.M, LRU_BACK, E), (theta_E, mask, chunks.table, x.begins)
+    gate = x.recurrence_gate
+    few = (*_strides(gate, dout), T, chunks.per_row, E)
+    _launch(ends_back, *at, gate, *shared, dout, decay, added, *few, **fixed)
+    _carry(chunks, decay, added, dfinal, after, dinitial, not x.reverse)
+    given = (*x.inputs, *shared, before, after, dout)
     _launch(apply_back, *at, *given, dx, dr, di, parts, *strides, **fixed)
-    dinitial = x.new_empty(0) if initial_state is None else dinitial
-    return dx, dr, di, parts.sum(0).to(theta.dtype), dinitial
+    return found | {"theta": parts.sum(0)}
 
 
-connect_gradients(rg_lru_op, rg_lru_backward_op, (0, 1, 2, 3, 4), outputs=2, saved_from=2)
+rg_lru_op = differentiable_op(
+    "triton_rg_lru",
+    RGLRU,
+    fake,
+    forward,
+    backward,
+    returns=["h", "last"],
+    gradients=["x", "recurrence_gate", "input_gate", "theta", "initial_state"],
+    saves=["before"],
+)
 
 
 @triton.jit

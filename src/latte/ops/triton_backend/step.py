@@ -18,15 +18,14 @@ P = W - 1 slots of the window, W pending sources, S sinks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.custom_ops import empty_gradients
-from latte.ops.tensors import full_precision
+from latte.ops.custom_ops import custom_op, empty_gradients
 from latte.ops.triton_backend.launch import contiguous, launch, readable, step_tiles
 from latte.ops.triton_backend.tiles import (
     at_most,
@@ -46,119 +45,121 @@ PENDING = (
 )
 
 
-@torch.library.custom_op("latte::triton_latte_step", mutates_args=())
-@full_precision
-def latte_step_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    log_mass: Tensor,
-    mean: Tensor,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Latte: q, k (B, 1, H, L), v (B, 1, G, D), state -> y (B, 1, H, D), state."""
-    (B, _, H, L), (G, D) = q.shape, v.shape[2:]
-    q, k, v, log_mass, mean = (x.contiguous() for x in (q, k, v, log_mass, mean))
+class LatteStep(NamedTuple):
+    """q, k (B, 1, H, L), v (B, 1, G, D), and the state."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    log_mass: Tensor
+    mean: Tensor
+    log_decay: Tensor | None = None
+
+
+class MacchiatoStep(NamedTuple):
+    """latent_q (B, 1, H, L+1), ..., and the states.
+
+    Sinks are given as in :class:`latte.ops.state.SeenSinks`. The last three states, (B, W, H, L),
+    (B, W, G, D) and (B, W), belong to late latents.
+    """
+
+    latent_q: Tensor
+    latent_k: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    log_mass: Tensor
+    mean: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    scale: float
+    softcap: float | None
+    log_decay: Tensor | None = None
+    sink_q: Tensor | None = None
+    sink_k: Tensor | None = None
+    sink_v: Tensor | None = None
+    sink_mask: Tensor | None = None
+    sinks_seen: Tensor | None = None
+    pending_k: Tensor | None = None
+    pending_v: Tensor | None = None
+    pending_mask: Tensor | None = None
+    joint: bool = False
+
+
+def latte_step(x: LatteStep) -> tuple[Tensor, Tensor, Tensor]:
+    """y (B, 1, H, D), and the state after the step."""
+    (B, _, H, L), (G, D) = x.q.shape, x.v.shape[2:]
+    q, k, v, log_mass, mean = (y.contiguous() for y in (x.q, x.k, x.v, x.log_mass, x.mean))
     outputs = (q.new_empty((B, 1, H, D)), torch.empty_like(log_mass), torch.empty_like(mean))
     launch(
         q.device,
         step[(B * H,)],
-        *(q, k, None, None, v, readable(key_mask), log_mass, mean, None, None, None),
+        *(q, k, None, None, v, readable(x.key_mask), log_mass, mean, None, None, None),
         *(*outputs, None, None, None),
         *(1.0, None, H, G, L, 1, D, 0),
         WINDOW=0,
         **step_tiles(L, 1, D),
-        **_forgetting(log_decay),
+        **_forgetting(x.log_decay),
     )
     return outputs
 
 
-@latte_step_op.register_fake
-def _(q, k, v, key_mask, log_mass, mean, log_decay=None):
-    B, _, H, _ = q.shape
-    return q.new_empty((B, 1, H, v.shape[-1])), *empty_gradients(log_mass, mean)
+def latte_fake(x: LatteStep) -> tuple[Tensor, ...]:
+    B, _, H, _ = x.q.shape
+    return x.q.new_empty((B, 1, H, x.v.shape[-1])), *empty_gradients(x.log_mass, x.mean)
 
 
-@torch.library.custom_op("latte::triton_macchiato_step", mutates_args=())
-@full_precision
-def macchiato_step_op(
-    latent_q: Tensor,
-    latent_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    log_mass: Tensor,
-    mean: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    log_decay: Tensor | None = None,
-    sink_q: Tensor | None = None,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    sink_mask: Tensor | None = None,
-    sinks_seen: Tensor | None = None,
-    pending_k: Tensor | None = None,
-    pending_v: Tensor | None = None,
-    pending_mask: Tensor | None = None,
-    joint: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Macchiato: latent_q (B, 1, H, L+1), ..., the states -> y (B, 1, H, D), the states.
-
-    Sinks are given as in :class:`latte.ops.state.SeenSinks`. The last three states, (B, W, H, L),
-    (B, W, G, D) and (B, W), belong to late latents, and are empty without these.
-    """
-    (B, _, H, L), (G, K), D = latent_k.shape, k.shape[2:], v.shape[-1]
-    inputs = [x.contiguous() for x in (latent_q, latent_k, q, k, v)]
-    state = [x.contiguous() for x in (log_mass, mean, keys, values)]
-    out = v.new_empty((B, 1, H, D))
-    log_mass1, mean1, keys1, values1 = (torch.empty_like(x) for x in state)
-    slots = mask.contiguous().view(torch.uint8)
+def macchiato_step(x: MacchiatoStep) -> tuple[Tensor, ...]:
+    """y (B, 1, H, D), and the states after the step. Those of late latents are empty without."""
+    (B, _, H, L), (G, K), D = x.latent_k.shape, x.k.shape[2:], x.v.shape[-1]
+    inputs = [y.contiguous() for y in x[:5]]
+    state = [y.contiguous() for y in (x.log_mass, x.mean, x.keys, x.values)]
+    out = x.v.new_empty((B, 1, H, D))
+    log_mass1, mean1, keys1, values1 = (torch.empty_like(y) for y in state)
+    slots = x.mask.contiguous().view(torch.uint8)
     slots_after = torch.empty_like(slots)
     more: dict[str, Any] = {}
-    if sink_q is not None and sink_k is not None:
-        given = contiguous(sink_q, sink_k, sink_v, sinks_seen)
+    if x.sink_q is not None and x.sink_k is not None:
+        given = contiguous(x.sink_q, x.sink_k, x.sink_v, x.sinks_seen)
         more |= dict(zip(SINKS, given, strict=True))
-        more |= {"sink_mask_ptr": readable(sink_mask), "S": sink_k.shape[1]}
-    after = [v.new_empty(0), v.new_empty(0), mask.new_empty(0)]
-    if pending_k is not None and pending_v is not None and pending_mask is not None:
-        late = [x.contiguous() for x in (pending_k, pending_v, pending_mask)]
-        after = [torch.empty_like(x) for x in late]
+        more |= {"sink_mask_ptr": readable(x.sink_mask), "S": x.sink_k.shape[1]}
+    after = [x.v.new_empty(0), x.v.new_empty(0), x.mask.new_empty(0)]
+    if x.pending_k is not None and x.pending_v is not None and x.pending_mask is not None:
+        late = [y.contiguous() for y in (x.pending_k, x.pending_v, x.pending_mask)]
+        after = [torch.empty_like(y) for y in late]
         moved = (*late[:2], readable(late[2]), *after[:2], readable(after[2]))
         more |= dict(zip(PENDING, moved, strict=True))
     launch(
-        q.device,
+        out.device,
         step[(B * H,)],
-        *(*inputs, readable(key_mask), *state, slots),
+        *(*inputs, readable(x.key_mask), *state, slots),
         *(out, log_mass1, mean1, keys1, values1, slots_after),
-        *(scale, softcap, H, G, L, K, D, mask.shape[1]),
+        *(x.scale, x.softcap, H, G, L, K, D, x.mask.shape[1]),
         WINDOW=1,
-        JOINT=joint,
+        JOINT=x.joint,
         **step_tiles(L, K, D),
-        **_forgetting(log_decay),
+        **_forgetting(x.log_decay),
         **more,
     )
-    last_k, last_v, last_mask = after
-    seen_after = slots_after.view(torch.bool)
-    return out, log_mass1, mean1, keys1, values1, seen_after, last_k, last_v, last_mask
+    return out, log_mass1, mean1, keys1, values1, slots_after.view(torch.bool), *after
 
 
-@macchiato_step_op.register_fake
-def _(
-    latent_q, latent_k, q, k, v, key_mask, log_mass, mean, keys, values, mask, scale, softcap,
-    log_decay=None, sink_q=None, sink_k=None, sink_v=None, sink_mask=None, sinks_seen=None,
-    pending_k=None, pending_v=None, pending_mask=None, joint=False,
-):  # fmt: skip
-    B, _, H, _ = latent_k.shape
-    state = empty_gradients(log_mass, mean, keys, values, mask)
-    after: tuple[Tensor, ...] = (v.new_empty(0), v.new_empty(0), mask.new_empty(0))
-    if pending_k is not None:
-        after = empty_gradients(pending_k, pending_v, pending_mask)
-    return v.new_empty((B, 1, H, v.shape[-1])), *state, *after
+def macchiato_fake(x: MacchiatoStep) -> tuple[Tensor, ...]:
+    B, _, H, _ = x.latent_k.shape
+    state = empty_gradients(x.log_mass, x.mean, x.keys, x.values, x.mask)
+    after: tuple[Tensor, ...] = (x.v.new_empty(0), x.v.new_empty(0), x.mask.new_empty(0))
+    if x.pending_k is not None:
+        after = empty_gradients(x.pending_k, x.pending_v, x.pending_mask)
+    return x.v.new_empty((B, 1, H, x.v.shape[-1])), *state, *after
+
+
+latte_step_op = custom_op("triton_latte_step", LatteStep, 3, latte_fake, latte_step)
+macchiato_step_op = custom_op(
+    "triton_macchiato_step", MacchiatoStep, 9, macchiato_fake, macchiato_step
+)
 
 
 def _forgetting(log_decay: Tensor | None) -> dict[str, Tensor]:

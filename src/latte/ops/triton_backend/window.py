@@ -40,10 +40,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops import custom_ops
-from latte.ops.custom_ops import Earlier, Three, empty_gradients
+from latte.ops import arguments
+from latte.ops.arguments import WINDOW_GRADIENTS, Earlier
+from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import SeenSinks
-from latte.ops.tensors import Local, Sequences
 from latte.ops.triton_backend.launch import (
     FARTHEST_TOKENS,
     SINK_SUMS,
@@ -85,15 +85,12 @@ from latte.ops.triton_backend.tiles import (
 )
 
 
-def forward(
-    qkv: Three, local: Local, sequences: Sequences, tail: Earlier, sinks: SeenSinks | None
-) -> Tensor:
+def forward(x: arguments.Window) -> Tensor:
     """Outputs."""
-    q, k, v = qkv
-    w = Window.of(k, v, local, sequences, tail, sinks)
-    run = WindowLauncher(q, None, w, sequences.cu_seqlens)
-    out = q.new_empty((*q.shape[:3], run.D))
-    run.outputs(unit_stride(q), None, None, out, None)
+    w = Window.of(x)
+    run = WindowLauncher(x.q, None, w, x.cu_seqlens)
+    out = x.q.new_empty((*x.q.shape[:3], run.D))
+    run.outputs(unit_stride(x.q), None, None, out, None)
     return out
 
 
@@ -102,28 +99,28 @@ def token_buffers(q: Tensor, count: int) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(tuple(q.shape[:3]), dtype=torch.float32) for _ in range(count))
 
 
-def backward(
-    dout: Tensor,
-    qkv: Three,
-    local: Local,
-    sequences: Sequences,
-    tail: Earlier,
-    sinks: SeenSinks | None,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, of the earlier keys and values, and of the sinks' queries, keys and
-    values (empty where there are none)."""
-    q, k, v = qkv
-    w = Window.of(k, v, local, sequences, tail, sinks)
-    run = WindowLauncher(q, None, w, sequences.cu_seqlens)
-    dq, dk, dv, *dtail = empty_gradients(*qkv, *tail[:2])
-    tokens = top, mass, delta = token_buffers(q, 3)
-    q, dout = unit_stride(q), unit_stride(dout)
+def backward(x: arguments.Window, dout: Tensor) -> dict[str, Tensor]:
+    """Gradients of queries, keys and values, those of the earlier state and the sinks included."""
+    w = Window.of(x)
+    run = WindowLauncher(x.q, None, w, x.cu_seqlens)
+    dq, dk, dv, *dtail = empty_gradients(*x.qkv, *x.tail[:2])
+    tokens = top, mass, delta = token_buffers(x.q, 3)
+    q, dout = unit_stride(x.q), unit_stride(dout)
     run.query_gradients(q, None, *tokens, dq, dy=dout)
     run.source_gradients(q, dout, (top, mass, None, delta), (dk, dv), dtail)
-    return dq, dk, dv, *dtail, *run.sink_gradients(dout, (top, mass, None, delta), k, v)
+    dsinks = run.sink_gradients(dout, (top, mass, None, delta), x.k, x.v)
+    return dict(zip(WINDOW_GRADIENTS, (dq, dk, dv, *dtail, *dsinks), strict=True))
 
 
-window_op = custom_ops.window_op("triton_window", forward, backward, sinks=True)
+window_op = differentiable_op(
+    "triton_window",
+    arguments.Window,
+    lambda x: x.v.new_empty((*x.q.shape[:3], x.v.shape[-1])),
+    forward,
+    backward,
+    returns=["out"],
+    gradients=WINDOW_GRADIENTS,
+)
 
 
 class Window(NamedTuple):
@@ -141,34 +138,24 @@ class Window(NamedTuple):
     sinks: SeenSinks | None  # contiguous except q, with flags as bytes
 
     @classmethod
-    def of(
-        cls,
-        k: Tensor,
-        v: Tensor,
-        local: Local,
-        sequences: Sequences,
-        tail: Earlier,
-        sinks: SeenSinks | None,
-    ) -> Window:
-        """The inputs of a call. If there is an earlier state, both masks are filled in."""
+    def of(cls, x: arguments.Window | arguments.Macchiato) -> Window:
+        """The window of a call. If there is an earlier state, both masks are filled in."""
+        (_, k, v), tail, key_mask = x.qkv, x.tail, x.key_mask
         B, T = k.shape[:2]
-        key_mask, _, causal = sequences
-        window, scale, softcap = local
-        assert window is not None
         P = 0 if tail[0] is None else tail[0].shape[1]
         if P == 0:
             tail = (None, None, None)
         elif key_mask is None:
             key_mask = k.new_ones((B, T), dtype=torch.bool)
         keys, values = contiguous(*tail[:2])
-        reach = min(window - 1 if causal else window // 2, T - 1 + P)
+        reach = min(x.window - 1 if x.causal else x.window // 2, T - 1 + P)
         return cls(
             unit_stride(k),
             unit_stride(v),
             readable(key_mask),
             (keys, values, readable(tail[2])),
-            *(P, reach, scale, softcap, causal),
-            None if sinks is None else readable_sinks(sinks),
+            *(P, reach, x.scale, x.softcap, x.causal),
+            None if x.sinks is None else readable_sinks(x.sinks),
         )
 
     @property

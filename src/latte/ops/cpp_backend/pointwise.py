@@ -1,0 +1,77 @@
+"""The RMSNorm, SwiGLU's product and the rotation by native CPU kernels (``pointwise.cpp``).
+
+See :mod:`latte.ops.pointwise`. Gradients of gradients come from PyTorch's operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latte.ops.tensors import full_precision
+from latte.ops.torch_backend.pointwise import norm_gradients
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm saves x and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scale = torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)
+        ctx.eps = eps
+        ctx.save_for_backward(x, scale, weight)
+        return out
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scale, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *norm_gradients(dy, x, weight, scale, ctx.eps), None
+        rows = dy.contiguous(), x.contiguous(), weight, scale
+        return *torch.ops.latte.cpu_norm_rows_backward(*rows), None
+
+
+rms_norm = _RMSNorm.apply
+
+
+class _SiluProduct(torch.autograd.Function):
+    """Only ``gate`` and ``up`` are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            s = torch.sigmoid(gate)
+            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, gate, up)))
+
+
+silu_product = _SiluProduct.apply
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See :func:`latte.ops.pointwise.rotate`."""
+    return _Rotation.apply(x_BTHK, cos, sin, 1.0)
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.sign = sign
+        rows = x.contiguous(), cos.contiguous(), sin.contiguous()
+        return torch.ops.latte.cpu_rotate(*rows, sign)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None

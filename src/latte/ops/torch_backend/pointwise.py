@@ -1,0 +1,103 @@
+"""The RMSNorm, SwiGLU's product and the rotation by PyTorch's operations.
+
+On a CPU the RMSNorm and the rotation have gradients of their own, which save less and make fewer
+intermediates. Elsewhere, and where PyTorch traces, plain operations are used.
+
+Shape suffixes: B batch, T tokens, H heads, K width of a head, E width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.ops.tensors import full_precision, number, on_cpu
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """See :func:`latte.ops.pointwise.rms_norm`."""
+    exact = x.dtype == weight_E.dtype and x.dtype in (torch.float32, torch.float64)
+    if not exact or not on_cpu(x):
+        return F.rms_norm(x, weight_E.shape, weight_E, eps)
+    if torch.is_grad_enabled() or not single_tokens(x):
+        return _RMSNorm.apply(x, weight_E, eps)
+    E = x.shape[-1]
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    size = torch.hypot(size, number(math.sqrt(E * eps), x))
+    return x * (number(math.sqrt(E), x) / size) * weight_E
+
+
+def single_tokens(x: Tensor) -> bool:
+    """Whether x (B, T, ...) or (B, ...) has one token per row."""
+    return x.ndim <= 2 or x.shape[1] == 1
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm saves x and one number per row. PyTorch's on a CPU saves the normed x too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(number(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        ctx.eps = eps
+        ctx.save_for_backward(x, scale, weight)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scale, weight = ctx.saved_tensors
+        return *norm_gradients(dy, x, weight, scale, ctx.eps), None
+
+
+def norm_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight. They can be differentiated if gradients are enabled.
+
+    Args:
+        scale: ``1 / sqrt(mean(x^2) + eps)``, (..., 1), without a gradient.
+    """
+    if torch.is_grad_enabled():
+        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = x * scale
+    pulled = (dy * normed).view(-1, x.shape[-1])
+    along = torch.mv(pulled, weight).view(scale.shape)
+    dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+    return dx, pulled.sum(0)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """See :func:`latte.ops.pointwise.silu_product`."""
+    return F.silu(gate) * up
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See :func:`latte.ops.pointwise.rotate`."""
+    if on_cpu(x_BTHK):
+        return _Rotation.apply(x_BTHK, cos, sin, 1.0)
+    first, second = x_BTHK.chunk(2, -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, -1).to(x_BTHK.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation without intermediates. Its gradient is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.sign = sign
+        out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
+        first, second = x[..., :K], x[..., K:]
+        torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
