@@ -160,10 +160,11 @@ def convert(options: Namespace) -> int:
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
-        for name in given.keys() - {"keep_layers", "dtype"}:
+        others = [name for name in given if name not in ("keep_layers", "dtype")]
+        if others:
             raise LatteError(
                 "with --trained the model's shape is the file's: expected only --keep-layers and"
-                f" --dtype, got --{name.replace('_', '-')}"
+                f" --dtype, got --{others[0].replace('_', '-')}"
             )
     if options.recipe is not None:
         if given:

@@ -229,22 +229,21 @@ def _order(finished: Sequence[RunStatus], length: int) -> list[str]:
     """The order found, and the difference of each two neighbours that have seeds in common."""
     found = losses(finished, length)
     order = found_order(found)
-    neighbours = list(zip(order, order[1:], strict=False))
-    known = [(pair, paired(found, *pair)) for pair in neighbours]
-    differences = [each for _, each in known if each is not None]
-    if not differences:
-        return []
-    p_values = iter(_corrected(differences))
-    lines = [["neighbours", "difference", "seeds", "interval excludes 0", "p"]]
-    for (left, right), difference in known:
-        if difference is not None:
+    lines, differences = [], []
+    for left, right in zip(order, order[1:], strict=False):
+        if (difference := paired(found, left, right)) is not None:
             cells = [difference.text("+.2f"), str(difference.count), excludes_zero(difference)]
-            lines.append([f"`{left}`, `{right}`", *cells, next(p_values)])
+            lines.append([f"`{left}`, `{right}`", *cells])
+            differences.append(difference)
+    if not lines:
+        return []
+    head = ["neighbours", "difference", "seeds", "interval excludes 0", "p"]
+    lines = [[*line, p] for line, p in zip(lines, _corrected(differences), strict=True)]
     best_first = ", ".join(f"`{name}`" for name in reversed(order))
     return [
         f"The order found, best first, by mean perplexity at {length:,} (lower is better):"
         f" {best_first}\n",
-        table(lines),
+        table([head, *lines]),
     ]
 
 

@@ -8,14 +8,11 @@ adds, and a sample of the base's weights, so that another base is refused.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from latte.conversion.config import OWN_FIELDS
@@ -27,8 +24,9 @@ from latte.conversion.pretrained import (
     load_tokenizer,
     save,
 )
-from latte.errors import LatteError, one_line
+from latte.errors import LatteError
 from latte.models.state_file import weight_sample
+from latte.models.tensor_file import read_tensors, write_tensors
 
 FORMAT = "latte latents 1"
 # Fields that say how a model is used or where it comes from, not which weights it has.
@@ -51,8 +49,12 @@ def save_latents(model: Any, path: str | Path, *, dtype: torch.dtype = torch.bfl
         LatteError: The model is not a converted one, or the path exists or cannot be written.
     """
     fields = model.config.to_dict()
-    weights = {n: x.to(dtype) for n, x in model.state_dict().items() if NEW_WEIGHTS in n}
-    if not weights:
+    tensors = {
+        name: x.to("cpu", dtype).contiguous()
+        for name, x in model.state_dict().items()
+        if NEW_WEIGHTS in name
+    }
+    if not tensors:
         raise LatteError(
             f"expected a converted model, got {type(model).__name__}: it has no latents"
         )
@@ -64,16 +66,8 @@ def save_latents(model: Any, path: str | Path, *, dtype: torch.dtype = torch.bfl
         "base": model.config.converted_from or "",
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    tensors = {n: x.detach().to("cpu", copy=True).contiguous() for n, x in weights.items()}
     tensors["sample"] = _base_sample(model)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        save_file(tensors, aside, about)
-        os.replace(aside, path)
-    except (OSError, SafetensorError) as error:
-        raise LatteError(f"latents {path} cannot be written: {one_line(error)}") from None
-    finally:
-        aside.unlink(missing_ok=True)
+    write_tensors(path, tensors, about, "latents")
 
 
 def apply_latents(
@@ -128,12 +122,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """What a file of latents says, and its tensors."""
     if not path.is_file():
         raise LatteError(f"latents {path} do not exist; expected a file written by save_latents")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise LatteError(f"latents {path} are truncated or damaged: {one_line(error)}") from None
+    about, tensors = read_tensors(path, f"latents {path} are truncated or damaged")
     if about.get("format") != FORMAT:
         raise LatteError(f"{path} has no latents: expected a file written by save_latents")
     return about, tensors

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from latte.errors import LatteError, one_line
 from latte.layers.state import MixerState
 from latte.models.cache import LatteCache
+from latte.models.tensor_file import read_tensors, write_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 
 FORMAT = "latte state 1"
@@ -80,15 +79,7 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "config": json.dumps(_identity(decoder)),
     }
-    path = Path(path).expanduser()
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        save_file(tensors, aside, about)
-        os.replace(aside, path)
-    except (OSError, SafetensorError) as error:
-        raise LatteError(f"state {path} cannot be written: {one_line(error)}") from None
-    finally:
-        aside.unlink(missing_ok=True)
+    write_tensors(Path(path).expanduser(), tensors, about, "state")
 
 
 def load_state(path: str | Path, model: Any, *, static_room: int | None = None) -> LatteCache:
@@ -116,12 +107,7 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
     path = Path(path).expanduser()
     if not path.is_file():
         raise LatteError(f"state {path} does not exist; expected a file written by save_state")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise LatteError(f"state {path} is truncated or damaged: {one_line(error)}") from None
+    about, tensors = read_tensors(path, f"state {path} is truncated or damaged")
     if about.get("format") != FORMAT:
         raise LatteError(f"{path} is no state: expected a file written by save_state")
     decoder = model.get_decoder()
