@@ -178,7 +178,7 @@ def latte_attention(
     if G != H and not (step and chosen == "triton"):
         v = v.repeat_interleave(H // G, 2)
     if B * T == 0:
-        out, state = nothing_out(v, q, k), start
+        out, state = nothing_out(v, q, k, log_decay), start
     elif step and chosen == "triton":
         from latte.ops.triton_backend.step import latte_step_op
 
@@ -358,7 +358,7 @@ def macchiato_attention(
             pending = final_window_state(*late, earlier_pending)
     if B * T == 0:
         inputs = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
-        out = nothing_out(v.repeat_interleave(H // G, 2), *inputs)
+        out = nothing_out(v.repeat_interleave(H // G, 2), *inputs, log_decay)
         latte_state = start
     else:
         inputs = (latent_q, latent_k, q, k, v)

@@ -98,10 +98,11 @@ def _kept(value: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def nothing_out(v: Tensor, *inputs: Tensor) -> Tensor:
+def nothing_out(v: Tensor, *inputs: Tensor | None) -> Tensor:
     """The output (B, 0, ...) of no tokens: like ``v``, and differentiable in ``inputs`` too."""
     for x in inputs:
-        v = v + x.sum().to(v.dtype)
+        if x is not None:
+            v = v + x.sum().to(v.dtype)
     return v.clone()
 
 

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops.state import SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, computation_dtype, sequence_bounds
+from latte.ops.tensors import (
+    Local,
+    Sequences,
+    computation_dtype,
+    nothing_out,
+    sequence_bounds,
+)
 
 BLOCKS_AT_ONCE = 32  # without gradients, the blocks whose logits are held together
 
@@ -37,7 +43,8 @@ def window_log_mass(
     assert sequences.causal
     B, T, H, _ = q_BTHK.shape
     if T == 0:
-        return q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
+        nothing = q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
+        return nothing_out(nothing, q_BTHK, k_BTGK)
     at_once = T if torch.is_grad_enabled() else BLOCKS_AT_ONCE * window
     real = q_BTHK.new_ones(B, T, dtype=torch.bool)
     if sequences.key_mask is not None:
