@@ -95,6 +95,7 @@ def differentiable_op(
     saves: Sequence[str] = (),
     stand_ins: Mapping[str, str] | None = None,
     again: Callable[[Any], tuple[Tensor, ...]] | None = None,
+    differentiable_backward: Callable[..., Mapping[str, Tensor]] | None = None,
 ) -> Any:
     """The op ``latte::NAME``, with gradients by ``latte::NAME_backward``.
 
@@ -112,7 +113,9 @@ def differentiable_op(
         stand_ins: Arguments that the backward pass does not read, and for each the output that it
             gets in its place, which has its shape and dtype.
         again: Function of the arguments that computes ``returns`` by operations that can be
-            differentiated twice. None: the gradients cannot be differentiated.
+            differentiated twice.
+        differentiable_backward: The same as ``backward``, by operations that can be differentiated.
+            Without it and without ``again`` the gradients cannot be differentiated.
     """
     inputs = [f"{kind} {field}" for field, kind in _types(arguments).items()]
     count = sum(x.startswith("Tensor") for x in inputs)  # of tensors
@@ -160,12 +163,17 @@ def differentiable_op(
     def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, numbers, grads = ctx.saved_tensors, ctx.numbers, grads[: len(returns)]
         every: list[Tensor | None] = [None] * len(fields)
-        if again is not None and torch.is_grad_enabled():  # they are to be differentiated
+        twice = torch.is_grad_enabled()  # the gradients are to be differentiated
+        if twice and again is not None:
             # Views, because the same tensor may be two of the arguments.
             views = [None if x is None else x.view_as(x) for x in tensors[:count]]
             places = [i for i in wanted if views[i] is not None and views[i].requires_grad]
             results = again(arguments(*views, *numbers))
             found = _differentiable(results, [views[i] for i in places], grads)
+        elif twice and differentiable_backward is not None:
+            _, saved, numbers = _split((*tensors, *numbers), count, len(saves))
+            by_name = differentiable_backward(arguments(*tensors[:count], *numbers), *grads, *saved)
+            places, found = wanted, [by_name[x] for x in gradients]
         else:
             places, found = wanted, backward_op(*grads, *tensors, *numbers)
         for i, dx in zip(places, found, strict=True):
