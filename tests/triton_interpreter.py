@@ -1,8 +1,9 @@
-"""Triton's interpreter, nearly three times faster: what it finds out at every operation is kept.
+"""Triton's interpreter, nearly three times faster, and with bf16 that rounds.
 
 Two thirds of a kernel's interpreted time are bookkeeping: each call of a device function walks
 through all of ``triton.language``, and each value has the type of its block, with name and shape,
-built again. Nothing here changes what is computed or checked.
+built again. What the interpreter finds out at every operation is kept. But for the rounding nothing
+here changes what is computed or checked.
 """
 
 from __future__ import annotations
@@ -79,3 +80,52 @@ def keep_shapes(core: Any) -> None:
     core.block_type.__init__ = block
     core.tensor.__init__ = tensor
     core.dtype.__eq__ = lambda self, other: self is other or same(self, other)
+
+
+def scan_and_round() -> None:
+    """Patch the interpreter's scans, which are slow, and its bf16, which is cut off."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    interpreter.ScanOps.generic_scan = scan_whole_rows
+    builder = interpreter.InterpreterBuilder
+    builder.cast_impl = round_to_nearest(builder.cast_impl)
+
+
+def scan_whole_rows(self: Any, inputs: Any) -> Any:
+    """The interpreter's sequential scan, on whole slices instead of single elements."""
+    import numpy as np
+
+    axis = self.axis
+    data = [np.moveaxis(x.handle.data, axis, 0) for x in inputs]
+    out = [np.zeros_like(x) for x in data]
+    for j, x in enumerate(data):
+        out[j][0] = x[0]
+    for i in range(1, data[0].shape[0]):
+        earlier = [self.to_tensor(o[i - 1 : i], x.dtype) for o, x in zip(out, inputs, strict=True)]
+        here = [self.to_tensor(d[i : i + 1], x.dtype) for d, x in zip(data, inputs, strict=True)]
+        merged = self.combine_fn.fn(*earlier, *here)
+        merged = merged if isinstance(merged, tuple) else (merged,)
+        for j, x in enumerate(merged):
+            out[j][i : i + 1] = x.handle.data
+    return [
+        self.to_tensor(np.ascontiguousarray(np.moveaxis(o, 0, axis)), x.dtype)
+        for o, x in zip(out, inputs, strict=True)
+    ]
+
+
+def round_to_nearest(cast: Any) -> Any:
+    """The interpreter cuts bf16 off; a GPU rounds to nearest even, as PyTorch does."""
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        import torch
+        from triton import language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return cast(self, source, target)
+        rounded = torch.tensor(source.data).bfloat16().view(torch.uint16)
+        return TensorHandle(rounded.numpy(), target.scalar)
+
+    return cast_impl

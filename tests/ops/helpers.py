@@ -6,12 +6,13 @@ D value width, N states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from latte.ops import LatteState, LinearState, WindowState
+from latte.ops import LatteState, WindowState
 
 F64 = torch.float64
 
@@ -50,10 +51,6 @@ def window_state(N: int, P: int, G: int, K: int, D: int, seed: int = 7) -> Windo
     """A tail of P keys of which some are missing."""
     mask = randn(N, P, seed=seed) > -0.7
     return WindowState(randn(N, P, G, K, seed=seed + 1), randn(N, P, G, D, seed=seed + 2), mask)
-
-
-def linear_state(N: int, H: int, F: int, D: int, seed: int = 7) -> LinearState:
-    return LinearState(randn(N, H, F, D, seed=seed), randn(N, H, F, seed=seed + 1).exp())
 
 
 def key_mask(B: int, T: int, seed: int = 11) -> Tensor:
@@ -114,3 +111,14 @@ def relative_error(a: Tensor, e: Tensor) -> float:
     """The norm of the difference over the norm of the expected tensor."""
     a, e = a.to(F64), e.to(F64)
     return ((a - e).norm() / e.norm().clamp(min=1e-300)).item()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of PyTorch in one op."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

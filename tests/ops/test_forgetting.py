@@ -1,4 +1,4 @@
-"""Latents that forget (``log_decay``): equations, gradients, laws, and any decay in fp32."""
+"""Latents that forget (``log_decay``): the recurrence, states, and any decay in fp32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from helpers import (
     F64,
     assert_same,
-    boundaries,
     flat,
     key_mask,
     latte_inputs,
@@ -16,19 +15,17 @@ from helpers import (
     randn,
     relative_error,
     values_and_gradients,
-    window_state,
 )
+from opdb import OPS, Bench
 
 from latte.ops import (
     LatteState,
-    attention_weights,
     cpp_backend,
     latte_attention,
     macchiato_attention,
 )
-from latte.ops.state import ForgettingState, WindowState
+from latte.ops.state import ForgettingState
 from latte.ops.step import Ring, latte_step, macchiato_step
-from latte.ops.torch_backend import latte as torch_latte
 
 W = 8
 # Who serves latents that forget, beside the reference.
@@ -45,48 +42,16 @@ def decays(B, T, H, L, mean=0.2, seed=5):
     return g
 
 
-def compare(T, backend="torch", *, masked=False, packed=False, carried=False, scale=1.0, mean=0.2):
-    B, H, L, D = (1 if packed else 2), 2, 3, 5
-    cu = boundaries(T) if packed else None
-    mask = key_mask(B, T) if masked else None
-    inputs = [*latte_inputs(B, T, H, L, D, scale), decays(B, T, H, L, mean)]
-    if carried:
-        N = B if cu is None else len(cu) - 1
-        inputs += [*latte_state(N, H, L, D, scale=scale), -randn(N, H, L).abs()]
-
-    def run(backend):
-        def fn(q, k, v, g, *state):
-            return latte_attention(
-                *(q, k, v),
-                log_decay=g,
-                key_mask=mask,
-                cu_seqlens=cu,
-                initial_state=LatteState(*state) if state else None,
-                output_final_state=True,
-                backend=backend,
-            )
-
-        return values_and_gradients(fn, inputs)
-
-    assert_same(run(backend), run("reference"))
-
-
 @SERVES
-@pytest.mark.parametrize("mean", [1e-8, 0.2, 2.0, 50.0])
-@pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_agrees_with_the_reference(masked, packed, carried, mean, backend):
-    for T, scale in ((1, 1.0), (63, 30.0), (65, 1.0), (257, 30.0)):
-        options = {"masked": masked, "packed": packed, "carried": carried}
-        compare(T, backend, mean=mean, scale=scale, **options)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mean", [0.2, 2.0])
-def test_many_segments(mean, packed, monkeypatch):
-    monkeypatch.setattr(torch_latte, "LONGEST_SEGMENT", 64)
-    compare(257, packed=packed, carried=True, mean=mean)
+@pytest.mark.parametrize("mean", [1e-8, 2.0, 50.0])
+@pytest.mark.parametrize("op", ["forgetting", "macchiato-forgetting"])
+def test_slow_and_fast_decays_agree_with_the_reference(op, mean, backend):
+    bench = Bench(OPS[op], backend)
+    for T, packed in ((63, False), (257, True)):
+        inputs, state, options = bench.given(T, True, packed, True)
+        inputs[-1] *= mean / 0.16
+        wanted = bench.judge().results(inputs, state, **options)
+        assert_same(bench.results(inputs, state, **options), wanted)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -112,31 +77,6 @@ def test_the_reference_is_the_recurrence(masked):
         G = torch.where(real, G + g[:, t], G)
         outs.append((q[:, t].softmax(-1)[..., None] * mu).sum(-2))
     assert_same([out, *state], [torch.stack(outs, 1), A, mu, G], 1e-12)
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference", pytest.param("cpu", marks=NATIVE)])
-def test_gradcheck(backend):
-    inputs = [*latte_inputs(1, 9, 1, 2, 3), decays(1, 9, 1, 2) - 0.1]
-    inputs += [randn(1, 1, 2, seed=8), randn(1, 1, 2, 3, seed=9), -randn(1, 1, 2).abs()]
-
-    def fn(q, k, v, g, *state):
-        options = {"initial_state": LatteState(*state), "output_final_state": True}
-        # Away from 0, where what is checked about values would refuse a step.
-        out, after = latte_attention(q, k, v, log_decay=g, backend=backend, **options)
-        return out, *after
-
-    assert torch.autograd.gradcheck(fn, [x.requires_grad_() for x in inputs])
-
-
-@NATIVE
-def test_gradients_of_native_gradients():
-    inputs = [*latte_inputs(1, 4, 1, 2, 1), decays(1, 4, 1, 2) - 0.1]
-    leaves = [x.requires_grad_() for x in inputs]
-
-    def fn(q, k, v, g):
-        return latte_attention(q, k, v, log_decay=g, backend="cpu")[0]
-
-    assert torch.autograd.gradgradcheck(fn, leaves)
 
 
 def test_the_gradient_is_a_running_sum_of_that_of_the_keys():
@@ -171,37 +111,15 @@ def test_no_decay_is_no_argument_to_the_last_bit(T, scale, backend):
             assert not forgetting.log_decay.any() and not state.log_decay.any()
 
 
-@SERVES
-@pytest.mark.parametrize("mean", [0.0, 0.1, 1.0, 20.0])
-def test_causal_to_the_last_bit(mean, backend):
-    T, cut = 700, 333
-    q, k, v = (x.float() for x in latte_inputs(1, T, 2, 8, 16))
-    g = decays(1, T, 2, 8, mean).float()
-    out, _ = latte_attention(q, k, v, log_decay=g, backend=backend)
-    for x, later in ((k, 500 * randn(1, T - cut, 2, 8)), (g, -30 * randn(1, T - cut, 2, 8).abs())):
-        x[:, cut:] = later.float()
-        again, _ = latte_attention(q, k, v, log_decay=g, backend=backend)
-        assert torch.equal(out[:, :cut], again[:, :cut])
-        assert not torch.equal(out[:, cut:], again[:, cut:])
+def test_parts_merge():
+    inputs = [*latte_inputs(2, 65), decays(2, 65, 2, 3)]
 
+    def state_after(tokens):
+        q, k, v, g = (x[:, tokens] for x in inputs)
+        return latte_attention(q, k, v, log_decay=g, output_final_state=True)[1]
 
-@SERVES
-@pytest.mark.parametrize("mean", [0.1, 5.0])
-@pytest.mark.parametrize("cut", [0, 1, 31, 32, 64])
-def test_split_equals_whole_and_parts_merge(cut, mean, backend):
-    inputs = [*latte_inputs(2, 65), decays(2, 65, 2, 3, mean)]
-
-    def run(x, state=None):
-        q, k, v, g = x
-        options = {"initial_state": state, "output_final_state": True, "backend": backend}
-        return latte_attention(q, k, v, log_decay=g, **options)
-
-    whole, last = run(inputs)
-    first, state = run([x[:, :cut] for x in inputs])
-    rest, end = run([x[:, cut:] for x in inputs], state)
-    assert_same([torch.cat([first, rest], 1), *end], [whole, *last], 1e-12)
-    _, alone = run([x[:, cut:] for x in inputs])
-    assert_same([*state.merge(alone)], [*last], 1e-12)
+    parts = state_after(slice(0, 31)).merge(state_after(slice(31, 65)))
+    assert_same([*parts], [*state_after(slice(0, 65))], 1e-12)
 
 
 def test_merge_is_associative_and_has_a_neutral_element():
@@ -266,55 +184,6 @@ def test_a_million_tokens_in_pieces():
     assert state.mean[..., 0, :].abs().max() < 0.02  # of all of the million
 
 
-@SERVES
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("carried", [False, True])
-def test_macchiato_agrees_with_the_reference(carried, packed, backend):
-    B = 1 if packed else 2
-    cu = boundaries(65) if packed else None
-    N, mask = B if cu is None else len(cu) - 1, key_mask(B, 65)
-    inputs = [*macchiato_inputs(B, 65), decays(B, 65, 4, 3)]
-    tail = window_state(N, W - 1, 2, 6, 5)
-    if carried:
-        inputs += [*latte_state(N, 4, 3, 5), -randn(N, 4, 3).abs(), tail.keys, tail.values]
-
-    def run(backend):
-        def fn(*x):
-            state = None
-            if carried:
-                state = (LatteState(*x[6:9]), WindowState(*x[9:], tail.mask))
-            out, after = macchiato_attention(
-                *x[:5],
-                window=W,
-                log_decay=x[5],
-                key_mask=mask,
-                cu_seqlens=cu,
-                initial_state=state,
-                output_final_state=True,
-                backend=backend,
-            )
-            return out, after[0]
-
-        return values_and_gradients(fn, inputs)
-
-    assert_same(run(backend), run("reference"))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_weights_times_values_is_the_output(packed):
-    B = 1 if packed else 2
-    cu = boundaries(50) if packed else None
-    latent_q, latent_k, q, k, v = macchiato_inputs(B, 50)
-    options = {"cu_seqlens": cu, "key_mask": key_mask(B, 50), "window": W, "softcap": 3.0}
-    options["log_decay"] = decays(B, 50, 4, 3)
-    a = attention_weights(latent_q, latent_k, q, k, **options)
-    out, _ = macchiato_attention(latent_q, latent_k, q, k, v, **options)
-    want = torch.einsum("bhts,bshd->bthd", a, v.repeat_interleave(2, 2))
-    assert_same([want], [out], 1e-12)
-    every = attention_weights(latent_q[..., 1:], latent_k, log_decay=options["log_decay"])
-    assert (every.sum(-1) - 1).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("op", ["latte", "macchiato"])
 def test_decoding_equals_prefill(op):
     """By the op, whose step takes the decay from the state, and in place, with padding."""
@@ -362,22 +231,6 @@ def test_half_precision_keeps_the_decay_whole(dtype):
     assert out.dtype == dtype and state.mean.dtype == torch.float32
     assert relative_error(out, want) < 1e-2
     assert relative_error(state.log_mass, exact.log_mass) < 1e-6
-
-
-def test_one_graph():
-    q, k, v = (x.float().requires_grad_() for x in latte_inputs(1, 40))
-    g = decays(1, 40, 2, 3).float().requires_grad_()
-    fn = torch.compile(
-        lambda *x: latte_attention(*x[:3], log_decay=x[3], output_final_state=True),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    results = []
-    for f in (fn, lambda *x: latte_attention(*x[:3], log_decay=x[3], output_final_state=True)):
-        out, state = f(q, k, v, g)
-        grads = torch.autograd.grad(out.square().sum() + state.log_decay.sum(), (q, k, v, g))
-        results.append([out, *state, *grads])
-    assert_same(*results, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
-from helpers import (
-    F64,
-    assert_same,
-    boundaries,
-    key_mask,
-    latte_inputs,
-    linear_state,
-    randn,
-    values_and_gradients,
-)
+from helpers import F64, assert_same, latte_inputs, randn, values_and_gradients
+from opdb import OPS, Bench, leaves
 
-from latte.ops import LinearState, causal_conv1d, latte_attention, linear_attention, rg_lru
+from latte.ops import latte_attention, linear_attention, rg_lru
+from latte.ops.api import FEATURE_MAPS
 
 FLAGS = pytest.mark.parametrize(
     ("masked", "packed", "carried"),
@@ -25,37 +19,13 @@ FLAGS = pytest.mark.parametrize(
 )
 
 
-@FLAGS
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("feature_map", ["exp", "elu", None])
-def test_linear_attention_agrees_with_the_reference(causal, feature_map, masked, packed, carried):
-    for T in (1, 63, 65, 257):
-        B = 1 if packed else 2
-        cu = boundaries(T) if packed else None
-        q, k, v = latte_inputs(B, T, 2, 3, 5)
-        inputs = [q, k, v] if feature_map else [q.exp(), k.exp(), v]
-        if carried:
-            inputs += [*linear_state(B if cu is None else len(cu) - 1, 2, 3, 5)]
-        mask = key_mask(B, T) if masked else None
-        results = []
-        for backend in ("torch", "reference"):
-
-            def fn(q, k, v, *state, backend=backend, mask=mask, cu=cu):
-                return linear_attention(
-                    q,
-                    k,
-                    v,
-                    feature_map=feature_map,
-                    causal=causal,
-                    key_mask=mask,
-                    cu_seqlens=cu,
-                    initial_state=LinearState(*state) if state else None,
-                    output_final_state=True,
-                    backend=backend,
-                )
-
-            results.append(values_and_gradients(fn, inputs))
-        assert_same(*results)
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_features_may_be_given(name):
+    q, k, v = latte_inputs(2, 40)
+    named, _ = linear_attention(q, k, v, feature_map=name)
+    phi = FEATURE_MAPS[name]
+    assert_same([linear_attention(phi(q), phi(k), v)[0]], [named], 1e-12)
+    assert_same([linear_attention(q, k, v, feature_map=phi)[0]], [named], 0.0)
 
 
 def test_latte_is_linear_attention_when_the_query_knows_the_masses():
@@ -85,55 +55,41 @@ def rg_lru_by_hand(x, r, i, theta, mask, starts, h):
 
 @FLAGS
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_rg_lru_is_griffins_recurrence(backend, reverse, masked, packed, carried):
-    for T in (1, 2, 65, 130):
-        B, E = (1 if packed else 2), 3
-        cu = boundaries(T) if packed else None
-        inputs = [*(randn(B, T, E, seed=s) for s in range(3)), randn(E, seed=3)]
-        N = B if cu is None else len(cu) - 1
-        if carried:
-            h0 = randn(N, E, seed=4)
-            h0[-1] = 0.0
-            inputs.append(h0)
-        mask = key_mask(B, T) if masked else None
+def test_rg_lru_is_griffins_recurrence(reverse, masked, packed, carried):
+    def by_hand(x, r, i, theta, h0=None, *, key_mask=None, cu_seqlens=None, **_):
+        outs, states = [], []
+        for n, (row, lo, hi) in enumerate(places(x, cu_seqlens)):
+            h = x.new_zeros(x.shape[-1]) if h0 is None else h0[n]
+            fresh = h0 is None or bool((h0[n] == 0).all())
+            part = [z[row, lo:hi] for z in (x, r, i)]
+            keep = None if key_mask is None else key_mask[row, lo:hi]
+            if reverse:
+                part = [z.flip(0) for z in part]
+                keep = None if keep is None else keep.flip(0)
+            out = x.new_zeros(0, x.shape[-1])
+            if hi > lo:
+                out, h = rg_lru_by_hand(*part, theta, keep, 0 if fresh else None, h)
+            outs.append(out.flip(0) if reverse else out)
+            states.append(h)
+        return torch.cat(outs).view(x.shape), torch.stack(states)
 
-        def op(x, r, i, theta, h0=None, mask=mask, cu=cu):
-            return rg_lru(
-                x,
-                r,
-                i,
-                theta,
-                key_mask=mask,
-                cu_seqlens=cu,
-                initial_state=h0,
-                output_final_state=True,
-                reverse=reverse,
-                backend=backend,
-            )
+    bench = Bench(OPS["rg_lru-reversed" if reverse else "rg_lru"], "reference").sized(E=3)
+    for T in (1, 2, 65):
+        compare_by_hand(bench, by_hand, T, masked, packed, carried)
 
-        def by_hand(x, r, i, theta, h0=None, mask=mask, cu=cu, N=N, T=T):
-            bounds = [0, T] if cu is None else cu.tolist()
-            outs, states = [], []
-            for n in range(N):
-                row, lo, hi = (n, 0, T) if cu is None else (0, bounds[n], bounds[n + 1])
-                h = x.new_zeros(x.shape[-1]) if h0 is None else h0[n]
-                fresh = h0 is None or bool((h0[n] == 0).all())
-                part = [z[row, lo:hi] for z in (x, r, i)]
-                keep = None if mask is None else mask[row, lo:hi]
-                if reverse:
-                    part = [z.flip(0) for z in part]
-                    keep = None if keep is None else keep.flip(0)
-                if hi == lo:
-                    out = x.new_zeros(0, x.shape[-1])
-                else:
-                    out, h = rg_lru_by_hand(*part, theta, keep, 0 if fresh else None, h)
-                outs.append(out.flip(0) if reverse else out)
-                states.append(h)
-            out = torch.stack(outs) if cu is None else torch.cat(outs)[None]
-            return out, torch.stack(states)
 
-        assert_same(values_and_gradients(op, inputs), values_and_gradients(by_hand, inputs))
+def places(x, cu_seqlens):
+    """Row, first token and end of every sequence."""
+    if cu_seqlens is None:
+        return [(row, 0, x.shape[1]) for row in range(x.shape[0])]
+    return [(0, lo, hi) for lo, hi in itertools.pairwise(cu_seqlens.tolist())]
+
+
+def compare_by_hand(bench, by_hand, T, *flags):
+    inputs, state, options = bench.given(T, *flags)
+    mine = [x.requires_grad_() for x in (*inputs, *leaves(state))]
+    found = bench.results(inputs, state, **options)
+    assert_same(found, bench.projected(by_hand(*mine, **options), mine))
 
 
 @pytest.mark.parametrize("gate", [-1e4, 1e4])
@@ -141,8 +97,8 @@ def test_rg_lru_with_saturated_gates_has_finite_gradients(gate):
     x, theta = randn(1, 20, 3), randn(3)
     gates = torch.full((1, 20, 3), gate, dtype=F64)
     for dtype in (torch.float32, F64):
-        leaves = [z.to(dtype) for z in (x, gates, gates, theta)]
-        assert all(torch.isfinite(z).all() for z in values_and_gradients(rg_lru, leaves))
+        inputs = [z.to(dtype) for z in (x, gates, gates, theta)]
+        assert all(torch.isfinite(z).all() for z in values_and_gradients(rg_lru, inputs))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -201,44 +157,20 @@ def test_rg_lru_long_sequence_matches_one_step_at_a_time():
 
 @FLAGS
 @pytest.mark.parametrize("taps", [1, 3, 4])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_convolution_is_its_sum(backend, taps, masked, packed, carried):
+def test_convolution_is_its_sum(taps, masked, packed, carried):
+    def by_hand(x, w, b, tail=None, *, key_mask=None, cu_seqlens=None, **_):
+        x = x if key_mask is None else x * key_mask[..., None]
+        outs, tails = [], []
+        for n, (row, lo, hi) in enumerate(places(x, cu_seqlens)):
+            old = x.new_zeros(taps - 1, x.shape[-1]) if tail is None else tail[n]
+            line = torch.cat([old, x[row, lo:hi]])
+            outs += [b + sum(w[:, i] * line[t + i] for i in range(taps)) for t in range(hi - lo)]
+            tails.append(line[hi - lo :])
+        return torch.stack(outs).view(x.shape), torch.stack(tails)
+
+    bench = Bench(OPS["conv"], "reference").sized(E=3, C=taps)
     for T in (1, 2, 33):
-        B, E = (1 if packed else 2), 3
-        cu = boundaries(T) if packed else None
-        N = B if cu is None else len(cu) - 1
-        inputs = [randn(B, T, E), randn(E, taps, seed=1), randn(E, seed=2)]
-        if carried:
-            inputs.append(randn(N, taps - 1, E, seed=3))
-        mask = key_mask(B, T) if masked else None
-
-        def op(x, w, b, tail=None, mask=mask, cu=cu):
-            return causal_conv1d(
-                x,
-                w,
-                b,
-                key_mask=mask,
-                cu_seqlens=cu,
-                initial_state=tail,
-                output_final_state=True,
-                backend=backend,
-            )
-
-        def by_hand(x, w, b, tail=None, mask=mask, cu=cu, N=N, T=T):
-            if mask is not None:
-                x = x * mask[..., None]
-            bounds = [0, T] if cu is None else cu.tolist()
-            outs, tails = [], []
-            for n in range(N):
-                row, lo, hi = (n, 0, T) if cu is None else (0, bounds[n], bounds[n + 1])
-                old = x.new_zeros(taps - 1, x.shape[-1]) if tail is None else tail[n]
-                line = torch.cat([old, x[row, lo:hi]])
-                for t in range(hi - lo):
-                    outs.append(b + sum(w[:, i] * line[t + i] for i in range(taps)))
-                tails.append(line[hi - lo :])
-            return torch.stack(outs).view(x.shape), torch.stack(tails)
-
-        assert_same(values_and_gradients(op, inputs), values_and_gradients(by_hand, inputs))
+        compare_by_hand(bench, by_hand, T, masked, packed, carried)
 
 
 def test_decay_at_initial_theta_is_in_griffins_range():

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "cpp_backend"))
+OPS = Path(__file__).parents[1] / "ops"
+sys.path[:0] = [str(OPS), str(OPS / "cpp_backend")]
 
 import calls  # noqa: E402
 

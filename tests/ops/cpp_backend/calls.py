@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from helpers import threads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,17 +125,6 @@ class Long(Draw):
 
     def heads(self) -> tuple[int, int]:
         return self.one((1, 1), (2, 1), (2, 2))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads of PyTorch in one op."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _flat(tree: Any) -> list[Tensor]:

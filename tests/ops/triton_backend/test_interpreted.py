@@ -15,14 +15,15 @@ RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_availa
 
 
 @pytest.mark.skipif(RUNS_ALREADY, reason="the kernels' tests run in this process")
-@pytest.mark.parametrize("half", [0, 1])
-def test_under_the_interpreter(half, request):
+@pytest.mark.parametrize("part", ["laws", "kernels"])
+def test_under_the_interpreter(part, request):
     """The cases that this run selects, slow ones or not: in two processes, as there are workers."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     selected = request.config.getoption("markexpr")
-    files = sorted(str(path) for path in HERE.glob("test_kernels_*.py"))[half::2]
+    files = sorted(str(path) for path in HERE.glob("test_kernels_*.py"))
+    files = files if part == "kernels" else [str(HERE.parent / "test_laws.py")]
     done = subprocess.run(
         [*command, "-p", "no:xdist", "-m", selected, *files],
         env=environment,
