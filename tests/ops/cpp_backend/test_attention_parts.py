@@ -14,17 +14,24 @@ from collections.abc import Iterable
 import calls
 import pytest
 import torch
-from helpers import assert_same, macchiato_inputs, values_and_gradients
-from test_attention import KINDS, OPS, attend, compare, extreme, of
+from helpers import assert_same, threads
+from opdb import EXTREMES, F64, OPS, Bench, judge
 
 from latte.ops.cpp_backend import build
 
 MANY = 32  # threads, more than there are heads of sequences in any test here
 
 
-def on(threads, function, inputs):
-    with calls.threads(threads):
-        return values_and_gradients(function, inputs)
+ATTENTION = pytest.mark.parametrize("op", ["macchiato", "latte", "window"])
+
+
+def bench(op, dtype=torch.float32, **sizes):
+    return Bench(OPS[op], "cpu", dtype).sized(W=16, **sizes)
+
+
+def on(count, bench, inputs):
+    with threads(count):
+        return bench.results(inputs, output_final_state=True)
 
 
 def same_bits(found, wanted):
@@ -35,16 +42,15 @@ def same_bits(found, wanted):
     ("masked", "packed", "carried"),
     [(False, False, False), (True, False, True), (True, True, False), (False, True, True)],
 )
-@OPS
+@ATTENTION
 def test_parts_agree_with_the_reference(op, masked, packed, carried):
-    options = {"masked": masked, "packed": packed, "carried": carried, "op": op}
-    options |= {"softcap": 2.0} if op != "latte" else {}
-    with calls.threads(MANY):
-        compare(2100, 17, H=2, G=1, L=2, **options)
+    native = bench(op, F64, H=2, G=1, L=2)
+    with threads(MANY):
+        native.agrees(2100, masked=masked, packed=packed, carried=carried, softcap=2.0)
 
 
 @pytest.mark.parametrize("seed", range(8))
-@OPS
+@ATTENTION
 def test_parts_agree_with_whole_sequences(op, seed):
     """Delays, joint softmax, sinks, forgetting, pending sources, tails, masks, bounds, layouts."""
     whole, parts = (calls.call_in_parts(op, seed, n, torch.float64) for n in (1, 8))
@@ -53,82 +59,82 @@ def test_parts_agree_with_whole_sequences(op, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@OPS
+@ATTENTION
 def test_bits_change_at_one_number_of_threads_alone(op, dtype):
     """Up to a thread for each head of each sequence the bits are the same, and so from there on."""
-    inputs = [x.to(dtype) for x in of(op, macchiato_inputs(2, 2100, 2, 2))]
-    whole, parts = (on(threads, attend("cpu", op=op), inputs) for threads in (1, 5))
-    for threads in (2, 3, 4):
-        assert same_bits(on(threads, attend("cpu", op=op), inputs), whole)
-    for threads in (8, 64):
-        assert same_bits(on(threads, attend("cpu", op=op), inputs), parts)
+    native = bench(op, dtype, H=2, G=2)
+    inputs = native.inputs(2, 2100)
+    whole, parts = (on(count, native, inputs) for count in (1, 5))
+    for count in (2, 3, 4):
+        assert same_bits(on(count, native, inputs), whole)
+    for count in (8, 64):
+        assert same_bits(on(count, native, inputs), parts)
     if dtype != torch.bfloat16:  # which hides them
         assert not same_bits(parts, whole)  # or nothing was split
 
 
-@OPS
+@ATTENTION
 def test_sequences_of_one_part_are_never_split(op):
-    inputs = [x.float() for x in of(op, macchiato_inputs(1, 1024, 1, 1))]
-    whole, many = (on(threads, attend("cpu", op=op), inputs) for threads in (1, MANY))
+    native = bench(op, H=1, G=1)
+    inputs = native.inputs(1, 1024)
+    whole, many = (on(count, native, inputs) for count in (1, MANY))
     assert same_bits(many, whole)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "nothing seen"])
+@pytest.mark.parametrize("kind", EXTREMES)
 @pytest.mark.parametrize("op", ["macchiato", "latte"])
 def test_extreme_logits_in_parts(op, kind):
     """fp64 as whole sequences; fp32 errs at most twice as much as them."""
-    low = [x.float() for x in of(op, extreme(kind, 2100))]
+    single, double = bench(op), bench(op, F64)
+    low = single.extreme(kind, 2100)
     exact = [x.double() for x in low]
-    want = on(1, attend("cpu", op=op), exact)
-    assert_same(on(MANY, attend("cpu", op=op), exact), want)
-    judge, found = (on(threads, attend("cpu", op=op), low) for threads in (1, MANY))
-    for a, b, e in zip(found, judge, want, strict=True):
-        finite = torch.isfinite(e)
-        assert torch.equal(torch.isfinite(a), finite)
-        floor = 16 * torch.finfo(torch.float32).eps * max(1.0, e[finite].norm().item())
-        error, whole = ((x.double() - e)[finite].norm().item() for x in (a, b))
-        assert error <= max(2 * whole, floor)
+    want = on(1, double, exact)
+    assert_same(on(MANY, double, exact), want)
+    whole, found = (on(count, single, low) for count in (1, MANY))
+    judge(found, whole, want)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["sequence", "masked"])
-@OPS
+@ATTENTION
 def test_strange_values_reach_what_they_reach_in_whole_sequences(op, place, bad):
-    inputs = [x.float() for x in of(op, macchiato_inputs(2, 2100, 1, 1))]
+    native = bench(op, H=1, G=1)
+    inputs = native.inputs(2, 2100)
     mask = torch.ones(2, 2100, dtype=torch.bool)
     for x in inputs[-2:]:  # a key and a value
         x[1, 1000] = bad
     mask[1, 1000] = place == "sequence"
-    fn = attend("cpu", op=op, key_mask=mask)
-    with torch.no_grad(), calls.threads(1):
-        whole, _ = fn(*inputs)
-    with torch.no_grad(), calls.threads(MANY):
-        parts, _ = fn(*inputs)
+    with torch.no_grad(), threads(1):
+        whole, _ = native.call(inputs, key_mask=mask)
+    with torch.no_grad(), threads(MANY):
+        parts, _ = native.call(inputs, key_mask=mask)
     assert torch.equal(parts.isfinite(), whole.isfinite())
     assert parts[1].isfinite().all() == (place == "masked")
 
 
 @pytest.mark.parametrize("bad", [1e3, math.nan])
-@OPS
+@ATTENTION
 def test_later_tokens_change_no_bit_of_earlier_ones_in_parts(op, bad):
-    inputs, fn = [x.float() for x in of(op, extreme("rising apart", 2200))], attend("cpu", op=op)
-    with torch.no_grad(), calls.threads(MANY):
-        before, _ = fn(*inputs)
+    native = bench(op)
+    inputs = native.extreme("rising apart", 2200)
+    with torch.no_grad(), threads(MANY):
+        before, _ = native.call(inputs)
         for cut in (1000, 1024, 1025, 1500, 2048, 2049):
             changed = [torch.cat([x[:, :cut], bad * x[:, cut:]], 1) for x in inputs]
-            assert torch.equal(fn(*changed)[0][:, :cut], before[:, :cut])
-            assert torch.equal(fn(*(x[:, :cut] for x in inputs))[0], before[:, :cut])
+            assert torch.equal(native.call(changed)[0][:, :cut], before[:, :cut])
+            assert torch.equal(native.call([x[:, :cut] for x in inputs])[0], before[:, :cut])
 
 
-@OPS
+@ATTENTION
 def test_parts_of_packed_sequences_are_those_of_separate_calls(op):
     """To the bit where both are split: parts begin where their own sequence does."""
     bounds = [0, 1300, 1310, 3700]
-    inputs = [x.float() for x in of(op, macchiato_inputs(1, bounds[-1], 1, 1))]
-    with torch.no_grad(), calls.threads(MANY):
-        packed, _ = attend("cpu", op=op, cu_seqlens=torch.tensor(bounds))(*inputs)
+    native = bench(op, H=1, G=1)
+    inputs = native.inputs(1, bounds[-1])
+    with torch.no_grad(), threads(MANY):
+        packed, _ = native.call(inputs, cu_seqlens=torch.tensor(bounds))
         for a, b in zip(bounds, bounds[1:], strict=False):
-            alone, _ = attend("cpu", op=op)(*(x[:, a:b] for x in inputs))
+            alone, _ = native.call([x[:, a:b] for x in inputs])
             assert torch.equal(packed[:, a:b], alone)
 
 
