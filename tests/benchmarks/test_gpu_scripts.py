@@ -1,6 +1,7 @@
 """The GPU scripts run end to end on a CPU at tiny sizes; only their times mean nothing there."""
 
 import sys
+from dataclasses import replace
 
 import figures
 import gpu_check
@@ -258,10 +259,7 @@ def wrong_latte(q, k, v, *, backend, **options):
 
 
 def test_a_wrong_kernel_fails_and_the_checks_go_on(tmp_path, monkeypatch, capsys):
-    case = gpu_correctness.CASES["latte"]
-    broken = gpu_correctness.Case(
-        wrong_latte, case.make, case.state, case.tokens, case.values, case.sources
-    )
+    broken = replace(gpu_correctness.CASES["latte"], run=wrong_latte)
     monkeypatch.setitem(gpu_correctness.CASES, "latte", broken)
     monkeypatch.setattr(gpu_correctness, "compiles_in_one_graph", lambda b, T: "not looked at")
     assert gpu_correctness.main(arguments(tmp_path, "latte:float32")) == 1
@@ -283,7 +281,7 @@ def test_a_wrong_kernel_fails_and_the_checks_go_on(tmp_path, monkeypatch, capsys
     ],
 )
 def test_every_law_can_be_broken(tmp_path, check, spoil):
-    case = gpu_correctness.CASES["latte"]
+    op = gpu_correctness.CASES["latte"]
 
     def run(q, k, v, **options):
         if check == "source_gradients_vanish":
@@ -293,9 +291,9 @@ def test_every_law_can_be_broken(tmp_path, check, spoil):
 
     at = a_place(tmp_path)
     sizes = gpu_correctness.QUICK
-    for op, fails in ((case.run, False), (run, True)):
-        changed = gpu_correctness.Case(op, case.make, case.state, 3, values=2, sources=1)
-        bench = gpu_correctness.Bench(at, changed, torch.float32, sizes)
+    for function, fails in ((op.run, False), (run, True)):
+        changed = replace(op, run=function)
+        bench = gpu_correctness.Bench(changed, at.backend, torch.float32, sizes, at.device)
         if fails:
             with pytest.raises(gpu_correctness.Failed):
                 getattr(gpu_correctness, check)(bench, 70)
