@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from latte.ops import cpp_backend
 from latte.ops.backend import named_backend
 
-MOST_ROWS = 4  # of x: with more, matrix products pay
+MOST_ROWS = 8  # of x: with more, matrix products pay
 PLAIN = (Tensor, nn.Parameter)  # not quantised, sharded, or whatever else a tensor may stand for
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

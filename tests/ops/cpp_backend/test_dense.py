@@ -27,7 +27,7 @@ def close(found, exact, dtype, terms=1):
 
 @DTYPES
 @SHAPES
-@pytest.mark.parametrize("rows", [(1,), (3, 1), (2, 2)])
+@pytest.mark.parametrize("rows", [(1,), (3, 1), (2, 2), (7, 1), (8,)])
 def test_linear_maps_and_swiglu(dtype, M, E, rows):
     x = randn(*rows, E).to(dtype)
     weights = [randn(n, E, seed=n).to(dtype) for n in (M, M + 1, M + 5)]
@@ -48,7 +48,7 @@ def test_linear_maps_and_swiglu(dtype, M, E, rows):
 
 @DTYPES
 def test_strides_rows_and_threads_change_nothing(dtype):
-    x, weight = randn(4, 100).to(dtype), randn(2000, 100, seed=1).to(dtype)
+    x, weight = randn(9, 100).to(dtype), randn(2000, 100, seed=1).to(dtype)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -56,9 +56,13 @@ def test_strides_rows_and_threads_change_nothing(dtype):
             results.append(dense.linear_maps(x, weight)[0])
     finally:
         torch.set_num_threads(before)
-    one = torch.cat([dense.linear_maps(x[n : n + 1], weight)[0] for n in range(4)])
+    # Alone and by twos, threes, ...: as many rows as share a row of weights, and more.
+    parts = [
+        torch.cat([dense.linear_maps(rows, weight)[0] for rows in x.split(count)])
+        for count in range(1, 9)
+    ]
     turned = dense.linear_maps(x.mT.contiguous().mT, weight)[0]
-    assert all(torch.equal(y, results[0]) for y in (*results, one, turned))
+    assert all(torch.equal(y, results[0]) for y in (*results, *parts, turned))
     columns = weight.mT.contiguous().mT
     close(dense.linear_maps(x, columns)[0], x.to(F64) @ weight.to(F64).mT, dtype, 100)
 

@@ -7,7 +7,7 @@
 //
 // For few rows of x, the time is that of reading the weights from memory. All threads read them,
 // each weight once, in the order of memory. A task is one row of a matrix, or one block of the
-// gates. The result of a row of x does not depend on the other rows.
+// gates. The result of a row of x does not depend on the other rows, nor on how many there are.
 //
 // Shapes: R rows of x, all its dimensions but the last, E width, M outputs of a map, N blocks of P.
 #ifndef LATTE_DENSE
@@ -225,25 +225,32 @@ static V<typename Computed<S>::type> read_shuffled(const S* from, int64_t stride
     return load_shuffled(padded);
 }
 
-// The product of a row of weights and a row of x that was read in the same order. Memory is fastest
-// with one stream. Therefore rows are read one after the other, and data one page ahead is
-// prefetched.
-template <class S, class T>
-LATTE_INLINE T dot(const S* weights, int64_t stride, const T* x, int64_t size) {
+// The products of a row of weights with `count` rows of x that were read in the same order and are
+// `apart` numbers from each other. Memory is fastest with one stream. Therefore rows of weights are
+// read one after the other, and `fetch` prefetches data one page ahead.
+template <int count, bool fetch, class S, class T>
+LATTE_INLINE void dots(const S* weights, int64_t stride, const T* x, int64_t apart, int64_t size,
+                       T* to) {
     constexpr int64_t step = width<T>, line = 64 / sizeof(S), ahead = 4096 / sizeof(S);
-    V<T> sums[2] = {};
-    auto add = [&](int n, int64_t c) __attribute__((always_inline)) {
-        for (int64_t l = 0; l < step; l += line) __builtin_prefetch(weights + c + l + ahead);
-        sums[n] = sums[n] + load_shuffled(weights + c) * load_all(x + c);
+    V<T> sums[count][2] = {};
+    auto add = [&](int n, int64_t c, V<T> weight) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int r = 0; r < count; ++r)
+            sums[r][n] = sums[r][n] + weight * load_all(x + r * apart + c);
+    };
+    auto add_vector = [&](int n, int64_t c) __attribute__((always_inline)) {
+        for (int64_t l = 0; fetch && l < step; l += line)
+            __builtin_prefetch(weights + c + l + ahead);
+        add(n, c, load_shuffled(weights + c));
     };
     int64_t c = 0;
     if (stride == 1) {
-        for (; c + 2 * step <= size; c += 2 * step) add(0, c), add(1, c + step);
-        if (c + step <= size) add(0, c), c += step;
+        for (; c + 2 * step <= size; c += 2 * step) add_vector(0, c), add_vector(1, c + step);
+        if (c + step <= size) add_vector(0, c), c += step;
     }
-    for (; c < size; c += step)
-        sums[1] = sums[1] + read_shuffled(weights + c * stride, stride, size - c) * load_all(x + c);
-    return sum(sums[0] + sums[1]);
+    for (; c < size; c += step) add(1, c, read_shuffled(weights + c * stride, stride, size - c));
+#pragma GCC unroll 4
+    for (int r = 0; r < count; ++r) to[r] = sum(sums[r][0] + sums[r][1]);
 }
 
 template <class T>
@@ -253,26 +260,31 @@ static V<T> bent(Gate gate, V<T> x) {
     return T(0.5) * x * (tanh(inner) + T(1));
 }
 
-// Outputs o ... o + count of a map, with the residual added if there is one.
-template <int count, class S, class To>
-static void apply_rows(const Tensor& weight, const Rows<S>& x, int64_t o, const S* residual,
-                       To* out) {
-    for (int64_t r = 0; r < x.count; ++r) {
-        const S* rows = weight.at<S>() + o * weight.strides[0];
-        const int64_t at = r * weight.sizes[0] + o;
-        for (int n = 0; n < count; ++n, rows += weight.strides[0]) {
-            auto y = dot(rows, weight.strides[1], x[r], x.size);
-            if (residual) y += widen(residual[at + n]);
-            narrow(y, out[at + n]);
-        }
+// Output o of a map for `count` rows of x from row r on, with the residual added if there is one.
+template <int count, bool fetch, class S, class To>
+static void apply_row(const Tensor& weight, const Rows<S>& x, int64_t o, int64_t r,
+                      const S* residual, To* out) {
+    typename Computed<S>::type y[count];
+    dots<count, fetch>(weight.at<S>() + o * weight.strides[0], weight.strides[1], x[r], x.step,
+                       x.size, y);
+    for (int n = 0; n < count; ++n) {
+        const int64_t at = (r + n) * weight.sizes[0] + o;
+        narrow(residual ? y[n] + widen(residual[at]) : y[n], out[at]);
     }
 }
-// Outputs begin ... end.
+// Outputs begin ... end. Several rows of x share a row of weights while it is in registers.
 template <class S, class To>
 static void apply_map(const Tensor& weight, const Rows<S>& x, int64_t begin, int64_t end,
                       const S* residual, To* out) {
-    for (; begin + 4 <= end; begin += 4) apply_rows<4>(weight, x, begin, residual, out);
-    for (; begin < end; ++begin) apply_rows<1>(weight, x, begin, residual, out);
+    constexpr int together = LATTE_WIDTH == 64 ? 4 : 2;
+    for (int64_t o = begin; o < end; ++o) {
+        int64_t r = x.count < together ? 1 : together;
+        if (r == 1) apply_row<1, true>(weight, x, o, 0, residual, out);
+        else apply_row<together, true>(weight, x, o, 0, residual, out);
+        for (; r + together <= x.count; r += together)
+            apply_row<together, false>(weight, x, o, r, residual, out);
+        for (; r < x.count; ++r) apply_row<1, false>(weight, x, o, r, residual, out);
+    }
 }
 
 template <class S>
