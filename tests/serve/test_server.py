@@ -124,6 +124,16 @@ def test_a_completion_is_what_latte_generate_says(client, expected):
     assert "".join(parts) == whole.choices[0].text and len(parts) > 2
 
 
+def test_an_answer_has_the_name_of_its_request(client):
+    one, other = (client.api.completions.with_raw_response.create(
+        model=client.name, prompt="once", max_tokens=2) for _ in range(2))  # fmt: skip
+    assert one.headers["x-request-id"] != other.headers["x-request-id"]
+    own = client.api.completions.with_raw_response.create(
+        model=client.name, prompt="once", max_tokens=2, extra_headers={"x-request-id": "mine-1"}
+    )
+    assert own.headers.get_list("x-request-id") == ["mine-1"]
+
+
 def test_a_chat_is_lines_of_who_says_what(client, expected):
     wanted = expected("user: hi\nassistant:")
     whole = client.chat("hi", **GREEDY)
@@ -298,6 +308,24 @@ def test_the_command_says_where_it_serves(folder, monkeypatch, capsys):
     assert main(["serve", folder, "--port", "0"]) == 0
     assert len(served) == 1
     assert capsys.readouterr().out.startswith(f"serving {folder} at http://localhost:")
+
+
+def test_only_the_thread_of_the_answers_computes_in_parallel(folder, monkeypatch):
+    asked = []
+    answers = threading.Event()
+
+    def note(count):
+        asked.append((threading.current_thread().name, count))
+        answers.set()
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", note)
+    monkeypatch.setattr(
+        server, "load_checkpoint", lambda *given: answers.clear() or load_checkpoint(*given)
+    )
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: answers.wait(10))
+    assert main(["serve", folder, "--port", "0"]) == 0
+    assert asked == [("MainThread", 1), ("answers", 7), ("MainThread", 7)]
 
 
 @pytest.mark.parametrize(

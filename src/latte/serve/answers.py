@@ -9,6 +9,7 @@ step is compiled, or if a model keeps no state.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -84,6 +85,39 @@ class Call:
 CALL: ContextVar[Call] = ContextVar("call")
 
 
+class Delivery:
+    """Passes the texts of a step on to the handlers all at once.
+
+    To wake their thread for each text would take longer than to choose the token.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._texts: list[tuple[asyncio.Queue, Any]] = []
+
+    def begin(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Queue]:
+        """The event loop, which calls this, and a queue for the texts of a new answer."""
+        self._loop = asyncio.get_running_loop()
+        return self._loop, asyncio.Queue()
+
+    def add(self, queue: asyncio.Queue, text: Any) -> None:
+        """Add a text, or the end of an answer. The thread of the answers calls this."""
+        self._texts.append((queue, text))
+
+    def send(self) -> None:
+        """Pass on what was added since the last call."""
+        texts, self._texts = self._texts, []
+        if texts:
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._put, texts)
+
+    @staticmethod
+    def _put(texts: list[tuple[asyncio.Queue, Any]]) -> None:
+        for queue, text in texts:
+            queue.put_nowait(text)
+
+
 class ScoredText(str):
     """A piece of an answer, and the scores of its tokens."""
 
@@ -99,9 +133,9 @@ class Streamer(DirectStreamer):
     scores: list[TokenScore] | None = None
     _told = 0  # number of scores that were passed to the handler
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.gone = threading.Event()
+    def __init__(self, delivery: Delivery, tokenizer: Any, **options: Any) -> None:
+        super().__init__(tokenizer, *delivery.begin(), **options)
+        self._delivery, self.gone = delivery, threading.Event()
         self._first = False  # no prompt comes before the answer
 
     def cancel(self) -> None:
@@ -112,7 +146,7 @@ class Streamer(DirectStreamer):
             item = ScoredText(item)
             item.scores = self.scores[self._told :]
             self._told += len(item.scores)
-        super()._enqueue(item)
+        self._delivery.add(self._queue, item)
 
     def fail(self, error: Exception) -> None:
         self._enqueue(stream_error(error))
@@ -126,8 +160,8 @@ def stream_error(error: Exception) -> _StreamError:
 class Answers(BaseGenerateManager):
     """Sends requests to the loop, and its tokens to the handlers' event loop."""
 
-    def __init__(self, engine: Engine, prompts: Prompts) -> None:
-        self._engine, self._prompts = engine, prompts
+    def __init__(self, engine: Engine, prompts: Prompts, delivery: Delivery) -> None:
+        self._engine, self._prompts, self._delivery = engine, prompts, delivery
 
     def generate_streaming(  # type: ignore[override]
         self,
@@ -138,9 +172,8 @@ class Answers(BaseGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue, DirectStreamer]:
-        loop, texts = asyncio.get_running_loop(), asyncio.Queue()  # type: ignore[var-annotated]
         tokenizer = self._prompts.tokenizer._tokenizer
-        streamer = Streamer(tokenizer, loop, texts, response_parser=response_parser)
+        streamer = Streamer(self._delivery, tokenizer, response_parser=response_parser)
 
         def put(token: int) -> None:
             streamer.put(torch.tensor([token]))
@@ -151,7 +184,7 @@ class Answers(BaseGenerateManager):
         call = CALL.get()
         streamer.scores = None if call.most_likely is None else call.scores
         self._submit(inputs, gen_config, put, end, streamer.gone)
-        return texts, streamer
+        return streamer._queue, streamer
 
     async def generate_non_streaming(  # type: ignore[override]
         self,

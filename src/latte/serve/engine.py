@@ -115,10 +115,20 @@ class Engine:
     Args:
         reader: Reader of prompts, with the model that answers.
         slots: Number of requests that are read or decoded at the same time. Others wait.
+        sends: Function that is called after each step: it passes the tokens on to clients.
+        threads: Number of threads that compute; None leaves PyTorch's number.
     """
 
-    def __init__(self, reader: Reader, slots: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        slots: int,
+        counters: Counters,
+        sends: Callable[[], None] = lambda: None,
+        threads: int | None = None,
+    ) -> None:
         self.reader, self.slots, self.counters = reader, slots, counters
+        self._sends, self._threads = sends, threads
         self._model = reader.model
         self._came: queue.Queue[Request | None] = queue.Queue()
         self._waiting: deque[Request] = deque()
@@ -148,13 +158,17 @@ class Engine:
 
     @torch.no_grad()
     def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         while not self._ends:
             try:
                 self._turn()
             except Exception as error:  # waiting requests get any error; later requests are served
                 self._fail(self._let_all_go(), error)
+            self._sends()
         over = BadRequest("the server ends", status=503)
         self._fail([*self._let_all_go(), *self._waiting], over)
+        self._sends()
 
     def _turn(self) -> None:
         """One piece of a prompt, and a step of all rows."""

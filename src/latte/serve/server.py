@@ -17,12 +17,14 @@ import contextlib
 import signal
 import socket
 import threading
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils.import_utils import is_serve_available
 
 from latte.errors import LatteError, one_line
@@ -36,6 +38,7 @@ ROUTES = (
 # A CPU reads 256 tokens per forward nearly as fast as more. Other requests wait a quarter of a
 # second.
 PIECES = {"cpu": 256, "other": 2048}
+REQUEST_ID = b"x-request-id"
 GRACE = 3  # number of seconds that answers have to end when the server ends
 
 
@@ -53,6 +56,7 @@ class Serving:
         state_folder: Folder where states are also kept, for the next start.
         state_folder_room: Largest number of bytes of files in that folder.
         longest: Largest number of tokens of prompt and answer together; None is no limit.
+        threads: Number of threads that compute; None leaves PyTorch's number.
     """
 
     compiled: bool = False
@@ -62,6 +66,7 @@ class Serving:
     state_folder: str | Path | None = None
     state_folder_room: int = 10 * 2**30
     longest: int | None = None
+    threads: int | None = None
 
     def check(self) -> None:
         """Raise LatteError for numbers that are out of range."""
@@ -101,7 +106,8 @@ def serve(
         raise LatteError("serve needs its extra: pip install 'latte-attention[serving]'")
     serving = serving or Serving()
     serving.check()
-    with contextlib.closing(listen(host, port)) as listening:
+    with contextlib.closing(listen(host, port)) as listening, _one_thread() as threads:
+        serving.threads = serving.threads or threads
         model, tokenizer = load_checkpoint(checkpoint, device)
         if serving.compiled:
             _check_compiled(model)
@@ -113,6 +119,22 @@ def serve(
                 server.run(sockets=[listening])
         finally:
             close()
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[int]:
+    """Compute in one thread here, where the model is loaded. Gives the number of threads before.
+
+    When two threads of a process have computed in parallel, GNU's OpenMP has more threads than the
+    machine has cores. Its threads then sleep between any two operations, and a step of decoding
+    takes twice as long.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -194,6 +216,7 @@ def make_server(
     # The other routes load models by name, or are for other kinds of models.
     served = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.router.routes[:] = served
+    app.user_middleware.clear()  # it passes on each event of a stream twice
     add_metrics(app, counters)
     add_errors(app)
 
@@ -213,7 +236,7 @@ def make_server(
 def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, Callable[[], None]]:
     """The manager that answers requests, its counters, and a function that ends its threads."""
     from latte.models import LatteCache
-    from latte.serve.answers import Answers, OneByOne
+    from latte.serve.answers import Answers, Delivery, OneByOne
     from latte.serve.counters import Counters
     from latte.serve.engine import Engine
     from latte.serve.reading import Reader
@@ -238,17 +261,21 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
         # Without a state that grows, the length does not matter.
         reader = Reader(model, piece, store, lambda: LatteCache(model.config, max_cache_len=2))
         manager = OneByOne(model, prompts, reader, counters)
-        # This runs in the thread that answers requests.
+        # These run in the thread that answers requests.
+        if serving.threads:
+            manager.submit(torch.set_num_threads, serving.threads).result()
         step = manager.submit(compile_step, model, 2).result()
         model.generation_config.compile_config = step
         return manager, counters, close
-    engine = Engine(Reader(model, piece, store), serving.slots, counters)
+    delivery = Delivery()
+    reader = Reader(model, piece, store)
+    engine = Engine(reader, serving.slots, counters, delivery.send, serving.threads)
 
     def close_all() -> None:
         engine.close()
         close()
 
-    return Answers(engine, prompts), counters, close_all
+    return Answers(engine, prompts, delivery), counters, close_all
 
 
 def _prepare(model: Any, tokenizer: Any) -> None:
@@ -315,12 +342,17 @@ def _check_compiled(model: Any) -> None:
 def _until_gone(
     app: Callable[..., Awaitable[None]], counters: Any
 ) -> Callable[..., Awaitable[None]]:
-    """The application. It cancels the work on a request when its client has disconnected."""
+    """The application. It cancels the work on a request when its client has disconnected.
+
+    A request has the name that its client has given it, or a new one. The answer has it too.
+    """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
+        asked = dict(scope["headers"]).get(REQUEST_ID, b"").decode("latin-1")
+        name = scope.setdefault("state", {})["request_id"] = asked or str(uuid.uuid4())
         messages: asyncio.Queue[Any] = asyncio.Queue(1)
         status = 499  # the client has disconnected before an answer
 
@@ -333,7 +365,9 @@ def _until_gone(
 
         async def noted(message: Any) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (REQUEST_ID, name.encode("latin-1"))]
             await send(message)
 
         work = asyncio.ensure_future(app(scope, messages.get, noted))
