@@ -4,9 +4,10 @@
 Greedy answers to prompts of 16 tokens, cut from FILE.
 
 * ``throughput``: so many clients at once, each with one request of 256 tokens; all tokens that
-  came, by the seconds from the first request to the end of the last answer. Then, once the server
-  has ended, with ``--vllm PYTHON`` the same of vLLM's server, whose environment has that Python; at
-  last ``generate`` over a padded batch of the same prompts in this process.
+  came, by the seconds from the first request to the end of the last answer. Answers are streamed,
+  and then sent whole. Then, once the server has ended, with ``--vllm PYTHON`` the same of vLLM's
+  server, whose environment has that Python; at last ``generate`` over a padded batch of the same
+  prompts in this process, which sends nothing.
 * ``waiting``: seconds between the tokens of one stream, with nothing else to do and while the
   prompt of another client, of ``--long`` tokens, is read: median, 95% quantile, longest. Beside
   them, the seconds to the first token of a prompt of one piece (``--prefill-piece``) on a server
@@ -19,6 +20,7 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import threading
@@ -34,24 +36,38 @@ from serving import Server, add_vllm, documents, latte_server, lengths, vllm_ser
 CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
 
 
-def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
-    """The moments at which text came, and the tokens of the answer so far, where that is said."""
-    body = {"model": server.model, "prompt": prompt, "max_tokens": tokens}
-    body |= {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
-    content = json.dumps(body).encode()
+def post(server: Server, **body: Any) -> Any:
+    """The answer to a greedy completion, opened."""
+    content = json.dumps({"model": server.model, "temperature": 0, **body}).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/completions", content, headers)
-    with urllib.request.urlopen(request) as events:
+    return urllib.request.urlopen(request)
+
+
+def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
+    """The moments at which text came, and the tokens of the answer so far, where that is said."""
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    with post(server, prompt=prompt, max_tokens=tokens, **streamed) as events:
         for event in events:
             if event.startswith(b"data: {"):
                 usage = json.loads(event[6:]).get("usage") or {}
                 yield time.perf_counter(), usage.get("completion_tokens", 0)
 
 
-def throughput(server: Server, prompts: list[str], tokens: int) -> tuple[int, float]:
+def whole(server: Server, prompt: str, tokens: int) -> int:
+    """The number of tokens of an answer that is sent when it is complete."""
+    with post(server, prompt=prompt, max_tokens=tokens, stream=False) as answer:
+        return json.load(answer)["usage"]["completion_tokens"]
+
+
+def throughput(
+    server: Server, prompts: list[str], tokens: int, streamed: bool = True
+) -> tuple[int, float]:
     """Tokens of all answers, and seconds."""
 
     def ask(prompt: str) -> int:
+        if not streamed:
+            return whole(server, prompt, tokens)
         return max(count for _, count in stream(server, prompt, tokens))
 
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -153,11 +169,13 @@ def run(args: Any) -> None:
 
     def rates(side: str, server: Server) -> None:
         throughput(server, texts, answer)  # not measured: what is done once
-        for count in clients:
-            runs = [throughput(server, texts[:count], answer) for _ in range(args.repeats)]
+        for count, streamed in itertools.product(clients, (True, False)):
+            given = server, texts[:count], answer, streamed
+            runs = [throughput(*given) for _ in range(args.repeats)]
             rate = statistics.median(tokens / seconds for tokens, seconds in runs)
-            add(side, {"clients": count, "tokens_per_s": round(rate, 2)})
-            say(f"{side}, {count:3} clients: {rate:8.1f} tokens/s")
+            add(side, {"clients": count, "streamed": streamed, "tokens_per_s": round(rate, 2)})
+            how = "streams" if streamed else "whole answers"
+            say(f"{side}, {count:3} clients, {how}: {rate:8.1f} tokens/s")
 
     most = ("--state-cache", "0", "--max-batch", str(max(clients)))
     most += ("--prefill-piece", str(PIECE))
