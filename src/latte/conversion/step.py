@@ -101,7 +101,7 @@ def _add_mlp(mlp: Any, x_BE: Tensor, residual_BE: Tensor | None) -> Tensor:
     """``residual + down(act(gate(x)) * up(x))``, or the network's output without a residual."""
     parts = mlp._modules
     act, gate, up = (parts.get(name) for name in ("act_fn", "gate_proj", "up_proj"))
-    weights = []
+    weights: list[Tensor] = []
     if type(mlp) in MLPS and type(act) in GATES:
         kinds = type(mlp), type(act), nn.Linear, nn.Linear
         weights = native_weights(x_BE, (mlp, act, gate, up), kinds)

@@ -103,9 +103,10 @@ class LatentInput(nn.Module):
             return conv_step(x_BE, self.conv.weight, self.conv.bias, state.conv, real)
         if self.kind == "rglru":
             assert state.rglru is not None
-            rglru, norm = self.rglru, self.norm
-            parts = rglru.recurrence_gate, rglru.input_gate, rglru, norm
-            weights = native_weights(x_BE, parts, STEP_KINDS, len(x_BE))
+            parts: Any = self._modules  # ten times as fast as a module's attributes
+            rglru, norm = parts["rglru"], parts["norm"]
+            gates = rglru._modules["recurrence_gate"], rglru._modules["input_gate"]
+            weights = native_weights(x_BE, (*gates, rglru, norm), STEP_KINDS, len(x_BE))
             if weights and norm.eps is not None:
                 return dense.rg_lru(x_BE, weights, norm.eps, state.rglru, real)
             return norm(in_dtype(rglru.step(x_BE, state.rglru, real), x_BE.dtype))
@@ -222,10 +223,11 @@ class LatentLogits(Drawn):
 
     def step(self, x_BE: Tensor, state: StepState) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row, and ``log_decay``."""
-        z, B = self.input.step(x_BE, state), x_BE.shape[0]
+        parts: Any = self._modules
+        z, B = parts["input"].step(x_BE, state), x_BE.shape[0]
         heads = (B, self.num_heads, -1)
-        gates = [self.decay_proj] if self.forgetting == "gated" else []
-        q_BX, k_BX, *gate = linear_maps(z, self.q_proj, self.k_proj, *gates)
+        gates = [parts["decay_proj"]] if self.forgetting == "gated" else []
+        q_BX, k_BX, *gate = linear_maps(z, parts["q_proj"], parts["k_proj"], *gates)
         q_BHL, k_BHL = q_BX.view(heads), k_BX.view(heads)
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)

@@ -221,7 +221,8 @@ class Mixer(Drawn):
                 f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
             )
         out_BHD = self._step(x_BE, state, rotary)
-        return linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
+        output: Any = self._modules["o_proj"]  # ten times as fast as a module's attribute
+        return linear_maps(out_BHD.view(len(x_BE), -1), output)[0]
 
     def with_weights(
         self, x_BTE: Tensor, *given: Any, **named: Any
@@ -398,7 +399,8 @@ class Mixer(Drawn):
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
         """q (B, H, K), k (B, G, K), v (B, G, D) of one token per row, and the table to rotate."""
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
-        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        parts: Any = self._modules
+        q, k, v = linear_maps(x_BE, parts["q_proj"], parts["k_proj"], parts["v_proj"])
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
         if self.rotary is not None and rotary is None:
             rotary = of_single_tokens(self.rotary(state.clock.position[:, None], q.dtype))

@@ -44,7 +44,7 @@ def native_weights(
     """
     if not dense.serves(x, most_rows):
         return []
-    weights = []
+    weights: list[Any] = []
     for module, kind in zip(modules, kinds, strict=True):
         if type(module) is not kind or is_hooked(module):
             return []

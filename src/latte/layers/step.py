@@ -177,7 +177,8 @@ class StepState:
         It is that of the window alone, or mixed with the ``latents``: their q, k and log-decay.
         """
         assert self.ring is not None
-        clock, options = self.clock, {"scale": scale, "softcap": softcap, "rotary": rotary}
+        clock = self.clock
+        options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary}
         sinks = None if self.sinks is None else Sinks(*self.sinks, clock.position, sink_rotary)
         where: Any = self.ring, self.slot, clock.real
         if latents is None:

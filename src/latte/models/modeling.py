@@ -123,12 +123,15 @@ class LatteBlock(GradientCheckpointingLayer):
 
         Arguments and errors are those of :meth:`latte.layers.Mixer.step`.
         """
-        x_BE = x_BE + self._drop(self.mixer.step(self.mixer_norm(x_BE), state, rotary=rotary))
-        return x_BE + self._drop(self.mlp(self.mlp_norm(x_BE)))
+        parts: Any = self._modules  # ten times as fast as a module's attributes
+        mixed = parts["mixer"].step(parts["mixer_norm"](x_BE), state, rotary=rotary)
+        x_BE = x_BE + self._drop(mixed)
+        return x_BE + self._drop(parts["mlp"](parts["mlp_norm"](x_BE)))
 
     def _drop(self, x_BTE: Tensor) -> Tensor:
         """Dropout in training. A no-op call is measurable when decoding, so it is skipped."""
-        return self.dropout(x_BTE) if self.dropout.training else x_BTE
+        dropout: Any = self._modules["dropout"]
+        return dropout(x_BTE) if dropout.training else x_BTE
 
 
 class LattePreTrainedModel(PreTrainedModel):
