@@ -125,7 +125,7 @@ def norm(module: Any, x: Tensor, heads: int = 1) -> Tensor:
         if weights:
             own = module.__dict__
             eps: float = own["variance_epsilon"] if "variance_epsilon" in own else own["eps"]
-            return dense.rms_norm(x, *weights, eps, NORM_OFFSETS[kind])
+            return dense.rms_norm(x, weights[0], eps, NORM_OFFSETS[kind])
     return module(x)
 
 

@@ -187,7 +187,8 @@ class LatteMacchiato(Mixer):
         return mix_macchiato(projected.logits, projected.v, piece, **options)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        latents = self.latents.step(x_BE, state)
+        parts: Any = self._modules
+        latents = parts["latents"].step(x_BE, state)
         local, rotary = self._local_step(x_BE, state, rotary)
         return state.attend(local, self.head_dim**-0.5, self.softcap, rotary, latents=latents)
 

@@ -48,10 +48,11 @@ def native_weights(
     for module, kind in zip(modules, kinds, strict=True):
         if type(module) is not kind or is_hooked(module):
             return []
-        names, held = READ[kind], module._parameters
-        if held.get("bias") is not None and "bias" not in names:
+        held = module._parameters
+        if kind is nn.Linear and held.get("bias") is not None:
             return []
-        weights += [held.get(name) for name in names]
+        for name in READ[kind]:
+            weights.append(held.get(name))
     return weights if dense.fits(x, *weights) else []
 
 
@@ -66,5 +67,5 @@ def linear_add(x: Tensor, linear: nn.Module, residual: Tensor) -> Tensor:
     if residual.dtype == x.dtype and residual.is_contiguous():
         weights = native_weights(x, (linear,), (nn.Linear,))
         if weights:
-            return dense.linear_add(x, *weights, residual)
+            return dense.linear_add(x, weights[0], residual)
     return residual + linear(x)

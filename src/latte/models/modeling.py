@@ -114,7 +114,7 @@ class LatteBlock(GradientCheckpointingLayer):
     @property
     def steps(self) -> bool:
         """Whether the mixer has a step, and no hook or other ``forward`` asks to be called."""
-        mixer = self._modules["mixer"]
+        mixer: Any = self._modules["mixer"]
         able = getattr(mixer, "steps", False) and type(self).forward is LatteBlock.forward
         return able and not is_hooked(self) and not is_hooked(mixer)
 

@@ -28,14 +28,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
     """The kernels take x (..., E): few rows, on a CPU, without gradients and autocast."""
     # A step asks this for each of its kernels, so the questions are in their cheapest form.
-    if torch.is_grad_enabled() or x.numel() > most_rows * x.size(-1):
+    if torch.is_grad_enabled() or x.numel() > most_rows * x.size(-1) or not takes(x):
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    transformed = not torch.compiler.is_compiling() and (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return torch.compiler.is_compiling() or (
+        torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
     )
-    return not transformed and takes(x)
 
 
 def takes(x: Tensor) -> bool:
