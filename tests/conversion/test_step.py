@@ -171,6 +171,14 @@ def test_generation_with_a_static_cache_and_beams(beams):
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
 
 
+@pytest.mark.parametrize("family", NAMES)
+def test_generation_takes_steps(family):
+    model, ids = converted(family, **OPTIONS["both"]), tokens(4)
+    cache = LatteCache(model.config)
+    model.generate(ids, max_new_tokens=3, past_key_values=cache, eos_token_id=None)
+    assert cache.get_seq_length() == 6 and cache.layers[0].is_written_in_place
+
+
 # --- the base's own modules ----------------------------------------------------------------------
 
 

@@ -7,9 +7,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, GenerationConfig
 
-from latte.layers import LatteAttention, LatteMacchiato
+from latte.layers import Clock, LatteAttention, LatteMacchiato, StepState
 from latte.layers.state import map_tensors
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
+from latte.models.inputs import DecoderInputs
 from latte.ops import cpp_backend, use_backend
 
 FAMILY = (*PRESETS, "latte-conv-swa-f++")
@@ -95,6 +96,48 @@ def test_gradients_flow_through_a_step_that_is_recorded(build, tokens):
     model.zero_grad()
 
 
+@pytest.mark.parametrize("preset", FAMILY)
+def test_mixers_and_blocks_step_by_themselves(build, preset):
+    block = build(preset).model.layers[0]
+    x = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    room = 16 if block.mixer.grows else None
+    with torch.no_grad():
+        mixed, (hidden, _, _) = block.mixer(x)[0], block(x)
+        states = []
+        for state in (block.mixer(x[:, :5], output_final_state=True)[1],
+                      block(x[:, :5], output_final_state=True)[1]):  # fmt: skip
+            clock = Clock(state.position.clone(), torch.zeros((), dtype=torch.long))
+            clock.length = None if room is None else 5
+            states.append(StepState.of(state, clock, room=room, masked=False))
+        for t in range(5, 9):
+            found = block.mixer.step(x[:, t], states[0]), block.step(x[:, t], states[1])
+            torch.testing.assert_close(found, (mixed[:, t], hidden[:, t]), **TOLERANCE)
+            for state in states:
+                state.clock.advance()
+
+
+def test_a_step_says_what_it_expects(build):
+    model = build("latte-r-swa++").model
+    mixer, x = model.layers[0].mixer, torch.randn(2, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        state = mixer(x, output_final_state=True)[1]
+        clock = Clock(state.position, torch.zeros((), dtype=torch.long))
+        buffers = StepState.of(state, clock, room=None, masked=False)
+        with pytest.raises(
+            ValueError, match=r"LatteMacchiato.step: expected x \(B, E\).*got.*5, 16"
+        ):
+            mixer.step(x, buffers)
+        with pytest.raises(ValueError, match="a StepState.* and MixerState, without gradients"):
+            mixer.step(x[:, 0], state)
+        with pytest.raises(ValueError, match="state must be the MixerState .* got StepState"):
+            mixer(x[:, :1], state=buffers)
+    with pytest.raises(ValueError, match="and StepState, with gradients"):
+        mixer.step(x[:, 0], buffers)
+    inputs = DecoderInputs(x, None, None, None, None, state)
+    with pytest.raises(ValueError, match="expected inputs with the buffers of a step, got none"):
+        model.step(inputs)
+
+
 def test_a_mixer_that_changes_what_is_computed_has_no_step():
     class Doubled(LatteAttention):
         def _attend(self, projected, piece):
@@ -155,6 +198,75 @@ def test_a_hook_or_another_module_in_a_layer_is_not_passed_over(build, tokens):
     expected = read(model, LatteCache(model.config), ids)[:, -1:]
     found = read(model, decoded(model, ids[:, :7], 4), ids[:, 7:])
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("part", ["block", "mixer"])
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+def test_a_block_or_mixer_that_is_watched_is_called(build, tokens, part, how):
+    """A step calls neither, so it is not taken; the state goes on where the step left it."""
+    model, ids, seen = copy.deepcopy(build("latte-r-swa++")), tokens(1, 9), []
+    whole, cache = read(model, None, ids), decoded(model, ids[:, :6], 4)
+    watched = model.model.layers[1] if part == "block" else model.model.layers[1].mixer
+    if how == "forward":
+        forward = watched.forward
+        watched.forward = lambda *args, **named: seen.append(1) or forward(*args, **named)
+    else:
+        adding = "register_forward_hook" if how == "hook" else "register_forward_pre_hook"
+        handle = getattr(watched, adding)(lambda *_: seen.append(1))
+    found = [read(model, cache, ids[:, t : t + 1]) for t in (6, 7)]
+    assert len(seen) == 2 and not cache.layers[0].is_written_in_place
+    if how == "forward":
+        del watched.forward
+    else:
+        handle.remove()
+    found.append(read(model, cache, ids[:, 8:]))
+    assert len(seen) == 2 and cache.layers[0].is_written_in_place
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 6:], **TOLERANCE)
+
+
+def parametrised(model):
+    for layer in model.model.layers:
+        for linear in (layer.mixer.q_proj, layer.mlp.down_proj):
+            torch.nn.utils.parametrizations.weight_norm(linear)
+            linear.parametrizations.weight.original0.data.mul_(3)
+    return model
+
+
+def with_low_rank_updates(model):
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["v_proj", "up_proj", "o_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+
+
+def in_int8(model):
+    """Linear maps whose weights are 8-bit integers, as a quantiser puts them in."""
+    for layer in model.model.layers:
+        layer.mixer.v_proj, layer.mlp.gate_proj = map(
+            Int8, (layer.mixer.v_proj, layer.mlp.gate_proj)
+        )
+    return model
+
+
+class Int8(torch.nn.Linear):
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features, bias=False)
+        scale = base.weight.detach().abs().amax() / 127
+        self.weight = torch.nn.Parameter((base.weight / scale).round().char(), requires_grad=False)
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x) * self.scale)
+
+
+@pytest.mark.parametrize("change", [parametrised, with_low_rank_updates, in_int8])
+def test_changed_linear_maps_decode_what_the_whole_gives(build, tokens, change):
+    plain, ids = build("latte-r-swa++"), tokens(1, 8)
+    model = change(copy.deepcopy(plain))
+    whole = read(model, None, ids)
+    assert (whole - read(plain, None, ids)).abs().max() > 1e-3
+    cache = decoded(model, ids[:, :7], 4)
+    assert cache.layers[0].is_written_in_place
+    torch.testing.assert_close(read(model, cache, ids[:, 7:]), whole[:, 7:], **TOLERANCE)
 
 
 class Twice(torch.nn.Module):

@@ -18,13 +18,12 @@ from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
-from latte.conversion.step import Rotations, norm, rotations_of
+from latte.conversion.step import Rotations, norm
 from latte.layers import MixerState, MixingLogits
-from latte.layers.baselines import step_window
 from latte.layers.latent_input import LatentInputs, LatentLogits
-from latte.layers.latte import mix_macchiato, step_macchiato
+from latte.layers.latte import mix_macchiato
 from latte.layers.mixer import remembered
-from latte.layers.parts import linear_maps
+from latte.layers.native import linear_maps
 from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
 from latte.ops import Sinks, WindowState, sliding_window_attention, window_log_mass
@@ -130,11 +129,6 @@ class MacchiatoAttention(nn.Module):
         """
         carry = past_key_values is not None and teacher is None
         state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
-        if isinstance(state, StepState):
-            table = tokens.sink_embeddings and tokens.sink_embeddings[self.layer_kind]
-            rotations = rotations_of(position_embeddings, table or None, hidden_states.dtype)
-            out_BX = self.step(hidden_states[:, 0], state, rotations)
-            return self.o_proj(out_BX).unsqueeze(1), None
         if state.recording and (self.num_sinks or self.delay_latents):
             raise ValueError(
                 "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
@@ -164,19 +158,18 @@ class MacchiatoAttention(nn.Module):
     def step(self, x_BE: Tensor, state: StepState, rotations: Rotations) -> Tensor:
         """The output of the heads, (B, H * K), for one token per row. Overwrites the state."""
         # For one token every Python call takes a noticeable time, and module attributes are slow.
-        parts, native, B = self._modules, state.clock.native, x_BE.shape[0]
+        parts, B = self._modules, x_BE.shape[0]
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        maps = linear_maps(x_BE, *maps, native=native)
-        q, k, v = (x.view(B, -1, self.head_dim) for x in maps)
+        q, k, v = (x.view(B, -1, self.head_dim) for x in linear_maps(x_BE, *maps))
         if "q_norm" in parts:
-            q, k = norm(self.q_norm, q, native), norm(self.k_norm, k, native)
-        local, options = (q, k, v), (state, self.scale, self.softcap, *rotations)
-        if self.mixing in ("base", "window"):
-            return step_window(local, *options).view(B, -1)
-        latents: Any = parts["latents"]
-        logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
-        out = step_macchiato(logits, local, *options, joint=self.joint_softmax)
-        return out.view(B, -1)
+            q = norm(parts["q_norm"], q, self.num_heads)
+            k = norm(parts["k_norm"], k, k.shape[1])
+        logits = None
+        if self.mixing not in ("base", "window"):
+            latents: Any = parts["latents"]
+            logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
+        given: Any = (q, k, v), self.scale, self.softcap, *rotations
+        return state.attend(*given, latents=logits, joint=self.joint_softmax).view(B, -1)
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""

@@ -6,6 +6,7 @@ sequences.
 """
 
 import re
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
 from latte.models.cache import LatteCache
 from latte.models.generation import StateGenerationMixin
-from latte.models.inputs import prepare_inputs
+from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import next_token_loss
 from latte.models.modeling import initialise
 
@@ -112,12 +113,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             past_key_values,
             use_cache,
             cu_seq_lens_q,
+            steps=self.steps and not self._asks_base(kwargs),
         )
         x_BTE, cache, position_ids = inputs.x_BTE, inputs.cache, inputs.positions()
-        if cache is not None and inputs.is_step and step.serves(self, HOOKS, kwargs):
-            hidden = step.run(self, x_BTE[:, 0], position_ids, cache)
+        if cache is not None and inputs.buffers is not None:
+            hidden = self.step(inputs)[:, None]
             cache.end()
-            return BaseModelOutputWithPast(hidden[:, None], cache)
+            return BaseModelOutputWithPast(hidden, cache)
         sinks = self._sink_embeddings(x_BTE, position_ids)
         # The base accepts this as a finished mask, so it builds none of T x T.
         mask: Any = x_BTE.new_zeros(1, 1, 1, 1)
@@ -139,7 +141,26 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     @property
     def steps(self) -> bool:
         """Whether all layers can decode a token in place."""
-        return all(layer.self_attn.steps for layer in self.layers)  # type: ignore[attr-defined]
+        return all(step.is_own(layer, HOOKS) for layer in self.layers)  # type: ignore[attr-defined]
+
+    def _asks_base(self, asked: dict[str, Any]) -> bool:
+        """Whether more is asked for than last hidden states: only the base's forward gives it."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        if config.output_hidden_states or not config.return_dict:
+            return True
+        return any(x or name == "return_dict" for name, x in asked.items() if x is not None)
+
+    def step(self, inputs: DecoderInputs) -> Tensor:
+        """The last hidden states, as :meth:`latte.models.LatteModel.step` gives them."""
+        if inputs.buffers is None:
+            raise ValueError("step: expected inputs with the buffers of a step, got none")
+        model: Any = self
+        x_BE = inputs.x_BTE[:, 0]
+        rotations = step.rotations_of(model, x_BE, inputs.positions())
+        layers = islice(model.layers, model.config.num_hidden_layers)
+        for layer, state in zip(layers, inputs.buffers, strict=False):
+            x_BE = step.run_layer(layer, x_BE, state, rotations)
+        return step.norm(model.norm, x_BE)
 
     def _sink_embeddings(
         self, x_BTE: Tensor, position_ids: Tensor

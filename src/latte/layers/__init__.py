@@ -16,12 +16,14 @@ from latte.layers.parts import (
 )
 from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
 from latte.layers.state import MixerState, Piece
+from latte.layers.step import Clock, StepState
 
 __all__ = [
     "GELUMLP",
     "RGLRU",
     "BlockDiagonalLinear",
     "CausalConv1d",
+    "Clock",
     "LatentInput",
     "LatentLogits",
     "LatteAttention",
@@ -39,5 +41,6 @@ __all__ = [
     "SinusoidalPositions",
     "SlidingWindowAttention",
     "SoftmaxAttention",
+    "StepState",
     "SwiGLU",
 ]

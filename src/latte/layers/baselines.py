@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from latte.layers.checks import check_choice, check_multiple
 from latte.layers.latent_input import LatentInput
 from latte.layers.mixer import Mixer, MixingLogits, Projected
-from latte.layers.parts import Rotary, linear_maps
+from latte.layers.native import linear_maps
+from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 from latte.ops import linear_attention, sliding_window_attention
 from latte.ops.api import FEATURE_MAPS
 from latte.ops.reference import visible_sources
-from latte.ops.step import in_dtype, linear_step, window_step
+from latte.ops.step import in_dtype, linear_step
 from latte.ops.tensors import Sequences
 
 
@@ -101,24 +102,7 @@ class SlidingWindowAttention(Mixer):
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         z_BE = self.input.step(x_BE, state)
         local, rotary = self._local_step(z_BE, state, rotary)
-        return step_window(local, state, self.head_dim**-0.5, self.softcap, rotary)
-
-
-def step_window(
-    local: tuple[Tensor, Tensor, Tensor],
-    state: StepState,
-    scale: float,
-    softcap: float | None,
-    rotary: Rotary | None = None,
-    sink_rotary: Rotary | None = None,
-) -> Tensor:
-    """The output of each head, (B, H, D), for one token per row; ``local`` is q, k and v."""
-    assert state.ring is not None
-    clock = state.clock
-    length = None if state.size or clock.length is None else clock.length + 1
-    options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "length": length}
-    options["sinks"] = state.sinks_of(sink_rotary)
-    return window_step(*local, state.ring, state.slot, clock.real, **options)
+        return state.attend(local, self.head_dim**-0.5, self.softcap, rotary)
 
 
 class SoftmaxAttention(SlidingWindowAttention):
@@ -213,8 +197,7 @@ class LinearAttention(Mixer):
         assert state.linear is not None
         phi, wide = FEATURE_MAPS[self.feature_map], state.linear.memory.dtype
         heads = (len(x_BE), self.num_heads, -1)
-        maps = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = linear_maps(x_BE, *maps, native=state.clock.native)
+        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
         q, k = (phi(in_dtype(x, wide).view(heads)) for x in (q, k))
         v = v.view(len(x_BE), self.num_key_value_heads, -1)
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)

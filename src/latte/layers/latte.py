@@ -14,12 +14,13 @@ from torch import Tensor
 from latte.layers.checks import check_positive
 from latte.layers.latent_input import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits, Projected
+from latte.layers.native import linear_maps
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece, without_decay
 from latte.layers.step import StepState
 from latte.ops import latte_attention, macchiato_attention
-from latte.ops.step import latte_step, macchiato_step
+from latte.ops.step import latte_step
 
 
 class LatteAttention(Mixer):
@@ -95,8 +96,8 @@ class LatteAttention(Mixer):
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         assert state.latent is not None
         q, k, log_decay = self.latents.step(x_BE, state)
-        inputs = q, k, self._values(x_BE, state), *state.latent, state.clock.real
-        return latte_step(*inputs, log_decay=log_decay)
+        v = linear_maps(x_BE, self.v_proj)[0].view(len(x_BE), self.num_key_value_heads, -1)
+        return latte_step(q, k, v, *state.latent, state.clock.real, log_decay=log_decay)
 
 
 class LatteMacchiato(Mixer):
@@ -186,9 +187,10 @@ class LatteMacchiato(Mixer):
         return mix_macchiato(projected.logits, projected.v, piece, **options)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        latents = self.latents.step(x_BE, state)
+        parts: Any = self._modules
+        latents = parts["latents"].step(x_BE, state)
         local, rotary = self._local_step(x_BE, state, rotary)
-        return step_macchiato(latents, local, state, self.head_dim**-0.5, self.softcap, rotary)
+        return state.attend(local, self.head_dim**-0.5, self.softcap, rotary, latents=latents)
 
 
 def mix_macchiato(
@@ -208,26 +210,3 @@ def mix_macchiato(
     out, carried = piece.across(macchiato_attention)(*inputs, **options)
     latent, window, pending = (*(carried or (None, None)), None)[:3]
     return out, MixerState(latent=without_decay(latent), window=window, pending=pending)
-
-
-def step_macchiato(
-    latents: tuple[Tensor, Tensor, Tensor | None],
-    local: tuple[Tensor, Tensor, Tensor],
-    state: StepState,
-    scale: float,
-    softcap: float | None,
-    rotary: Rotary | None = None,
-    sink_rotary: Rotary | None = None,
-    joint: bool = False,
-) -> Tensor:
-    """The output of each head, (B, H, D), for one token per row.
-
-    ``latents`` are the latent q, k and log-decay, ``local`` the local q, k and v.
-    """
-    assert state.latent is not None and state.ring is not None
-    latent_q, latent_k, log_decay = latents
-    inputs = latent_q, latent_k, *local, *state.latent
-    ring, slot, real = state.ring, state.slot, state.clock.real
-    options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "log_decay": log_decay}
-    options |= {"sinks": state.sinks_of(sink_rotary), "pending": state.pending, "joint": joint}
-    return macchiato_step(*inputs, ring, slot, real, **options)

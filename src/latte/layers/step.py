@@ -19,7 +19,7 @@ from torch import Tensor
 
 from latte.layers.state import MixerState, map_tensors, without_decay
 from latte.ops.state import LatteState, LinearState, WindowState
-from latte.ops.step import Ring, Rotary, Sinks, number
+from latte.ops.step import Ring, Rotary, Sinks, macchiato_step, number, window_step
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Clock:
             ring that grows.
         length: Number of used slots of a growing ring; None if all slots are read.
         real: Whether the current token of each row is a real one, (B,) bool; None if all are.
-        native: Whether the current token uses the kernels of :mod:`latte.ops.dense`.
     """
 
     position: Tensor
@@ -41,7 +40,6 @@ class Clock:
     slots: dict[int, Tensor] = field(default_factory=dict)
     length: int | None = None
     real: Tensor | None = None
-    native: bool = False
 
     def advance(self) -> None:
         """Advance to the next token, after all layers have read the current one."""
@@ -163,9 +161,32 @@ class StepState:
             *(self.pending, self.sinks),
         )
 
-    def sinks_of(self, rotary: Rotary | None) -> Sinks | None:
-        """The sinks as a step takes them; ``rotary`` rotates the queries for them."""
-        return None if self.sinks is None else Sinks(*self.sinks, self.clock.position, rotary)
+    def attend(
+        self,
+        local: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        softcap: float | None = None,
+        rotary: Rotary | None = None,
+        sink_rotary: Rotary | None = None,
+        *,
+        latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """The output of each head, (B, H, D), for the window's q, k and v of one token per row.
+
+        It is that of the window alone, or mixed with the ``latents``: their q, k and log-decay.
+        """
+        assert self.ring is not None
+        clock = self.clock
+        options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary}
+        sinks = None if self.sinks is None else Sinks(*self.sinks, clock.position, sink_rotary)
+        where: Any = self.ring, self.slot, clock.real
+        if latents is None:
+            length = None if self.size or clock.length is None else clock.length + 1
+            return window_step(*local, *where, length=length, sinks=sinks, **options)
+        assert self.latent is not None
+        options |= {"log_decay": latents[2], "pending": self.pending, "joint": joint}
+        return macchiato_step(*latents[:2], *local, *self.latent, *where, sinks=sinks, **options)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""

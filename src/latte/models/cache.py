@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from latte.layers.state import MixerState, TokenLog, drop_newest, map_tensors, rewind
 from latte.layers.step import Clock, StepState
-from latte.ops import dense
 from latte.ops.backend import steps_in_place
 
 
@@ -273,12 +272,9 @@ class LatteCache(Cache):
         for layer in self.layers:
             layer.is_compileable = self.is_static
 
-    def state(self, layer_idx: int) -> MixerState | StepState:
-        """The state from which layer ``layer_idx`` starts; its buffers during a step."""
+    def state(self, layer_idx: int) -> MixerState:
+        """The state from which layer ``layer_idx`` starts."""
         layer = self.layers[layer_idx]
-        if self.step is not None:
-            assert layer.buffers is not None
-            return layer.buffers
         if self.offload_layers:
             layer.prefetch()
         return layer.state
@@ -287,7 +283,7 @@ class LatteCache(Cache):
         self, state: MixerState | None, num_tokens: int, layer_idx: int, *args: Any, **kwargs: Any
     ) -> MixerState | None:
         """Store the state of layer ``layer_idx`` after ``num_tokens`` more tokens."""
-        if self.step is None and state is not None:
+        if state is not None:
             self.layers[layer_idx].update(state, num_tokens)
             if self.offload_layers:
                 self.layers[layer_idx].offload()
@@ -299,7 +295,7 @@ class LatteCache(Cache):
 
     # --- single tokens, in place ---------------------------------------------------------------
 
-    def begin(self, x_BTE: Tensor, key_mask: Tensor | None, steps: bool) -> Tensor | None:
+    def begin(self, x_BTE: Tensor, key_mask: Tensor | None, steps: bool) -> list[StepState] | None:
         """Decide, before the layers run, whether this forward is a step that is done in place.
 
         Args:
@@ -308,7 +304,7 @@ class LatteCache(Cache):
             steps: Whether the model's layers can do a step, and nothing else is wanted of them.
 
         Returns:
-            The positions (B, 1) of the step's tokens; None if this is not a step.
+            The buffers of all layers; None if this is not a step.
         """
         self.step = None
         if not steps or x_BTE.shape[1] != 1 or torch.is_grad_enabled() or self.offload_layers:
@@ -323,11 +319,10 @@ class LatteCache(Cache):
             real = None
         if not self._ready(real is not None) and not self._fill_buffers(real is not None):
             return None
-        buffers = self.layers[0].buffers
-        assert buffers is not None
-        self.step = buffers.clock
-        self.step.real, self.step.native = real, dense.serves(x_BTE)
-        return self.step.position[:, None]
+        buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
+        self.step = buffers[0].clock
+        self.step.real = real
+        return buffers
 
     def end(self) -> None:
         """Advance to the next token, after all layers have run."""

@@ -43,7 +43,7 @@ class StateGenerationMixin(GenerationMixin):
             if not self.model.steps:
                 raise LatteError(
                     "cache_implementation='static' needs layers with a step of decoding, "
-                    "which this model's have not: leave it out"
+                    "and without hooks: leave it out"
                 )
             # As much room as for any text before, so that the compiled step is used again.
             self._most_tokens = max(

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from latte.errors import LatteError
 from latte.layers.parts import token_positions
 from latte.layers.state import MixerState
+from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 
 logger = logging.get_logger(__name__)
@@ -29,6 +30,7 @@ class DecoderInputs(NamedTuple):
         cu_seq_lens: Bounds of packed sequences, (N + 1,) int32, as given or as found; else None.
         cache: Cache to read and to fill; None without one.
         earlier: State before these tokens, if there is no cache.
+        buffers: The layers' states, if this is a step: a single token per row, read in place.
     """
 
     x_BTE: Tensor
@@ -37,11 +39,7 @@ class DecoderInputs(NamedTuple):
     cu_seq_lens: Tensor | None
     cache: LatteCache | None
     earlier: MixerState
-
-    @property
-    def is_step(self) -> bool:
-        """Whether this is a single token per row, read into buffers of the cache."""
-        return self.cache is not None and self.cache.step is not None
+    buffers: list[StepState] | None = None
 
     def positions(self) -> Tensor:
         """The positions, (B, T). If there are none, the real tokens are counted."""
@@ -61,8 +59,8 @@ def prepare_inputs(
     use_cache: bool | None,
     cu_seq_lens: Tensor | None,
     *,
+    steps: bool,
     causal: bool = True,
-    steps: bool = True,
 ) -> DecoderInputs:
     """The inputs of a decoder's layers, from the arguments of its ``forward``.
 
@@ -70,9 +68,9 @@ def prepare_inputs(
     (:meth:`LatteCache.begin`).
 
     Args:
-        decoder: The decoder, with ``embed_tokens``, ``steps`` and ``earlier``.
+        decoder: The decoder, with ``embed_tokens`` and ``earlier``.
         causal: Whether its layers are causal. Others take no cache.
-        steps: Whether a step in place gives all that is wanted of the layers.
+        steps: Whether the decoder can do a step in place that gives all that is wanted.
 
     Raises:
         ValueError: The arguments do not fit together, or a token id is not in the vocabulary.
@@ -93,11 +91,11 @@ def prepare_inputs(
             f"the cache holds a batch of {cache.batch_size}, got a batch of {x_BTE.shape[0]}"
         )
     key_mask = new_key_mask(x_BTE, attention_mask, cache)
-    if cache is not None:
-        counted = cache.begin(x_BTE, key_mask, steps and decoder.steps)
-        position_ids = counted if position_ids is None else position_ids
+    buffers = None if cache is None else cache.begin(x_BTE, key_mask, steps)
+    if buffers is not None and position_ids is None:
+        position_ids = buffers[0].clock.position[:, None]
     earlier = decoder.earlier or MixerState()
-    return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier)
+    return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier, buffers)
 
 
 def embed(table: nn.Module, input_ids: Any) -> Tensor:

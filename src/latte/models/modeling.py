@@ -4,6 +4,7 @@ Shape suffixes: B batch, T tokens, E hidden size, P past tokens.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -33,7 +34,8 @@ from latte.layers import (
     SinusoidalPositions,
     SwiGLU,
 )
-from latte.layers.parts import linear_maps, norm_token, of_single_tokens
+from latte.layers.native import is_hooked, linear_maps
+from latte.layers.parts import of_single_tokens
 from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
@@ -93,13 +95,11 @@ class LatteBlock(GradientCheckpointingLayer):
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         rotary: Rotary | None = None,
-        state: MixerState | StepState | None = None,
+        state: MixerState | None = None,
         output_final_state: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
         """Return hidden states (B, T, E), the mixer's state and its weights (B, H, T, P + T)."""
-        if isinstance(state, StepState):
-            return self._step(x_BTE, state, rotary), None, None
         normed = self.mixer_norm(x_BTE)
         given = (normed, key_mask, cu_seqlens, state, output_final_state)
         weights = None
@@ -111,17 +111,27 @@ class LatteBlock(GradientCheckpointingLayer):
         x_BTE = x_BTE + self._drop(self.mlp(self.mlp_norm(x_BTE)))
         return x_BTE, after, weights
 
-    def _step(self, x_BTE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        """The same for single tokens. The mixer's state is overwritten."""
-        native = state.clock.native
-        normed = norm_token(self.mixer_norm, x_BTE, native)
-        mixed, _ = self.mixer(normed, state=state, rotary=rotary)
-        x_BTE = x_BTE + self._drop(mixed)
-        return x_BTE + self._drop(self.mlp(norm_token(self.mlp_norm, x_BTE, native)))
+    @property
+    def steps(self) -> bool:
+        """Whether the mixer has a step, and no hook or other ``forward`` asks to be called."""
+        mixer: Any = self._modules["mixer"]
+        able = getattr(mixer, "steps", False) and type(self).forward is LatteBlock.forward
+        return able and not is_hooked(self) and not is_hooked(mixer)
+
+    def step(self, x_BE: Tensor, state: StepState, *, rotary: Rotary | None = None) -> Tensor:
+        """Hidden states (B, E) after the block, from those of the next token of each row.
+
+        Arguments and errors are those of :meth:`latte.layers.Mixer.step`.
+        """
+        parts: Any = self._modules  # ten times as fast as a module's attributes
+        mixed = parts["mixer"].step(parts["mixer_norm"](x_BE), state, rotary=rotary)
+        x_BE = x_BE + self._drop(mixed)
+        return x_BE + self._drop(parts["mlp"](parts["mlp_norm"](x_BE)))
 
     def _drop(self, x_BTE: Tensor) -> Tensor:
         """Dropout in training. A no-op call is measurable when decoding, so it is skipped."""
-        return self.dropout(x_BTE) if self.dropout.training else x_BTE
+        dropout: Any = self._modules["dropout"]
+        return dropout(x_BTE) if dropout.training else x_BTE
 
 
 class LattePreTrainedModel(PreTrainedModel):
@@ -186,7 +196,7 @@ class LatteModel(LattePreTrainedModel):
     @property
     def steps(self) -> bool:
         """Whether all layers can decode a token in place."""
-        return all(getattr(layer.mixer, "steps", False) for layer in self.layers)
+        return all(layer.steps for layer in self.layers)
 
     @can_return_tuple
     def forward(
@@ -240,26 +250,30 @@ class LatteModel(LattePreTrainedModel):
             use_cache,
             cu_seq_lens_q,
             causal=self.config.is_causal,
-            steps=not output_attentions,
+            steps=not output_attentions and self.steps,
         )
         cache, key_mask, bounds = inputs.cache, inputs.key_mask, inputs.cu_seq_lens
         if output_attentions and cache is not None:
             cache.keep_sources()
-        hidden, rotary = self._embed(inputs)
-        hidden_states, attentions = [], []
-        # ``generate`` lowers num_hidden_layers for drafts by early exit.
-        for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
-            hidden_states.append(hidden)
-            state = self.earlier if cache is None else cache.state(index)
-            hidden, after, weights = layer(
-                hidden, key_mask, bounds, rotary, state, cache is not None, output_attentions
-            )
-            attentions.append(weights)
-            if cache is not None:
-                cache.update(after, hidden.shape[1], index)
+        hidden_states: list[Tensor] = []
+        attentions = []
+        if inputs.buffers is not None:
+            seen = hidden_states if output_hidden_states else None
+            hidden = self.step(inputs, seen)[:, None]
+        else:
+            hidden, rotary = self._embed(inputs)
+            for index, layer in enumerate(self._layers()):
+                hidden_states.append(hidden)
+                state = self.earlier if cache is None else cache.state(index)
+                hidden, after, weights = layer(
+                    hidden, key_mask, bounds, rotary, state, cache is not None, output_attentions
+                )
+                attentions.append(weights)
+                if cache is not None:
+                    cache.update(after, hidden.shape[1], index)
+            hidden = self.norm(hidden)
         if cache is not None:
             cache.end()
-        hidden = self.norm(hidden)
         hidden_states.append(hidden)
         return DecoderOutput(
             last_hidden_state=hidden,
@@ -268,6 +282,30 @@ class LatteModel(LattePreTrainedModel):
             attentions=tuple(attentions) if output_attentions else None,
             cu_seq_lens_q=bounds,
         )
+
+    def step(self, inputs: DecoderInputs, hidden_states: list[Tensor] | None = None) -> Tensor:
+        """The last hidden states, (B, E), of one token per row. :meth:`forward` calls this.
+
+        Args:
+            inputs: Prepared inputs with ``buffers``, which are overwritten.
+            hidden_states: List that gets the input of each layer, (B, 1, E).
+
+        Raises:
+            ValueError: The inputs are not a step.
+        """
+        if inputs.buffers is None:
+            raise ValueError("step: expected inputs with the buffers of a step, got none")
+        x_BTE, rotary = self._embed(inputs)
+        x_BE = x_BTE[:, 0]
+        for layer, state in zip(self._layers(), inputs.buffers, strict=False):
+            if hidden_states is not None:
+                hidden_states.append(x_BE[:, None])
+            x_BE = layer.step(x_BE, state, rotary=rotary)
+        return self.norm(x_BE)
+
+    def _layers(self) -> Iterator[Any]:
+        """The layers to run. ``generate`` lowers their number for drafts by early exit."""
+        return islice(self.layers, self.config.num_hidden_layers)
 
     def _embed(self, inputs: DecoderInputs) -> tuple[Tensor, Rotary | None]:
         """The embeddings with positions added, and the rotary table that all layers share."""
@@ -278,7 +316,7 @@ class LatteModel(LattePreTrainedModel):
             position_ids = inputs.positions()
             if self.rotary is not None:
                 rotary = self.rotary(position_ids, x_BTE.dtype)
-                if inputs.is_step:
+                if inputs.buffers is not None:
                     rotary = of_single_tokens(rotary)
             if self.positions is not None:
                 x_BTE = x_BTE + self.positions(position_ids, x_BTE.dtype)

@@ -2,14 +2,15 @@
 
 Few rows are bound by the weights that come from memory, and small models by the calls that they
 make: linear maps of one input, a gated network's product, the RMSNorm, and the RG-LRU from its
-gates' maps to the norm after it. Nothing here has gradients; who may call it :func:`serves` and
-:func:`serves_step` say. Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
+gates' maps to the norm after it. Nothing here has gradients; :func:`serves` says who may call it.
+Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
 
 Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,23 +25,23 @@ PLAIN = (Tensor, nn.Parameter)  # not quantised, sharded, or whatever else a ten
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def serves(x: Tensor) -> bool:
-    """The kernels take these few rows x (..., E): on a CPU, without gradients and autocast."""
-    if torch.is_grad_enabled() or x.numel() > MOST_ROWS * x.shape[-1]:
+def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
+    """The kernels take x (..., E): few rows, on a CPU, without gradients and autocast."""
+    # A step asks this for each of its kernels, so the questions are in their cheapest form.
+    if torch.is_grad_enabled() or x.numel() > most_rows * x.size(-1) or not takes(x):
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    transformed = not torch.compiler.is_compiling() and (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return torch.compiler.is_compiling() or (
+        torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
     )
-    return not transformed and serves_step(x)
 
 
-def serves_step(x: Tensor) -> bool:
-    """The same in a step of :mod:`latte.ops.step`, which may be compiled."""
+def takes(x: Tensor) -> bool:
+    """The kernels take tensors like x, and no other backend was named."""
     if named_backend() not in (None, "cpu"):
         return False
-    if x.dtype not in DTYPES or type(x) is not Tensor or x.device.type != "cpu":
+    if x.dtype not in DTYPES or type(x) is not Tensor or not x.is_cpu:
         return False
     return cpp_backend.ready()
 
@@ -85,8 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 def rg_lru(
     x: Tensor,
-    weights: tuple[Tensor, ...],
-    norm: Tensor,
+    weights: Sequence[Tensor],
     eps: float,
     state: Tensor,
     real: Tensor | None = None,
@@ -96,9 +96,9 @@ def rg_lru(
     Args:
         x: Input, (B, E).
         weights: Weight (N, P, P) and bias (E,) of the recurrence gate, the same of the input gate
-            (affine maps of blocks of x), and theta (E,).
-        norm, eps: Weight (E,) and epsilon of the RMSNorm.
+            (affine maps of blocks of x), theta (E,), and the RMSNorm's weight (E,).
+        eps: Epsilon of the RMSNorm.
         state: State h, (B, E), overwritten.
         real: Whether each row's token is a real one, (B,) bool; None: all are.
     """
-    return torch.ops.latte.cpu_rg_lru_step(x, *weights, norm, eps, state, real)
+    return torch.ops.latte.cpu_rg_lru_step(x, *weights, eps, state, real)

@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         # A step of many rows is quicker by PyTorch's operations.
         worth = torch.is_grad_enabled() or not torch_pointwise.single_tokens(x)
         worth = worth and x.dtype != torch.bfloat16
-        native = worth and on_cpu(x) and dense.serves_step(x) and dense.fits(x, weight)
+        native = worth and on_cpu(x) and dense.takes(x) and dense.fits(x, weight)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rms_norm", backend, x)
@@ -67,7 +67,7 @@ def silu_product(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Ten
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        native = on_cpu(gate) and dense.serves_step(gate) and gate.dtype == up.dtype
+        native = on_cpu(gate) and dense.takes(gate) and gate.dtype == up.dtype
         backend = "cpu" if native else _without_kernels()
     else:
         _check("silu_product", backend, gate)
@@ -88,7 +88,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     if backend is None:
         table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
         table = table and cos.dtype == computation_dtype(x.dtype)
-        native = table and on_cpu(x) and dense.serves_step(x)
+        native = table and on_cpu(x) and dense.takes(x)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rotate", backend, x)

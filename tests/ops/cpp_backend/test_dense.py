@@ -10,7 +10,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 
 from latte.layers import RGLRU, RMSNorm, SwiGLU
-from latte.layers.parts import linear_maps, plain_weights
+from latte.layers.native import linear_maps, native_weights
+from latte.layers.recurrent import STEP_KINDS
 from latte.ops import dense, use_backend
 from latte.ops.step import rg_lru_step
 
@@ -90,9 +91,10 @@ def test_rg_lru_with_its_gates_and_norm(E, blocks, scale):
     real, results = torch.tensor([True, False, True]), []
     for dtype in (F64, torch.float32):
         rglru, norm, state = rglru.to(dtype), norm.to(dtype), start.to(dtype, copy=True)
-        weights = rglru.plain_weights()
+        parts = rglru.recurrence_gate, rglru.input_gate, rglru, norm
         with torch.no_grad():
-            z = dense.rg_lru(x.to(dtype), weights, norm.weight, 1e-6, state, real)
+            weights = native_weights(x.to(dtype), parts, STEP_KINDS)
+            z = dense.rg_lru(x.to(dtype), weights, 1e-6, state, real)
         results.append((z, state))
     rglru, norm, state = rglru.to(F64), norm.to(F64), start.clone()
     with torch.no_grad():
@@ -172,10 +174,12 @@ def test_a_module_that_is_more_than_its_class_is_called():
         "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m) and None,
         "no weight": lambda m: delattr(m, "weight"),
     }
-    x = torch.randn(1, 6)
-    assert len(plain_weights(x, made(lambda m: None))) == 1
-    for name, change in changes.items():
-        assert not plain_weights(x, nn.Linear(6, 6, bias=False), made(change)), name
+    with torch.no_grad():
+        x, both = torch.randn(1, 6), (nn.Linear, nn.Linear)
+        plain = made(lambda m: None)
+        assert len(native_weights(x, (plain, plain), both)) == 2
+        for name, change in changes.items():
+            assert not native_weights(x, (plain, made(change)), both), name
 
 
 def test_swiglu_of_a_token_is_that_of_many():

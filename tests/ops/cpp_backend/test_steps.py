@@ -8,6 +8,8 @@ from helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
 from torch.profiler import profile
 
 from latte.layers import RGLRU, RMSNorm
+from latte.layers.native import native_weights
+from latte.layers.recurrent import STEP_KINDS
 from latte.ops import LatteState, dense, use_backend
 from latte.ops.step import (
     Ring,
@@ -35,9 +37,11 @@ def case(dtype=torch.float32, scale=1.0):
     rglru, norm = RGLRU(E, 3).to(dtype), RMSNorm(E, eps=1e-6).to(dtype)
 
     def recur():
-        weights = rglru.plain_weights()
-        if dense.serves_step(x):
-            return dense.rg_lru(x, weights, norm.weight, norm.eps, state, real)
+        parts = rglru.recurrence_gate, rglru.input_gate, rglru, norm
+        with torch.no_grad():
+            weights = native_weights(x, parts, STEP_KINDS)
+        if weights:
+            return dense.rg_lru(x, weights, norm.eps, state, real)
         return norm(rglru.step(x, state, real).to(dtype))
 
     state, tail = randn(B, E).float(), randn(B, 2, E).to(dtype)

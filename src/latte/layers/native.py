@@ -1,0 +1,71 @@
+"""Native kernels in the place of modules, for a few rows such as single tokens.
+
+A kernel of :mod:`latte.ops.dense` reads the weights of modules, so what else a module does would
+be passed over. :func:`native_weights` is the only place that decides whether that may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from latte.ops import dense
+
+# The parameters that kernels read, of each class in whose place they stand.
+READ: dict[type[nn.Module], tuple[str, ...]] = {nn.Linear: ("weight",)}
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does not only run the ``forward`` of its class."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        return True
+    return bool(_global_forward_hooks or _global_forward_pre_hooks)
+
+
+def native_weights(
+    x: Tensor,
+    modules: Iterable[Any],
+    kinds: Iterable[type[nn.Module]],
+    most_rows: int = dense.MOST_ROWS,
+) -> list[Tensor]:
+    """The parameters that a kernel reads in the place of these modules; empty if they are called.
+
+    They are called if a module has a hook, or is an adapter, a parametrised, quantised or other
+    module than the kernel's, and if kernels do not serve x or the parameters.
+
+    Args:
+        x: Input, (..., E).
+        kinds: The class that each module must have exactly, one of :data:`READ`.
+        most_rows: Number of rows of x up to which the kernel pays.
+    """
+    if not dense.serves(x, most_rows):
+        return []
+    weights: list[Any] = []
+    for module, kind in zip(modules, kinds, strict=True):
+        if type(module) is not kind or is_hooked(module):
+            return []
+        held = module._parameters
+        if kind is nn.Linear and held.get("bias") is not None:
+            return []
+        for name in READ[kind]:
+            weights.append(held.get(name))
+    return weights if dense.fits(x, *weights) else []
+
+
+def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
+    """The output of up to three linear maps for x (..., E), in one call if possible."""
+    weights = native_weights(x, maps, (nn.Linear,) * len(maps))
+    return dense.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
+
+
+def linear_add(x: Tensor, linear: nn.Module, residual: Tensor) -> Tensor:
+    """``residual + linear(x)`` for x (..., E), in one call if possible."""
+    if residual.dtype == x.dtype and residual.is_contiguous():
+        weights = native_weights(x, (linear,), (nn.Linear,))
+        if weights:
+            return dense.linear_add(x, weights[0], residual)
+    return residual + linear(x)
