@@ -15,6 +15,7 @@ import pytest
 import latte
 from latte.conversion.config import CONFIGS, MacchiatoFields
 from latte.conversion.modeling import FAMILIES
+from latte.latent_fields import LatentFields
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
 from latte.ops.backend import BACKENDS
 
@@ -100,14 +101,14 @@ def test_sizes_are_those_of_the_code(read):
 
 
 def test_config_fields_and_defaults(read):
-    rows = next(t for t in read("docs/reference/models.md").tables() if "field" in t[0])
-    documented = {row["field"].strip("`"): row["default"] for row in rows}
+    tables = [t for t in read("docs/reference/models.md").tables() if "field" in t[0]]
+    documented = {row["field"].strip("`"): row["default"] for rows in tables for row in rows}
     own = {
         field.name: str(field.default)
         if not isinstance(field.default, str)
         else f"'{field.default}'"
         for field in dataclasses.fields(LatteConfig)
-        if field.name in LatteConfig.__annotations__
+        if field.name in {*LatteConfig.__annotations__, *LatentFields.__annotations__}
     }
     assert documented == own
 
