@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -130,12 +131,16 @@ def default_in_words(each: Field[Any]) -> str:
 
 def takes_options(kind: type) -> Callable[[Function], Function]:
     """Decorator of a function with ``**options``: its signature and docstring name each of them."""
-    mark = "        **options: "
 
-    def entry(each: Field[Any]) -> str:
-        meaning = each.metadata["help"]
-        text = f"{each.name}: {meaning[0].upper()}{meaning[1:]} ({default_in_words(each)})."
-        return textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    def entries(mark: re.Match[str]) -> str:
+        lines = []
+        for each in options_of(kind):
+            meaning, indent = each.metadata["help"], mark[1]
+            text = f"{each.name}: {meaning[0].upper()}{meaning[1:]} ({default_in_words(each)})."
+            lines += textwrap.wrap(
+                text, 100, initial_indent=indent, subsequent_indent=indent + "    "
+            )
+        return "\n".join(lines)
 
     def derive(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -145,11 +150,8 @@ def takes_options(kind: type) -> Callable[[Function], Function]:
             for x in options_of(kind)
         ]
         function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        lines = (function.__doc__ or "").split("\n")
-        entries = [entry(each) for each in options_of(kind)]
-        function.__doc__ = "\n".join(
-            text for line in lines for text in (entries if line.startswith(mark) else [line])
-        )
+        mark = re.compile(r"^( *)\*\*options: .*$", re.M)
+        function.__doc__ = mark.sub(entries, function.__doc__ or "")
         return function
 
     return derive
