@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-Check = Callable[[str, Any], None]  # of an option's name and value; raises ValueError
+from functools import partial
+from typing import Any, Literal, get_args
 
 LatentInput = Literal["none", "conv", "rglru"]
 Forgetting = Literal["none", "static", "gated"]
 Initial = Literal["auto", "landmarks", "random"]
 LATENT_INPUTS, FORGETTING, INITIAL = map(get_args, (LatentInput, Forgetting, Initial))
 LATENTS_PER_HEAD = 16  # of a new conversion, if no number of latents is given
+# Options of `latte convert` that have another name than their field.
+FLAGS = {"num_latents": "--latents", "rglru_decay_range": "--decay-range"}
+FLAGS |= {"half_life_range": "--half-lives", "num_sinks": "--sinks"}
 
 
 # --- checks: one line that says what was expected and what came
@@ -52,60 +51,49 @@ def _check_range(what: str, value: Sequence[float], bound: float, wanted: str) -
     raise ValueError(f"{what} must be two numbers with {wanted}, got {value!r}")
 
 
-def _check_switch(what: str, value: bool) -> None:
+def check_switch(what: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be True or False, got {value!r}")
 
 
-def _whole(least: int, unit: str = "") -> Check:
-    def check(what: str, value: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{what} must be a whole number, got {value!r}")
-        if value < least:
-            wanted = f"at least {least}{unit}" if least else "0 or more"
-            raise ValueError(f"{what} must be {wanted}, got {value}")
-
-    return check
+def check_whole(what: str, value: int, least: int = 1, unit: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{what} must be a whole number, got {value!r}")
+    if value < least:
+        wanted = f"at least {least}{unit}" if least else "0 or more"
+        raise ValueError(f"{what} must be {wanted}, got {value}")
 
 
-def one_of(choices: tuple[str, ...]) -> Check:
-    def check(what: str, value: str) -> None:
-        if value not in choices:
-            raise ValueError(f"{what} must be one of {choices}, got {value!r}")
-
-    return check
+def check_one(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {choices}, got {value!r}")
 
 
 # --- declaring options, and reading the declarations
 
 
 def option(
-    default: Any, help: str, check: Check | None = None, *, none: str = "", flag: str = ""
+    default: Any, help: str, check: Callable[[str, Any], None] | None = None, none: str = ""
 ) -> Any:
-    """A dataclass field that is an option.
+    """A dataclass field that is an option. A configuration's default must stay as it is.
 
     Args:
-        default: Default. A configuration's must stay as it is: a saved configuration leaves out the
-            fields that have their default.
         help: Meaning, for help texts and pages. Names of values stand in backticks.
-        check: Check of the value, unless it is None and the type has None.
+        check: Check of the name and the value, unless the value is None and the type has None.
         none: Meaning of a default that is None or empty.
-        flag: Option of ``latte convert``, if it is not the field's name.
     """
-    metadata = {"help": help, "check": check, "none": none, "flag": flag}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help, "check": check, "none": none})
 
 
-def again(kind: type, name: str, default: Any) -> Any:
+def again(kind: Any, name: str, default: Any) -> Any:
     """An option of a base class with another default."""
-    inherited: Field[Any] = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    return field(default=default, metadata=inherited.metadata)
+    return field(default=default, metadata=kind.__dataclass_fields__[name].metadata)
 
 
 def window_option() -> Any:
-    """The window's width. Its name differs: ``sliding_window`` is a base's own in a conversion."""
+    """The window's width. In a converted model ``sliding_window`` is the name of the base's own."""
     help = "number of keys that the window sees, the current token included"
-    return option(128, help, _whole(1, " key"))
+    return option(128, help, partial(check_whole, unit=" key"))
 
 
 def options_of(kind: Any) -> list[Field[Any]]:
@@ -115,46 +103,28 @@ def options_of(kind: Any) -> list[Field[Any]]:
 
 def flag(each: Field[Any]) -> str:
     """The option of ``latte convert``, such as ``--window``."""
-    return f"--{each.metadata['flag'] or each.name.replace('_', '-')}"
+    return FLAGS.get(each.name, f"--{each.name.replace('_', '-')}")
 
 
 def default_in_words(each: Field[Any]) -> str:
     """The default as help texts and pages have it."""
     if each.default in (None, ()):
         return str(each.metadata["none"])
-    if isinstance(each.default, bool):
-        return "yes" if each.default else "no"
     if isinstance(each.default, tuple):
         return " ".join(f"{number:g}" for number in each.default)
-    return str(each.default)
+    return {True: "yes", False: "no"}.get(each.default, str(each.default))
 
 
-def takes_options(kind: type) -> Callable[[Function], Function]:
-    """Decorator of a function with ``**options``: its signature and docstring name each of them."""
-
-    def entries(mark: re.Match[str]) -> str:
-        lines = []
-        for each in options_of(kind):
-            meaning, indent = each.metadata["help"], mark[1]
-            text = f"{each.name}: {meaning[0].upper()}{meaning[1:]} ({default_in_words(each)})."
-            lines += textwrap.wrap(
-                text, 100, initial_indent=indent, subsequent_indent=indent + "    "
-            )
-        return "\n".join(lines)
-
-    def derive(function: Function) -> Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(x.name, own[-1].kind, default=x.default, annotation=x.type)
-            for x in options_of(kind)
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        mark = re.compile(r"^( *)\*\*options: .*$", re.M)
-        function.__doc__ = mark.sub(entries, function.__doc__ or "")
-        return function
-
-    return derive
+def name_options(function: Any, kind: type) -> None:
+    """Name a dataclass's options in signature and docstring of a function with ``**options``."""
+    *own, _ = inspect.signature(function).parameters.values()
+    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    named = [keyword(each.name, default=each.default) for each in options_of(kind)]
+    function.__signature__ = inspect.Signature([*own, *named])
+    about = (f"{x.name}: {x.metadata['help']} ({default_in_words(x)})" for x in options_of(kind))
+    mark = f".{kind.__name__}`:"
+    doc = function.__doc__ or ""
+    function.__doc__ = doc.replace(mark, "\n            ".join([mark, *about]))
 
 
 # --- the options
@@ -167,40 +137,32 @@ class LatentFields:
     num_latents: int | None = option(
         128,
         "total number of latents over all query heads, a multiple of their number",
-        _whole(1),
-        none=f"{LATENTS_PER_HEAD} per head",
-        flag="latents",
+        check_whole,
+        f"{LATENTS_PER_HEAD} per head",
     )
     latent_input: LatentInput = option(
-        "rglru",  # eq. 18-19
-        "what the latents' logits are computed from: `none` (x), `conv` or `rglru`",
-        one_of(LATENT_INPUTS),
+        "rglru",
+        "what the latents' logits are computed from: `none` (x), `conv` or `rglru`",  # eq. 18-19
+        partial(check_one, choices=LATENT_INPUTS),
     )
-    # A bias on the window's query logit sets it.
+    # A bias on the window's query logit sets it. Without one it is about 1 / (L + 1).
     window_probability: float | None = option(
-        None,
-        "initial value of p(l=0), the window's share",
-        check_probability,
-        none="no bias, so about 1 / (L + 1)",
+        None, "initial value of p(l=0), the window's share", check_probability, "no bias"
     )
+    # Griffin's range of a_t where the recurrence gate is fully open, r = 1.
     rglru_decay_range: Sequence[float] = option(
-        (0.9, 0.999),  # Griffin's range of a_t where the recurrence gate is fully open, r = 1
-        "lowest and highest initial decay of the RG-LRU",
-        check_decay_range,
-        flag="decay-range",
+        (0.9, 0.999), "lowest and highest initial decay of the RG-LRU", check_decay_range
     )
     # Beyond the paper. With delayed latents the decay is computed from the query's token.
     forgetting: Forgetting = option(
         "none",
-        "whether latents forget: `none`, `static` (a rate per latent) or `gated` (a rate per"
-        " token)",
-        one_of(FORGETTING),
+        "whether latents forget: `none`, `static` (a rate per latent) or `gated` (one per token)",
+        partial(check_one, choices=FORGETTING),
     )
     half_life_range: Sequence[float] = option(
         (4.0, 512.0),
         "shortest and longest initial half-life of latents that forget, in tokens",
         check_half_lives,
-        flag="half-lives",
     )
 
     def latent_options(self) -> dict[str, Any]:
@@ -228,15 +190,15 @@ class ConvertedFields(LatentFields):
     window_probability: float = again(LatentFields, "window_probability", 0.95)
     # arXiv 2309.17453. Their distance is at most that of the window's edge.
     num_sinks: int = option(
-        0, "number of first tokens that stay visible to the window", _whole(0), flag="sinks"
+        0, "number of first tokens that stay visible to the window", partial(check_whole, least=0)
     )
     # The two branches then share no token. While none has left the window, p(l=0) is 1.
     delay_latents: bool = option(
-        False, "latents read a token only when it has left the window", _check_switch
+        False, "latents read a token only when it has left the window", check_switch
     )
     # Beyond the paper. The log-mass of the window's logits is added to the learned logit of p(l=0).
     joint_softmax: bool = option(
-        False, "the window's keys and the latents share one softmax", _check_switch
+        False, "the window's keys and the latents share one softmax", check_switch
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from latte.cli import commands
 from latte.errors import OneLineParser
@@ -109,17 +109,6 @@ def names(text: str) -> list[str]:
     if not found:
         raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
     return list(dict.fromkeys(found))
-
-
-def argument_of(hint: Any) -> dict[str, Any]:
-    """How argparse reads an option of a dataclass, by its type."""
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if hint == Sequence[float]:
-        return {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
-    if hint == Sequence[int]:
-        return {"type": numbers, "metavar": "N,N"}
-    return {"type": next((x for x in (int, float) if x in (hint, *get_args(hint))), str)}
 
 
 # ---- the commands
@@ -343,11 +332,14 @@ def _convert(command: Any) -> None:
     add(
         "--trained", metavar="FILE", help="latents that were trained before, a file of save_latents"
     )
-    hints = get_type_hints(ConversionOptions)
+    hints, kinds = get_type_hints(ConversionOptions), dict[Any, dict[str, Any]]()
+    kinds |= {int: {"type": int}, int | None: {"type": int}, float: {"type": float}}
+    kinds[bool] = {"action": argparse.BooleanOptionalAction}
+    kinds[Sequence[float]] = {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
+    kinds[Sequence[int]] = {"type": numbers, "metavar": "N,N"}
     for each in options_of(ConversionOptions):
         text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
-        how = argument_of(hints[each.name])
-        add(flag(each), dest=each.name, default=None, help=text, **how)
+        add(flag(each), dest=each.name, help=text, **kinds.get(hints[each.name], {}))
     add("--seed", type=int, help="seed of the new weights (0)")
     add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
     add("--quiet", action="store_true", help="print no progress bar and no lines")

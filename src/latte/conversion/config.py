@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import transformers
 from huggingface_hub.dataclasses import strict
 
 from latte.conversion.bases import BASES
-from latte.latent_fields import ConvertedFields, one_of, option, options_of, window_option
+from latte.latent_fields import ConvertedFields, check_one, option, options_of, window_option
 from latte.models.config import one_line_errors
 
 Mixing = Literal["learned", "window", "latents", "base"]
@@ -32,7 +33,7 @@ class MacchiatoFields(ConvertedFields):
         "learned",
         "`learned` is the trained model; `window` (p(l=0) = 1), `latents` (p(l=0) = 0) and `base`"
         " (the base's own attention) are controls",
-        one_of(MIXINGS),
+        partial(check_one, choices=MIXINGS),
     )
     # The others have the base's own attention. They either have a window of their own, or are kept
     # layers of full attention (`keep_layers`), whose state grows with the text.

@@ -15,14 +15,13 @@ import torch
 from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.hub import hub_options, unreachable
-from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, takes_options
+from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.results import check_writable
 
 MULTIMODAL = ("gemma3",)
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
-@takes_options(ConversionOptions)
 def convert(
     base: str | Path,
     output: str | Path | None = None,
@@ -49,7 +48,7 @@ def convert(
         seed: Seed of the new weights.
         dtype: Dtype of the base's weights. ``auto`` keeps the checkpoint's, and is bf16 for a
             quantised GGUF file. The new weights are fp32 (fp64 if the base is).
-        **options: Options of :class:`latte.latent_fields.ConversionOptions`, by name.
+        **options: Options of :class:`latte.latent_fields.ConversionOptions`:
 
     Returns:
         The converted model, in evaluation mode.
@@ -80,6 +79,9 @@ def convert(
     if target is not None:
         save(model, tokenizer, target)
     return model
+
+
+name_options(convert, ConversionOptions)
 
 
 def _calibration_rows(
