@@ -75,9 +75,11 @@ def check_one(what: str, value: str, choices: tuple[str, ...]) -> None:
 def option(
     default: Any, help: str, check: Callable[[str, Any], None] | None = None, none: str = ""
 ) -> Any:
-    """A dataclass field that is an option. A configuration's default must stay as it is.
+    """A dataclass field that is an option.
 
     Args:
+        default: Default. A configuration's never changes: a file that was saved before the option
+            existed has it.
         help: Meaning, for help texts and pages. Names of values stand in backticks.
         check: Check of the name and the value, unless the value is None and the type has None.
         none: Meaning of a default that is None or empty.
@@ -112,7 +114,7 @@ def default_in_words(each: Field[Any]) -> str:
         return str(each.metadata["none"])
     if isinstance(each.default, tuple):
         return " ".join(f"{number:g}" for number in each.default)
-    return {True: "yes", False: "no"}.get(each.default, str(each.default))
+    return {"True": "yes", "False": "no"}.get(str(each.default), str(each.default))
 
 
 def name_options(function: Any, kind: type) -> None:
@@ -206,8 +208,7 @@ class ConvertedFields(LatentFields):
 class ConversionOptions(ConvertedFields):
     """Options of a new conversion. Defaults that differ from the configuration's come first.
 
-    The configuration's are those of the first converted models, whose saved configurations do not
-    have the fields.
+    The configuration's are those of models that were saved before an option existed.
     """
 
     num_latents: int | None = again(ConvertedFields, "num_latents", None)
