@@ -53,6 +53,12 @@ SECTIONS: dict[str, type] = {
 }
 
 
+def marked(each: dataclasses.Field[Any]) -> str:
+    """The default of an option of latents, in words; text in backticks."""
+    words = default_in_words(each)
+    return f"`{words}`" if isinstance(each.default, str) else words
+
+
 def meaning(each: dataclasses.Field[Any], nothing: str) -> str:
     """What an option of latents is, and what it means that its default is nothing."""
     none = each.metadata["none"] if each.default is None else ""
@@ -96,7 +102,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "output": "new folder; with a recipe, run the command again to continue",
         "--recipe": "YAML recipe of a conversion: train the latents too, and compare with the base",
         **{
-            flag(each): f"{each.metadata['help']}; {default_in_words(each)}"
+            flag(each): f"{each.metadata['help']}; {marked(each)}"
             for each in options_of(ConversionOptions)
         },
         "--seed": "seed of the new weights; 0",

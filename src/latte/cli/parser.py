@@ -336,7 +336,7 @@ def _convert(command: Any) -> None:
     kinds |= {int: {"type": int}, int | None: {"type": int}, float: {"type": float}}
     kinds[bool] = {"action": argparse.BooleanOptionalAction}
     kinds[Sequence[float]] = {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
-    kinds[Sequence[int]] = {"type": numbers, "metavar": "N,N"}
+    kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
     for each in options_of(ConversionOptions):
         text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
         add(flag(each), dest=each.name, help=text, **kinds.get(hints[each.name], {}))
