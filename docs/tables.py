@@ -4,7 +4,8 @@
 
 rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- /generated -->`` of the pages
 below. Names, values and defaults of options and keys come from the code. Their meaning is the words
-below; where there are none, it is the help of the option or the comment beside the field. A public
+below; where there are none, it is the help of the option or the comment beside the field. The
+options of latents have their meaning in `latte.latent_fields`, and nowhere else. A public
 name of a reference page gets its file and the first sentence of its docstring, so that the page can
 be read in the repository, where nothing fills in the whole docstrings.
 """
@@ -18,11 +19,15 @@ import inspect
 import re
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from latte.cli.parser import build_parser
+from latte.conversion.config import MacchiatoFields
 from latte.data.preparing import DataSection
+from latte.latent_fields import ConversionOptions, default_in_words, flag, options_of
+from latte.models import LatteConfig
 from latte.train.convert import EvaluationSection
 from latte.train.layers import LayersSection
 from latte.train.recipe import (
@@ -46,6 +51,19 @@ SECTIONS: dict[str, type] = {
     "layers": LayersSection,
     "evaluation": EvaluationSection,
 }
+
+
+def marked(each: dataclasses.Field[Any]) -> str:
+    """The default of an option of latents, in words; text in backticks."""
+    words = default_in_words(each)
+    return f"`{words}`" if isinstance(each.default, str) else words
+
+
+def meaning(each: dataclasses.Field[Any], nothing: str) -> str:
+    """What an option of latents is, and what it means that its default is nothing."""
+    none = each.metadata["none"] if each.default is None else ""
+    return each.metadata["help"] + (f"; {nothing}: {none}" if none else "")
+
 
 # Where a help text of one line is not enough for a page. `*` holds for every command.
 OPTION_WORDS: dict[str, dict[str, str]] = {
@@ -83,23 +101,10 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     "convert": {
         "output": "new folder; with a recipe, run the command again to continue",
         "--recipe": "YAML recipe of a conversion: train the latents too, and compare with the base",
-        "--window": "number of keys that the window sees, the current token included; 128",
-        "--latents": "total number of latents over all query heads; 16 per head",
-        "--latent-input": "what the latents' logits are computed from: `none` (x), `conv` or"
-        " `rglru`; `none`",
-        "--window-probability": "initial value of p(l=0); 0.95",
-        "--decay-range": "lowest and highest initial decay of the RG-LRU; 0.9 0.999",
-        "--forgetting": "whether latents forget: `none`, `static` (a rate per latent) or `gated`"
-        " (a rate per token); `none`",
-        "--half-lives": "shortest and longest initial half-life of latents that forget, in tokens;"
-        " 4 512",
-        "--sinks": "number of first tokens that stay visible to the window; 4",
-        "--delay-latents": "latents read a token when it leaves the window; yes",
-        "--joint-softmax": "the window's keys and the latents share one softmax; yes",
-        "--initial": "initial latents: `landmarks`, `random`, or `auto` (landmarks where latents"
-        " read x); `auto`",
-        "--keep-layers": "layers that keep full attention, by number from 0, such as `7,20,23`;"
-        " none",
+        **{
+            flag(each): f"{each.metadata['help']}; {marked(each)}"
+            for each in options_of(ConversionOptions)
+        },
         "--seed": "seed of the new weights; 0",
         "--dtype": "precision of the base's weights, such as `bfloat16`; the checkpoint's",
     },
@@ -245,21 +250,7 @@ KEY_WORDS: dict[str, dict[str, str]] = {
     "conversion": {
         "base": "pretrained decoder: a folder, a GGUF file or a Hub name. A converted model is"
         " trained further. `model` is then not used, and the tokenizer is the base's",
-        "window": "number of keys that the window sees, the current token included",
-        "num_latents": "total number of latents over all query heads; null: 16 per head",
-        "latent_input": "what the latents' logits are computed from: `none` (x), `conv` or `rglru`",
-        "window_probability": "initial value of p(l=0)",
-        "rglru_decay_range": "lowest and highest initial decay of the RG-LRU",
-        "forgetting": "whether latents forget: `static` (a rate per latent), `gated` (a rate per"
-        " token)",
-        "half_life_range": "shortest and longest initial half-life of latents that forget, in"
-        " tokens",
-        "num_sinks": "number of first tokens that stay visible to the window",
-        "delay_latents": "latents read a token when it leaves the window",
-        "joint_softmax": "the window's keys and the latents share one softmax",
-        "initial": "initial latents: `landmarks`, `random`, or `auto` (landmarks where the latents"
-        " read x)",
-        "keep_layers": "layers that keep full attention, by number from 0",
+        **{each.name: meaning(each, "null") for each in options_of(ConversionOptions)},
         "dtype": "precision of the base's weights; `auto`: the checkpoint's",
         "objective": "`next-token`, or `transfer` from the base's own attention",
         "mass_weight": "weight of KL(m, p(l=0)) in attention transfer",
@@ -357,7 +348,7 @@ def kind(hint: Any) -> str:
         return " or ".join(f"`{value}`" for value in given)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(kind(each) for each in given if each is not type(None))
-    if origin is list or hint is list:
+    if origin in (list, Sequence) or hint is list:
         return f"list of {kind(given[0])}s" if given else "list"
     if origin is dict or hint is dict:
         return "fields"
@@ -370,6 +361,8 @@ def yaml_value(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        value = list(value)
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
@@ -386,6 +379,17 @@ def key_rows(name: str) -> list[tuple[str, ...]]:
         )
         for field in dataclasses.fields(section)
     ]
+
+
+# ---- options of latents, in Python
+
+
+def field_table(head: tuple[str, ...], kind: type) -> str:
+    """(name, default, meaning) of the options of a class, under such a head."""
+    rows: list[tuple[str, ...]] = [
+        (f"`{each.name}`", repr(each.default), meaning(each, "None")) for each in options_of(kind)
+    ]
+    return table(head, rows)
 
 
 # ---- public names
@@ -419,6 +423,13 @@ def blocks() -> dict[Path, dict[str, str]]:
     for module in MODULES:
         page = DOCS / f"reference/{module}.md"
         pages[page] = {"names": table(("name", "what it is", "defined in"), name_rows(page))}
+    pages[DOCS / "reference/models.md"] |= {
+        "latents": field_table(("field", "default", "meaning"), LatteConfig)
+    }
+    pages[DOCS / "reference/conversion.md"] |= {
+        "options": field_table(("option", "default", "meaning"), ConversionOptions),
+        "fields": field_table(("added field", "default", "meaning"), MacchiatoFields),
+    }
     return pages
 
 

@@ -98,7 +98,7 @@ def test_wrong_presets(arguments, message):
         ({"embedding_multiplier": 0}, "embedding_multiplier must be positive, got 0"),
         ({"rglru_decay_range": (0.9, 1.0)}, "rglru_decay_range must be two numbers with 0 < low"),
         ({"rglru_decay_range": [0.9, 0.5]}, r"0 < low <= high < 1, got \(0.9, 0.5\)"),
-        ({"rglru_decay_range": 0.5}, "Field 'rglru_decay_range' .* got float"),
+        ({"rglru_decay_range": 0.5}, "0 < low <= high < 1, got 0.5"),
         ({"window_probability": 1}, "window_probability must be between 0 and 1, got 1"),
         (
             {"window_probability": 0.5, "mixer": "swa"},

@@ -7,29 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+from latte.latent_fields import ConversionOptions, flag, options_of
 from latte.processes import is_first_process
-
-# Option, keyword of `latte.conversion.convert`, type, help.
-CONVERSION_SHAPE: tuple[tuple[str, str, Any, str], ...] = (
-    ("--window", "window", int, "number of keys that the window sees (128)"),
-    ("--latents", "num_latents", int, "total number of latents over all heads (16 per head)"),
-    ("--latent-input", "latent_input", str, "source of the logits: none, conv or rglru (none)"),
-    ("--window-probability", "window_probability", float, "initial value of p(l=0) (0.95)"),
-    ("--sinks", "num_sinks", int, "number of first tokens that stay visible to the window (4)"),
-    ("--initial", "initial", str, "initial latents: auto, landmarks or random (auto)"),
-    ("--seed", "seed", int, "seed of the new weights (0)"),
-    ("--dtype", "dtype", str, "dtype of the base's weights, as bfloat16 (the checkpoint's)"),
-    ("--decay-range", "rglru_decay_range", float, "initial decays of the RG-LRU (0.9 0.999)"),
-    ("--forgetting", "forgetting", str, "whether latents forget: none, static or gated (none)"),
-    ("--half-lives", "half_life_range", float, "initial half-lives, if latents forget (4 512)"),
-    ("--keep-layers", "keep_layers", list, "layers to keep full attention: 7,20,23 (none)"),
-)
-
-
-CONVERSION_SWITCHES = {
-    "delay_latents": "latents read a token only when it has left the window",
-    "joint_softmax": "the window's keys and the latents share one softmax",
-}
 
 
 def train(options: Namespace) -> int:
@@ -155,8 +134,9 @@ def compare(options: Namespace) -> int:
 
 def convert(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
-    shape = picked(options, *(name for _, name, _, _ in CONVERSION_SHAPE), *CONVERSION_SWITCHES)
-    given = {name: value for name, value in shape.items() if value is not None}
+    flags = {each.name: flag(each) for each in options_of(ConversionOptions)}
+    flags |= {"seed": "--seed", "dtype": "--dtype"}
+    given = {k: value for k, value in picked(options, *flags).items() if value is not None}
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
@@ -164,13 +144,13 @@ def convert(options: Namespace) -> int:
         if others:
             raise LatteError(
                 "with --trained the model's shape is the file's: expected only --keep-layers and"
-                f" --dtype, got --{others[0].replace('_', '-')}"
+                f" --dtype, got {flags[others[0]]}"
             )
     if options.recipe is not None:
         if given:
             raise LatteError(
                 f"with --recipe the model's shape is the recipe's: expected conversion.KEY=VALUE,"
-                f" got --{next(iter(given)).replace('_', '-')}"
+                f" got {flags[next(iter(given))]}"
             )
         from latte.train.convert import convert_and_train, load_conversion_recipe
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from latte.cli import commands
 from latte.errors import OneLineParser
+from latte.latent_fields import ConversionOptions, default_in_words, flag, options_of
 from latte.version import __version__
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
@@ -331,12 +332,16 @@ def _convert(command: Any) -> None:
     add(
         "--trained", metavar="FILE", help="latents that were trained before, a file of save_latents"
     )
-    for option, name, kind, text in commands.CONVERSION_SHAPE:
-        two = {"nargs": 2, "metavar": ("LOW", "HIGH")} if name.endswith("_range") else {}
-        add(option, dest=name, type=numbers if kind is list else kind, help=text, **two)
-    for name, text in commands.CONVERSION_SWITCHES.items():
-        switch = argparse.BooleanOptionalAction
-        add(f"--{name.replace('_', '-')}", action=switch, default=None, help=f"{text} (yes)")
+    hints, kinds = get_type_hints(ConversionOptions), dict[Any, dict[str, Any]]()
+    kinds |= {int: {"type": int}, int | None: {"type": int}, float: {"type": float}}
+    kinds[bool] = {"action": argparse.BooleanOptionalAction}
+    kinds[Sequence[float]] = {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
+    kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
+    for each in options_of(ConversionOptions):
+        text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
+        add(flag(each), dest=each.name, help=text, **kinds.get(hints[each.name], {}))
+    add("--seed", type=int, help="seed of the new weights (0)")
+    add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
     add("--quiet", action="store_true", help="print no progress bar and no lines")
 
 

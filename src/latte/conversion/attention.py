@@ -98,14 +98,9 @@ class MacchiatoAttention(nn.Module):
         self.latents: Any = LatentLogits(
             config.hidden_size,
             self.num_heads,
-            fields.num_latents,
-            fields.latent_input,
             window_logit=True,
-            window_probability=fields.window_probability,
-            rglru_decay_range=fields.rglru_decay_range,
-            forgetting=fields.forgetting,
-            half_life_range=fields.half_life_range,
             rms_norm_eps=config.rms_norm_eps,
+            **fields.latent_options(),
         )
         # In a half-precision base the default dtype is half precision too. New weights will be
         # trained, so they are at least fp32.

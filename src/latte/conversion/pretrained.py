@@ -15,13 +15,10 @@ import torch
 from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.hub import hub_options, unreachable
-from latte.layers.latent_input import HALF_LIFE_RANGE
-from latte.layers.recurrent import DECAY_RANGE
+from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.results import check_writable
 
 MULTIMODAL = ("gemma3",)
-INITIAL = ("auto", "landmarks", "random")
-LATENTS_PER_HEAD = 16  # the default
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
@@ -29,21 +26,10 @@ def convert(
     base: str | Path,
     output: str | Path | None = None,
     *,
-    window: int = 128,
-    num_latents: int | None = None,
-    latent_input: str = "none",
-    window_probability: float = 0.95,
-    rglru_decay_range: Sequence[float] = DECAY_RANGE,
-    forgetting: str = "none",
-    half_life_range: Sequence[float] = HALF_LIFE_RANGE,
-    num_sinks: int = 4,
-    delay_latents: bool = True,
-    joint_softmax: bool = True,
-    keep_layers: Sequence[int] = (),
-    initial: str = "auto",
     calibration: str | Sequence[torch.Tensor] | None = None,
     seed: int = 0,
     dtype: str | torch.dtype = "auto",
+    **options: Any,
 ) -> Any:
     """Replace a decoder's full attention by a window and latents; keep every weight.
 
@@ -57,30 +43,12 @@ def convert(
         base: Folder written by ``save_pretrained``, GGUF file or a folder with one, or a name on
             the Hub. Supported: Gemma 1, 2 and 3 (text), Llama 2 and 3, Mistral, Qwen 2 and 3.
         output: New folder for the model and the base's tokeniser; None saves nothing.
-        window: Number of keys that the window sees, the current token included.
-        num_latents: Total number of latents over all query heads, a multiple of their number; None
-            is 16 per head.
-        latent_input: Source of the latent logits: ``none`` (x), ``conv`` or ``rglru``.
-        window_probability: Initial value of p(l=0).
-        rglru_decay_range: Lowest and highest initial decay of the RG-LRU.
-        forgetting: Kind of forgetting of the latents: ``none``, ``static`` (a rate per latent) or
-            ``gated`` (a rate per token); beyond the paper.
-        half_life_range: Shortest and longest initial half-life of latents that forget, in tokens.
-        num_sinks: Number of first tokens that stay visible to the window.
-        delay_latents: Whether the latents read a token only when it has left the window.
-        joint_softmax: Whether the window's keys and the latents share one softmax (beyond the
-            paper).
-        keep_layers: Layers that keep full attention, by number from 0. The model is then a
-            hybrid: the state of these layers, and the time of a step, grow with the text.
-        initial: Kind of initial latents: ``landmarks`` (:mod:`latte.conversion.landmarks`),
-        ``random``, or
-            ``auto``. ``auto`` is landmarks if ``latent_input`` is ``none`` and there are tokens
-            to compute them from, else random, with a warning.
         calibration: Text, or rows of token ids (B, T), from which landmarks are computed. None is
             English text that is part of every Python. About 8,000 tokens are used.
         seed: Seed of the new weights.
         dtype: Dtype of the base's weights. ``auto`` keeps the checkpoint's, and is bf16 for a
             quantised GGUF file. The new weights are fp32 (fp64 if the base is).
+        **options: Options of :class:`latte.latent_fields.ConversionOptions`:
 
     Returns:
         The converted model, in evaluation mode.
@@ -90,29 +58,17 @@ def convert(
             as GGUF) or has no layer of full attention; a value does not fit; or ``output``
             exists. Nothing has been written then.
     """
+    chosen = ConversionOptions(**options)
     check_seed("seed", seed)
     target = None if output is None else check_output(output)
-    values = {
-        "local_window": window,
-        "num_latents": num_latents,
-        "latent_input": latent_input,
-        "window_probability": window_probability,
-        "rglru_decay_range": rglru_decay_range,
-        "forgetting": forgetting,
-        "half_life_range": half_life_range,
-        "num_sinks": num_sinks,
-        "delay_latents": delay_latents,
-        "joint_softmax": joint_softmax,
-        "keep_layers": keep_layers,
-    }
-    config = converted_config(base, values)
+    config = converted_config(base, chosen.fields())
     tokenizer = None if target is None else load_tokenizer(base)
     rows: Sequence[torch.Tensor] = ()
-    if begins_with_landmarks(initial, config):
+    if begins_with_landmarks(chosen.initial, config):
         try:
             rows = _calibration_rows(base, tokenizer, calibration, config.local_window)
         except LatteError as error:
-            if initial != "auto" or calibration is not None:
+            if chosen.initial != "auto" or calibration is not None:
                 raise
             warnings.warn(f"latents begin at random, not as landmarks: {error}", stacklevel=2)
     model = load_base(base, config, seed=seed, dtype=dtype)
@@ -123,6 +79,9 @@ def convert(
     if target is not None:
         save(model, tokenizer, target)
     return model
+
+
+name_options(convert, ConversionOptions)
 
 
 def _calibration_rows(

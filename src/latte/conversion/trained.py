@@ -84,7 +84,7 @@ def apply_latents(
         base: The base that the latents were trained for, as for :func:`latte.conversion.convert`.
         latents: File that :func:`save_latents` wrote.
         output: New folder for the model and the base's tokeniser; None saves nothing.
-        keep_layers: Further layers that keep full attention, by number from 0.
+        keep_layers: Numbers of more layers with full attention than the file names.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
 
     Returns:

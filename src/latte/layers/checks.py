@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -29,30 +26,6 @@ def check_multiple(layer: str, **sizes: int) -> None:
 def check_choice(layer: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{layer}: {name} must be one of {choices}, got {value!r}")
-
-
-def check_probability(what: str, value: float) -> None:
-    if not 0.0 < value < 1.0:
-        raise ValueError(f"{what} must be between 0 and 1, got {value}")
-
-
-def check_decay_range(what: str, value: Sequence[float]) -> None:
-    """``(low, high)`` with 0 < low <= high < 1."""
-    _check_range(what, value, 1.0, "0 < low <= high < 1")
-
-
-def check_half_lives(what: str, value: Sequence[float]) -> None:
-    """``(low, high)`` with 0 < low <= high, in tokens."""
-    _check_range(what, value, math.inf, "0 < low <= high")
-
-
-def _check_range(what: str, value: Sequence[float], bound: float, wanted: str) -> None:
-    pair = isinstance(value, (tuple, list)) and len(value) == 2
-    if pair and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
-        low, high = value
-        if 0 < low <= high < bound:
-            return
-    raise ValueError(f"{what} must be two numbers with {wanted}, got {value!r}")
 
 
 def check_input(layer: str, x: Tensor, hidden_size: int, weight: Tensor | None = None) -> None:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.checks import (
-    check_choice,
+from latte.latent_fields import (
+    FORGETTING,
+    LATENT_INPUTS,
+    LatentFields,
     check_half_lives,
-    check_multiple,
     check_probability,
 )
+from latte.layers.checks import check_choice, check_multiple
 from latte.layers.native import linear_maps, native_weights
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
@@ -27,9 +29,7 @@ from latte.layers.step import StepState
 from latte.ops import dense
 from latte.ops.step import conv_step, in_dtype
 
-LATENT_INPUTS = ("none", "conv", "rglru")
-FORGETTING = ("none", "static", "gated")
-HALF_LIFE_RANGE = (4.0, 512.0)  # tokens
+HALF_LIFE_RANGE = LatentFields.half_life_range
 
 
 class LatentInputs(NamedTuple):

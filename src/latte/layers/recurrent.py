@@ -11,16 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from latte.latent_fields import LatentFields, check_decay_range
 from latte.layers.across import ShardedOps, across
 from latte.layers.again import made_again
-from latte.layers.checks import check_decay_range, check_input, check_multiple
+from latte.layers.checks import check_input, check_multiple
 from latte.layers.native import READ, is_hooked
 from latte.layers.parts import Drawn, RMSNorm
 from latte.ops import rg_lru
 from latte.ops.step import in_dtype, rg_lru_step
 from latte.ops.tensors import computation_dtype
 
-DECAY_RANGE = (0.9, 0.999)  # Griffin's range of a_t where the recurrence gate is fully open, r = 1
+DECAY_RANGE = LatentFields.rglru_decay_range
 
 
 class BlockDiagonalLinear(Drawn):

@@ -10,9 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.layers.checks import check_decay_range, check_half_lives, check_probability
-from latte.layers.latent_input import HALF_LIFE_RANGE
-from latte.layers.recurrent import DECAY_RANGE
+from latte.latent_fields import LatentFields, window_option
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -23,24 +21,17 @@ from latte.models.registry import (
 
 
 @strict
-class LatteConfig(PreTrainedConfig):
+class LatteConfig(LatentFields, PreTrainedConfig):
     r"""Configuration of Latte models; the presets are below.
+
+    The fields of the latents are those of :class:`latte.latent_fields.LatentFields`. With
+    ``mixer="linear"``, ``num_latents`` is the number of features. With ``"swa"``, ``latent_input``
+    is the source of the window's queries, keys and values.
 
     Args:
         mixer: Mixer of the tokens: ``latte`` (eq. 7-14), ``macchiato`` (eq. 15-17), ``swa``
             (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), or one
             of your own (:mod:`latte.models.registry`).
-        latent_input: Source of the latent logits: ``none`` (x), ``conv`` or ``rglru`` (eq.
-            18-19). With ``swa`` it is the source of the window's queries, keys and values.
-        num_latents: Total number of latents over all heads (of features for ``linear``).
-        sliding_window: Number of keys that a query of ``macchiato`` or ``swa`` sees, its own
-            included.
-        window_probability: Initial value of p(l=0), the window's share in ``macchiato``, set by a
-            bias on the window's query logit. None adds no bias; p(l=0) is then near 1 / (L + 1).
-        rglru_decay_range: Lowest and highest initial decay of the RG-LRU (Griffin's by default).
-        forgetting: Kind of forgetting of the latents of ``latte`` and ``macchiato`` (beyond the
-            paper): ``none``, ``static`` (a rate per latent) or ``gated`` (a rate per token).
-        half_life_range: Shortest and longest initial half-life of such latents, in tokens.
         position: Position encoding: ``sinusoidal`` (added to the embeddings), ``rope`` (in the
             window or full attention) or ``none``.
         embedding_multiplier: Factor of the token embeddings. None is sqrt(hidden_size) if
@@ -74,14 +65,8 @@ class LatteConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int = 3072
     mixer: str = "macchiato"
-    latent_input: Literal["none", "conv", "rglru"] = "rglru"
-    num_latents: int | None = 128
-    sliding_window: int | None = 128
-    window_probability: float | int | None = None
+    sliding_window: int | None = window_option()  # of ``macchiato`` and ``swa``
     conv_kernel_size: int = 3
-    rglru_decay_range: list[float | int] | tuple[float | int, ...] = DECAY_RANGE
-    forgetting: Literal["none", "static", "gated"] = "none"
-    half_life_range: list[float | int] | tuple[float | int, ...] = HALF_LIFE_RANGE
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: float | int = 1e-6
     mlp: Literal["gelu", "swiglu"] = "swiglu"
@@ -107,9 +92,7 @@ class LatteConfig(PreTrainedConfig):
         self._reject_misspelt(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in ("rglru_decay_range", "half_life_range"):
-            if isinstance(getattr(self, name), list):  # as JSON has it
-                setattr(self, name, tuple(getattr(self, name)))
+        self.lists_to_tuples()
         super().__post_init__(**kwargs)
 
     def _reject_misspelt(self, extra: dict[str, Any]) -> None:
@@ -127,6 +110,7 @@ class LatteConfig(PreTrainedConfig):
 
     def validate_fields(self) -> None:
         """Part of ``@strict``: every size is right by itself, and then with the choices."""
+        self.check_options()
         self._check_sizes()
         self._check_choices()
 
@@ -141,8 +125,6 @@ class LatteConfig(PreTrainedConfig):
             "num_key_value_heads",
             "head_dim",
             "intermediate_size",
-            "num_latents",
-            "sliding_window",
             "conv_kernel_size",
             "max_position_embeddings",
         )
@@ -181,15 +163,11 @@ class LatteConfig(PreTrainedConfig):
                 raise ValueError(
                     f"position='rope' needs heads of an even width, got {self.width_per_head}"
                 )
-        if self.window_probability is not None:
-            if "window_probability" not in uses:
-                raise ValueError(
-                    f"window_probability must be None for mixer={self.mixer!r}, got"
-                    f" {self.window_probability}"
-                )
-            check_probability("window_probability", self.window_probability)
-        check_decay_range("rglru_decay_range", self.rglru_decay_range)
-        check_half_lives("half_life_range", self.half_life_range)
+        if self.window_probability is not None and "window_probability" not in uses:
+            raise ValueError(
+                f"window_probability must be None for mixer={self.mixer!r}, got"
+                f" {self.window_probability}"
+            )
         if self.forgetting != "none":
             if "forgetting" not in uses:
                 raise ValueError(

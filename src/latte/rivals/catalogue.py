@@ -22,6 +22,7 @@ from typing import Any, Literal
 from huggingface_hub.errors import StrictDataclassError
 
 from latte.errors import LatteError
+from latte.latent_fields import LatentFields
 from latte.models.registry import ModelEntry
 
 Fields = dict[str, Any]
@@ -36,8 +37,8 @@ GET_TRITON = "pip install 'latte-attention[gpu]'"
 # Fields of LatteConfig that set the size. A recipe may override them for every model. The first
 # ones have a meaning only for Latte, and are ignored here, as `transformer++` ignores them.
 OURS_ALONE = (
-    *("num_latents", "conv_kernel_size", "window_probability", "rglru_decay_range"),
-    *("forgetting", "half_life_range"),
+    "conv_kernel_size",
+    *(field.name for field in fields(LatentFields) if field.name != "latent_input"),
 )
 SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),

@@ -12,6 +12,7 @@ torch.
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from latte.data.preparing import DataSection
 from latte.errors import LatteError, check_seed
+from latte.latent_fields import ConversionOptions
 from latte.train.typed import apply_override, build, merge, read_yaml
 
 # Keys of `training` for reports and duration. A run may be resumed with other values of them.
@@ -92,7 +94,7 @@ class TrainingSection:
 
 
 @dataclass
-class ConversionSection:
+class ConversionSection(ConversionOptions):
     """The conversion of a pretrained decoder to Latte-Macchiato, and the weights that are trained.
 
     With a `base`, `model` is not used, and `data.tokenizer` is the base's. If the base is already
@@ -100,18 +102,6 @@ class ConversionSection:
     """
 
     base: str | None = None  # a folder, or a name on the Hub
-    window: int = 128  # number of keys that the window sees, self included
-    num_latents: int | None = None  # total over all query heads; None: 16 per head
-    latent_input: Literal["none", "conv", "rglru"] = "none"
-    window_probability: float = 0.95  # initial value of p(l=0)
-    rglru_decay_range: list[float] = field(default_factory=lambda: [0.9, 0.999])  # initial decays
-    forgetting: Literal["none", "static", "gated"] = "none"  # whether and how latents forget
-    half_life_range: list[float] = field(default_factory=lambda: [4.0, 512.0])  # initial, in tokens
-    num_sinks: int = 4  # number of first tokens that stay visible to the window
-    delay_latents: bool = True  # latents read a token only when it has left the window
-    joint_softmax: bool = True  # the window's keys and the latents share one softmax
-    initial: Literal["auto", "landmarks", "random"] = "auto"  # auto: landmarks where latents read x
-    keep_layers: list[int] = field(default_factory=list)  # layers that keep full attention
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
     objective: Literal["next-token", "transfer"] = "next-token"
     mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in attention transfer
@@ -120,22 +110,6 @@ class ConversionSection:
     lora_rank: int = 16
     lora_alpha: float = 32.0
     lora_targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj"])
-
-    def fields(self) -> dict[str, Any]:
-        """The values that are fields of a converted model's configuration, by their names there."""
-        return {
-            "local_window": self.window,
-            "num_latents": self.num_latents,
-            "latent_input": self.latent_input,
-            "window_probability": self.window_probability,
-            "rglru_decay_range": tuple(self.rglru_decay_range),
-            "forgetting": self.forgetting,
-            "half_life_range": tuple(self.half_life_range),
-            "num_sinks": self.num_sinks,
-            "delay_latents": self.delay_latents,
-            "joint_softmax": self.joint_softmax,
-            "keep_layers": tuple(sorted(set(self.keep_layers))),
-        }
 
 
 @dataclass
@@ -163,7 +137,9 @@ class Recipe:
     plugins: list[str] = field(default_factory=list)  # files or modules, see `import_plugins`
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All settings, as plain JSON: with lists, as a file has them, and no tuples."""
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return values
 
     def import_plugins(self) -> None:
         """Import the plugins, which register models or mixers in `latte.models.registry`.

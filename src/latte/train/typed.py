@@ -1,8 +1,8 @@
 """Plain mappings (YAML, dotted overrides) into nested dataclasses, with one clear line per mistake.
 
-Only what recipes need: int, float, bool, str, `X | None`, `list[X]`, `dict[str, Any]`,
-`Literal[...]` and nested dataclasses. Nothing here imports torch, so that a recipe is checked
-before anything slow starts.
+Only what recipes need: int, float, bool, str, `X | None`, `list[X]`, `Sequence[X]` (a tuple),
+`dict[str, Any]`, `Literal[...]` and nested dataclasses. Nothing here imports torch, so that a
+recipe is checked before anything slow starts.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return convert(next(a for a in arguments if _fits(a, value)), value, path)
     if dataclasses.is_dataclass(hint):
         return build(hint, value, path)  # type: ignore[arg-type, type-var]
-    if origin is list:
-        return [convert(arguments[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
+    if origin in (list, Sequence):
+        items = [convert(arguments[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
+        return items if origin is list else tuple(items)
     if origin is dict:
         return dict(value)
     return float(value) if hint is float else value
@@ -131,7 +132,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return any(_fits(option, value) for option in get_args(hint))
     if origin is Literal:
         return value in get_args(hint)
-    if origin is list:
+    if origin in (list, Sequence):
         return isinstance(value, Sequence) and not isinstance(value, str)
     if origin is dict or dataclasses.is_dataclass(hint):
         return isinstance(value, Mapping)
@@ -148,7 +149,7 @@ def describe(hint: Any) -> str:
         return " or ".join("nothing (null)" if a is type(None) else describe(a) for a in arguments)
     if origin is Literal:
         return "one of " + ", ".join(repr(a) for a in arguments)
-    if origin is list:
+    if origin in (list, Sequence):
         return f"a list of {describe(arguments[0])}"
     if origin is dict or dataclasses.is_dataclass(hint):
         return "a section"
