@@ -16,7 +16,7 @@ from latte.layers.latent_input import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits, Projected
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.state import MixerState, Piece, without_decay
+from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 from latte.ops import latte_attention, macchiato_attention
 from latte.ops.step import latte_step, macchiato_step
@@ -90,7 +90,7 @@ class LatteAttention(Mixer):
             log_decay=projected.log_decay,
             **piece.sequences,
         )
-        return out, MixerState(latent=without_decay(latent))
+        return out, MixerState(latent=latent)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         assert state.latent is not None
@@ -207,7 +207,7 @@ def mix_macchiato(
     inputs = latent_q, latent_k, q, k, v_BTGD
     out, carried = piece.across(macchiato_attention)(*inputs, **options)
     latent, window, pending = (*(carried or (None, None)), None)[:3]
-    return out, MixerState(latent=without_decay(latent), window=window, pending=pending)
+    return out, MixerState(latent=latent, window=window, pending=pending)
 
 
 def step_macchiato(

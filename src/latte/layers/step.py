@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.layers.state import MixerState, map_tensors, without_decay
+from latte.layers.state import MixerState, map_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.step import Ring, Rotary, Sinks, number
 
@@ -85,7 +85,7 @@ class StepState:
             room: Number of slots of the ring of a state that grows; None if it does not grow.
             masked: Whether to store which slots hold a real token. If not, all do.
         """
-        parts = (without_decay(state.latent), state.linear, None, state.rglru, state.conv)
+        parts = (state.latent, state.linear, None, state.rglru, state.conv)
         made = cls(clock, *map_tensors(_copy, parts))
         if state.window is None:
             return made
