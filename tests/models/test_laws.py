@@ -27,6 +27,7 @@ def over(rows):
 
 STEPPING = [row for row in ROWS if row.steps]
 REWINDING = [row for row in ROWS if row.rewinds]
+OF_PRESETS = [*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++"]
 PLAIN = [f"{family}: plain" for family, option in CONVERSIONS if option == "plain"]
 HYBRIDS = ["llama: kept", "gemma3_text: kept", "gemma2: hybrid"]
 
@@ -113,6 +114,26 @@ def test_steps_are_the_whole_after_a_prompt_of_any_length(row, backend):
         for layer, other in zip(cache.layers, whole_cache.layers, strict=True):
             assert layer.seen_tokens == 19
             torch.testing.assert_close(visible(layer.state), visible(other.state), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@over([row for row in ROWS if row.name in OF_PRESETS or row.name.endswith(": both")])
+def test_steps_are_as_exact_as_the_general_way(row, dtype):
+    model, ids = row.make().to(dtype), tokens(2, 12)
+    for name, module in model.named_modules():
+        if name.endswith("self_attn.latents"):  # a converted model keeps them in fp32
+            module.float()
+    expected, errors = whole(copy.deepcopy(model).double(), ids)[:, -1], []
+    for backend in ("reference", "torch", "cpu"):
+        if backend == "cpu" and cpp_backend.ABSENT is not None:
+            continue
+        with use_backend(backend):
+            cache = LatteCache(model.config)
+            logits = read(model, cache, ids, [6, 1, 1, 1, 1, 1, 1])[:, -1]
+            assert cache.layers[0].is_written_in_place == (backend != "reference")
+        errors.append((logits.double() - expected).norm() / expected.norm())
+    roundings = 4 if row.name in OF_PRESETS else 16  # twice the layers, and large norms
+    assert max(errors[1:]) <= max(2 * errors[0], roundings * torch.finfo(dtype).eps)
 
 
 # --- the rows of a batch --------------------------------------------------------------------------
