@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from latte.errors import LatteError
-from latte.models import PRESETS, LatteCache, LatteForCausalLM, load_state, save_state
-
-FAMILY = (*PRESETS, "latte-r-swa-f++")
+from latte.models import LatteCache, LatteForCausalLM, load_state, save_state
 
 
 def read(model, ids, mask=None):

@@ -5,13 +5,11 @@ import copy
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import CompileConfig, GenerationConfig
 
 from latte.layers import LatteAttention, LatteMacchiato
-from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
+from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import cpp_backend, use_backend
 
-FAMILY = (*PRESETS, "latte-conv-swa-f++")
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 
 
@@ -120,18 +118,6 @@ class Twice(torch.nn.Module):
         return 2 * self.base(x)
 
 
-# --- a static cache ------------------------------------------------------------------------------
-
-
-def generate(model, ids, mask=None, *, new=24, backend=None, **settings):
-    if backend is not None:
-        settings["compile_config"] = CompileConfig(backend=backend, fullgraph=True)
-        settings["compile_config"]._compile_all_devices = True
-    settings |= {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    config = GenerationConfig(suppress_tokens=[0], eos_token_id=None, **settings)
-    return model.generate(ids, attention_mask=mask, generation_config=config)
-
-
 def test_a_static_cache_refuses_what_it_cannot_do(build, config, tokens):
     growing = build("transformer++")
     with pytest.raises(ValueError, match="at most max_cache_len=4 tokens, got 6"):
@@ -145,4 +131,4 @@ def test_a_static_cache_refuses_what_it_cannot_do(build, config, tokens):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LatteMacchiato, "steps", False)
         with pytest.raises(ValueError, match="needs layers with a step of decoding"):
-            generate(model, tokens(1, 4), cache_implementation="static")
+            model.generate(tokens(1, 4), cache_implementation="static")
