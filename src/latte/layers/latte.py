@@ -93,9 +93,10 @@ class LatteAttention(Mixer):
         return out, MixerState(latent=latent)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        assert state.latent is not None
+        latent, real = state.latent, state.clock.real
+        assert latent is not None
         q, k, log_decay = self.latents.step(x_BE, state)
-        inputs = q, k, self._values(x_BE, state), *state.latent, state.clock.real
+        inputs = q, k, self._values(x_BE, state), latent.log_mass, latent.mean, real
         return latte_step(*inputs, log_decay=log_decay)
 
 
@@ -224,9 +225,10 @@ def step_macchiato(
 
     ``latents`` are the latent q, k and log-decay, ``local`` the local q, k and v.
     """
-    assert state.latent is not None and state.ring is not None
+    latent = state.latent
+    assert latent is not None and state.ring is not None
     latent_q, latent_k, log_decay = latents
-    inputs = latent_q, latent_k, *local, *state.latent
+    inputs = latent_q, latent_k, *local, latent.log_mass, latent.mean
     ring, slot, real = state.ring, state.slot, state.clock.real
     options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary, "log_decay": log_decay}
     options |= {"sinks": state.sinks_of(sink_rotary), "pending": state.pending, "joint": joint}
