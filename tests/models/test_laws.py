@@ -170,7 +170,7 @@ def test_packed_sequences_are_the_sequences_alone(row):
             torch.testing.assert_close(packed, alone, **EXACT)
 
 
-MASKED = {"left": range(5), "right": range(9, 14), "between": (3, 4, 9, 13)}
+MASKED = {"left": range(5), "right": range(9, 14)}  # in between it takes places in the window
 
 
 @pytest.mark.parametrize("place", MASKED)
