@@ -1,55 +1,26 @@
 """Small models of every preset, at a weight scale where a broken cache is seen."""
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from latte.models import (
-    LatteForCausalLM,
-    LatteForSequenceClassification,
-    LatteModel,
-    preset_config,
-)
+# Make ``modeldb`` importable, and what it imports, whatever pytest's import mode.
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("models", "conversion")]
 
-CLASSES = {
-    "lm": LatteForCausalLM,
-    "model": LatteModel,
-    "classifier": LatteForSequenceClassification,
-}
-
-
-def tiny_config(preset, **overrides):
-    values = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 24,
-        "initializer_range": 0.4,  # at 0.02 broken reordering and cropping go unseen
-        "tie_word_embeddings": False,  # tied, these models would repeat their last token
-    }
-    if preset.startswith("latte") or preset == "linear++":
-        values["num_latents"] = 12
-    if "swa" in preset:
-        values["sliding_window"] = 4
-    return preset_config(preset, "tiny", **(values | overrides))
+import modeldb  # noqa: E402
 
 
 @functools.cache
 def _shared(preset, kind, dtype, overrides):
-    torch.manual_seed(0)
-    model = CLASSES[kind](tiny_config(preset, **dict(overrides))).to(dtype).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("decay_proj.weight"):  # 0 at the start: nothing of a gate would be seen
-            torch.nn.init.normal_(parameter, std=0.4)
-    return model
+    return modeldb.made(preset, kind, **dict(overrides)).to(dtype)
 
 
 @pytest.fixture(scope="session")
 def config():
-    return tiny_config
+    return modeldb.tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -64,11 +35,7 @@ def build():
 
 @pytest.fixture(scope="session")
 def tokens():
-    def make(batch, length, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(3, 40, (batch, length), generator=generator)
-
-    return make
+    return modeldb.tokens
 
 
 @pytest.fixture(autouse=True)

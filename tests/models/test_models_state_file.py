@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from latte.errors import LatteError
-from latte.models import PRESETS, LatteCache, LatteForCausalLM, load_state, save_state
-
-FAMILY = (*PRESETS, "latte-r-swa-f++")
+from latte.models import LatteCache, LatteForCausalLM, load_state, save_state
 
 
 def read(model, ids, mask=None):
@@ -22,37 +20,6 @@ def read(model, ids, mask=None):
 def go_on(model, cache, ids, mask=None):
     with torch.no_grad():
         return model(ids, attention_mask=mask, past_key_values=cache).logits
-
-
-@pytest.mark.parametrize("preset", FAMILY)
-def test_a_batch_with_padding_goes_on_bit_for_bit(build, tokens, tmp_path, preset):
-    model, ids = build(preset), tokens(2, 16)
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, :5] = 0
-    cache = read(model, ids[:, :11], mask[:, :11])
-    save_state(cache, tmp_path / "state")
-    loaded = load_state(tmp_path / "state", model)
-    assert loaded.get_seq_length() == 11 and loaded.position.tolist() == [11, 6]
-    assert loaded.nbytes == cache.nbytes
-    for part in (slice(11, 14), slice(14, 15), slice(15, 16)):  # a prompt, and steps
-        seen = mask[:, : part.stop]
-        ours, wanted = (go_on(model, c, ids[:, part], seen) for c in (loaded, cache))
-        assert torch.equal(ours, wanted)
-
-
-@pytest.mark.parametrize("preset", ["latte-conv-swa++", "latte-r-swa++", "transformer++"])
-@pytest.mark.parametrize("static", [False, True])
-def test_the_middle_of_decoding_is_a_state_too(build, tokens, tmp_path, preset, static):
-    model, ids = build(preset), tokens(2, 16)
-    cache = LatteCache(model.config, max_cache_len=20 if static else None)
-    for part in (slice(0, 9), slice(9, 10), slice(10, 11)):
-        go_on(model, cache, ids[:, part])
-    save_state(cache, tmp_path / "state")
-    loaded = load_state(tmp_path / "state", model, static_room=9 if static else None)
-    assert loaded.is_static == static
-    for i in range(11, 16):
-        ours, wanted = (go_on(model, c, ids[:, i : i + 1]) for c in (loaded, cache))
-        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])

@@ -5,10 +5,8 @@ import copy
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import CompileConfig, GenerationConfig
 
 from latte.layers import Clock, LatteAttention, LatteMacchiato, StepState
-from latte.layers.state import map_tensors
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
 from latte.models.inputs import DecoderInputs
 from latte.ops import cpp_backend, use_backend
@@ -29,53 +27,6 @@ def decoded(model, ids, prompt, cache=None):
     for t in range(prompt, ids.shape[1]):
         read(model, cache, ids[:, t : t + 1])
     return cache
-
-
-@pytest.mark.parametrize("preset", FAMILY)
-def test_the_state_after_steps_is_that_of_the_whole(build, tokens, preset):
-    model, ids = build(preset), tokens(2, 13)
-    stepped, whole = decoded(model, ids, 5), decoded(model, ids, 13)
-    assert stepped.layers[0].is_written_in_place and not whole.layers[0].is_written_in_place
-    for ours, theirs in zip(stepped.layers, whole.layers, strict=True):
-        torch.testing.assert_close(ours.state, theirs.state, **TOLERANCE)
-        assert ours.seen_tokens == 13
-    assert stepped.position.tolist() == [13, 13] and stepped.batch_size == 2
-
-
-@pytest.mark.parametrize("preset", FAMILY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_as_exact_as_the_general_way(build, tokens, preset, dtype):
-    model, ids = build(preset, dtype=dtype), tokens(2, 12)
-    exact = copy.deepcopy(model).double()
-    with torch.no_grad():
-        expected = exact(ids, use_cache=False).logits[:, -1]
-    errors = []
-    for backend in ("reference", "torch"):
-        with use_backend(backend):
-            cache = decoded(model, ids[:, :11], 6)
-            assert cache.layers[0].is_written_in_place == (backend == "torch")
-            logits = read(model, cache, ids[:, 11:])[:, -1]
-        errors.append((logits.double() - expected).norm() / expected.norm())
-    assert errors[1] <= max(2 * errors[0], 4 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("preset", ["latte-r-swa++", "latte-conv++", "linear++", "transformer++"])
-def test_what_was_read_or_handed_in_stays_as_it_is(build, tokens, preset):
-    model, ids = build(preset), tokens(2, 9)
-    cache = decoded(model, ids, 5)
-    kept, twin, position = cache.layers[0].state, copy.deepcopy(cache), cache.position
-    before = map_tensors(torch.clone, kept)
-    expected = read(model, cache, ids[:, :1])
-    read(model, cache, ids[:, 1:2])
-    torch.testing.assert_close(kept, before, atol=0, rtol=0)
-    assert position.tolist() == [9, 9]
-    torch.testing.assert_close(read(model, twin, ids[:, :1]), expected, **TOLERANCE)
-    for layer, other in zip(cache.layers, twin.layers, strict=True):
-        layer.state, layer.seen_tokens = other.state, other.seen_tokens
-    handed = cache.layers[0].state
-    before = map_tensors(torch.clone, handed)
-    read(model, cache, ids[:, 1:2])
-    torch.testing.assert_close(handed, before, atol=0, rtol=0)
 
 
 def test_steps_go_on_in_and_out_of_inference_mode(build, tokens):
@@ -280,53 +231,6 @@ class Twice(torch.nn.Module):
         return 2 * self.base(x)
 
 
-# --- a static cache ------------------------------------------------------------------------------
-
-
-def generate(model, ids, mask=None, *, new=24, backend=None, **settings):
-    if backend is not None:
-        settings["compile_config"] = CompileConfig(backend=backend, fullgraph=True)
-        settings["compile_config"]._compile_all_devices = True
-    settings |= {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    config = GenerationConfig(suppress_tokens=[0], eos_token_id=None, **settings)
-    return model.generate(ids, attention_mask=mask, generation_config=config)
-
-
-@pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
-def test_compiled_decoding_is_one_graph(build, tokens, preset):
-    """Also for the next text, longer than the first; windows turn over many times."""
-    model = build(preset, dtype=torch.float32, num_hidden_layers=1)
-    torch._dynamo.reset()
-    for length in (7, 11):
-        ids = tokens(2, length)
-        mask = torch.ones_like(ids)
-        mask[1, : length // 2] = 0
-        expected = generate(model, ids * mask, mask)
-        static = {"cache_implementation": "static", "max_cache_len": 64, "backend": "aot_eager"}
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            assert torch.equal(generate(model, ids * mask, mask, **static), expected)
-    del model._compiled_call
-
-
-def test_buffers_of_a_static_cache_stay_where_they_are(build, tokens):
-    model, ids = build("latte-r-swa++"), tokens(2, 12)
-    cache = LatteCache(model.config, max_cache_len=32)
-    assert cache.is_compileable and not LatteCache(model.config).is_compileable
-    read(model, cache, ids[:, :5])
-    home = cache.layers[0].buffers.latent.mean.data_ptr()
-    for size in (1, 1, 3, 1, 1):
-        read(model, cache, ids[:, cache.get_seq_length() :][:, :size])
-        cache.reorder_cache(torch.tensor([0, 1]))
-    assert cache.layers[0].buffers.latent.mean.data_ptr() == home
-    whole = decoded(model, ids, 12)
-    torch.testing.assert_close(cache.layers[1].state, whole.layers[1].state, **TOLERANCE)
-    cache.reset()
-    assert cache.get_seq_length() == 0 and not cache.is_initialized
-    decoded(model, ids, 7, cache)
-    torch.testing.assert_close(cache.layers[1].state, whole.layers[1].state, **TOLERANCE)
-    assert cache.layers[0].buffers.latent.mean.data_ptr() == home
-
-
 def test_a_static_cache_refuses_what_it_cannot_do(build, config, tokens):
     growing = build("transformer++")
     with pytest.raises(ValueError, match="at most max_cache_len=4 tokens, got 6"):
@@ -340,4 +244,4 @@ def test_a_static_cache_refuses_what_it_cannot_do(build, config, tokens):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LatteMacchiato, "steps", False)
         with pytest.raises(ValueError, match="needs layers with a step of decoding"):
-            generate(model, tokens(1, 4), cache_implementation="static")
+            model.generate(tokens(1, 4), cache_implementation="static")

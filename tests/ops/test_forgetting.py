@@ -10,7 +10,6 @@ from helpers import (
     flat,
     key_mask,
     latte_inputs,
-    latte_state,
     macchiato_inputs,
     randn,
     relative_error,
@@ -24,7 +23,6 @@ from latte.ops import (
     latte_attention,
     macchiato_attention,
 )
-from latte.ops.state import ForgettingState
 from latte.ops.step import Ring, latte_step, macchiato_step
 
 W = 8
@@ -109,33 +107,6 @@ def test_no_decay_is_no_argument_to_the_last_bit(T, scale, backend):
             assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
             *_, forgetting = run(g)(*inputs)
             assert not forgetting.log_decay.any() and not state.log_decay.any()
-
-
-def test_parts_merge():
-    inputs = [*latte_inputs(2, 65), decays(2, 65, 2, 3)]
-
-    def state_after(tokens):
-        q, k, v, g = (x[:, tokens] for x in inputs)
-        return latte_attention(q, k, v, log_decay=g, output_final_state=True)[1]
-
-    parts = state_after(slice(0, 31)).merge(state_after(slice(31, 65)))
-    assert_same([*parts], [*state_after(slice(0, 65))], 1e-12)
-
-
-def test_merge_is_associative_and_has_a_neutral_element():
-    states = (
-        LatteState(*latte_state(2, 3, 4, 5, seed=s), -randn(2, 3, 4, seed=s).abs())
-        for s in (1, 20, 40)
-    )
-    a, b, c = states
-    assert isinstance(a, ForgettingState)
-    assert_same([*a.merge(b).merge(c)], [*a.merge(b.merge(c))], 1e-12)
-    pair = LatteState(*latte_state(2, 3, 4, 5, seed=60))
-    assert_same([*a.merge(pair).merge(b)], [*a.merge(pair.merge(b))], 1e-12)
-    empty = LatteState.empty(2, 3, 4, 5, dtype=F64)
-    assert_same([*a.merge(empty)], [*a], 0.0)
-    assert_same([*empty.merge(a)], [*a], 0.0)
-    assert len(pair.merge(empty)) == 2  # nothing forgets
 
 
 @SERVES

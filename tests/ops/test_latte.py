@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import (
-    F64,
     assert_same,
     key_mask,
     latte_inputs,
-    latte_state,
     randn,
     values_and_gradients,
 )
 from opdb import OPS, Bench
 
-from latte.ops import LatteState, latte_attention
+from latte.ops import latte_attention
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear_domain, pairwise
 from latte.ops.torch_backend.batching import Carry
@@ -79,33 +77,6 @@ def test_values_with_fewer_heads_are_repeated():
     v = randn(2, 17, 2, 5, seed=4)
     out, _ = latte_attention(q, k, v)
     assert_same([out], [latte_attention(q, k, v.repeat_interleave(2, 2))[0]], 0.0)
-
-
-def test_merge_is_associative_and_has_a_neutral_element():
-    a, b, c = (latte_state(2, 3, 4, 5, seed=s, scale=50.0) for s in (1, 20, 40))
-    assert_same([*a.merge(b).merge(c)], [*a.merge(b.merge(c))], 1e-12)
-    empty = LatteState.empty(2, 3, 4, 5, dtype=F64)
-    assert_same([*a.merge(empty)], [*a], 0.0)
-    assert_same([*empty.merge(a)], [*a], 0.0)
-    nothing = empty.merge(empty)
-    assert torch.isneginf(nothing.log_mass).all() and (nothing.mean == 0).all()
-
-
-def test_merge_of_parts_is_the_state_of_the_whole():
-    q, k, v = latte_inputs(2, 50, scale=5.0)
-    _, whole = latte_attention(q, k, v, output_final_state=True)
-    parts = [
-        latte_attention(q[:, s], k[:, s], v[:, s], output_final_state=True)[1]
-        for s in (slice(0, 20), slice(20, 50))
-    ]
-    assert_same([*parts[0].merge(parts[1])], [*whole], 1e-12)
-
-
-def test_merge_of_empty_states_has_finite_gradients():
-    states = [x.requires_grad_() for _ in range(2) for x in LatteState.empty(1, 1, 2, 3, dtype=F64)]
-    merged = LatteState(*states[:2]).merge(LatteState(*states[2:]))
-    grads = torch.autograd.grad(merged.mean.sum(), states, allow_unused=True)
-    assert all(g is None or torch.isfinite(g).all() for g in grads)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])

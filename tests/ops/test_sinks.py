@@ -86,7 +86,7 @@ def test_native_ops_keep_the_contract_of_a_custom_op():
     tail = window_state(6, 7, 2, 6, 5)
     args = (*inputs, *around, *tail, *sinks, *pending, 8, 0.4, 0.0, True, True)
     checks = torch.library.opcheck(cpp_backend.macchiato_op, args, test_utils=kinds)
-    args = (*inputs[2:], *around[:2], *tail, *sinks, 8, 0.4, 0.0)
+    args = (*inputs[2:], *around[:2], *tail, *sinks, 8, 0.4, 0.0, True)
     checks |= torch.library.opcheck(cpp_backend.window_op, args, test_utils=kinds)
     assert set(checks.values()) == {"SUCCESS"}
 

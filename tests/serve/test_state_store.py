@@ -12,11 +12,9 @@ from latte.errors import LatteError
 from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
 from latte.models.state_file import load_ids
 from latte.serve.reading import Reader
-from latte.serve.rows import joined
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore, pieces_of
 
-PRESETS = ("latte-r-swa++", "latte-conv-swa++", "latte", "swa++", "transformer++", "linear++")
 PIECE = 16
 
 
@@ -89,9 +87,8 @@ def test_the_tokens_of_a_state_are_compared_one_by_one():
 # ---- reading
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_what_goes_on_from_a_kept_state_is_the_same_to_the_bit(preset):
-    model, store = build(preset), StateStore(10**7)
+def test_what_goes_on_from_a_kept_state_is_the_same_to_the_bit():
+    model, store = build(), StateStore(10**7)
     first, marks = text(70), (21, 22, 40)
     then = np.concatenate([first, text(25, 1)])
     with_store, without = Reader(model, PIECE, store), Reader(model, PIECE)
@@ -174,36 +171,6 @@ def test_a_state_that_grows_is_counted_as_large_as_it_is():
         sizes.append(list(store._kept.values())[-1].nbytes)
     assert 1.9 < sizes[1] / sizes[0] < 2.1
     assert len(store) == 2  # none every few pieces: each would hold all tokens before
-
-
-# ---- rows
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_rows_that_share_steps_say_what_each_says_alone(preset):
-    model = build(preset)
-    reader, texts = Reader(model, PIECE), [text(n, n) for n in (2, 50, 17, 100)]
-    wanted = [continued(model, read(reader, ids).cache, 14) for ids in texts]
-    cache, said, alive = None, [], []
-    for step in range(22):
-        if step % 3 == 0 and len(said) < len(texts):  # one more joins
-            own = read(reader, texts[len(said)]).cache
-            first = int(logits(model, own)[0, -1].argmax())
-            cache = joined(model.config, [own] if cache is None else [cache, own])
-            alive.append(len(said))
-            said.append([first])
-        with torch.no_grad():
-            tokens = torch.tensor([[said[row][-1]] for row in alive])
-            chosen = model(tokens, past_key_values=cache).logits[:, -1].argmax(-1)
-        for row, token in zip(alive, chosen.tolist(), strict=True):
-            said[row].append(token)
-        kept = [i for i, row in enumerate(alive) if len(said[row]) < 14]
-        if len(kept) < len(alive):
-            alive = [alive[i] for i in kept]
-            if not alive and len(said) == len(texts):
-                break
-            cache.batch_select_indices(torch.tensor(kept))
-    assert said == wanted
 
 
 # ---- on disk

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.layers import MixerState, MixingLogits
-from latte.layers.state import Piece, without_decay
+from latte.layers.state import Piece
 from latte.ops import latte_attention
 from latte.ops.state import LateSources, WindowState, final_window_state
 from latte.ops.tensors import Sequences
@@ -81,4 +81,4 @@ def late_latents(
         log_decay=log_decay,
         **told.sequences,
     )
-    return out, MixerState(latent=without_decay(latent), pending=pending)
+    return out, MixerState(latent=latent, pending=pending)

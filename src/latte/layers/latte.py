@@ -17,7 +17,7 @@ from latte.layers.mixer import Mixer, MixingLogits, Projected
 from latte.layers.native import linear_maps
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.state import MixerState, Piece, without_decay
+from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 from latte.ops import latte_attention, macchiato_attention
 from latte.ops.step import latte_step
@@ -91,13 +91,14 @@ class LatteAttention(Mixer):
             log_decay=projected.log_decay,
             **piece.sequences,
         )
-        return out, MixerState(latent=without_decay(latent))
+        return out, MixerState(latent=latent)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        assert state.latent is not None
+        latent, real = state.latent, state.clock.real
+        assert latent is not None
         q, k, log_decay = self.latents.step(x_BE, state)
         v = linear_maps(x_BE, self.v_proj)[0].view(len(x_BE), self.num_key_value_heads, -1)
-        return latte_step(q, k, v, *state.latent, state.clock.real, log_decay=log_decay)
+        return latte_step(q, k, v, latent.log_mass, latent.mean, real, log_decay=log_decay)
 
 
 class LatteMacchiato(Mixer):
@@ -209,4 +210,4 @@ def mix_macchiato(
     inputs = latent_q, latent_k, q, k, v_BTGD
     out, carried = piece.across(macchiato_attention)(*inputs, **options)
     latent, window, pending = (*(carried or (None, None)), None)[:3]
-    return out, MixerState(latent=without_decay(latent), window=window, pending=pending)
+    return out, MixerState(latent=latent, window=window, pending=pending)

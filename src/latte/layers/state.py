@@ -15,7 +15,7 @@ from torch import Tensor
 from latte.layers.across import ShardedOps, across
 from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
-from latte.ops.state import AnyState, LinearState, WindowState, final_window_state
+from latte.ops.state import LinearState, WindowState, final_window_state
 
 T = TypeVar("T")
 
@@ -33,11 +33,6 @@ def map_tensors(fn: Callable[[Tensor], Tensor], state: T) -> T:
 def real_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """The mask (B, T) bool of the real tokens of ``x`` (B, T, ...)."""
     return x.new_ones(x.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-
-
-def without_decay(state: AnyState | None) -> LatteState | None:
-    """The log-mass and mean alone: a cache never merges states, so it needs no log-decay."""
-    return None if state is None else LatteState(*state[:2])
 
 
 class TokenLog(NamedTuple):
@@ -194,7 +189,13 @@ class Piece(NamedTuple):
         if undo is not None:
             undo = undo.append(log._replace(mask=self.real))
         position = advance_position(state.position, self.key_mask, self.cu_seqlens, self.x)
-        return after._replace(position=position, sources=sources, undo=undo)
+        latent = _without_decay(after.latent)
+        return after._replace(position=position, latent=latent, sources=sources, undo=undo)
+
+
+def _without_decay(state: LatteState | None) -> LatteState | None:
+    """The log-mass and mean alone: a layer never merges states, so it needs no log-decay."""
+    return None if state is None else LatteState(state.log_mass, state.mean)
 
 
 def advance_position(
@@ -271,7 +272,7 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
         options: dict[str, Any] = {"key_mask": mask, "output_final_state": True}
         if like.latent is not None:
             before: dict[str, Any] = {"initial_state": base.latent, "log_decay": log.log_decay}
-            latent = without_decay(latte_attention(q, k, v, **before, **options)[1])
+            latent = _without_decay(latte_attention(q, k, v, **before, **options)[1])
         if like.linear is not None:
             _, linear = linear_attention(q, k, v.to(k.dtype), initial_state=base.linear, **options)
     rglru, own = (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.layers.state import MixerState, map_tensors, without_decay
+from latte.layers.state import MixerState, map_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.step import Ring, Rotary, Sinks, macchiato_step, number, window_step
 
@@ -83,7 +83,7 @@ class StepState:
             room: Number of slots of the ring of a state that grows; None if it does not grow.
             masked: Whether to store which slots hold a real token. If not, all do.
         """
-        parts = (without_decay(state.latent), state.linear, None, state.rglru, state.conv)
+        parts = (state.latent, state.linear, None, state.rglru, state.conv)
         made = cls(clock, *map_tensors(_copy, parts))
         if state.window is None:
             return made
@@ -186,7 +186,8 @@ class StepState:
             return window_step(*local, *where, length=length, sinks=sinks, **options)
         assert self.latent is not None
         options |= {"log_decay": latents[2], "pending": self.pending, "joint": joint}
-        return macchiato_step(*latents[:2], *local, *self.latent, *where, sinks=sinks, **options)
+        state = self.latent.log_mass, self.latent.mean
+        return macchiato_step(*latents[:2], *local, *state, *where, sinks=sinks, **options)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""

@@ -50,7 +50,6 @@ from latte.ops.checks import (
     check_window_state,
 )
 from latte.ops.state import (
-    AnyState,
     LatteState,
     LinearState,
     MacchiatoState,
@@ -59,7 +58,6 @@ from latte.ops.state import (
     WindowState,
     begun,
     final_window_state,
-    state_of,
     total_log_decay,
 )
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
@@ -124,11 +122,11 @@ def latte_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: AnyState | None = None,
+    initial_state: LatteState | None = None,
     output_final_state: bool = False,
     log_decay: Tensor | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, AnyState | None]:
+) -> tuple[Tensor, LatteState | None]:
     """Latte: linear-time attention whose weights are probabilities (paper, eq. 6-14).
 
     ``p(l|t) = softmax_l(q_t)``, ``p(s|l,t) = softmax_{s<=t}(k_s[l])`` and
@@ -189,7 +187,8 @@ def latte_attention(
         earlier = None if initial_state is None else initial_state[:2]
         forgetting = {} if log_decay is None else {"log_decay": log_decay}
         out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
-    return out, state_of(*state[:2], forgotten) if output_final_state else None
+    after = LatteState(state.log_mass, state.mean, forgotten)
+    return out, after if output_final_state else None
 
 
 def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
@@ -198,13 +197,13 @@ def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
 
 
 def _forget_first(
-    state: AnyState | None, log_decay: Tensor | None, step: bool
-) -> tuple[AnyState | None, Tensor | None]:
+    state: LatteState | None, log_decay: Tensor | None, step: bool
+) -> tuple[LatteState | None, Tensor | None]:
     """Apply the decay of a single step to the state, so that kernels without decay can run it."""
     if log_decay is None or not step:
         return state, log_decay
     if state is not None:
-        state = state._replace(log_mass=state.log_mass + log_decay[:, 0])
+        state = LatteState(state.log_mass + log_decay[:, 0], *state[1:])
     return state, None
 
 
@@ -347,7 +346,7 @@ def macchiato_attention(
             waiting = WindowState.empty(latent_k, v, window + 1)
         more = (*(seen_sinks or (None,) * 5), *(waiting or (None,) * 3), joint)
         out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay, *more)
-        both = (state_of(A, mu, forgotten), WindowState(*after[:3]))
+        both = (LatteState(A, mu, forgotten), WindowState(*after[:3]))
         step_state = (*both, WindowState(*after[3:])) if delay else both
         return out, step_state if output_final_state else None
     window_state = pending = None
@@ -373,7 +372,7 @@ def macchiato_attention(
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
     if window_state is None:
         return out, None
-    after = state_of(*latte_state[:2], forgotten), window_state
+    after = LatteState(latte_state.log_mass, latte_state.mean, forgotten), window_state
     return out, after if pending is None else (*after, pending)
 
 

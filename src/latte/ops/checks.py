@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.state import AnyState, ForgettingState, LatteState, Sinks, WindowState
+from latte.ops.state import LatteState, Sinks, WindowState
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -179,15 +179,15 @@ def check_state(
 
 
 def check_latte_state(
-    op: str, state: AnyState | None, sizes: tuple[int, int, int, int], q: Tensor
-) -> AnyState | None:
+    op: str, state: LatteState | None, sizes: tuple[int, int, int, int], q: Tensor
+) -> LatteState | None:
     """The state fits N, H, L, D; as wide as what is computed with inputs like ``q``."""
     if state is None:
         return None
-    kind = ForgettingState if isinstance(state, tuple) and len(state) == 3 else LatteState
-    shapes = (sizes[:3], sizes, sizes[:3])[: len(kind._fields)]
-    check_state(op, state, kind._fields, shapes, q.device)
-    return kind(*(x.to(computation_dtype(q.dtype)) for x in state))
+    parts = 3 if isinstance(state, tuple) and len(state) == 3 else 2
+    names, shapes = ("log_mass", "mean", "log_decay"), (sizes[:3], sizes, sizes[:3])
+    check_state(op, state, names[:parts], shapes[:parts], q.device)
+    return LatteState(*(x.to(computation_dtype(q.dtype)) for x in state))
 
 
 def check_log_decay(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 
 from latte.ops.tensors import (
     Sequences,
@@ -25,26 +26,56 @@ from latte.ops.tensors import (
 )
 
 
-class LatteState(NamedTuple):
+class LatteState(tuple[Tensor, ...]):
     """The state of Latte attention: a log-mass and a mean for each latent.
 
     ``log_mass[l] = logsumexp_s k_s[l]`` over the sources seen so far and ``mean[l] = sum_s
     p(s|l) v_s``. The mean never exceeds ``max |v|``, whatever the logits or the length (paper,
-    eq. 7-14). The empty state is ``(-inf, 0)``. If latents forget, the state is a
-    :class:`ForgettingState`. ``LatteState(log_mass, mean, log_decay)`` makes one too.
+    eq. 7-14). The empty state is ``(-inf, 0)``.
 
-    Attributes:
-        log_mass: Log-masses, (B, H, L), in fp32 (fp64 for fp64 inputs).
+    A state is the tuple ``(log_mass, mean)``, or ``(log_mass, mean, log_decay)`` if latents forget.
+
+    Args:
+        log_mass: Log-masses, (B, H, L), in fp32 (fp64 for fp64 inputs). If latents forget, after
+            the decay of each source.
         mean: Means of the values, (B, H, L, D), of the same dtype.
+        log_decay: Total log-decay over the tokens of this state, (B, H, L). It applies to whatever
+            the latents read before these tokens. None if latents do not forget.
     """
 
-    log_mass: Tensor
-    mean: Tensor
+    __slots__ = ()
+
+    def __new__(cls, log_mass: Tensor, mean: Tensor, log_decay: Tensor | None = None) -> LatteState:
+        parts = (log_mass, mean) if log_decay is None else (log_mass, mean, log_decay)
+        return tuple.__new__(cls, parts)
+
+    def __getnewargs__(self) -> tuple[Tensor, ...]:
+        return tuple(self)  # a copy and a pickle are made from the parts
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        """The names of the parts, as of a named tuple."""
+        return ("log_mass", "mean", "log_decay")[: len(self)]
+
+    @property
+    def log_mass(self) -> Tensor:
+        """Log-masses, (B, H, L)."""
+        return self[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """Means of the values, (B, H, L, D)."""
+        return self[1]
 
     @property
     def log_decay(self) -> Tensor:
-        """Zeros (B, H, L), because nothing is forgotten."""
-        return torch.zeros_like(self.log_mass)
+        """Total log-decay, (B, H, L): zeros if latents do not forget."""
+        return self[2] if self.forgets else torch.zeros_like(self.log_mass)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the state has a total log-decay."""
+        return len(self) == 3
 
     @classmethod
     def empty(
@@ -61,32 +92,22 @@ class LatteState(NamedTuple):
         log_mass = torch.full((batch, heads, latents), -torch.inf, device=device, dtype=dtype)
         return cls(log_mass, log_mass.new_zeros(batch, heads, latents, value_dim))
 
-    def merge(self, other: AnyState) -> AnyState:
+    def merge(self, other: LatteState) -> LatteState:
         """The state of this sequence followed by the other one (associative).
 
-        ``A = logaddexp(A1, A2)``, ``mu = e^{A1-A} mu1 + e^{A2-A} mu2``. Safe, also in its
-        gradients, when one side or both are empty.
+        ``A = logaddexp(A1 + G2, A2)``, ``mu = e^{A1+G2-A} mu1 + e^{A2-A} mu2`` and ``G = G1 + G2``
+        with G the ``log_decay``. Safe, also in its gradients, when one side or both are empty.
         """
-        return _followed_by(self, other)
+        log_mass = self.log_mass + other.log_decay if other.forgets else self.log_mass
+        merged = merge_states(log_mass, self.mean, other.log_mass, other.mean)
+        forget = self.forgets or other.forgets
+        return LatteState(*merged, self.log_decay + other.log_decay if forget else None)
 
 
-class ForgettingState(NamedTuple):
-    """A :class:`LatteState` of latents that forget.
-
-    Attributes:
-        log_mass: Log-masses, (B, H, L), after the decay of each source.
-        mean: Means of the values, (B, H, L, D).
-        log_decay: Total log-decay over the tokens of this state, (B, H, L). It applies to whatever
-            the latents read before these tokens.
-    """
-
-    log_mass: Tensor
-    mean: Tensor
-    log_decay: Tensor
-
-    def merge(self, other: AnyState) -> AnyState:
-        """As :meth:`LatteState.merge`, with ``A1 + G2`` for A1: G is ``log_decay``, G1 + G2."""
-        return _followed_by(self, other)
+# The transforms of torch.func and torch.compile see the parts, as of a named tuple.
+register_pytree_node(
+    LatteState, lambda state: (list(state), None), lambda parts, _: LatteState(*parts)
+)
 
 
 def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -94,34 +115,6 @@ def final_buffers(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
     N = count_sequences(q.shape[0], cu_seqlens)
     A = q.new_empty((N, *q.shape[2:]), dtype=computation_dtype(q.dtype))
     return A, A.new_empty((*A.shape, v.shape[-1]))
-
-
-def _followed_by(state: AnyState, other: AnyState) -> AnyState:
-    forgets = isinstance(state, ForgettingState) or isinstance(other, ForgettingState)
-    log_mass = state.log_mass
-    if isinstance(other, ForgettingState):
-        log_mass = log_mass + other.log_decay
-    merged = merge_states(log_mass, state.mean, other.log_mass, other.mean)
-    if not forgets:
-        return LatteState(*merged)
-    return ForgettingState(*merged, state.log_decay + other.log_decay)
-
-
-def state_of(log_mass: Tensor, mean: Tensor, log_decay: Tensor | None) -> AnyState:
-    """A plain :class:`LatteState` if nothing is forgotten, else a :class:`ForgettingState`."""
-    if log_decay is None:
-        return LatteState(log_mass, mean)
-    return ForgettingState(log_mass, mean, log_decay)
-
-
-def _new(cls: type, log_mass: Tensor, mean: Tensor, log_decay: Tensor | None = None) -> AnyState:
-    if log_decay is None:
-        return tuple.__new__(cls, (log_mass, mean))
-    return ForgettingState(log_mass, mean, log_decay)
-
-
-LatteState.__new__ = _new  # type: ignore[method-assign, assignment]
-AnyState = LatteState | ForgettingState
 
 
 class WindowState(NamedTuple):
@@ -187,7 +180,7 @@ class SeenSinks(NamedTuple):
 
 
 # Macchiato's state: latents, window, and with delayed latents the tokens they have not read yet.
-MacchiatoState = tuple[AnyState, WindowState] | tuple[AnyState, WindowState, WindowState]
+MacchiatoState = tuple[LatteState, WindowState] | tuple[LatteState, WindowState, WindowState]
 
 
 class LinearState(NamedTuple):
@@ -219,10 +212,10 @@ def merge_states(a1: Tensor, mu1: Tensor, a2: Tensor, mu2: Tensor) -> tuple[Tens
 
 
 def total_log_decay(
-    log_decay_BTHL: Tensor | None, earlier: AnyState | None, cu_seqlens: Tensor | None
+    log_decay_BTHL: Tensor | None, earlier: LatteState | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
     """Total log-decay at the end of every sequence, (N, H, L); None if latents do not forget."""
-    before = earlier.log_decay if isinstance(earlier, ForgettingState) else None
+    before = earlier.log_decay if earlier is not None and earlier.forgets else None
     if log_decay_BTHL is None:
         return before
     if cu_seqlens is None:

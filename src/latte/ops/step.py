@@ -93,7 +93,9 @@ def latte_step(
     if _native(mean, q, k, v):
         return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, log_decay, real)
     B, H, L, D = mean.shape
-    _see(k, v, log_mass, mean, log_decay, real)
+    if log_decay is not None:
+        _forget(log_mass, log_decay, real)
+    _see(k, v, log_mass, mean, real)
     p_BHL = in_dtype(q, mean.dtype).softmax(-1)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
     return in_dtype(out.view(B, H, D), v.dtype)
@@ -158,7 +160,9 @@ def macchiato_step(
     source = (latent_k, v, real)
     if pending is not None:
         source = _leaving(latent_k, ring, pending, slot, real)
-    _see(*source[:2], log_mass, mean, log_decay, source[2])
+    if log_decay is not None:
+        _forget(log_mass, log_decay, real)
+    _see(*source[:2], log_mass, mean, source[2])
     local = q, k, v, ring, slot, real, scale, softcap, rotary, mean.dtype, None, sinks
     near, log_mass_BH1 = _attend(*local, want_mass=joint)
     p_BHX = in_dtype(latent_q, mean.dtype)
@@ -312,23 +316,24 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _see(
-    k: Tensor,
-    v: Tensor,
-    log_mass: Tensor,
-    mean: Tensor,
-    log_decay: Tensor | None,
-    real: Tensor | None,
-) -> None:
-    """The latents' state after they forget and one more source, in place.
+def _forget(log_mass: Tensor, log_decay: Tensor, real: Tensor | None) -> None:
+    """The latents' log-mass after they forget, in place. At padding nothing decays.
+
+    Late latents may forget at a token at which they read no source, so this is a step of its own.
+    """
+    decay = in_dtype(log_decay, log_mass.dtype)
+    log_mass.add_(decay if real is None else torch.where(real[:, None, None], decay, 0.0))
+
+
+def _see(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None) -> None:
+    """The latents' state after one more source, in place.
 
     ``e^{k - A'} = sigmoid(k - A)``, which is 1 for the empty state, and exact where it is small.
     """
     (B, H, L, D), G = mean.shape, v.shape[1]
     k, v = in_dtype(k, mean.dtype), in_dtype(v, mean.dtype)
-    before = log_mass if log_decay is None else log_mass + in_dtype(log_decay, mean.dtype)
-    gain = torch.sigmoid(k - before)
-    mass = torch.logaddexp(before, k)
+    gain = torch.sigmoid(k - log_mass)
+    mass = torch.logaddexp(log_mass, k)
     if real is not None:
         # where, not a product: what stands at padding must not matter, even if it is not finite.
         real = real[:, None, None]

@@ -97,6 +97,7 @@ def test_a_wrong_dtype_or_shape_is_one_line(name, raw):
         ("cpu_macchiato", "mean", None, "log_mass and mean must be given together"),
         ("cpu_window", "tail_mask", None, "tail_k, tail_v and tail_mask must be given together"),
         ("cpu_window", "window", 0, "must be at least 1"),
+        ("cpu_window", "causal", False, "causal must be True"),
         ("cpu_window_backward", "sink_q", None, "must be given together"),
     ],
 )

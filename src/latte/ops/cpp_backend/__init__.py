@@ -29,6 +29,7 @@ from latte.ops.arguments import (
     Convolution,
     Earlier,
     Latte,
+    Window,
     sinks_of,
 )
 from latte.ops.cpp_backend import library, tokens
@@ -96,27 +97,6 @@ class RGLRU(NamedTuple):
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
     reverse: bool
-
-
-class Window(NamedTuple):
-    """The arguments of ``cpu_window``. All but q, k and v are contiguous."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    tail_k: Tensor | None
-    tail_v: Tensor | None
-    tail_mask: Tensor | None
-    sink_q: Tensor | None
-    sink_k: Tensor | None
-    sink_v: Tensor | None
-    sink_mask: Tensor | None
-    sinks_seen: Tensor | None
-    window: int
-    scale: float
-    softcap: float
 
 
 class Macchiato(NamedTuple):
@@ -229,7 +209,8 @@ def sliding_window_attention(
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
     near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
-    return window_op(q_BTHK, k_BTGK, v_BTGD, *_readable(sequences), *near, *local)
+    around = (*_readable(sequences), *near, *local, sequences.causal)
+    return window_op(q_BTHK, k_BTGK, v_BTGD, *around)
 
 
 def _contiguous(state: tuple[Tensor, ...] | None, absent: Earlier) -> Earlier:
@@ -297,10 +278,8 @@ def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
 
 
 def _window_again(x: Window) -> tuple[Tensor, ...]:
-    local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
-    tail = _window_of(x.tail_k, x.tail_v, x.tail_mask)
-    sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
-    return (reference.sliding_window_attention(x.q, x.k, x.v, local, sequences, tail, sinks),)
+    inputs = (*x.qkv, x.local, x.sequences, _window_of(*x.tail), x.sinks)
+    return (reference.sliding_window_attention(*inputs),)
 
 
 def _window_of(*tensors: Tensor | None) -> WindowState | None:

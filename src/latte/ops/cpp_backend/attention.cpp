@@ -81,6 +81,7 @@ struct Attention {
     Tensor sink_mask, sinks_seen;         // (N,S), (B,T) int64: the first of them, of each query
     Tensor pending_k, pending_v, pending_mask;  // (N,W,H,L), (N,W,G,D), (N,W)
     int64_t window, delay;                      // delay: 0, or the window
+    bool causal;                                // the only kind there is
     bool joint;                            // one softmax over the window's keys and the latents
     double scale, softcap;                 // 0: none
     Tensor out, last_mass, last_mean;      // (B,T,H,D), and as log_mass and mean
@@ -187,6 +188,7 @@ static void numbers(Stack& stack, Attention& op) {
     op.window = op.near() ? stack.integer() : 0;
     op.scale = op.near() ? stack.number() : 0.0, op.softcap = op.near() ? stack.number() : 0.0;
     const bool both = op.near() && op.far();
+    op.causal = op.far() || stack.flag();
     op.delay = both && stack.flag() ? op.window : 0;
     op.joint = both && stack.flag();
 }
@@ -214,6 +216,7 @@ static void check_inputs(const Expect& expect, const Attention& op) {
     expect(op.q, "q", dtype, {B, T, H, ANY});
     const int64_t K = op.key_width(), W = op.window, S = op.sink_k.size(1);
     expect.that(K >= 1 && W >= 1, "the window and the width of its keys must be at least 1");
+    expect.that(op.causal, "causal must be True: there are no kernels of bidirectional windows");
     expect(op.k, "k", dtype, {B, T, G, K});
     expect.together({&op.tail_k, &op.tail_v, &op.tail_mask}, "tail_k, tail_v and tail_mask");
     expect(op.tail_k, "tail_k", dtype, {N, W - 1, G, K});
@@ -252,8 +255,8 @@ static const char* name_of(Parts parts, bool back) {
     return back ? "cpu_window_backward" : "cpu_window";
 }
 
-// (inputs, window, scale, softcap, delay, joint) -> y and, if there are latents, log_mass, mean,
-// kept x 3
+// (inputs, window, scale, softcap, then delay and joint, or without latents causal) -> y and, if
+// there are latents, log_mass, mean, kept x 3
 template <bool far, bool near>
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);

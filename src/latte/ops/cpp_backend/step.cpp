@@ -244,16 +244,25 @@ static void rotate(const Tensor& cosines, const Tensor& sines, int64_t b, T* x) 
     }
 }
 
-// The log-masses of one head's latents after they forget and read a source of log-weights k. What
-// of the mean is replaced by v, and what is kept of it: gain and kept, which sum to 1.
+// The log-masses of one head's latents after they forget. Late latents may do so at a token at
+// which they read no source.
+template <class T>
+static void forget(const Step& step, int64_t b, int64_t head, const Room<T>& room) {
+    const int64_t L = step.mean.sizes[2];
+    T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
+    logits_of(step.log_decay, b, head, room.decay);
+    for (int64_t c = 0; c < L; c += width<T>)
+        store(log_mass + c, load(log_mass + c, 1, L - c) + load_all(room.decay + c), L - c);
+}
+
+// The log-masses of one head's latents after they read a source of log-weights k. What of the mean
+// is replaced by v, and what is kept of it: gain and kept, which sum to 1.
 template <class T>
 static void gain_mass(const Step& step, int64_t b, int64_t head, const T* k, const Room<T>& room) {
     const int64_t L = step.mean.sizes[2];
     T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
-    if (step.log_decay) logits_of(step.log_decay, b, head, room.decay);
     for (int64_t c = 0; c < L; c += width<T>) {
-        V<T> before = load(log_mass + c, 1, L - c);
-        if (step.log_decay) before = before + load_all(room.decay + c);
+        const V<T> before = load(log_mass + c, 1, L - c);
         const V<T> key = load(k + c, 1, L - c), gap = key - before;
         const V<T> small = decay(smaller(gap, -gap)).kept, both = small + T(1);
         const Mask<T> below = gap < T(0);
@@ -436,6 +445,7 @@ static void heads(Step& step, const Leaving<T>& left, int64_t begin, int64_t end
                 logits_of(step.latent_k, b, head, room.k);
                 row<S>(step.v, b, step.group(head), room.v);
             }
+            if (step.log_decay && step.is_real(b)) forget(step, b, head, room);
             see(step, b, head, real, key, value, room.p + first, room, room.far);
             if (step.pending && !has_seen<T>(step, b, head)) weight = 1;
         }
