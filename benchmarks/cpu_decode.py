@@ -18,7 +18,7 @@ not change the work), all threads; in turns in one process for each size and dty
   tokens; and the same less what was resident once the model was there. Latte's contexts are
   stations of one process, ``transformer++`` has one for each.
 
-    python benchmarks/cpu_decode.py [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
+    python -m benchmarks.cpu_decode [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import records
 import torch
-from generation import Generator, cache_bytes, feed, peaks_of
-from records import Goal, Row, say
 from torch.nn import functional as F
 
+from benchmarks import records
+from benchmarks.generation import Generator, cache_bytes, feed, peaks_of
+from benchmarks.records import Goal, Row, say
 from latte.machine import interleave
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import cpp_backend, use_backend
@@ -230,7 +230,7 @@ def main() -> None:
                     f" {row['median_ms']:8.2f} ms (p10 {row['p10_ms']:.2f}, p90 "
                     f"{row['p90_ms']:.2f}, {row['calls']} calls), {row['aten_calls']} ATen calls"
                 )
-    from figures import draw  # here, so that matplotlib is not part of what is measured
+    from benchmarks.figures import draw  # here, so that matplotlib is not part of what is measured
 
     say(f"wrote {table.path} and {draw(out, 'cpu_decode')}")
     tables = [

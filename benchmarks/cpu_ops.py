@@ -27,7 +27,7 @@ tokens, each length in a process of its own: time, peak memory beyond what was r
 inputs (inputs, outputs, gradients and all between), and the slopes of least-squares lines in the
 logarithms.
 
-    python benchmarks/cpu_ops.py [--quick] [--resume] [--out DIR] [--budget SECONDS]
+    python -m benchmarks.cpu_ops [--quick] [--resume] [--out DIR] [--budget SECONDS]
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import listing1
-import records
 import torch
-from figures import draw
-from records import MODES, D, Goal, H, L, Row, call_of, say
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import listing1, records
+from benchmarks.figures import draw
+from benchmarks.records import MODES, D, Goal, H, L, Row, call_of, say
 from latte import machine
 from latte.ops import (
     Sinks,

@@ -7,7 +7,7 @@ tokens, where a step lasts a minute, that step is timed as well, in fp32 alone. 
 operations in the profiler; operations inside others are counted too. Both models keep freed memory
 (``latte.memory.keep_memory``), as ``latte train`` does.
 
-    python benchmarks/cpu_training.py [--quick] [--resume] [--out DIR] [--budget SECONDS]
+    python -m benchmarks.cpu_training [--quick] [--resume] [--out DIR] [--budget SECONDS]
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import records
 import torch
-from records import Goal, Row, say
 
+from benchmarks import records
+from benchmarks.records import Goal, Row, say
 from latte import machine
 from latte.memory import keep_memory
 from latte.models import LatteForCausalLM, preset_config
@@ -120,7 +120,7 @@ def main() -> None:
                 f"step {row['median_ms']:.1f} ms, peak {row['peak_process_mb']:.0f} MB, "
                 f"{calls[name]} calls"
             )
-    from figures import draw
+    from benchmarks.figures import draw
 
     say(f"wrote {table.path} and {draw(out, 'cpu_training')}")
     tables = [

@@ -1,6 +1,6 @@
 """The benchmarks' figures, drawn from their CSV files alone.
 
-    python benchmarks/figures.py [DIR]      # default: benchmarks/results, drawn to docs/figures
+    python -m benchmarks.figures [DIR]      # default: benchmarks/results, drawn to docs/figures
 
 Tokens and times are on logarithmic axes: a straight line of slope 1 is linear time.
 """
@@ -22,7 +22,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-from records import FIGURES, MODES, RESULTS, Row, read_rows
+
+from benchmarks.records import FIGURES, MODES, RESULTS, Row, read_rows
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; Latte is the strong one.
 STYLES: dict[str, dict[str, Any]] = {

@@ -18,9 +18,9 @@ that they are loaded in, all threads, or a GPU with --device cuda.
 Nothing runs at the same time: processes follow one another, and the script refuses to start
 while another command of this project does, since that would be measured too.
 
-    python benchmarks/generation.py --checkpoint base=BASE --checkpoint converted=CONVERTED
-    python benchmarks/generation.py --checkpoint window=CONVERTED,mixing=window,local_window=152
-    python benchmarks/generation.py --quick
+    python -m benchmarks.generation --checkpoint base=BASE --checkpoint converted=CONVERTED
+    python -m benchmarks.generation --checkpoint window=CONVERTED,mixing=window,local_window=152
+    python -m benchmarks.generation --quick
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import Apart, Row, Table, output_folder, parser, peaks, say, use_all_threads
 
+from benchmarks.records import Apart, Row, Table, output_folder, parser, peaks, say, use_all_threads
 from latte import machine
 from latte.errors import LatteError
 from latte.evaluate.sides import Side, keeps_all_tokens, side
@@ -208,8 +208,9 @@ def other_commands() -> list[str]:
         except OSError:
             continue  # it has ended
         ours = any(
-            word == b"latte.cli" or word.startswith(b"latte.compare.") for word in words
-        ) or any(word.endswith(b"/latte") or b"benchmarks/" in word for word in words[:2])
+            word == b"latte.cli" or word.startswith((b"latte.compare.", b"benchmarks."))
+            for word in words
+        ) or any(word.endswith(b"/latte") for word in words[:2])
         if ours and b"python" in words[0] and int(path.parent.name) not in own:
             found.append(f"{path.parent.name} ({b' '.join(words)[:80].decode(errors='replace')})")
     return found
@@ -289,7 +290,9 @@ def lengths(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    from figures import of_generation  # here, so that matplotlib is not part of what is measured
+    from benchmarks.figures import (
+        of_generation,  # here, so that matplotlib is not part of what is measured
+    )
 
     options = parser(__doc__)
     options.add_argument(

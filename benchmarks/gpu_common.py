@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import records
 import torch
-from records import Goal, Table, say
 
+from benchmarks import records
+from benchmarks.records import Goal, Table, say
 from latte.machine import Times
 
 NO_GPU = 2  # exit code

@@ -24,7 +24,7 @@ the preset; plain, and with the blocks compiled as a recipe's ``training.torch_c
 share of the peak (MFU) takes model FLOPs and data-sheet peaks from ``latte.machine``. Peak memory
 is of one step, weights and optimiser included.
 
-    python benchmarks/gpu_models.py PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python -m benchmarks.gpu_models PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu_common as gpu
 import torch
-from records import Goal, Row, Table, say
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import gpu_common as gpu
+from benchmarks.records import Goal, Row, Table, say
 from latte import machine
 from latte.layers.state import map_tensors
 from latte.machine import Times

@@ -40,8 +40,8 @@ heads over 3 of the keys, L = 16, K = D = 64, window 128.
 
 Expected: the least time that our kernels' machine code allows (docs/kernels.md).
 
-    python benchmarks/gpu_ops.py PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
-    python benchmarks/gpu_ops.py latte --warm NUMBER      # measures nothing
+    python -m benchmarks.gpu_ops PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python -m benchmarks.gpu_ops latte --warm NUMBER      # measures nothing
 
 ``--warm`` compiles what the benchmarks will run, every fourth part of it, so that their time goes
 to measuring: Triton keeps what it compiles on disk.
@@ -54,13 +54,20 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import gpu_common as gpu
 import torch
-from gpu_rivals import Op, compiled_hgrn, gates, gla_with_given_gates, latte_rivals, rg_lru_rival
-from records import MODES, RESULTS, Goal, Row, Table, call_of, read_rows, say, worst
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import gpu_common as gpu
+from benchmarks.gpu_rivals import (
+    Op,
+    compiled_hgrn,
+    gates,
+    gla_with_given_gates,
+    latte_rivals,
+    rg_lru_rival,
+)
+from benchmarks.records import MODES, RESULTS, Goal, Row, Table, call_of, read_rows, say, worst
 from latte import machine
 from latte.machine import Times
 from latte.ops import (

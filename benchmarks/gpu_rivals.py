@@ -17,10 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_common import reason
-from records import say
 from torch import Tensor
 from torch.nn import functional as F
+
+from benchmarks.gpu_common import reason
+from benchmarks.records import say
 
 Op = Callable[..., Tensor]
 

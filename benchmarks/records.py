@@ -67,7 +67,7 @@ def parser(description: str | None, budget: float | None = None) -> argparse.Arg
 
 def output_folder(args: argparse.Namespace) -> Path:
     """The folder that the results go to, made if need be."""
-    out: Path = args.out or (QUICK_RESULTS if args.quick else RESULTS)
+    out: Path = (args.out or (QUICK_RESULTS if args.quick else RESULTS)).resolve()
     out.mkdir(parents=True, exist_ok=True)
     return out
 

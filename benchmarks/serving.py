@@ -23,8 +23,8 @@ Medians and quantiles over ``--repeats`` conversations. Answers are greedy; whet
 answers of the servers with and without states are equal is said, and is a column. The same of vLLM
 with and without prefix caching; its texts do not begin with the start token.
 
-    python benchmarks/serving.py CHECKPOINT FILE [--tokens 1024,32768] [--base FOLDER]
-    python benchmarks/serving.py --quick
+    python -m benchmarks.serving CHECKPOINT FILE [--tokens 1024,32768] [--base FOLDER]
+    python -m benchmarks.serving --quick
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from records import Row, Table, output_folder, parser, say
+from benchmarks.records import Row, Table, output_folder, parser, say
 
 TOKENS = (1024, 8192, 32768)
 QUICK_TOKENS = (64, 256)

@@ -12,9 +12,9 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
   them, the seconds to the first token of a prompt of one piece (``--prefill-piece``) on a server
   that does nothing else: reading one piece and one step. A running answer should wait no longer.
 
-    python benchmarks/serving_clients.py CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
+    python -m benchmarks.serving_clients CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
         [--vllm .venv-vllm/bin/python]
-    python benchmarks/serving_clients.py --quick
+    python -m benchmarks.serving_clients --quick
 """
 
 from __future__ import annotations
@@ -28,8 +28,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from records import Row, Table, output_folder, parser, say, use_all_threads
-from serving import Server, add_vllm, documents, latte_server, lengths, vllm_server, with_text
+from benchmarks.records import Row, Table, output_folder, parser, say, use_all_threads
+from benchmarks.serving import (
+    Server,
+    add_vllm,
+    documents,
+    latte_server,
+    lengths,
+    vllm_server,
+    with_text,
+)
 
 CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
 

@@ -6,8 +6,8 @@ for too much or for another model. Every whole answer (greedy) is compared with 
 in this process. The server's resident memory, its states and its places are printed, and written
 to the CSV file with the numbers of requests.
 
-    python benchmarks/serving_soak.py CHECKPOINT [--minutes 30]
-    python benchmarks/serving_soak.py --quick
+    python -m benchmarks.serving_soak CHECKPOINT [--minutes 30]
+    python -m benchmarks.serving_soak --quick
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records import Row, Table, output_folder, parser, say
-from serving import Server, latte_server, quick_checkpoint
+from benchmarks.records import Row, Table, output_folder, parser, say
+from benchmarks.serving import Server, latte_server, quick_checkpoint
 
 CLIENTS, LONGEST = 8, 900  # at once; tokens of a prompt and its answer
 PIECES = ("once ", "upon ", "a time ", "there was ", "a captain. ")

@@ -2,31 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-import cpu_decode
-import cpu_ops
-import cpu_training
-import listing1
 import pytest
-import records
 import torch
-from figures import STYLES
 
+from benchmarks import cpu_decode, cpu_ops, cpu_training, listing1, records
+from benchmarks.figures import STYLES
 from latte.ops import latte_attention
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Variables for a process that has one thread, and no JAX even where it is installed."""
-    hidden = tmp_path_factory.mktemp("hidden")
-    (hidden / "jax.py").write_text("raise ImportError('no jax in this test')\n")
-    paths = [str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def rows_of(script, out):
@@ -40,11 +22,12 @@ def rows_of(script, out):
     return rows
 
 
-def test_ops_and_their_scaling_without_jax(tmp_path, environment):
-    command = [sys.executable, str(BENCHMARKS / "cpu_ops.py"), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    printed, rows = done.stdout, rows_of("cpu_ops", tmp_path)
+def test_ops_and_their_scaling_without_jax(tmp_path, tmp_path_factory, command):
+    hidden = tmp_path_factory.mktemp("hidden")
+    (hidden / "jax.py").write_text("raise ImportError('no jax in this test')\n")
+    paths = [str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])]
+    printed = command("cpu_ops", PYTHONPATH=os.pathsep.join(paths))
+    rows = rows_of("cpu_ops", tmp_path)
     assert printed.count("jax is not installed") == 1
     both = {"macchiato", "rg-lru", "conv"}  # in fp32 and in bf16
     sides = both | {side + cpu_ops.BF16 for side in both} | set(cpu_ops.DECAYS)

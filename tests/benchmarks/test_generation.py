@@ -6,12 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-import generation
 import pytest
-import records
 import torch
 from transformers import DynamicCache
 
+from benchmarks import generation, records
 from latte.evaluate.sides import Side
 from latte.models import LatteForCausalLM, preset_config
 

@@ -3,19 +3,14 @@
 import sys
 from dataclasses import replace
 
-import figures
-import gpu_check
-import gpu_common
-import gpu_correctness
-import gpu_models
-import gpu_ops
-import gpu_rivals
 import pytest
 import torch
-from records import MODES, read_rows
 
+from benchmarks import figures, gpu_check, gpu_common, gpu_models, gpu_ops, gpu_rivals
+from benchmarks.records import MODES, read_rows
 from latte.machine import Times
 from latte.ops import causal_conv1d, latte_attention, rg_lru
+from tests.ops import gpu_correctness
 
 MACHINE = {"device", "cuda", "triton", "fla", "transformers", "torch", "python", "latte", "date"}
 TIMES = {"median_ms", "p10_ms", "p90_ms", "calls"}

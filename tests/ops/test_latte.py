@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+
+from latte.ops import LatteState, latte_attention
+from latte.ops.torch_backend import latte as torch_latte
+from latte.ops.torch_backend import linear_domain, pairwise
+from latte.ops.torch_backend.batching import Carry
+from latte.ops.torch_backend.latte import Segment
+from tests.ops.helpers import (
     F64,
     assert_same,
     key_mask,
@@ -13,13 +19,7 @@ from helpers import (
     randn,
     values_and_gradients,
 )
-from opdb import OPS, Bench
-
-from latte.ops import LatteState, latte_attention
-from latte.ops.torch_backend import latte as torch_latte
-from latte.ops.torch_backend import linear_domain, pairwise
-from latte.ops.torch_backend.batching import Carry
-from latte.ops.torch_backend.latte import Segment
+from tests.ops.opdb import OPS, Bench
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import calls
 import pytest
 import torch
-from helpers import F64, macchiato_inputs, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,6 +19,8 @@ from latte.ops import (
     rg_lru,
     sliding_window_attention,
 )
+from tests.ops.cpp_backend import calls
+from tests.ops.helpers import F64, macchiato_inputs, randn
 
 OPS = sorted(
     name.removeprefix("latte::")

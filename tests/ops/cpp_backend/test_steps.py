@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
 from torch.profiler import profile
 
 from latte.layers import RGLRU, RMSNorm
@@ -18,6 +17,7 @@ from latte.ops.step import (
     window_step,
 )
 from latte.ops.tensors import computation_dtype
+from tests.ops.helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
 
 B, H, G, L, K, D, W, E = 2, 4, 2, 3, 6, 20, 5, 21
 

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import networkx
 import torch
-from launches import BF16, COMPILE, Case, run
 from triton import knobs
+
+from tests.ops.triton_backend.launches import BF16, COMPILE, Case, run
 
 
 class Card(NamedTuple):

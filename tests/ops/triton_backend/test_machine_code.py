@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from launches import BF16, Case  # noqa: E402
-from machine_code import CARDS, FLOORS, HEADS, Code, analyse  # noqa: E402
-
 from latte.ops.triton_backend import launch  # noqa: E402
+from tests.ops.triton_backend.launches import BF16, Case  # noqa: E402
+from tests.ops.triton_backend.machine_code import CARDS, FLOORS, HEADS, Code, analyse  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"

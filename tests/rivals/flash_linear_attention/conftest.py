@@ -10,16 +10,12 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from triton_interpreter import quicken  # noqa: E402
+from tests.triton_interpreter import quicken
 
 TESTS = ["test_models.py", "test_layers.py"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
