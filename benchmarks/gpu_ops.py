@@ -67,7 +67,7 @@ from benchmarks.gpu_rivals import (
     latte_rivals,
     rg_lru_rival,
 )
-from benchmarks.records import MODES, RESULTS, Goal, Row, Table, call_of, read_rows, say, worst
+from benchmarks.records import FLOORS, MODES, Goal, Row, Table, call_of, read_rows, say, worst
 from latte import machine
 from latte.machine import Times
 from latte.ops import (
@@ -81,7 +81,6 @@ from latte.ops import (
 
 TOKENS, H = 65536, 8
 BATCHES = (1, 64, 8, 32, 4, 16, 2)  # the ends of a range first, so that a cut run has seen them
-FLOORS = RESULTS / "gpu_floors.csv"
 MAKERS_BANDWIDTH = 3.35e12  # bytes per second, that the floors count with
 WARMING, WARM_TOKENS = 4, 2048  # processes
 

@@ -24,6 +24,7 @@ from latte.machine import CPU, describe, in_fresh_process, interleave, peak_memo
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"
+FLOORS = RESULTS / "gpu_floors.csv"
 FIGURES = ROOT / "docs" / "figures"
 CPU_PAGE = ROOT / "docs" / "results" / "cpu.md"
 # The last columns of every row; those of a GPU script begin with the first ones.
@@ -275,11 +276,15 @@ def document(
     parts = [f"{machine}, {one['date']}.", *("\n".join(table) for table in tables)]
     if section != "goals":
         parts.append(f"![Figure](../figures/cpu_{section}.png)")
-    body = "\n\n".join(parts)
-    head, rest = page.read_text("utf-8").split(f"<!-- results: {section} -->\n", 1)
+    replace_section(page, section, "\n\n".join(parts))
+
+
+def replace_section(page: Path, section: str, body: str) -> None:
+    """Put a text between a section's marks."""
+    mark = f"<!-- results: {section} -->\n"
+    head, rest = page.read_text("utf-8").split(mark, 1)
     tail = rest.split("<!-- /results -->", 1)[1]
-    mark = f"<!-- results: {section} -->"
-    page.write_text(f"{head}{mark}\n{body}\n<!-- /results -->{tail}", "utf-8")
+    page.write_text(f"{head}{mark}{body}\n<!-- /results -->{tail}", "utf-8")
 
 
 def pivot(
