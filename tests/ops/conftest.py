@@ -9,7 +9,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests import triton_interpreter
 
-    triton_interpreter.quicken()
+    triton_interpreter.speed_up_interpreter()
     triton_interpreter.scan_and_round()
 
 

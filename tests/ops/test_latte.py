@@ -9,7 +9,7 @@ from latte.ops import LatteState, latte_attention
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear_domain, pairwise
 from latte.ops.torch_backend.batching import Carry
-from latte.ops.torch_backend.latte import Segment
+from latte.ops.torch_backend.latte import LatteSegment
 from tests.ops.helpers import (
     F64,
     assert_same,
@@ -56,8 +56,11 @@ def test_fast_and_safe_kernels_agree(masked, monkeypatch):
 
     quick = values_and_gradients(fn, inputs)
     assert taken == [linear_domain]
-    run = Segment.run
-    monkeypatch.setattr(Segment, "run", lambda self, t, state, short: run(self, t, state, True))
+    run_from = LatteSegment.run_from
+    # Level 1: the run before was short.
+    monkeypatch.setattr(
+        LatteSegment, "run_from", lambda self, t, state, _: run_from(self, t, state, 1)
+    )
     slow = values_and_gradients(fn, inputs)
     assert taken == [linear_domain, pairwise]
     assert_same(quick, slow, 1e-12)

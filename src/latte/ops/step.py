@@ -93,7 +93,7 @@ def latte_step(
     if _native(mean, q, k, v):
         return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, log_decay, real)
     B, H, L, D = mean.shape
-    _see(k, v, log_mass, mean, log_decay, real)
+    _read_source(k, v, log_mass, mean, log_decay, real)
     p_BHL = in_dtype(q, mean.dtype).softmax(-1)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
     return in_dtype(out.view(B, H, D), v.dtype)
@@ -158,7 +158,7 @@ def macchiato_step(
     source = (latent_k, v, real)
     if pending is not None:
         source = _leaving(latent_k, ring, pending, slot, real)
-    _see(*source[:2], log_mass, mean, log_decay, source[2])
+    _read_source(*source[:2], log_mass, mean, log_decay, source[2])
     local = q, k, v, ring, slot, real, scale, softcap, rotary, mean.dtype, None, sinks
     near, log_mass_BH1 = _attend(*local, want_mass=joint)
     p_BHX = in_dtype(latent_q, mean.dtype)
@@ -312,7 +312,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _see(
+def _read_source(
     k: Tensor,
     v: Tensor,
     log_mass: Tensor,

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.triton_interpreter import quicken
+from tests.triton_interpreter import speed_up_interpreter
 
 TESTS = ["test_models.py", "test_layers.py"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FOUND = all(importlib.util.find_spec(name) for name in ("fla", "triton"))
 collect_ignore = [] if INTERPRETED and FOUND else TESTS
-quicken()
+speed_up_interpreter()
 
 
 class Index(int):
