@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import gpu_models, gpu_ops
 from benchmarks.gpu_common import TARGETS, Place, options, place
-from benchmarks.records import ROOT, Row, print_goals, read_rows, say
+from benchmarks.records import ROOT, Row, goals_table, read_rows, say
 from tests.ops.gpu_correctness import groups
 
 # Shares of the budget. What a part does not use, the later ones get.
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw(at.out)
     goals = at.out / TARGETS
     if goals.exists():
-        print_goals(read_rows(goals))
+        say(f"\n{goals_table(read_rows(goals))}")
     failures += [f"{r['check']}: {r['detail']}" for r in checks if r["verdict"] == "FAIL"]
     if checks:
         counts = {v: sum(r["verdict"] == v for r in checks) for v in ("pass", "skip", "FAIL")}

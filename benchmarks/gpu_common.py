@@ -75,9 +75,8 @@ class Place(NamedTuple):
         return Table(self.out / name, self.device)
 
     def goals(self, script: str, goals: Sequence[Goal]) -> None:
-        """Print the goals of this script and put them beside the others'."""
-        rows = records.write_goals(self.out / TARGETS, script, goals, records.columns(self.device))
-        records.print_goals([row for row in rows if row["script"] == script])
+        """Print the goals of this script and those that are there."""
+        records.report_goals(self.out / TARGETS, script, goals, self.device)
 
 
 def options(description: str | None, budget: float) -> argparse.ArgumentParser:
@@ -139,11 +138,11 @@ class Stopwatch:
         pair[1].record()
         self.events.append(pair)
 
-    def read(self) -> list[float]:
+    def read(self) -> Times:
         wait(self.device)
         self.ms += [start.elapsed_time(end) for start, end in self.events]
         self.events.clear()
-        return self.ms
+        return Times.of([x / 1e3 for x in self.ms])
 
 
 def reason(error: BaseException) -> str:
@@ -227,7 +226,7 @@ def measure(
                     flush(at.device)
                 watches[name].time(timed[name])
             watches[name].read()
-    return {name: Times.of([x / 1e3 for x in w.read()]) for name, w in watches.items()}, failed
+    return {name: watch.read() for name, watch in watches.items()}, failed
 
 
 def stop_if_broken(at: Place, error: BaseException) -> None:

@@ -29,6 +29,7 @@ is of one step, weights and optimiser included.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_common as gpu
-from benchmarks.records import Goal, Row, Table, say
+from benchmarks.records import Goal, Row, Table, having, ratio, say
 from latte import machine
 from latte.layers.state import map_tensors
 from latte.machine import Times
@@ -62,15 +63,12 @@ def random_tokens(at: gpu.Place, model: Any, B: int, T: int) -> Tensor:
     return torch.randint(model.config.vocab_size, (B, T), generator=generator, device=at.device)
 
 
-def add(table: Table, side: str, sizes: Row, t: Times, tokens: int, **more: Any) -> None:
-    """A row, and a line that says it."""
-    rate = tokens / (t.median / 1e3)
-    table.add({"side": side, **sizes, **t.row(), "tokens_per_s": round(rate, 1), **more})
-    told = {k: v for k, v in {**sizes, **more}.items() if k not in ("parameters", "dtype")}
-    say(
-        f"{side:23} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90 {t.p90:.3f}), {rate:.0f} tokens/s; "
-        + ", ".join(f"{name} = {value}" for name, value in told.items())
-    )
+def add(
+    at: gpu.Place, table: Table, side: str, sizes: Row, t: Times, tokens: int, **more: Any
+) -> None:
+    """A row, with the tokens per second."""
+    row = {"side": side, **sizes, "dtype": at.precision, **t.row()}
+    table.tell(row | {"tokens_per_s": round(1e3 * tokens / t.median, 1), **more})
 
 
 def faster(times: dict[str, Times], rival: str, t: Times) -> float | str:
@@ -167,6 +165,9 @@ def make_llama(at: gpu.Place, size: str) -> Any:
     return model.to(at.dtype).eval()
 
 
+STEPS: dict[str, Any] = {OURS: Latte, LLAMA: Llama}
+
+
 def decode(at: gpu.Place) -> None:
     """All contexts in turns, so that a slow moment meets them all; a batch of 64 holds many keys
     and values, and takes the long contexts one by one."""
@@ -177,29 +178,27 @@ def decode(at: gpu.Place) -> None:
     few, many = (1, 2) if at.quick else (1, 64)
     points = [(few, contexts), (many, contexts[:2]), *((many, (c,)) for c in contexts[2:])]
     for B, together in at.while_time(points):
-        calls: dict[str, gpu.Call] = {}
-        rows: dict[str, Row] = {}
-        for context in together:
-            for name, kind in ((OURS, Latte), (LLAMA, Llama)):
-                if name == LLAMA and context > LONGEST_OF_RIVAL:
-                    continue
-                label = f"{name}, B = {B}, context {context}"
-                with gpu.tried(at, label):
-                    step: Any = kind(at, models[name], B, context)
-                    step()
-                    ways = {"eager": step, "graph": gpu.replayed(at, label, step)}
-                    for how, call in ways.items():
-                        if how == "eager" or call is not step:
-                            calls[f"{label} {how}"] = call
-                            rows[f"{label} {how}"] = {
-                                **{"side": name, "how": how, "size": size, "B": B},
-                                **{"context": context, "cache_bytes": step.cache_bytes},
-                                "parameters": models[name].num_parameters(),
-                            }
+        calls: dict[tuple[str, int, str], gpu.Call] = {}
+        sizes: dict[tuple[str, int, str], Row] = {}
+        for context, (name, kind) in itertools.product(together, STEPS.items()):
+            if name == LLAMA and context > LONGEST_OF_RIVAL:
+                continue
+            label = f"{name}, B = {B}, context {context}"
+            with gpu.tried(at, label):
+                step: Any = kind(at, models[name], B, context)
+                step()
+                calls[name, context, "eager"] = step
+                graph = gpu.replayed(at, label, step)
+                if graph is not step:
+                    calls[name, context, "graph"] = graph
+                for how in ("eager", "graph"):
+                    row: Row = {"how": how, "size": size, "B": B, "context": context}
+                    row |= {"cache_bytes": step.cache_bytes}
+                    row |= {"parameters": models[name].num_parameters()}
+                    sizes[name, context, how] = row
         times, _ = gpu.measure(at, calls, budget=0.05 if at.quick else 0.3, cold_cache=False)
-        for label, t in times.items():
-            sizes = rows[label] | {"dtype": at.precision}
-            add(table, sizes.pop("side"), sizes, t, B)
+        for key, t in times.items():
+            add(at, table, key[0], sizes[key], t, B)
         calls.clear()
     at.goals("gpu_decode", decode_goals(table.rows))
 
@@ -207,15 +206,12 @@ def decode(at: gpu.Place) -> None:
 def decode_goals(rows: Sequence[Row]) -> list[Goal]:
     """Latte's slowest context over its fastest."""
     goals = []
-    for B in sorted({row["B"] for row in rows}):
-        for how in ("graph", "eager"):
-            ours = [r for r in rows if (r["side"], r["B"], r["how"]) == (OURS, B, how)]
-            if len(ours) > 1:
-                ms = [row["median_ms"] for row in ours]
-                span = f"{ours[0]['context']} to {ours[-1]['context']} tokens"
-                name = f"decoding, B = {B}, {how}: slowest context over fastest, {span}"
-                note = f"{min(ms):.3f} to {max(ms):.3f} ms"
-                goals.append(Goal(name, 1.05, max(ms) / min(ms), False, note))
+    for B, how in itertools.product(sorted({row["B"] for row in rows}), ("graph", "eager")):
+        ours = having(rows, side=OURS, B=B, how=how)
+        if len(ours) > 1:
+            ours.sort(key=lambda row: row["median_ms"])
+            name = f"decoding, B = {B}, {how}: slowest context over fastest"
+            goals += ratio(name, 1.05, ours[-1:], ours, "median_ms")
     return goals
 
 
@@ -252,9 +248,8 @@ def runtime(at: gpu.Place) -> None:
         for side, t in times.items():
             parameters = models[side.partition(",")[0]].num_parameters()
             sizes = {"size": size, "B": total // T, "T": T, "parameters": parameters}
-            sizes |= {"dtype": at.precision}
-            ratio = faster(times, f"{RIVAL}, flash", t)
-            add(table, side, sizes, t, total, times_faster_than_flash=ratio)
+            flash = faster(times, f"{RIVAL}, flash", t)
+            add(at, table, side, sizes, t, total, times_faster_than_flash=flash)
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -307,34 +302,25 @@ def compare_training(
         model = steps[name].model
         flops = machine.flops_per_token(model, T)
         sizes: Row = {"compiled": compiled, "size": size, "B": B, "T": T}
-        sizes |= {"parameters": model.num_parameters(), "dtype": "bfloat16"}
-        share = "" if peak is None else round(1e3 * B * T / t.median * flops / peak, 4)
-        add(
-            *(table, name, sizes, t, B * T),
-            peak_mb=peaks[name],
-            gflops_per_token=round(flops / 1e9, 4),
-            mfu=share,
-            times_faster=faster(times, RIVAL, t),
-        )
+        sizes |= {"parameters": model.num_parameters()}
+        more: Row = {"peak_mb": peaks[name], "gflops_per_token": round(flops / 1e9, 4)}
+        more["mfu"] = "" if peak is None else round(1e3 * B * T / t.median * flops / peak, 4)
+        more["times_faster"] = faster(times, RIVAL, t)
+        add(at, table, name, sizes, t, B * T, **more)
 
 
 def training_goals(rows: Sequence[Row]) -> list[Goal]:
     """The better of plain and compiled, for either model."""
-    best: dict[tuple[int, str], Row] = {}
-    for row in sorted(rows, key=lambda row: row["tokens_per_s"]):
-        best[row["T"], row["side"]] = row
+    rows = sorted(rows, key=lambda row: -row["tokens_per_s"])
     goals = []
     for T, target in TARGETS.items():
-        ours, rival = best.get((T, OURS)), best.get((T, RIVAL))
-        if ours and rival:
-            name = f"training, T = {T}: tokens/s over {RIVAL}'s"
-            note = f"{ours['tokens_per_s']:.0f} against {rival['tokens_per_s']:.0f} tokens/s"
-            ratio = ours["tokens_per_s"] / rival["tokens_per_s"]
-            goals.append(Goal(name, target, ratio, True, note))
-    ours = best.get((4096, OURS))
-    if ours and ours["mfu"] != "":
-        note = "compiled" if ours["compiled"] else "not compiled"
-        goals.append(Goal("training, T = 4096: MFU", 0.4, ours["mfu"], True, note))
+        ours, rival = (having(rows, T=T, side=side) for side in (OURS, RIVAL))
+        name = f"training, T = {T}: tokens/s over {RIVAL}'s"
+        goals += ratio(name, target, ours, rival, "tokens_per_s", at_least=True)
+    for row in having(rows, T=4096, side=OURS)[:1]:
+        if row["mfu"] != "":
+            note = "compiled" if row["compiled"] else "not compiled"
+            goals.append(Goal("training, T = 4096: MFU", 0.4, row["mfu"], True, note))
     return goals
 
 

@@ -19,22 +19,18 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.records import Row, Table, output_folder, parser, say, use_all_threads
+from benchmarks.records import Row, Table, numbers, output_folder, parser, use_all_threads
 from benchmarks.serving import (
     Server,
     add_vllm,
     documents,
     latte_server,
-    lengths,
     vllm_server,
     with_text,
 )
@@ -42,25 +38,12 @@ from benchmarks.serving import (
 CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
 
 
-def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
-    """The moments at which text came, and the tokens of the answer so far, where that is said."""
-    body = {"model": server.model, "prompt": prompt, "max_tokens": tokens}
-    body |= {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
-    content = json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/completions", content, headers)
-    with urllib.request.urlopen(request) as events:
-        for event in events:
-            if event.startswith(b"data: {"):
-                usage = json.loads(event[6:]).get("usage") or {}
-                yield time.perf_counter(), usage.get("completion_tokens", 0)
-
-
 def throughput(server: Server, prompts: list[str], tokens: int) -> tuple[int, float]:
     """Tokens of all answers, and seconds."""
 
     def ask(prompt: str) -> int:
-        return max(count for _, count in stream(server, prompt, tokens))
+        found = server.stream("completions", tokens, prompt=prompt)
+        return max(usage.get("completion_tokens", 0) for _, _, usage in found)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         begun = time.perf_counter()
@@ -74,7 +57,7 @@ def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[f
     enough, over = threading.Event(), threading.Event()
 
     def run() -> None:
-        for moment, _ in stream(server, prompt, 10**6):
+        for moment, _, _ in server.stream("completions", 10**6, prompt=prompt):
             moments.append(moment)
             if len(moments) > tokens:
                 enough.set()
@@ -86,8 +69,7 @@ def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[f
     thread.start()
     enough.wait()
     begun = time.perf_counter()
-    for _ in stream(server, long, 1):
-        pass
+    list(server.stream("completions", 1, prompt=long))
     ended = time.perf_counter()
     over.set()
     thread.join()
@@ -101,7 +83,7 @@ def one_piece(server: Server, prompts: list[str]) -> list[float]:
     seconds = []
     for prompt in prompts:
         begun = time.perf_counter()
-        seconds.append(next(stream(server, prompt, 2))[0] - begun)
+        seconds.append(next(server.stream("completions", 2, prompt=prompt))[0] - begun)
     return seconds
 
 
@@ -133,7 +115,7 @@ def quantile(values: list[float], part: float) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--clients", type=lengths, help=f"at once; {CLIENTS}")
+    options.add_argument("--clients", type=numbers, help=f"at once; {CLIENTS}")
     options.add_argument("--answer", type=int, help=f"tokens of each answer; {ANSWER}")
     options.add_argument("--long", type=int, help=f"tokens of the other client's prompt; {LONG}")
     options.add_argument("--repeats", type=int, default=3, help="of each number of clients")
@@ -156,16 +138,16 @@ def run(args: Any) -> None:
     pieces = documents(tokenizer, args.file, PIECE, 2 * args.repeats)
     use_all_threads()
 
-    def add(side: str, row: Row) -> None:
-        table.add({"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer} | row)
+    def add(side: str, **row: Any) -> None:
+        start: Row = {"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer}
+        table.tell(start | row)
 
     def rates(side: str, server: Server) -> None:
         throughput(server, texts, answer)  # not measured: what is done once
         for count in clients:
             runs = [throughput(server, texts[:count], answer) for _ in range(args.repeats)]
             rate = statistics.median(tokens / seconds for tokens, seconds in runs)
-            add(side, {"clients": count, "tokens_per_s": round(rate, 2)})
-            say(f"{side}, {count:3} clients: {rate:8.1f} tokens/s")
+            add(side, clients=count, tokens_per_s=round(rate, 2))
 
     most = ("--state-cache", "0", "--max-batch", str(max(clients)))
     most += ("--prefill-piece", str(PIECE))
@@ -177,8 +159,7 @@ def run(args: Any) -> None:
     for name, values in measured.items():
         row: Row = {"clients": name, "long_tokens": long if name == "long prompt" else 0}
         row |= {f"p{p}_s": round(quantile(values, p / 100), 4) for p in (50, 95, 100)}
-        add("between tokens", row)
-        say(f"between tokens, {name}: median {row['p50_s']:.4f} s, p95 {row['p95_s']:.4f} s")
+        add("between tokens", **row)
     if args.vllm:
         most = ("--max-num-seqs", str(max(clients)))
         with vllm_server(args.vllm, args.checkpoint, PLAIN_CHAT, *most) as server:
@@ -186,8 +167,7 @@ def run(args: Any) -> None:
     for count in clients:
         seconds = generated(args.checkpoint, texts[:count], answer, args.repeats)
         rate = count * answer / seconds
-        add("generate, padded", {"clients": count, "tokens_per_s": round(rate, 2)})
-        say(f"generate, {count:3} in a batch: {rate:8.1f} tokens/s")
+        add("generate, padded", clients=count, tokens_per_s=round(rate, 2))
 
 
 if __name__ == "__main__":
