@@ -219,15 +219,6 @@ def quick_checkpoints(folder: Path) -> list[Side]:
     return [Side(name, str(folder / name)) for name in ("latte", "llama")]
 
 
-def named(text: str) -> Side:
-    """The side of `NAME=FOLDER[,FIELD=VALUE...]`; `NAME=FOLDER@MIXING` sets the field `mixing`."""
-    folder, at, mixing = text.rpartition("@")
-    try:
-        return side(f"{folder},mixing={mixing}" if at else text)
-    except LatteError as error:
-        raise SystemExit(f"--checkpoint: {error}") from None
-
-
 def report(rows: Sequence[Row]) -> str:
     """Markdown: what is in the rows by model and context."""
     parts = [pivot(text, rows, ("model",), "context", c) for c, text in CAPTIONS.items()]
@@ -263,7 +254,10 @@ def main() -> None:
         "--base-max", type=int, help="the longest context of a model that keeps all tokens"
     )
     args = options.parse_args()
-    chosen = {each.name: each for each in map(named, args.checkpoint)}
+    try:
+        chosen = {each.name: each for each in map(side, args.checkpoint)}
+    except LatteError as error:
+        raise SystemExit(f"--checkpoint: {error}") from None
     if not chosen and not args.quick:
         raise SystemExit("expected --checkpoint NAME=FOLDER, at least one (or --quick)")
     contexts = args.contexts or (QUICK_CONTEXTS if args.quick else CONTEXTS)

@@ -3,9 +3,8 @@
 Forward, and forward+backward (the gradients of ``<dy, y>`` for all inputs), bf16. docs/gpu.md says
 what each part compares. Beyond that:
 
-* ``latte``: H = 8. ``gla, gates given`` starts from softmax, keys and gates made beforehand, for
-  information. Bytes: the least that any kernel must move, inputs and outputs once each, over the
-  median time. Saved: distinct storages that autograd holds between the passes, inputs included.
+* ``latte``: H = 8. Bytes: the least that any kernel must move, inputs and outputs once each, over
+  the median time. Saved: distinct storages that autograd holds between the passes, inputs included.
   sigma: of the logits. Errors: relative norms against fp64, at 1,024 tokens.
 * ``macchiato``, ``converted``: ``flash`` is held to PyTorch's flash backend, on its native
   (B, H, T, D) layout; the block mask of ``flex window`` is made beforehand.
@@ -35,11 +34,8 @@ from torch.nn import functional as F
 from benchmarks import gpu_common as gpu
 from benchmarks.gpu_rivals import (
     Op,
-    compiled_hgrn,
-    gates,
-    gla_with_given_gates,
     latte_rivals,
-    rg_lru_rival,
+    rg_lru_rivals,
 )
 from benchmarks.records import FLOORS, MODES, Goal, Row, Side, Table, having, read_rows, say, worst
 from latte import machine
@@ -208,10 +204,6 @@ def latte_point(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.
                 sides[name] = Side(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
         rivals = latte_rivals() if at.cuda else {}
         sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
-        given = gla_with_given_gates() if at.cuda else None
-        if given is not None:
-            keys, log_gates = gates(k)
-            sides["gla, gates given"] = Side(given, [q.softmax(-1), keys, log_gates, v], dy)
     return Point({"B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}, sides, B * T / TOKENS)
 
 
@@ -241,8 +233,6 @@ def errors(at: gpu.Place) -> list[Goal]:
 
     columns = ("error_out", "error_dq", "error_dk", "error_dv")
     for name, side in point.sides.items():
-        if name == "gla, gates given":
-            continue
         with gpu.tried(at, name):
             exact = [x.double() for x in run(side, latte("reference"), torch.float64)]
             pairs = zip(columns, run(side, side.op, at.dtype), exact, strict=False)
@@ -408,14 +398,6 @@ def conv1d(x_BTE: Tensor, weight_EK: Tensor, bias_E: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-@functools.cache
-def recurrences(cuda: bool) -> dict[str, Op]:
-    """The rivals of the RG-LRU that there are."""
-    plain = rg_lru_rival() if cuda else None
-    found = (plain, None if plain is None else compiled_hgrn())
-    return {n: op for n, op in zip(RIVALS["rg_lru"], found, strict=True) if op is not None}
-
-
 def rglru_sizes(quick: bool) -> list[tuple[Any, ...]]:
     """(B, T, E, op)."""
     tokens, width = (128, 16) if quick else (TOKENS, E)
@@ -428,7 +410,10 @@ def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
     x, r, i, dy = (at.normal(B, T, width, seed=n) for n in range(4))
     function: Callable[..., Any] = rg_lru if op == "rg_lru" else causal_conv1d
     if op == "rg_lru":
-        inputs, rivals = [x, r, i, at.normal(width, seed=4) - 4.0], recurrences(at.cuda)
+        inputs, rivals = (
+            [x, r, i, at.normal(width, seed=4) - 4.0],
+            rg_lru_rivals() if at.cuda else {},
+        )
     else:
         inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
         rivals = {"conv1d": conv1d}
