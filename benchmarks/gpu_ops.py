@@ -410,10 +410,8 @@ def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
     x, r, i, dy = (at.normal(B, T, width, seed=n) for n in range(4))
     function: Callable[..., Any] = rg_lru if op == "rg_lru" else causal_conv1d
     if op == "rg_lru":
-        inputs, rivals = (
-            [x, r, i, at.normal(width, seed=4) - 4.0],
-            rg_lru_rivals() if at.cuda else {},
-        )
+        inputs = [x, r, i, at.normal(width, seed=4) - 4.0]
+        rivals = rg_lru_rivals() if at.cuda else {}
     else:
         inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
         rivals = {"conv1d": conv1d}
