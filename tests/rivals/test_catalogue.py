@@ -31,6 +31,7 @@ from latte.rivals.catalogue import COMPARATORS, Comparator
 from latte.train.trainer import decayed_names
 from replication.loop import adamw
 from replication.lra.pairs import check_pairs
+from tests.rivals.training import losses, next_token_loss
 
 logging.set_verbosity_error()  # Mamba says that its kernels are not there
 
@@ -103,16 +104,8 @@ def test_the_future_cannot_change_the_past(name: str) -> None:
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     model = build(name).train()
     ids = torch.randint(3, 20, (2, 16), generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(6):
-        found = logits(model, ids)[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.3
+    found = losses(model, lambda: next_token_loss(logits(model, ids), ids), steps=6, rate=1e-2)
+    assert found[-1] < found[0] - 0.3
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -123,8 +116,7 @@ def test_autocast_gives_finite_gradients(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         rounded = logits(model, ids).float()
     assert (exact - rounded).abs().max() < 0.1 * exact.abs().max()
-    found = rounded[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten()).backward()
+    next_token_loss(rounded, ids).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
@@ -165,15 +157,9 @@ def test_a_few_steps_teach_a_classifier(name: str) -> None:
     model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
     ids = torch.randint(3, 300, (6, 16), generator=torch.Generator().manual_seed(1))
     labels = torch.arange(6) % 3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(12):
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.2
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    found = losses(model, lambda: model(**given).loss, steps=12, rate=3e-3)
+    assert found[-1] < found[0] - 0.2
 
 
 def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
@@ -515,17 +501,14 @@ def test_on_a_gpu(name: str) -> None:
     other[:, 100:] = 7
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         torch.testing.assert_close(logits(model, ids)[:, :100], logits(model, other)[:, :100])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(10):
+
+    def loss() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            found = logits(model, ids)[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(found.float(), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1
+            found = logits(model, ids)
+        return next_token_loss(found.float(), ids)
+
+    found = losses(model, loss, steps=10, rate=3e-3)
+    assert found[-1] < found[0] - 0.1
 
 
 def test_the_table_prints_what_there_is(capsys: Any) -> None:
