@@ -14,12 +14,11 @@ code 1 if a check or a part failed, 2 without a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -50,9 +49,9 @@ def command(module: str, at: Place, seconds: float, *more: str) -> list[str]:
     return [*line, "--quick"] if at.quick else line
 
 
-def run(line: Sequence[str], seconds: float) -> str | None:
+def run(line: Sequence[str], seconds: float, **variables: str) -> str | None:
     """A process with a deadline; why it failed, None if it did not."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     try:
         done = subprocess.run(line, env=environment, cwd=ROOT, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -60,23 +59,19 @@ def run(line: Sequence[str], seconds: float) -> str | None:
     return None if done.returncode == 0 else f"ended with exit code {done.returncode}"
 
 
-@contextlib.contextmanager
-def warming(at: Place, seconds: float, finish: bool = False) -> Iterator[None]:
-    """Meanwhile the rivals' kernels compile, beside the checks, which are not timed.
+def fill(at: Place) -> None:
+    """Compile what the checks and the rivals run, which count when they run again.
 
     What the rivals' autotuners choose is forgotten: it was timed beside other work.
     """
-    numbers = range(4) if at.cuda and not at.quick else ()
-    lines = [command("benchmarks.gpu_ops", at, seconds, "latte", "--warm", str(n)) for n in numbers]
-    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
-    processes = [subprocess.Popen(line, env=environment, cwd=ROOT) for line in lines]
-    try:
-        yield
-    finally:
-        for process in processes:
-            if not finish:
-                process.kill()
-            process.wait()
+    numbers = range(gpu_ops.WARMING) if at.cuda and not at.quick else ()
+    lines = [command("benchmarks.gpu_ops", at, FILLING, "latte", "--warm", str(n)) for n in numbers]
+    with ThreadPoolExecutor() as pool:
+        warmed = [pool.submit(run, line, FILLING, FLA_CACHE_RESULTS="0") for line in lines]
+        run_checks(at, FILLING)
+        for done in warmed:
+            if (broken := done.result()) is not None:
+                say(f"warming: {broken}")
 
 
 def run_checks(at: Place, seconds: float) -> list[Row]:
@@ -134,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     at = place(args)
     if args.fill:
-        with warming(at, FILLING, finish=True):
-            run_checks(at, FILLING)  # which count when they run again
+        fill(at)
         return 0
     chosen = [name for name in SHARES if name in (args.only or SHARES)]
     say(f"gpu-check: {', '.join(chosen)} in {args.budget:.0f} s, results in {at.out}")
@@ -145,8 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         total = sum(SHARES[later] for later in chosen[i:])
         seconds = max(5.0, (at.left() - GRACE / 2) * SHARES[name] / total)
         if name == "check":
-            with warming(at, seconds) if len(chosen) > 1 else contextlib.nullcontext():
-                checks = run_checks(at, seconds)
+            checks = run_checks(at, seconds)
         elif (broken := run_part(name, at, seconds)) is not None:
             failures.append(f"{name}: {broken}")
     draw(at.out)

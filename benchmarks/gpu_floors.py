@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from benchmarks.gpu_ops import WIDTHS
 from benchmarks.records import FLOORS, ROOT, Row, replace_section, say, write_rows
 from tests.ops.triton_backend.launches import BF16, Case
 from tests.ops.triton_backend.machine_code import CARDS, analyse
 
 HEADS = {"heads": (8, 8), "T": 4096}
-WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
 TIMED = {
     f"latte, L = {L}, D = {D}": Case("latte", BF16, "plain", L=L, D=D, **HEADS) for L, D in WIDTHS
 }

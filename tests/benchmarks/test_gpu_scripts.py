@@ -217,6 +217,14 @@ def test_a_failed_check_or_part_gives_exit_code_1(tmp_path, monkeypatch):
     assert gpu_check.main(arguments(tmp_path)) == 1
 
 
+def test_filling_measures_nothing(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(gpu_check, "run_checks", lambda at, seconds: ran.append(seconds))
+    monkeypatch.setattr(gpu_check, "run_part", lambda name, at, seconds: ran.append(name))
+    assert gpu_check.main(arguments(tmp_path, "--fill")) == 0
+    assert ran == [gpu_check.FILLING]
+
+
 def test_a_part_beyond_its_time_is_ended():
     line = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert gpu_check.run(line, 0.1) == "out of time"
