@@ -126,7 +126,7 @@ class Server:
                 lines = answer.read().decode().splitlines()
         except urllib.error.HTTPError:
             return {}
-        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
     def rest(self) -> None:
