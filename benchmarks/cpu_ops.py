@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from benchmarks import listing1, records
 from benchmarks.figures import publish
-from benchmarks.records import MODES, Goal, Row, Side, having, ratio, say
+from benchmarks.records import MODES, Goal, OpCall, Row, having, ratio, say
 from latte import machine
 from latte.evaluate.benchmark_ops import MeasuredOp, op_table
 from latte.ops import Sinks, causal_conv1d
@@ -68,7 +68,7 @@ def ops_at(T: int, backend: str | None = None) -> dict[str, MeasuredOp]:
     return op_table(1, T, **sizes, backend=backend)
 
 
-def make_sides(T: int) -> dict[str, Side]:
+def make_sides(T: int) -> dict[str, OpCall]:
     """All sides that run in torch, Latte first, on standard normal inputs."""
     generator = torch.Generator().manual_seed(T)
     ops = ops_at(T)
@@ -77,12 +77,12 @@ def make_sides(T: int) -> dict[str, Side]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    def side(op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Side:
+    def side(op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> OpCall:
         with torch.no_grad():
             shape = op(*inputs).shape
-        return Side(op, inputs, normal(*shape))
+        return OpCall(op, inputs, normal(*shape))
 
-    def of_table(name: str) -> Side:
+    def of_table(name: str) -> OpCall:
         return side(ops[name].op, [normal(*shape) for shape in ops[name].shapes])
 
     def late(*tensors: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def make_sides(T: int) -> dict[str, Side]:
     sides["conv"] = side(conv, [normal(1, T, H * D), normal(H * D, TAPS)])
     for name in IN_BF16:
         op, inputs, dy, *_ = sides[name]
-        sides[name + BF16] = Side(op, [x.bfloat16() for x in inputs], dy.bfloat16())
+        sides[name + BF16] = OpCall(op, [x.bfloat16() for x in inputs], dy.bfloat16())
     packed = functools.partial(macchiato, cu_seqlens=bounds)
     sides["packed 15:1"] = side(packed, mixture.inputs)
     sides["sinks, late"] = side(late, [*mixture.inputs, normal(1, T, H, D)])
@@ -113,16 +113,16 @@ def make_sides(T: int) -> dict[str, Side]:
     return sides
 
 
-def forgetting(latte: Side, log_decay: Tensor) -> Side:
+def forgetting(latte: OpCall, log_decay: Tensor) -> OpCall:
     """The same with one more input."""
 
     def op(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         return latte.op(q, k, v, log_decay=log_decay)
 
-    return Side(op, [*latte.inputs, log_decay], latte.dy)
+    return OpCall(op, [*latte.inputs, log_decay], latte.dy)
 
 
-def scan_call(mode: str, latte: Side, unroll: int) -> Callable[[], Any]:
+def scan_call(mode: str, latte: OpCall, unroll: int) -> Callable[[], Any]:
     """The scan on Latte's inputs."""
     if mode == "forward":
         return listing1.forward(*latte.inputs, unroll)
@@ -147,7 +147,7 @@ def check_sides(T: int) -> None:
     for mode in MODES:
         for name in (*DECAYS, "latte"):
             ours = sides[name]
-            wide = Side(exact, [x.double() for x in ours.inputs[:3]], ours.dy.double())
+            wide = OpCall(exact, [x.double() for x in ours.inputs[:3]], ours.dy.double())
             judge = forgetting(wide, ours.inputs[3].double()) if name in DECAYS else wide
             label = f"{name}, {mode}, with the fp64 reference"
             agree(label, ours.call(mode)(), judge.call(mode)())
@@ -256,7 +256,7 @@ def alone(mode: str, T: int, budget: float) -> Row:
         op, shapes = ops_at(T)["latte"]
         inputs = [torch.randn(shape) for shape in shapes]
         dy = torch.randn(shapes[-1]) if mode == MODES[1] else inputs[-1]
-        return Side(op, inputs, dy).call(mode)
+        return OpCall(op, inputs, dy).call(mode)
 
     prepare(256)()
     before = machine.memory_bytes()

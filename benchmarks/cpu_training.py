@@ -32,19 +32,15 @@ TARGETS = {256: 0.95, 1024: 1.1, 4096: 2.0, 16384: 3.5}
 DTYPES = ("float32", "bfloat16")
 
 
-class Training:
-    """One model and its optimiser; each call is one step."""
+class TrainingStep:
+    """One model and its optimiser; each call is one step, as `latte train` makes it."""
 
-    def __init__(self, name: str, size: str, B: int, T: int, dtype: str) -> None:
-        keep_memory()
-        torch.manual_seed(0)
-        self.low = dtype == "bfloat16"
-        self.model: Any = LatteForCausalLM(preset_config(name, size)).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = torch.randint(self.model.config.vocab_size, (B, T))
+    def __init__(self, model: Any, ids: torch.Tensor, autocast: bool) -> None:
+        self.model, self.ids, self.autocast = model.train(), ids, autocast
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def __call__(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
+        with torch.autocast(self.ids.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.model(self.ids, labels=self.ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -52,11 +48,20 @@ class Training:
         self.optimizer.zero_grad()
 
 
+def make_step(name: str, size: str, B: int, T: int, dtype: str) -> TrainingStep:
+    """A step of a model on random tokens."""
+    keep_memory()
+    torch.manual_seed(0)
+    model = LatteForCausalLM(preset_config(name, size))
+    ids = torch.randint(model.config.vocab_size, (B, T))
+    return TrainingStep(model, ids, dtype == "bfloat16")
+
+
 def step_apart(name: str, size: str, B: int, T: int, dtype: str) -> Row:
     """Time and peak memory of one step, in this process."""
     records.use_all_threads()
     before = machine.memory_bytes()
-    step = Training(name, size, B, T, dtype)
+    step = make_step(name, size, B, T, dtype)
     return machine.Times.of([machine.seconds_of(step)]).row() | records.peaks(before)
 
 
@@ -97,7 +102,7 @@ def main() -> None:
         timed: dict[str, Row] = {OURS: {}, RIVAL: {}}
         calls = dict.fromkeys(timed, 0)
         if T < LONG:
-            steps = {name: Training(name, size, B, T, dtype) for name in timed}
+            steps = {name: make_step(name, size, B, T, dtype) for name in timed}
             timed = {k: x.row() for k, x in machine.interleave(steps, budget).items()}
             calls = {k: records.aten_calls(step) if T <= 1024 else 0 for k, step in steps.items()}
             del steps

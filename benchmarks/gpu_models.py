@@ -19,7 +19,7 @@ no cache.
   by PyTorch's flash backend, and with the T x T weights in memory.
 
 ``training``: ``latte-r-swa++`` beside ``transformer++`` (flash attention) at "paper" size, 32,768
-tokens a step as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, fused AdamW, dropout as in
+tokens a step as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, clipping, fused AdamW, dropout as in
 the preset; plain, and with the blocks compiled as a recipe's ``training.torch_compile`` does. The
 share of the peak (MFU) takes model FLOPs and data-sheet peaks from ``latte.machine``. Peak memory
 is of one step, weights and optimiser included.
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_common as gpu
+from benchmarks.cpu_training import TrainingStep
 from benchmarks.records import Goal, Row, Table, having, ratio, say
 from latte import machine
 from latte.layers.state import map_tensors
@@ -257,37 +258,24 @@ def runtime(at: gpu.Place) -> None:
 TARGETS = {1024: 0.9, 4096: 1.3, 16384: 3.0}
 
 
-class Training:
-    """One model and its optimiser; each call is one step."""
-
-    def __init__(self, at: gpu.Place, name: str, size: str, compiled: bool, B: int, T: int) -> None:
-        self.at = at
-        self.model: Any = make_model(at, name, size, torch.float32).train()
-        if compiled:
-            compile_blocks(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = random_tokens(at, self.model, B, T)
-
-    def __call__(self) -> None:
-        at = self.at
-        with gpu.attention_by(at, "flash"), use_backend(at.backend):
-            with torch.autocast(at.device.type, torch.bfloat16):
-                loss = self.model(self.ids, labels=self.ids).loss
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+def make_step(at: gpu.Place, name: str, size: str, compiled: bool, B: int, T: int) -> TrainingStep:
+    """A step of a model with fp32 weights under autocast."""
+    model = make_model(at, name, size, torch.float32)
+    if compiled:
+        compile_blocks(model)
+    return TrainingStep(model, random_tokens(at, model, B, T), autocast=True)
 
 
 def compare_training(
     at: gpu.Place, table: Table, size: str, B: int, T: int, compiled: bool
 ) -> None:
     """The rows of one length."""
-    steps: dict[str, Training] = {}
+    steps: dict[str, TrainingStep] = {}
     peaks: dict[str, float | str] = {}
     for name in (OURS, RIVAL):
         with gpu.tried(at, f"{name}, T = {T}, compiled {compiled}"):
             before = machine.memory_bytes(at.device)
-            step = Training(at, name, size, compiled, B, T)
+            step = make_step(at, name, size, compiled, B, T)
             step()
             gpu.wait(at.device)
             machine.reset_peak_memory(at.device)
@@ -331,7 +319,8 @@ def training(at: gpu.Place) -> None:
     table = at.table("gpu_training.csv")
     points = [(c, T) for c in ((False,) if at.quick else (False, True)) for T in lengths]
     for compiled, T in at.while_time(points):
-        compare_training(at, table, size, total // T, T, compiled)
+        with gpu.attention_by(at, "flash"), use_backend(at.backend):
+            compare_training(at, table, size, total // T, T, compiled)
         torch._dynamo.reset()
     at.goals("gpu_training", training_goals(table.rows))
 

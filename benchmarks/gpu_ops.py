@@ -37,7 +37,18 @@ from benchmarks.gpu_rivals import (
     latte_rivals,
     rg_lru_rivals,
 )
-from benchmarks.records import FLOORS, MODES, Goal, Row, Side, Table, having, read_rows, say, worst
+from benchmarks.records import (
+    FLOORS,
+    MODES,
+    Goal,
+    OpCall,
+    Row,
+    Table,
+    having,
+    read_rows,
+    say,
+    worst,
+)
 from latte import machine
 from latte.evaluate.benchmark_ops import MeasuredOp
 from latte.machine import Times
@@ -60,7 +71,7 @@ class Point(NamedTuple):
     """What is timed in turns, ours first."""
 
     sizes: Row
-    sides: dict[str, Side]
+    sides: dict[str, OpCall]
     share: float  # of the work that gpu_floors.csv counts
 
 
@@ -128,7 +139,7 @@ def saved_storages() -> Iterator[dict[int, int]]:
         yield sizes
 
 
-def memory_of(at: gpu.Place, side: Side) -> Row:
+def memory_of(at: gpu.Place, side: OpCall) -> Row:
     """MB of one forward and backward pass: ``saved`` for the backward pass, inputs included;
     ``kept`` between the passes beyond inputs and output; the ``peak`` beyond the inputs."""
     inputs = [x.detach().clone().requires_grad_() for x in side.inputs]
@@ -196,18 +207,18 @@ def latte_point(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.
     q, k, v, dy = (at.normal(B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D)))
     inputs = [q * sigma, k * sigma, v]
     op, case = latte(at.backend), f"L = {L}, D = {D}"
-    sides = {LATTE: Side(op, inputs, dy, f"latte, {case}")}
+    sides = {LATTE: OpCall(op, inputs, dy, f"latte, {case}")}
     if sigma == 1.0:
         if (L, D) == WIDTHS[0] or at.quick:
             g = at.normal(B, T, H, L, seed=4, dtype=torch.float32).square()
             for name, mean in FORGETTING.items():
-                sides[name] = Side(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
+                sides[name] = OpCall(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
         rivals = latte_rivals() if at.cuda else {}
-        sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
+        sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
     return Point({"B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}, sides, B * T / TOKENS)
 
 
-def rates(at: gpu.Place, mode: str, side: Side, t: Times) -> Row:
+def rates(at: gpu.Place, mode: str, side: OpCall, t: Times) -> Row:
     """Every input read once and every output written once, against a copy."""
     forward = sum(x.nbytes for x in side.inputs) + side.dy.nbytes
     least = forward if mode == MODES[0] else 3 * forward - side.dy.nbytes
@@ -226,7 +237,7 @@ def errors(at: gpu.Place) -> list[Goal]:
     point = latte_point(at, 1, 64 if at.quick else T_OF_ERRORS, L, D)
     table = at.table("gpu_latte_errors.csv")
 
-    def run(side: Side, op: Op, dtype: torch.dtype) -> list[Tensor]:
+    def run(side: OpCall, op: Op, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in side.inputs]
         out = op(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, side.dy.to(out.dtype))]
@@ -276,7 +287,7 @@ def lengths(quick: bool) -> list[tuple[Any, ...]]:
     return [(T,) for T in ((128, 256) if quick else LENGTHS)]
 
 
-def flash_side(at: gpu.Place, local: Sequence[Tensor], dy: Tensor) -> Side:
+def flash_side(at: gpu.Place, local: Sequence[Tensor], dy: Tensor) -> OpCall:
     """Causal softmax attention over all keys, which may have fewer heads."""
     *inputs, dy = (x.transpose(1, 2).contiguous() for x in (*local, dy))
 
@@ -284,7 +295,7 @@ def flash_side(at: gpu.Place, local: Sequence[Tensor], dy: Tensor) -> Side:
         with gpu.attention_by(at, "flash"):
             return F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True)
 
-    return Side(flash, inputs, dy)
+    return OpCall(flash, inputs, dy)
 
 
 def flash_goals(mode: str, rows: Sequence[Row], name: str, targets: dict[int, float]) -> list[Goal]:
@@ -330,9 +341,9 @@ def macchiato_point(at: gpu.Place, T: int) -> Point:
     inputs, case = [latent_q, latent_k, *local], f"macchiato, L = {L}, D = {K}"
     latents = [latent_q[..., 1:].contiguous(), latent_k, local[2]]
     sides = {
-        MACCHIATO: Side(ours(macchiato_attention, **near), inputs, dy, case),
-        BRANCHES[0]: Side(latte(at.backend), latents, dy),
-        BRANCHES[1]: Side(ours(sliding_window_attention, **near), local, dy),
+        MACCHIATO: OpCall(ours(macchiato_attention, **near), inputs, dy, case),
+        BRANCHES[0]: OpCall(latte(at.backend), latents, dy),
+        BRANCHES[1]: OpCall(ours(sliding_window_attention, **near), local, dy),
         FLASH: flash_side(at, local, dy),
     }
     with gpu.tried(at, FLEX):  # which has no backward on a CPU
@@ -363,13 +374,13 @@ def converted_point(at: gpu.Place, T: int) -> Point:
     far = [at.normal(1, T, H, K, seed=9), *(x[:, :SINKS].clone() for x in inputs[3:])]
     mask = torch.ones(1, SINKS, dtype=torch.bool, device=at.device)
 
-    def side(*parts: str, case: str = "") -> Side:
+    def side(*parts: str, case: str = "") -> OpCall:
         options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
         options |= {"delay": "delay" in parts, "joint": "joint" in parts}
         op = ours(macchiato_attention, **options)
         if "sinks" not in parts:
-            return Side(op, inputs, dy, case)
-        return Side(lambda *xs: op(*xs[:5], sinks=Sinks(*xs[5:], mask)), inputs + far, dy, case)
+            return OpCall(op, inputs, dy, case)
+        return OpCall(lambda *xs: op(*xs[:5], sinks=Sinks(*xs[5:], mask)), inputs + far, dy, case)
 
     sides = {CONVERTED: side(*ALONE.values(), case=f"converted, L = {L}, D = {D}"), BASE: side()}
     sides |= {name: side(part) for name, part in ALONE.items()}
@@ -415,8 +426,8 @@ def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
     else:
         inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
         rivals = {"conv1d": conv1d}
-    sides = {op: Side(ours(function, backend=at.backend), inputs, dy, op)}
-    sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
+    sides = {op: OpCall(ours(function, backend=at.backend), inputs, dy, op)}
+    sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
     return Point({"op": op, "B": B, "T": T, "E": width}, sides, B * T * width / (TOKENS * 2048))
 
 

@@ -110,7 +110,7 @@ class Apart:
         return in_fresh_process(function, *arguments)
 
 
-class Side(NamedTuple):
+class OpCall(NamedTuple):
     """What is called: ``op(*inputs)``, and the gradients of <dy, output>."""
 
     op: Callable[..., Tensor]
