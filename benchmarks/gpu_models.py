@@ -19,10 +19,10 @@ no cache.
   by PyTorch's flash backend, and with the T x T weights in memory.
 
 ``training``: ``latte-r-swa++`` beside ``transformer++`` (flash attention) at "paper" size, 32,768
-tokens a step as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, clipping, fused AdamW, dropout as in
-the preset; plain, and with the blocks compiled as a recipe's ``training.torch_compile`` does. The
-share of the peak (MFU) takes model FLOPs and data-sheet peaks from ``latte.machine``. Peak memory
-is of one step, weights and optimiser included.
+tokens a step as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, clipping, fused AdamW,
+dropout as in the preset; plain, and with the blocks compiled as a recipe's
+``training.torch_compile`` does. The share of the peak (MFU) takes model FLOPs and data-sheet peaks
+from ``latte.machine``. Peak memory is of one step, weights and optimiser included.
 
     python -m benchmarks.gpu_models PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
 """
