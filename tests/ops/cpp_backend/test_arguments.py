@@ -230,7 +230,7 @@ def test_several_threads_at_once():
 def test_other_instructions_give_the_same(instructions, with_instructions):
     """Every op, forward and backward, as a processor without the best ones runs it."""
     code = (
-        "import sys, torch, calls\n"
+        "import sys, torch\nfrom tests.ops.cpp_backend import calls\n"
         "found = {(k, s): calls.call(k, s) for k in calls.KINDS for s in range(10)}\n"
         "torch.save(found, sys.argv[1])\n"
     )

@@ -172,7 +172,7 @@ def sized(size, dtype, to=None, rows=slice(None)):
 def test_any_size_on_any_processor(instructions, with_instructions):
     """As exact as PyTorch's operations, with what instructions this processor has."""
     code = (
-        "import sys, torch, test_steps as t\n"
+        "import sys, torch\nfrom tests.ops.cpp_backend import test_steps as t\n"
         "dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16\n"
         "found = {(size, dtype): t.sized(size, dtype) for size in t.SIZES for dtype in dtypes}\n"
         "torch.save(found, sys.argv[1])\n"
