@@ -114,7 +114,7 @@ def draw(out: Path) -> None:
     try:
         from benchmarks.figures import draw_all
     except ImportError:
-        say(f"matplotlib is not installed: draw later with figures.py {out}")
+        say(f"matplotlib is not installed: draw later: python -m benchmarks.figures {out}")
         return
     for path in draw_all(out):
         say(f"drew {path}")
