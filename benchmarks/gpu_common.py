@@ -181,25 +181,24 @@ def replayed(at: Place, name: str, call: Call) -> Call:
 
 def measure(
     at: Place,
-    sides: Mapping[str, Call],
+    sides: Mapping[Any, Call],
     *,
     budget: float = 1.0,
     rounds: int = 5,
     cold_cache: bool = True,
     graphs: bool = False,
-) -> tuple[dict[str, Times], dict[str, str]]:
-    """Time the sides in turns: statistics of those that ran, and why the others did not.
+) -> dict[Any, Times]:
+    """Time the sides in turns: statistics of those that ran. The others say why they did not.
 
     Args:
         budget: seconds of timed calls per side; each gets at least one call a round.
         cold_cache: write over the level-2 cache before every call.
         graphs: replay the calls as CUDA graphs.
     """
-    failed: dict[str, str] = {}
-    bursts: dict[str, int] = {}
+    bursts: dict[Any, int] = {}
     timed = dict(sides)
     for name, call in sides.items():
-        try:
+        with tried(at, str(name)):
             call()  # compiles and searches
             wait(at.device)
             if graphs:
@@ -213,11 +212,6 @@ def measure(
                 if seconds >= budget:
                     break  # a long call needs no second opinion
             bursts[name] = max(1, min(30, int(budget / rounds / seconds)))
-        except Exception as error:  # noqa: BLE001 - whatever a rival raises, the others go on
-            stop_if_broken(at, error)
-            failed[name] = reason(error)
-            say(f"  {name}: {failed[name]}")
-            forget()
     watches = {name: Stopwatch(at.device) for name in bursts}
     for _ in range(rounds):
         for name, burst in bursts.items():
@@ -226,7 +220,7 @@ def measure(
                     flush(at.device)
                 watches[name].time(timed[name])
             watches[name].read()
-    return {name: watch.read() for name, watch in watches.items()}, failed
+    return {name: watch.read() for name, watch in watches.items()}
 
 
 def stop_if_broken(at: Place, error: BaseException) -> None:

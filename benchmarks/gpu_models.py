@@ -197,7 +197,7 @@ def decode(at: gpu.Place) -> None:
                     row |= {"cache_bytes": step.cache_bytes}
                     row |= {"parameters": models[name].num_parameters()}
                     sizes[name, context, how] = row
-        times, _ = gpu.measure(at, calls, budget=0.05 if at.quick else 0.3, cold_cache=False)
+        times = gpu.measure(at, calls, budget=0.05 if at.quick else 0.3, cold_cache=False)
         for key, t in times.items():
             add(at, table, key[0], sizes[key], t, B)
         calls.clear()
@@ -245,7 +245,7 @@ def runtime(at: gpu.Place) -> None:
             built = size
         ids = random_tokens(at, models[RIVAL], total // T, T)
         sides = {name: lambda n=name, x=ids: forward(n, x) for name in (*LATTES, *KINDS)}
-        times, _ = gpu.measure(at, sides, budget=0.2, rounds=3, cold_cache=False)
+        times = gpu.measure(at, sides, budget=0.2, rounds=3, cold_cache=False)
         for side, t in times.items():
             parameters = models[side.partition(",")[0]].num_parameters()
             sizes = {"size": size, "B": total // T, "T": T, "parameters": parameters}
@@ -284,7 +284,7 @@ def compare_training(
             peak_mb = round((machine.peak_memory_bytes(at.device) - before) / 2**20, 1)
             peaks[name] = peak_mb if at.cuda else ""
             steps[name] = step
-    times, _ = gpu.measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
+    times = gpu.measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
     peak = machine.gpu_peak_flops(torch.cuda.get_device_name(at.device)) if at.cuda else None
     for name, t in times.items():
         model = steps[name].model
