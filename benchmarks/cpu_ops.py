@@ -23,9 +23,9 @@ Sides, all timed in turns in one process (``latte.machine``):
 
 The limit is the time of a call's matrix products and bytes at the rates of a large product and a
 copy, measured in the same run (products in bf16 for bf16). After that Latte alone from 4k to 256k
-tokens, each length in a process of its own: time, peak memory beyond what was resident before the
-inputs (inputs, outputs, gradients and all between), and the slopes of least-squares lines in the
-logarithms.
+tokens, by `latte benchmark`: time, peak memory beyond what was resident before the inputs (inputs,
+outputs, gradients and all between; a process for each mode), and the slopes of least-squares lines
+in the logarithms.
 
     python -m benchmarks.cpu_ops [--quick] [--resume] [--out DIR] [--budget SECONDS]
 """
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from benchmarks import listing1, records
 from benchmarks.figures import publish
 from benchmarks.records import MODES, Goal, OpCall, Row, having, ratio, say
 from latte import machine
+from latte.evaluate.benchmark import Settings, benchmark
 from latte.evaluate.benchmark_ops import MeasuredOp, op_table
 from latte.ops import Sinks, causal_conv1d
 
@@ -53,6 +55,9 @@ H, L, D = 8, 32, 64
 WINDOW, SINKS, TAPS = 128, 4, 4
 LENGTHS = (1024, 4096, 16384)
 SCALING = (4096, 16384, 65536, 262144)
+# Columns of `latte benchmark` that are kept.
+SCALED = ("mode", "tokens", "median_ms", "p10_ms", "p90_ms", "min_ms", "calls")
+SCALED += ("peak_net_mb", "dtype")
 UNROLLS = (1, 2, 4, 8, 16, 32)
 GOAL_LENGTH = 4096
 BF16 = ", bf16"  # ends the name of a side on bf16 tensors
@@ -245,24 +250,7 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     return goals
 
 
-# --- one length in a process of its own: time and memory as they grow ----------------------------
-
-
-def alone(mode: str, T: int, budget: float) -> Row:
-    """Time and peak memory of Latte, inputs and gradients included, in this process."""
-    records.use_all_threads()
-
-    def prepare(T: int) -> Callable[[], Any]:
-        op, shapes = ops_at(T)["latte"]
-        inputs = [torch.randn(shape) for shape in shapes]
-        dy = torch.randn(shapes[-1]) if mode == MODES[1] else inputs[-1]
-        return OpCall(op, inputs, dy).call(mode)
-
-    prepare(256)()
-    before = machine.memory_bytes()
-    machine.reset_peak_memory()
-    times = machine.interleave({"latte": prepare(T)}, budget)["latte"]
-    return times.row() | records.peaks(before)
+# --- time and memory as they grow ---------------------------------------------------------------
 
 
 def exponent(tokens: Sequence[float], values: Sequence[float]) -> float:
@@ -280,7 +268,7 @@ def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
         for mode in MODES:
             here = having(rows, mode=mode)
             T = [int(row["tokens"]) for row in here]
-            # Of a quick run, in memory that was used before, the peak may be 0.
+            # The peak of a quick run may lie in memory that was used before.
             values = [max(1e-3, float(row[column])) for row in here]
             half = len(T) // 2 - (len(T) < 4)
             name = f"{mode}: exponent of {what}, {T[0]} to {T[-1]} tokens"
@@ -292,12 +280,19 @@ def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
 def scale(args: Any, out: Path) -> list[Goal]:
     """cpu_scaling.csv, its figure and section; the goals."""
     table = records.Table(out / "cpu_scaling.csv", resume=args.resume)
-    apart = records.Apart(args.quick)
+    sizes = {"heads": H, "latents": L, "head_dim": D}
+    budget = args.budget or (0.05 if args.quick else 1.0)
     for mode in MODES:
-        for T in (1024, 2048) if args.quick else SCALING:
-            if not table.has(mode=mode, tokens=T):
-                row = apart(alone, mode, T, args.budget or (0.05 if args.quick else 1.0))
-                table.tell({"mode": mode, "tokens": T, **row, "dtype": "float32"})
+        lengths = (1024, 2048) if args.quick else SCALING
+        missing = tuple(T for T in lengths if not table.has(mode=mode, tokens=T))
+        if not missing:
+            continue
+        chosen: Any = {"ops": ("latte",), "models": (), "modes": (mode,), "device": "cpu"}
+        settings = Settings(**chosen, **sizes, lengths=missing, budget=budget)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = benchmark(settings, Path(folder), quiet=True).rows
+        for row in rows:
+            table.tell({name: row[name] for name in SCALED})
     captions = {"median_ms": "Milliseconds:", "peak_net_mb": "Peak memory, MB:"}
     publish(table, "scaling", ("mode",), "tokens", captions)
     return scaling_goals(table.rows)
