@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from benchmarks import records
 from benchmarks.generation import Generator, cache_bytes, feed, peaks_of
-from benchmarks.records import Goal, Row, having, ratio, say
+from benchmarks.records import Goal, Row, ratio, say, select
 from latte.machine import interleave
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import cpp_backend, use_backend
@@ -154,13 +154,13 @@ def measure_memory(name: str, size: str, contexts: Sequence[int]) -> dict[int, R
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """What a step costs beside the rival's, its weights and its own at the longest context."""
     goals: list[Goal] = []
-    eager = having(rows, how="eager")
+    eager = select(rows, how="eager")
     for size, dtype in dict.fromkeys((row["size"], row["dtype"]) for row in rows):
-        own = having(eager, size=size, dtype=dtype)
+        own = select(eager, size=size, dtype=dtype)
         first, rival, weights = (
-            having(own, model=model, context=1000) for model in (LATTE, RIVAL, WEIGHTS)
+            select(own, model=model, context=1000) for model in (LATTE, RIVAL, WEIGHTS)
         )
-        last = having(own, model=LATTE, context=100000)
+        last = select(own, model=LATTE, context=100000)
         what = f"decoding, {size}, {dtype}"
         time = "median_ms"
         goals += ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, rival, time)
@@ -171,10 +171,10 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
             goals += ratio(f"{what}: growth of the cache", 1.0, last, first, "cache_bytes")
             memory = f"{what}: growth of peak memory"
             goals += ratio(memory, 1.05, last, first, "peak_process_mb")
-    for row in having(rows, model=LATTE, size="tiny", dtype="float32", how="compiled"):
+    for row in select(rows, model=LATTE, size="tiny", dtype="float32", how="compiled"):
         ms = float(row["median_ms"])
         goals.append(Goal("decoding, tiny, compiled: ms per token", 1.0, ms, False))
-    for row in having(eager, model=LATTE, size="tiny", dtype="float32")[:1]:
+    for row in select(eager, model=LATTE, size="tiny", dtype="float32")[:1]:
         wanted = [("tensor operations", 220, "aten_torch")]
         wanted += [("native kernels", 80, "aten_calls")] * native()
         for kind, most, key in wanted:
@@ -217,7 +217,7 @@ def main() -> None:
                 eager = row["how"] == "eager"
                 peaks = memory[row["model"]].get(row["context"], {}) if eager else {}
                 blank = {"peak_net_mb": "", "peak_process_mb": ""}
-                table.tell(row | blank | peaks)
+                table.add_and_say(row | blank | peaks)
     from benchmarks.figures import publish  # here: matplotlib is not part of what is measured
 
     publish(table, "decode", SIDES, "context", SHOWN)

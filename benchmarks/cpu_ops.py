@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from benchmarks import listing1, records
 from benchmarks.figures import publish
-from benchmarks.records import MODES, Goal, OpCall, Row, having, ratio, say
+from benchmarks.records import MODES, Goal, OpCall, Row, ratio, say, select
 from latte import machine
 from latte.evaluate.benchmark import Settings, benchmark
 from latte.evaluate.benchmark_ops import MeasuredOp, op_table
@@ -214,8 +214,8 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """The goals at the lengths that were run."""
     goals = []
     for forward, mode in zip((True, False), MODES, strict=True):
-        own = having(rows, mode=mode)
-        at = {row["side"]: [row] for row in having(own, tokens=GOAL_LENGTH)}
+        own = select(rows, mode=mode)
+        at = {row["side"]: [row] for row in select(own, tokens=GOAL_LENGTH)}
         macchiato = at.get("macchiato", [])
         for side in ("latte", "window 128", "macchiato"):
             name = f"{side}, {mode}, T = {GOAL_LENGTH}: times its limit"
@@ -223,7 +223,7 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
             goals += ratio(name, 2.0 if forward else 2.5, both, both, "median_ms", "limit_ms")
         found = {
             f"T = {row['tokens']}": float(row["median_ms"]) / float(row["limit_ms"])
-            for row in having(own, side="rg-lru")
+            for row in select(own, side="rg-lru")
         }
         name = f"rg-lru, {mode}: times the copy rate"
         goals += records.worst(name, 3.0 if forward else 4.0, found, False)
@@ -244,7 +244,7 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
             ("jax scan", "the jitted scan", GOAL_LENGTH, 3.0 if forward else 5.0),
             ("sdpa", "SDPA", LENGTHS[-1], 20),
         ):
-            ours, theirs = (having(own, side=side, tokens=T) for side in ("latte", rival))
+            ours, theirs = (select(own, side=side, tokens=T) for side in ("latte", rival))
             name = f"{mode}, T = {T}: times faster than {text}"
             goals += ratio(name, target, theirs, ours, "median_ms", at_least=True)
     return goals
@@ -266,7 +266,7 @@ def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
     goals = []
     for column, what in (("median_ms", "time"), ("peak_net_mb", "peak memory")):
         for mode in MODES:
-            here = having(rows, mode=mode)
+            here = select(rows, mode=mode)
             T = [int(row["tokens"]) for row in here]
             # The peak of a quick run may lie in memory that was used before.
             values = [max(1e-3, float(row[column])) for row in here]
@@ -292,7 +292,7 @@ def scale(args: Any, out: Path) -> list[Goal]:
         with tempfile.TemporaryDirectory() as folder:
             rows = benchmark(settings, Path(folder), quiet=True).rows
         for row in rows:
-            table.tell({name: row[name] for name in SCALED})
+            table.add_and_say({name: row[name] for name in SCALED})
     captions = {"median_ms": "Milliseconds:", "peak_net_mb": "Peak memory, MB:"}
     publish(table, "scaling", ("mode",), "tokens", captions)
     return scaling_goals(table.rows)
@@ -330,7 +330,7 @@ def main() -> None:
                 row |= {"unroll": unroll if side == "jax scan" else ""}
                 row |= {"limit_ms": limit_ms(side, mode, T, rates)}
                 dtype = "bfloat16" if side.endswith(BF16) else "float32"
-                table.tell(row | {"dtype": dtype, "B": 1, "H": H, "L": L, "D": D})
+                table.add_and_say(row | {"dtype": dtype, "B": 1, "H": H, "L": L, "D": D})
     captions = {"median_ms": "Milliseconds, by tokens:", "limit_ms": "The limit, milliseconds:"}
     publish(table, "ops", ("mode", "side"), "tokens", captions)
     records.report_goals(out / "goals.csv", "cpu_ops", goals_of(table.rows) + scale(args, out))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import records
-from benchmarks.records import Goal, Row, having, ratio, say
+from benchmarks.records import Goal, Row, ratio, say, select
 from latte import machine
 from latte.memory import keep_memory
 from latte.models import LatteForCausalLM, preset_config
@@ -69,7 +69,7 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """Throughput by length, memory at 4,096 tokens, calls of the short step."""
     goals = []
     for dtype, T in itertools.product(DTYPES, TARGETS):
-        ours, rival = (having(rows, side=side, dtype=dtype, T=T) for side in (OURS, RIVAL))
+        ours, rival = (select(rows, side=side, dtype=dtype, T=T) for side in (OURS, RIVAL))
         name = f"training, {dtype}, T = {T}: "
         rates = name + f"tokens/s over {RIVAL}'s"
         goals += ratio(rates, TARGETS[T], ours, rival, "tokens_per_s", at_least=True)
@@ -110,7 +110,7 @@ def main() -> None:
             row: Row = {"side": name, "size": size, "B": B, "T": T}
             row |= apart(step_apart, name, size, B, T, dtype) | statistics
             row |= {"tokens_per_s": round(1e3 * B * T / row["median_ms"], 1)}
-            table.tell(row | {"aten_calls": calls[name], "dtype": dtype})
+            table.add_and_say(row | {"aten_calls": calls[name], "dtype": dtype})
     from benchmarks.figures import publish  # here: matplotlib is not part of what is measured
 
     publish(table, "training", ("side", "dtype"), "T", SHOWN)

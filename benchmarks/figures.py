@@ -30,10 +30,10 @@ from benchmarks.records import (
     Row,
     Table,
     document,
-    having,
     pivot,
     read_rows,
     say,
+    select,
 )
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, the strong one first: sides
@@ -59,7 +59,7 @@ class Panel(NamedTuple):
     band: bool = False  # from p10 to p90
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
-        return [row for row in having(rows, **self.keep) if row.get(self.y)]
+        return [row for row in select(rows, **self.keep) if row.get(self.y)]
 
 
 OF_A_CONTEXT: dict[str, Any] = {"key": "model", "x": "context", "xlabel": CONTEXT, "steady": True}
@@ -174,7 +174,7 @@ def draw(out: Path, name: str) -> Path | None:
     for ax, panel in zip(axes[0], panels, strict=True):
         here = panel.rows(rows)
         for number, side in enumerate(sides):
-            own = sorted(having(here, **{key: side}), key=lambda row: float(row[panel.x]))
+            own = sorted(select(here, **{key: side}), key=lambda row: float(row[panel.x]))
             color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
             more: Any = {"linewidth": 2.2, "zorder": 5} if number == 0 else {}
             if number >= len(COLORS):
@@ -195,7 +195,7 @@ def y_of(panel: Panel, row: Row) -> float:
 def hardware(rows: Sequence[Row]) -> str:
     """The subtitle: where and with what the figures were measured."""
     row = rows[0]
-    jax = f", jax {row['jax']}" if having(rows, side="jax scan") else ""
+    jax = f", jax {row['jax']}" if select(rows, side="jax scan") else ""
     where = f"{row['cpu']}, cores: {row['cores']}, threads: {row['threads']}"
     if row.get("device", "cpu") != "cpu":
         where = row["device"]

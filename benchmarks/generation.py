@@ -38,13 +38,13 @@ from benchmarks.records import (
     Apart,
     Row,
     Table,
-    having,
     numbers,
     output_folder,
     parser,
     peaks,
     pivot,
     say,
+    select,
     tiny_checkpoint,
     use_all_threads,
 )
@@ -224,7 +224,7 @@ def report(rows: Sequence[Row]) -> str:
     parts = [pivot(text, rows, ("model",), "context", c) for c, text in CAPTIONS.items()]
     lines = [("model", "bytes")]
     for name in dict.fromkeys(row["model"] for row in rows):
-        sizes = [(int(r["context"]), int(r["cache_bytes"])) for r in having(rows, model=name)]
+        sizes = [(int(r["context"]), int(r["cache_bytes"])) for r in select(rows, model=name)]
         (first, small), (last, large) = min(sizes), max(sizes)
         if last > first:
             lines.append((name, f"{(large - small) / (last - first):,.0f}"))
@@ -291,7 +291,7 @@ def main() -> None:
             row |= memory[name][context] | {"segment": segment, **where, "B": 1}
             dtype = str(models[name].dtype).removeprefix("torch.")
             row |= {"dtype": dtype, "overrides": chosen[name].fields()}
-            results.tell({"model": name, "context": context, **row})
+            results.add_and_say({"model": name, "context": context, **row})
     page = results.path.with_suffix(".md")
     page.write_text(report(results.rows), "utf-8")
     say(f"wrote {results.path}, {page} and {draw(out, 'generation')}")

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_common as gpu
 from benchmarks.cpu_training import TrainingStep
-from benchmarks.records import Goal, Row, Table, having, ratio, say
+from benchmarks.records import Goal, Row, Table, ratio, say, select
 from latte import machine
 from latte.layers.state import map_tensors
 from latte.machine import Times
@@ -69,7 +69,7 @@ def add(
 ) -> None:
     """A row, with the tokens per second."""
     row = {"side": side, **sizes, "dtype": at.precision, **t.row()}
-    table.tell(row | {"tokens_per_s": round(1e3 * tokens / t.median, 1), **more})
+    table.add_and_say(row | {"tokens_per_s": round(1e3 * tokens / t.median, 1), **more})
 
 
 def faster(times: dict[str, Times], rival: str, t: Times) -> float | str:
@@ -208,7 +208,7 @@ def decode_goals(rows: Sequence[Row]) -> list[Goal]:
     """Latte's slowest context over its fastest."""
     goals = []
     for B, how in itertools.product(sorted({row["B"] for row in rows}), ("graph", "eager")):
-        ours = having(rows, side=OURS, B=B, how=how)
+        ours = select(rows, side=OURS, B=B, how=how)
         if len(ours) > 1:
             ours.sort(key=lambda row: row["median_ms"])
             name = f"decoding, B = {B}, {how}: slowest context over fastest"
@@ -302,10 +302,10 @@ def training_goals(rows: Sequence[Row]) -> list[Goal]:
     rows = sorted(rows, key=lambda row: -row["tokens_per_s"])
     goals = []
     for T, target in TARGETS.items():
-        ours, rival = (having(rows, T=T, side=side) for side in (OURS, RIVAL))
+        ours, rival = (select(rows, T=T, side=side) for side in (OURS, RIVAL))
         name = f"training, T = {T}: tokens/s over {RIVAL}'s"
         goals += ratio(name, target, ours, rival, "tokens_per_s", at_least=True)
-    for row in having(rows, T=4096, side=OURS)[:1]:
+    for row in select(rows, T=4096, side=OURS)[:1]:
         if row["mfu"] != "":
             note = "compiled" if row["compiled"] else "not compiled"
             goals.append(Goal("training, T = 4096: MFU", 0.4, row["mfu"], True, note))

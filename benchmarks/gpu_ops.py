@@ -44,9 +44,9 @@ from benchmarks.records import (
     OpCall,
     Row,
     Table,
-    having,
     read_rows,
     say,
+    select,
     worst,
 )
 from latte import machine
@@ -119,8 +119,8 @@ def expected_ms(at: gpu.Place, case: str, mode: str, share: float) -> float | st
         share: of the work that was counted.
     """
     slower = MAKERS_BANDWIDTH / copy_bandwidth(at.device)
-    floors = having(read_rows(FLOORS), case=case)
-    counted = floors if mode != MODES[0] else having(floors, **{"pass": "forward"})
+    floors = select(read_rows(FLOORS), case=case)
+    counted = floors if mode != MODES[0] else select(floors, **{"pass": "forward"})
     us = sum(max(float(r["bytes_us"]) * slower, float(r["issue_us"])) for r in counted)
     return round(us * share / 1e3, 4) if counted else ""
 
@@ -251,7 +251,7 @@ def errors(at: gpu.Place) -> list[Goal]:
                 column: ((got.double() - x).norm() / x.norm().clamp_min(1e-300)).item()
                 for column, got, x in pairs
             }
-            table.tell({"side": name, "L": L, "D": D, **found})
+            table.add_and_say({"side": name, "L": L, "D": D, **found})
     wrong = {row["side"]: row for row in table.rows}
     rivals = [wrong[r] for r in LATTE_RIVALS if r in wrong]
     if LATTE not in wrong or not rivals:
@@ -262,13 +262,13 @@ def errors(at: gpu.Place) -> list[Goal]:
 
 def latte_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     """The worst size of each goal; goals that compare need a rival that ran."""
-    rows = having(rows, sigma=1.0)
+    rows = select(rows, sigma=1.0)
     name = f"latte {mode}: times faster than the best rival, worst size"
     goals = worst(name, 2.0, over(rows, LATTE, LATTE_RIVALS), True)
     if mode == MODES[0]:
         shares = {
             f"L = {r['L']}, D = {r['D']}, B = {r['B']}": r["of_copy"]
-            for r in having(rows, side=LATTE)
+            for r in select(rows, side=LATTE)
         }
         return goals + worst("latte forward: share of copy bandwidth", 0.6, shares, True)
     saved = inverse(over(rows, LATTE, LATTE_RIVALS, "saved_mb"))
@@ -302,7 +302,7 @@ def flash_goals(mode: str, rows: Sequence[Row], name: str, targets: dict[int, fl
     """Times faster than flash, by tokens."""
     goals = []
     for T, target in targets.items():
-        for faster in over(having(rows, T=T), name, (FLASH,)).values():
+        for faster in over(select(rows, T=T), name, (FLASH,)).values():
             text = f"{name} {mode}, T = {T}: times faster than causal flash"
             goals.append(Goal(text, target, faster, True))
     return goals
@@ -436,7 +436,7 @@ def rglru_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     goals = []
     for op, rivals in RIVALS.items():
         name = f"{op} {mode}: times faster than the best rival, worst size"
-        goals += worst(name, 1.0, over(having(rows, op=op), op, rivals), True)
+        goals += worst(name, 1.0, over(select(rows, op=op), op, rivals), True)
     return goals
 
 
@@ -479,7 +479,7 @@ def compare(at: gpu.Place, table: Table, part: Part, point: Point) -> bool:
             if first == LATTE:
                 whole = side if side.case else point.sides[first]
                 row |= {**rates(at, mode, whole, t), **memory.get(name, {})}
-            table.tell(row)
+            table.add_and_say(row)
     return ran
 
 
@@ -513,7 +513,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compare(at, table, part, part.point(at, *s)) for s in at.while_time(part.sizes(at.quick))
     ]
     for mode in MODES:
-        goals += part.goals(mode, having(table.rows, mode=mode))
+        goals += part.goals(mode, select(table.rows, mode=mode))
     at.goals(script, goals)
     if not all(ran):
         raise RuntimeError(f"{args.part}: ours did not run at {ran.count(False)} sizes")

@@ -167,24 +167,24 @@ class Table:
     ) -> None:
         self.path, self.device = path, device
         kept = read_rows(path) if resume and path.exists() else []
-        self.rows = having(kept, commit=commit())
+        self.rows = select(kept, commit=commit())
 
     def has(self, **key: Any) -> bool:
         """Whether there are rows with these values, of this run or the one that is resumed."""
-        return bool(having(self.rows, **key))
+        return bool(select(self.rows, **key))
 
     def add(self, row: Row) -> None:
         """Add the row, with the machine's columns; the first one of a new run starts the file."""
         self.rows.append(row | columns(self.device))
         write_rows(self.path, self.rows)
 
-    def tell(self, row: Row) -> None:
+    def add_and_say(self, row: Row) -> None:
         """Add the row, and say it in a line."""
         self.add(row)
         say(", ".join(f"{name} {value}" for name, value in row.items() if value != ""))
 
 
-def having(rows: Sequence[Row], **values: Any) -> list[Row]:
+def select(rows: Sequence[Row], **values: Any) -> list[Row]:
     """The rows whose columns hold these values, read from a file or not."""
     return [r for r in rows if all(str(r.get(name)) == str(x) for name, x in values.items())]
 
@@ -310,7 +310,7 @@ def pivot(caption: str, rows: Sequence[Row], down: Sequence[str], across: str, v
     numbers = sorted({int(row[across]) for row in rows})
     lines = [[*down, *(f"{n:,}" for n in numbers)]]
     for key in dict.fromkeys(tuple(str(row[name]) for name in down) for row in rows):
-        own = having(rows, **dict(zip(down, key, strict=True)))
+        own = select(rows, **dict(zip(down, key, strict=True)))
         found = {int(row[across]): float(row[value]) for row in own}
         cells = (found.get(n) for n in numbers)
         shown = ("" if x is None else f"{x:,.{2 if x < 10 else 1}f}" for x in cells)

@@ -129,7 +129,7 @@ class Server:
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until nothing is read any more: what was said, for its next turn."""
         before: float | None = -1.0
         while before != (before := self.counters().get("latte_read_tokens_total")):
@@ -144,7 +144,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(
+def running_server(
     name: str, command: Sequence[str], model: str | None, **variables: str
 ) -> Iterator[Server]:
     """The server of a command, on a free port, while it is used."""
@@ -159,14 +159,14 @@ def served(
 def latte_server(checkpoint: str, *options: str) -> Any:
     """`latte serve`."""
     command = [sys.executable, "-m", "latte.cli", "serve", checkpoint, *options]
-    return served("latte", command, checkpoint)
+    return running_server("latte", command, checkpoint)
 
 
 def base_server(folder: str, options: str) -> Any:
     """`transformers serve`."""
     start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "serve", folder, *shlex.split(options)]
-    return served("transformers", command, None)
+    return running_server("transformers", command, None)
 
 
 def vllm_server(python: str, checkpoint: str, template: str, *options: str) -> Any:
@@ -183,7 +183,7 @@ def vllm_server(python: str, checkpoint: str, template: str, *options: str) -> A
     command += ["--dtype", dtype, "--kv-cache-memory-bytes", str(2**30)]
     command += ["--max-model-len", "131072", "--chat-template", template]
     command += ["--enable-prompt-tokens-details", *options]
-    return served("vLLM", command, checkpoint, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+    return running_server("vLLM", command, checkpoint, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
 
 
 class Conversation:
@@ -198,7 +198,7 @@ class Conversation:
         if not self.second:
             answer = {"role": "assistant", "content": first.text}
             self.second = [*self.first, answer, {"role": "user", "content": QUESTIONS[1]}]
-        server.rest()
+        server.wait_until_idle()
         return first, server.chat(self.second)
 
     def added(self, tokenizer: Any) -> str:
@@ -238,7 +238,7 @@ def measure(
         row |= {"median_s": round(statistics.median(seconds), 4), "repeats": len(seconds)}
         row |= {"least_s": round(seconds[0], 4), "most_s": round(seconds[-1], 4)}
         row |= {"prompt_tokens": measured[-1].prompt_tokens}
-        table.tell(row | {"cached_tokens": measured[-1].cached_tokens} | about)
+        table.add_and_say(row | {"cached_tokens": measured[-1].cached_tokens} | about)
 
 
 def add_vllm(options: Any) -> None:
@@ -307,7 +307,7 @@ def run(args: Any) -> None:
                     first, second = conversation.ask(server)
                     turns["first turn"].append(first)
                     turns["second turn"].append(second)
-                    server.rest()
+                    server.wait_until_idle()
                     if name == "anew":  # no state helps it
                         alone = server.ask("completions", prompt=conversation.added(tokenizer))
                         turns.setdefault("new tokens alone", []).append(alone)

@@ -140,7 +140,7 @@ def run(args: Any) -> None:
 
     def add(side: str, **row: Any) -> None:
         start: Row = {"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer}
-        table.tell(start | row)
+        table.add_and_say(start | row)
 
     def rates(side: str, server: Server) -> None:
         throughput(server, texts, answer)  # not measured: what is done once

@@ -191,7 +191,7 @@ def run(args: Any, folder: str) -> None:
             row |= {"disk_bytes": int(seen["latte_state_disk_bytes"])}
             row |= {"slots": int(seen["latte_slots_in_use"])}
             row |= {"requests": soak.done.total(), "wrong": len(soak.wrong)}
-            table.tell(row)
+            table.add_and_say(row)
     say(f"requests by kind: {dict(soak.done)}")
     for line in soak.wrong[:10]:
         say(f"wrong: {line}")
