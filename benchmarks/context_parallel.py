@@ -44,9 +44,9 @@ def measure(rank: int, processes: int, preset: str, tokens: int, store: str, out
     batch = shard_batch({"input_ids": ids, "labels": ids})
     sent, gather = [0], handover.all_gather
 
-    def counted(x: torch.Tensor, group: Any) -> torch.Tensor:
-        sent[0] += x.numel() * x.element_size()
-        return gather(x, group)
+    def counted(x_N: torch.Tensor, group: Any) -> torch.Tensor:
+        sent[0] += x_N.nbytes
+        return gather(x_N, group)
 
     handover.all_gather = counted
     machine.reset_peak_memory()

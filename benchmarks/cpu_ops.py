@@ -56,8 +56,7 @@ WINDOW, SINKS, TAPS = 128, 4, 4
 LENGTHS = (1024, 4096, 16384)
 SCALING = (4096, 16384, 65536, 262144)
 # Columns of `latte benchmark` that are kept.
-SCALED = ("mode", "tokens", "median_ms", "p10_ms", "p90_ms", "min_ms", "calls")
-SCALED += ("peak_net_mb", "dtype")
+SCALED = "mode tokens median_ms p10_ms p90_ms min_ms calls peak_net_mb dtype".split()
 UNROLLS = (1, 2, 4, 8, 16, 32)
 GOAL_LENGTH = 4096
 BF16 = ", bf16"  # ends the name of a side on bf16 tensors
@@ -129,9 +128,10 @@ def forgetting(latte: OpCall, log_decay: Tensor) -> OpCall:
 
 def scan_call(mode: str, latte: OpCall, unroll: int) -> Callable[[], Any]:
     """The scan on Latte's inputs."""
+    q, k, v = latte.inputs
     if mode == "forward":
-        return listing1.forward(*latte.inputs, unroll)
-    return listing1.gradients(*latte.inputs, latte.dy, unroll)
+        return listing1.forward(q, k, v, unroll)
+    return listing1.gradients(q, k, v, latte.dy, unroll)
 
 
 def agree(label: str, ours: Any, theirs: Any) -> None:
@@ -280,7 +280,6 @@ def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
 def scale(args: Any, out: Path) -> list[Goal]:
     """cpu_scaling.csv, its figure and section; the goals."""
     table = records.Table(out / "cpu_scaling.csv", resume=args.resume)
-    sizes = {"heads": H, "latents": L, "head_dim": D}
     budget = args.budget or (0.05 if args.quick else 1.0)
     for mode in MODES:
         lengths = (1024, 2048) if args.quick else SCALING
@@ -288,7 +287,8 @@ def scale(args: Any, out: Path) -> list[Goal]:
         if not missing:
             continue
         chosen: Any = {"ops": ("latte",), "models": (), "modes": (mode,), "device": "cpu"}
-        settings = Settings(**chosen, **sizes, lengths=missing, budget=budget)
+        chosen |= {"heads": H, "latents": L, "head_dim": D}
+        settings = Settings(**chosen, lengths=missing, budget=budget)
         with tempfile.TemporaryDirectory() as folder:
             rows = benchmark(settings, Path(folder), quiet=True).rows
         for row in rows:

@@ -212,9 +212,9 @@ def quick_checkpoints(folder: Path) -> list[Side]:
 
     tiny_checkpoint(folder / "latte")
     tiny_checkpoint(folder / "llama")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, **heads, vocab_size=260)
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 260}
+    config = LlamaConfig(**sizes)
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     return [Side(name, str(folder / name)) for name in ("latte", "llama")]
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.gpu_ops import WIDTHS
 from benchmarks.records import FLOORS, ROOT, Row, replace_section, say, write_rows
 from tests.ops.triton_backend.launches import BF16, Case
 from tests.ops.triton_backend.machine_code import CARDS, analyse
 
-HEADS = {"heads": (8, 8), "T": 4096}
+HEADS: Any = {"heads": (8, 8), "T": 4096}
 TIMED = {
     f"latte, L = {L}, D = {D}": Case("latte", BF16, "plain", L=L, D=D, **HEADS) for L, D in WIDTHS
 }
@@ -49,8 +50,8 @@ TIMED |= {
 }
 H100 = 90
 PAGE = ROOT / "docs" / "kernels.md"
-SHOWN = ("case", "kernel", "warps", "registers", "stack", "KB", "blocks", "instructions")
-SHOWN += ("exponentials", "barriers", "copies", "bytes_us", "issue_us", "expected_us")
+SHOWN = ["case", "kernel", "warps", "registers", "stack", "KB", "blocks", "instructions"]
+SHOWN += ["exponentials", "barriers", "copies", "bytes_us", "issue_us", "expected_us"]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -54,7 +54,7 @@ def make_model(at: gpu.Place, name: str, size: str, dtype: torch.dtype) -> Latte
     """A model on the device, in inference mode; every run draws the same random weights."""
     torch.manual_seed(0)
     with torch.device(at.device):
-        model = LatteForCausalLM(preset_config(name, size))
+        model: Any = LatteForCausalLM(preset_config(name, size))
     return model.to(dtype).eval()
 
 
@@ -91,7 +91,7 @@ class Latte:
         self.at, self.model, self.context = at, model, context
         ids = random_tokens(at, model, B, FED)
         self.token = ids[:, :1].contiguous()
-        self.cache = LatteCache(model.config)
+        self.cache: Any = LatteCache(model.config)
         with torch.inference_mode(), use_backend(at.backend):
             model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         with torch.no_grad():
@@ -126,7 +126,7 @@ class Llama:
         self.model, self.context = model, context
         self.token = random_tokens(at, model, B, 1)
         self.position = torch.full_like(self.token, context - 1)
-        self.cache = StaticCache(config=model.config, max_cache_len=context)
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=context)
         self()
         for layer in self.cache.layers:
             layer.keys.normal_()
@@ -155,14 +155,11 @@ def make_llama(at: gpu.Place, size: str) -> Any:
 
     like = preset_config(RIVAL, size)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    config = LlamaConfig(
-        **{name: getattr(like, name) for name in (*names, "num_attention_heads")},
-        max_position_embeddings=2 * max(CONTEXTS),
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
+    fields = {name: getattr(like, name) for name in (*names, "num_attention_heads")}
+    fields |= {"max_position_embeddings": 2 * max(CONTEXTS), "tie_word_embeddings": True}
+    config = LlamaConfig(**fields | {"attn_implementation": "sdpa"})
     with torch.device(at.device):
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     return model.to(at.dtype).eval()
 
 

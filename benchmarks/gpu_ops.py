@@ -291,9 +291,9 @@ def flash_side(at: gpu.Place, local: Sequence[Tensor], dy: Tensor) -> OpCall:
     """Causal softmax attention over all keys, which may have fewer heads."""
     *inputs, dy = (x.transpose(1, 2).contiguous() for x in (*local, dy))
 
-    def flash(*xs: Tensor) -> Tensor:
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with gpu.attention_by(at, "flash"):
-            return F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return OpCall(flash, inputs, dy)
 
@@ -378,9 +378,14 @@ def converted_point(at: gpu.Place, T: int) -> Point:
         options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
         options |= {"delay": "delay" in parts, "joint": "joint" in parts}
         op = ours(macchiato_attention, **options)
-        if "sinks" not in parts:
-            return OpCall(op, inputs, dy, case)
-        return OpCall(lambda *xs: op(*xs[:5], sinks=Sinks(*xs[5:], mask)), inputs + far, dy, case)
+
+        def with_sinks(*xs: Tensor) -> Tensor:
+            *near, far_q, keys, values = xs
+            return op(*near, sinks=Sinks(far_q, keys, values, mask))
+
+        if "sinks" in parts:
+            return OpCall(with_sinks, inputs + far, dy, case)
+        return OpCall(op, inputs, dy, case)
 
     sides = {CONVERTED: side(*ALONE.values(), case=f"converted, L = {L}, D = {D}"), BASE: side()}
     sides |= {name: side(part) for name, part in ALONE.items()}

@@ -106,7 +106,8 @@ class Server:
                     yield time.perf_counter(), said, fields.get("usage") or {}
 
     def ask(self, path: str, **body: Any) -> Turn:
-        begun, first, text, usage = time.perf_counter(), None, "", {}
+        begun, first, text = time.perf_counter(), None, ""
+        usage: Row = {}
         for moment, said, counted in self.stream(path, ANSWER, **body):
             usage = counted or usage
             if said and first is None:

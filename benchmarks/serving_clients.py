@@ -149,8 +149,7 @@ def run(args: Any) -> None:
             rate = statistics.median(tokens / seconds for tokens, seconds in runs)
             add(side, clients=count, tokens_per_s=round(rate, 2))
 
-    most = ("--state-cache", "0", "--max-batch", str(max(clients)))
-    most += ("--prefill-piece", str(PIECE))
+    most = ["--state-cache", "0", "--max-batch", str(max(clients)), "--prefill-piece", str(PIECE)]
     with latte_server(args.checkpoint, *most) as server:
         rates("latte serve", server)
         alone = one_piece(server, pieces)
@@ -161,7 +160,7 @@ def run(args: Any) -> None:
         row |= {f"p{p}_s": round(quantile(values, p / 100), 4) for p in (50, 95, 100)}
         add("between tokens", **row)
     if args.vllm:
-        most = ("--max-num-seqs", str(max(clients)))
+        most = ["--max-num-seqs", str(max(clients))]
         with vllm_server(args.vllm, args.checkpoint, PLAIN_CHAT, *most) as server:
             rates("vLLM", server)
     for count in clients:

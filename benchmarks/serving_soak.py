@@ -173,8 +173,8 @@ def run(args: Any, folder: str) -> None:
         return tokenizer.decode(out, skip_special_tokens=True)
 
     table = Table(output_folder(args) / "serving_soak.csv")
-    bounds = ("--state-cache", "64MiB", "--state-cache-dir", f"{folder}/states")
-    bounds += ("--state-cache-disk", "128MiB", "--max-length", str(LONGEST))
+    bounds = ["--state-cache", "64MiB", "--state-cache-dir", f"{folder}/states"]
+    bounds += ["--state-cache-disk", "128MiB", "--max-length", str(LONGEST)]
     with latte_server(args.checkpoint, *bounds) as server:
         soak = Soak(server, expected, 60 * minutes)
         threads = [threading.Thread(target=soak.client, args=(i,)) for i in range(CLIENTS)]
