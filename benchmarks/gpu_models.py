@@ -91,15 +91,16 @@ class Latte:
         self.at, self.model, self.context = at, model, context
         ids = random_tokens(at, model, B, FED)
         self.token = ids[:, :1].contiguous()
-        self.cache: Any = LatteCache(model.config)
+        self.cache = LatteCache(model.config)
         with torch.inference_mode(), use_backend(at.backend):
             model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.layers: list[Any] = self.cache.layers
         with torch.no_grad():
-            for layer in self.cache.layers:
+            for layer in self.layers:
                 position = torch.full_like(layer.state.position, context)
                 layer.state = map_tensors(torch.clone, layer.state._replace(position=position))
                 layer.seen_tokens = context
-        self.start = [layer.state for layer in self.cache.layers]
+        self.start = [layer.state for layer in self.layers]
 
     @property
     def cache_bytes(self) -> int:
@@ -109,7 +110,7 @@ class Latte:
         """The state is copied back into its own memory: a replayed graph goes on from it."""
         with torch.no_grad(), use_backend(self.at.backend):
             out = self.model(self.token, past_key_values=self.cache, use_cache=True)
-            for layer, start in zip(self.cache.layers, self.start, strict=True):
+            for layer, start in zip(self.layers, self.start, strict=True):
                 for old, new in zip(tree_leaves(start), tree_leaves(layer.state), strict=True):
                     if old is not None:
                         old.copy_(new)
@@ -126,20 +127,21 @@ class Llama:
         self.model, self.context = model, context
         self.token = random_tokens(at, model, B, 1)
         self.position = torch.full_like(self.token, context - 1)
-        self.cache: Any = StaticCache(config=model.config, max_cache_len=context)
+        self.cache = StaticCache(config=model.config, max_cache_len=context)
+        self.layers: list[Any] = self.cache.layers
         self()
-        for layer in self.cache.layers:
+        for layer in self.layers:
             layer.keys.normal_()
             layer.values.normal_()
 
     @property
     def cache_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def __call__(self) -> Tensor:
         """The token before the cache is full: it sees all of it."""
         with torch.no_grad():
-            for layer in self.cache.layers:
+            for layer in self.layers:
                 layer.cumulative_length.fill_(self.context - 1)
             return self.model(
                 self.token,
