@@ -4,7 +4,7 @@ One forward and backward pass of a small model (two layers of width 32, a window
 row of tokens. Memory is the most that any process of a group used beyond what it held before the
 pass; bytes are what a process sends in all forward exchanges of a layer, the halo among them.
 
-    python benchmarks/context_parallel.py [--tokens 32768 ...] [--processes 1 2 4] [--preset NAME]
+    python -m benchmarks.context_parallel [--tokens 32768 ...] [--processes 1 2 4] [--preset NAME]
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def measure(rank: int, processes: int, preset: str, tokens: int, store: str, out
     batch = shard_batch({"input_ids": ids, "labels": ids})
     sent, gather = [0], handover.all_gather
 
-    def counted(x: torch.Tensor, group: Any) -> torch.Tensor:
-        sent[0] += x.numel() * x.element_size()
-        return gather(x, group)
+    def counted(x_N: torch.Tensor, group: Any) -> torch.Tensor:
+        sent[0] += x_N.nbytes
+        return gather(x_N, group)
 
     handover.all_gather = counted
     machine.reset_peak_memory()

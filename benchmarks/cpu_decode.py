@@ -18,7 +18,7 @@ not change the work), all threads; in turns in one process for each size and dty
   tokens; and the same less what was resident once the model was there. Latte's contexts are
   stations of one process, ``transformer++`` has one for each.
 
-    python benchmarks/cpu_decode.py [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
+    python -m benchmarks.cpu_decode [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import records
 import torch
-from generation import Generator, cache_bytes, feed, peaks_of
-from records import Goal, Row, say
 from torch.nn import functional as F
 
+from benchmarks import records
+from benchmarks.generation import Generator, cache_bytes, feed, peaks_of
+from benchmarks.records import Goal, Row, ratio, say, select
 from latte.machine import interleave
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import cpp_backend, use_backend
@@ -153,40 +153,33 @@ def measure_memory(name: str, size: str, contexts: Sequence[int]) -> dict[int, R
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """What a step costs beside the rival's, its weights and its own at the longest context."""
-    found = {(r["model"], r["size"], r["dtype"], r["how"], int(r["context"])): r for r in rows}
     goals: list[Goal] = []
-
-    def ratio(name: str, target: float, ours: Row | None, other: Row | None, key: str) -> None:
-        if ours and other and ours[key] and other[key]:
-            a, b = float(ours[key]), float(other[key])
-            scale, unit = (2**20, "MB") if key == "cache_bytes" else (1, key.split("_")[-1])
-            note = f"{a / scale:.2f} against {b / scale:.2f} {unit.replace('mb', 'MB')}"
-            goals.append(Goal(f"decoding, {name}", target, a / b, False, note))
-
-    for size, dtype in dict.fromkeys(key[1:3] for key in found):
-        first = found.get((LATTE, size, dtype, "eager", 1000))
-        rival = found.get((RIVAL, size, dtype, "eager", 1000))
-        weights = found.get((WEIGHTS, size, dtype, "eager", 1000))
-        last = found.get((LATTE, size, dtype, "eager", 100000))
-        what = f"{size}, {dtype}"
-        ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, rival, "median_ms")
+    eager = select(rows, how="eager")
+    for size, dtype in dict.fromkeys((row["size"], row["dtype"]) for row in rows):
+        own = select(eager, size=size, dtype=dtype)
+        first, rival, weights = (
+            select(own, model=model, context=1000) for model in (LATTE, RIVAL, WEIGHTS)
+        )
+        last = select(own, model=LATTE, context=100000)
+        what = f"decoding, {size}, {dtype}"
+        time = "median_ms"
+        goals += ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, rival, time)
         if size == "paper":
-            ratio(f"{what}: time over streaming the weights", 1.3, first, weights, "median_ms")
-        ratio(f"{what}: growth of time, 1k to 100k tokens", 1.05, last, first, "median_ms")
+            goals += ratio(f"{what}: time over streaming the weights", 1.3, first, weights, time)
+        goals += ratio(f"{what}: growth of time, 1k to 100k tokens", 1.05, last, first, time)
         if size == "tiny":
-            ratio(f"{what}: growth of the cache", 1.0, last, first, "cache_bytes")
-            ratio(f"{what}: growth of peak memory", 1.05, last, first, "peak_process_mb")
-    for row in rows:
-        if (row["model"], row["size"], row["dtype"]) == (LATTE, "tiny", "float32"):
-            if row["how"] == "compiled":
-                ms = float(row["median_ms"])
-                goals.append(Goal("decoding, tiny, compiled: ms per token", 1.0, ms, False))
-            elif int(row["context"]) == min(key[4] for key in found):
-                wanted = [("tensor operations", 220, "aten_torch")]
-                wanted += [("native kernels", 80, "aten_calls")] * native()
-                for kind, most, key in wanted:
-                    name = f"decoding, {kind}: ATen calls per layer"
-                    goals.append(Goal(name, most, float(row[key]), False))
+            goals += ratio(f"{what}: growth of the cache", 1.0, last, first, "cache_bytes")
+            memory = f"{what}: growth of peak memory"
+            goals += ratio(memory, 1.05, last, first, "peak_process_mb")
+    for row in select(rows, model=LATTE, size="tiny", dtype="float32", how="compiled"):
+        ms = float(row["median_ms"])
+        goals.append(Goal("decoding, tiny, compiled: ms per token", 1.0, ms, False))
+    for row in select(eager, model=LATTE, size="tiny", dtype="float32")[:1]:
+        wanted = [("tensor operations", 220, "aten_torch")]
+        wanted += [("native kernels", 80, "aten_calls")] * native()
+        for kind, most, key in wanted:
+            name = f"decoding, {kind}: ATen calls per layer"
+            goals.append(Goal(name, most, float(row[key]), False))
     return goals
 
 
@@ -224,21 +217,11 @@ def main() -> None:
                 eager = row["how"] == "eager"
                 peaks = memory[row["model"]].get(row["context"], {}) if eager else {}
                 blank = {"peak_net_mb": "", "peak_process_mb": ""}
-                table.add(row | blank | peaks)
-                say(
-                    f"{size:5} {dtype:8} {row['how']:8} {row['model']:13} {row['context']:6} tokens"
-                    f" {row['median_ms']:8.2f} ms (p10 {row['p10_ms']:.2f}, p90 "
-                    f"{row['p90_ms']:.2f}, {row['calls']} calls), {row['aten_calls']} ATen calls"
-                )
-    from figures import draw  # here, so that matplotlib is not part of what is measured
+                table.add_and_say(row | blank | peaks)
+    from benchmarks.figures import publish  # here: matplotlib is not part of what is measured
 
-    say(f"wrote {table.path} and {draw(out, 'cpu_decode')}")
-    tables = [
-        records.pivot(text, [row for row in table.rows if row[key] != ""], SIDES, "context", key)
-        for key, text in SHOWN.items()
-    ]
-    records.document(out, "decode", table.rows, *tables)
-    records.report_goals(out, "cpu_decode", goals_of(table.rows))
+    publish(table, "decode", SIDES, "context", SHOWN)
+    records.report_goals(out / "goals.csv", "cpu_decode", goals_of(table.rows))
 
 
 if __name__ == "__main__":

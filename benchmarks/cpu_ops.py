@@ -23,162 +23,124 @@ Sides, all timed in turns in one process (``latte.machine``):
 
 The limit is the time of a call's matrix products and bytes at the rates of a large product and a
 copy, measured in the same run (products in bf16 for bf16). After that Latte alone from 4k to 256k
-tokens, each length in a process of its own: time, peak memory beyond what was resident before the
-inputs (inputs, outputs, gradients and all between), and the slopes of least-squares lines in the
-logarithms.
+tokens, by `latte benchmark`: time, peak memory beyond what was resident before the inputs (inputs,
+outputs, gradients and all between; a process for each mode), and the slopes of least-squares lines
+in the logarithms.
 
-    python benchmarks/cpu_ops.py [--quick] [--resume] [--out DIR] [--budget SECONDS]
+    python -m benchmarks.cpu_ops [--quick] [--resume] [--out DIR] [--budget SECONDS]
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import listing1
-import records
 import torch
-from figures import draw
-from records import MODES, D, Goal, H, L, Row, call_of, say
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import listing1, records
+from benchmarks.figures import publish
+from benchmarks.records import MODES, Goal, OpCall, Row, ratio, say, select
 from latte import machine
-from latte.ops import (
-    Sinks,
-    causal_conv1d,
-    latte_attention,
-    macchiato_attention,
-    rg_lru,
-    sliding_window_attention,
-)
+from latte.evaluate.benchmark import Settings, benchmark
+from latte.evaluate.benchmark_ops import MeasuredOp, op_table
+from latte.ops import Sinks, causal_conv1d
 
-WINDOW, SINKS = 128, 4
+H, L, D = 8, 32, 64
+WINDOW, SINKS, TAPS = 128, 4, 4
 LENGTHS = (1024, 4096, 16384)
 SCALING = (4096, 16384, 65536, 262144)
+# Columns of `latte benchmark` that are kept.
+SCALED = "mode tokens median_ms p10_ms p90_ms min_ms calls peak_net_mb dtype".split()
 UNROLLS = (1, 2, 4, 8, 16, 32)
 GOAL_LENGTH = 4096
-TAPS = 4
 BF16 = ", bf16"  # ends the name of a side on bf16 tensors
+IN_BF16 = ("macchiato", "rg-lru", "conv")
 DECAYS = {"forgets 1/64": 1 / 64, "forgets 1/4": 1 / 4}  # mean per token
 # Agreement: a thousand roundings of fp32, relative to the largest entry.
 TOLERANCE = 1000 * torch.finfo(torch.float32).eps
 
-Call = Callable[[], Any]
-Inputs = dict[str, Tensor]
-Key = tuple[str, str, int]
-NAMES = {"jax scan": "the jitted scan", "sdpa": "SDPA"}
+
+def ops_at(T: int, backend: str | None = None) -> dict[str, MeasuredOp]:
+    """The table of `latte benchmark` at the sizes of the goals."""
+    sizes = {"heads": H, "latents": L, "head_dim": D, "window": WINDOW}
+    return op_table(1, T, **sizes, backend=backend)
 
 
-def make_inputs(T: int) -> Inputs:
-    """Standard normal inputs of every op; the same for every side."""
+def make_sides(T: int) -> dict[str, OpCall]:
+    """All sides that run in torch, Latte first, on standard normal inputs."""
     generator = torch.Generator().manual_seed(T)
+    ops = ops_at(T)
+    macchiato = ops["macchiato"].op
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    return {
-        "latent_q": normal(1, T, H, L),
-        "latent_k": normal(1, T, H, L),
-        "window_logit": normal(1, T, H, 1),
-        "q": normal(1, T, H, D),
-        "sink_q": normal(1, T, H, D),
-        "k": normal(1, T, H, D),
-        "v": normal(1, T, H, D),
-        "theta": normal(H * D),
-        "taps": normal(H * D, TAPS),
-        "dy": normal(1, T, H, D),
-        "decay": -torch.empty(1, T, H, L).exponential_(generator=generator),
-    }
+    def side(op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> OpCall:
+        with torch.no_grad():
+            shape = op(*inputs).shape
+        return OpCall(op, inputs, normal(*shape))
 
+    def of_table(name: str) -> OpCall:
+        return side(ops[name].op, [normal(*shape) for shape in ops[name].shapes])
 
-def torch_sides(mode: str, x: Inputs) -> dict[str, Call]:
-    """All sides that run in torch."""
-    T = x["v"].shape[1]
-    heads_first = [x[name].transpose(1, 2).contiguous() for name in ("q", "k", "v")]
-    dy_heads_first = x["dy"].transpose(1, 2).contiguous()
-    latent_q = torch.cat([x["window_logit"], x["latent_q"]], -1)
-    channels = [x[name].reshape(1, T, H * D) for name in ("v", "q", "k")]
-
-    def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def macchiato(*tensors: Tensor) -> Tensor:
-        return macchiato_attention(*tensors, window=WINDOW)[0]
-
-    def late(latent_q: Tensor, latent_k: Tensor, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor):
+    def late(*tensors: Tensor) -> Tensor:
         mask = torch.ones(1, SINKS, dtype=torch.bool)
-        sinks = Sinks(sink_q, k[:, :SINKS], v[:, :SINKS], mask)
-        inputs = latent_q, latent_k, q, k, v
-        return macchiato_attention(*inputs, window=WINDOW, sinks=sinks, delay=True)[0]
+        keys, values = (x[:, :SINKS] for x in tensors[3:5])
+        sinks = Sinks(tensors[5], keys, values, mask)
+        return macchiato(*tensors[:5], sinks=sinks, delay=True)
 
-    def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sliding_window_attention(q, k, v, window=WINDOW)[0]
-
-    def packed(*tensors: Tensor) -> Tensor:
-        bounds = torch.tensor([0, T - T // 16, T], dtype=torch.int32)
-        return macchiato_attention(*tensors, window=WINDOW, cu_seqlens=bounds)[0]
-
-    def recurrent(*tensors: Tensor) -> Tensor:
-        return rg_lru(*tensors)[0]
-
-    def convolution(*tensors: Tensor) -> Tensor:
-        return causal_conv1d(*tensors)[0]
-
-    local = [x["q"], x["k"], x["v"]]
-    dy, dy_channels = x["dy"], x["dy"].reshape(1, T, H * D)
-    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor]] = {
-        "macchiato": (macchiato, [latent_q, x["latent_k"], *local], dy),
-        "rg-lru": (recurrent, [*channels, x["theta"]], dy_channels),
-        "conv": (convolution, [channels[0], x["taps"]], dy_channels),
-    }
-    low = {
-        name + BF16: (op, [tensor.bfloat16() for tensor in inputs], dy.bfloat16())
-        for name, (op, inputs, dy) in calls.items()
-    }
-    return {
-        "latte": latte_call(mode, x),
-        **{name: latte_call(mode, x, mean) for name, mean in DECAYS.items()},
-        **{name: call_of(mode, *call) for name, call in (calls | low).items()},
-        "packed 15:1": call_of(mode, packed, [latent_q, x["latent_k"], *local], dy),
-        "sinks, late": call_of(mode, late, [latent_q, x["latent_k"], *local, x["sink_q"]], dy),
-        "window 128": call_of(mode, window, local, dy),
-        "sdpa": call_of(mode, softmax, heads_first, dy_heads_first),
-    }
+    bounds = torch.tensor([0, T - T // 16, T], dtype=torch.int32)
+    latte, mixture = of_table("latte"), of_table("macchiato")
+    decay = -torch.empty(1, T, H, L).exponential_(generator=generator)
+    sides = {"latte": latte}
+    for name, mean in DECAYS.items():
+        sides[name] = forgetting(latte, decay * mean)
+    sides |= {"macchiato": mixture, "rg-lru": of_table("rg-lru")}
+    conv = MeasuredOp.of(causal_conv1d).op
+    sides["conv"] = side(conv, [normal(1, T, H * D), normal(H * D, TAPS)])
+    for name in IN_BF16:
+        op, inputs, dy, *_ = sides[name]
+        sides[name + BF16] = OpCall(op, [x.bfloat16() for x in inputs], dy.bfloat16())
+    packed = functools.partial(macchiato, cu_seqlens=bounds)
+    sides["packed 15:1"] = side(packed, mixture.inputs)
+    sides["sinks, late"] = side(late, [*mixture.inputs, normal(1, T, H, D)])
+    sides["window 128"] = of_table("window")
+    attention = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    heads_first = [x.transpose(1, 2).contiguous() for x in sides["window 128"].inputs]
+    sides["sdpa"] = side(attention, heads_first)
+    return sides
 
 
-def latte_call(mode: str, x: Inputs, decay: float = 0.0, backend: str | None = None) -> Call:
-    """Latte's side; with a decay of this mean its latents forget."""
+def forgetting(latte: OpCall, log_decay: Tensor) -> OpCall:
+    """The same with one more input."""
 
-    def latte(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor:
-        return latte_attention(q, k, v, log_decay=log_decay, backend=backend)[0]
+    def op(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        return latte.op(q, k, v, log_decay=log_decay)
 
-    forgets = [x["decay"] * decay] if decay else []
-    return call_of(mode, latte, [x["latent_q"], x["latent_k"], x["v"], *forgets], x["dy"])
+    return OpCall(op, [*latte.inputs, log_decay], latte.dy)
 
 
-def scan_call(mode: str, x: Inputs, unroll: int) -> Call:
-    """The scan's side."""
-    q, k, v = x["latent_q"], x["latent_k"], x["v"]
+def scan_call(mode: str, latte: OpCall, unroll: int) -> Callable[[], Any]:
+    """The scan on Latte's inputs."""
+    q, k, v = latte.inputs
     if mode == "forward":
         return listing1.forward(q, k, v, unroll)
-    return listing1.gradients(q, k, v, x["dy"], unroll)
+    return listing1.gradients(q, k, v, latte.dy, unroll)
 
 
-def difference(ours: Any, theirs: Any) -> float:
-    """Largest difference relative to the largest entry, over one array or a tuple of them."""
+def agree(label: str, ours: Any, theirs: Any) -> None:
+    """Stop unless two sides computed the same: arrays or tuples of them, by their largest entry."""
     ours, theirs = ([x] if not isinstance(x, tuple) else x for x in (ours, theirs))
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
         a, b = (y if isinstance(y, Tensor) else listing1.to_torch(y) for y in (a, b))
         worst = max(worst, ((a.double() - b.double()).abs().max() / b.abs().max()).item())
-    return worst
-
-
-def agree(label: str, ours: Any, theirs: Any) -> None:
-    """Stop unless two sides computed the same function."""
-    worst = difference(ours, theirs)
     say(f"check {label}: relative difference {worst:.1e}")
     if not worst <= TOLERANCE:
         raise SystemExit(f"check failed: {label} differ by {worst:.1e}, allowed {TOLERANCE:.1e}")
@@ -186,34 +148,50 @@ def agree(label: str, ours: Any, theirs: Any) -> None:
 
 def check_sides(T: int) -> None:
     """Latte and the scan against the equations in fp64, values and gradients."""
-    x = make_inputs(T)
-    exact = {name: value.double() for name, value in x.items()}
+    sides, exact = make_sides(T), ops_at(T, "reference")["latte"].op
     for mode in MODES:
-        for decay in (*DECAYS.values(), 0.0):
-            judge = latte_call(mode, exact, decay, backend="reference")()
-            name = f"latte, decay {decay:g}, {mode}, with the fp64 reference"
-            agree(name, latte_call(mode, x, decay)(), judge)
+        for name in (*DECAYS, "latte"):
+            ours = sides[name]
+            wide = OpCall(exact, [x.double() for x in ours.inputs[:3]], ours.dy.double())
+            judge = forgetting(wide, ours.inputs[3].double()) if name in DECAYS else wide
+            label = f"{name}, {mode}, with the fp64 reference"
+            agree(label, ours.call(mode)(), judge.call(mode)())
         if listing1.AVAILABLE:
-            scan = scan_call(mode, x, unroll=4)()
-            agree(f"jax scan, {mode}, with the fp64 reference", scan, judge)
+            scan = scan_call(mode, sides["latte"], unroll=4)()
+            agree(f"jax scan, {mode}, with the fp64 reference", scan, judge.call(mode)())
 
 
 def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> int:
     """The unroll whose median time is the smallest, all timed in turns."""
-    x = make_inputs(T)
-    times = machine.interleave({str(n): scan_call(mode, x, n) for n in unrolls}, budget)
+    latte = make_sides(T)["latte"]
+    times = machine.interleave({n: scan_call(mode, latte, n) for n in unrolls}, budget)
     best = min(times, key=lambda n: times[n].median)
     all_of_them = ", ".join(f"{n}: {t.median:.1f} ms" for n, t in times.items())
     say(f"unroll, {mode}, T = {T}: {all_of_them}; fastest {best}")
-    return int(best)
+    return best
 
 
-def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float:
+def machine_rates() -> dict[str, float]:
+    """What bounds a call, here and now: FLOP/s of a matrix product, bytes/s read and written."""
+    a, b = torch.randn(1536, 1536), torch.randn(1 << 26)
+    c, low = torch.empty_like(b), a.bfloat16()
+    calls = {"matmul": lambda: torch.mm(a, a), "matmul" + BF16: lambda: torch.mm(low, low)}
+    times = machine.interleave({**calls, "copy": lambda: c.copy_(b)}, 0.5)
+    work = {**dict.fromkeys(calls, 2.0 * 1536**3), "copy": 8.0 * b.numel()}
+    found = {name: work[name] / (1e-3 * times[name].median) for name in work}
+    say(", ".join(f"{name}: {rate / 1e9:.1f} G/s" for name, rate in found.items()))
+    return found
+
+
+def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float | str:
     """The time of a call's matrix products at their rate, and of its bytes at that of a copy.
 
     Products of Latte's chunks of 32 tokens and of the keys that a window sees; backward once more
-    what the weights are made of. Bytes are inputs, outputs, gradients: each is moved once.
+    what the weights are made of. Bytes are inputs, outputs, gradients: each is moved once. "" for
+    the rivals.
     """
+    if side in ("jax scan", "sdpa"):
+        return ""
     back, C, low = mode == MODES[1], 32, side.endswith(BF16)
     latent = (7 * L * D + 4 * C * L + 3 * C * D) if back else (2 * L * D + C * L + C * D)
     local, sinks = (keys * D * (7 if back else 2) for keys in (WINDOW, SINKS))
@@ -229,77 +207,58 @@ def limit_ms(side: str, mode: str, T: int, rates: dict[str, float]) -> float:
     }[side.removesuffix(BF16)]
     moved = (2 if low else 4) * widths * (2 if back else 1)
     rate = rates["matmul" + BF16 if low else "matmul"]
-    return 1e3 * T * H * (2 * products / rate + moved / rates["copy"])
+    return round(1e3 * T * H * (2 * products / rate + moved / rates["copy"]), 3)
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """The goals at the lengths that were run."""
-    times = {(r["side"], r["mode"], int(r["tokens"])): float(r["median_ms"]) for r in rows}
-    limits = {
-        (r["side"], r["mode"], int(r["tokens"])): float(r["limit_ms"])
-        for r in rows
-        if r["limit_ms"]
-    }
     goals = []
-
-    def ratio(name: str, target: float, a: Key, b: Key, others: dict[Key, float]) -> None:
-        if a in times and b in others:
-            high, low, fast = times[a], others[b], others is times
-            first, second = (low, high) if fast else (high, low)
-            note = f"{first:.1f} ms against {second:.1f} ms"
-            goals.append(Goal(name, target, high / low, fast, note))
-
-    for mode, most in zip(MODES, (2.0, 2.5), strict=True):
+    for forward, mode in zip((True, False), MODES, strict=True):
+        own = select(rows, mode=mode)
+        at = {row["side"]: [row] for row in select(own, tokens=GOAL_LENGTH)}
+        macchiato = at.get("macchiato", [])
         for side in ("latte", "window 128", "macchiato"):
-            key = (side, mode, GOAL_LENGTH)
-            ratio(f"{side}, {mode}, T = {GOAL_LENGTH}: times its limit", most, key, key, limits)
+            name = f"{side}, {mode}, T = {GOAL_LENGTH}: times its limit"
+            both = at.get(side, [])
+            goals += ratio(name, 2.0 if forward else 2.5, both, both, "median_ms", "limit_ms")
         found = {
-            f"T = {T}": times[side, m, T] / limits[side, m, T]
-            for side, m, T in limits
-            if (side, m) == ("rg-lru", mode)
+            f"T = {row['tokens']}": float(row["median_ms"]) / float(row["limit_ms"])
+            for row in select(own, side="rg-lru")
         }
-        most = 3.0 if mode == MODES[0] else 4.0
-        goals += records.worst(f"rg-lru, {mode}: times the copy rate", most, found, False)
-        name = f"macchiato in bf16, {mode}, T = {GOAL_LENGTH}: times faster than in fp32"
-        first, second = (("macchiato" + end, mode, GOAL_LENGTH) for end in ("", BF16))
-        ratio(name, 1.5, first, second, times)
-        name = f"macchiato, {mode}, T = {GOAL_LENGTH}: rate packed 15:1, of one sequence's"
-        ratio(name, 0.91, first, ("packed 15:1", mode, GOAL_LENGTH), times)
+        name = f"rg-lru, {mode}: times the copy rate"
+        goals += records.worst(name, 3.0 if forward else 4.0, found, False)
+        for name, target, other in (
+            ("macchiato in bf16, {}: times faster than in fp32", 1.5, "macchiato" + BF16),
+            ("macchiato, {}: rate packed 15:1, of one sequence's", 0.91, "packed 15:1"),
+        ):
+            name = name.format(f"{mode}, T = {GOAL_LENGTH}")
+            goals += ratio(name, target, macchiato, at.get(other, []), "median_ms", at_least=True)
         found = {
-            f"{side}, T = {T}": times[side, m, T] / times["latte", m, T]
-            for side, m, T in times
-            if side in DECAYS and m == mode and T >= GOAL_LENGTH
+            f"{row['side']}, T = {row['tokens']}": float(row["times_latte"])
+            for row in own
+            if row["side"] in DECAYS and int(row["tokens"]) >= GOAL_LENGTH
         }
-        goals += records.worst(f"latents that forget, {mode}: times latte", 1.25, found, False)
-    for rival, T, targets in (
-        ("jax scan", GOAL_LENGTH, (3.0, 5.0)),
-        ("sdpa", LENGTHS[-1], (20, 20)),
-    ):
-        for mode, target in zip(MODES, targets, strict=True):
-            name = f"{mode}, T = {T}: times faster than {NAMES[rival]}"
-            ratio(name, target, (rival, mode, T), ("latte", mode, T), times)
+        name = f"latents that forget, {mode}: times latte"
+        goals += records.worst(name, 1.25, found, False)
+        for rival, text, T, target in (
+            ("jax scan", "the jitted scan", GOAL_LENGTH, 3.0 if forward else 5.0),
+            ("sdpa", "SDPA", LENGTHS[-1], 20),
+        ):
+            ours, theirs = (select(own, side=side, tokens=T) for side in ("latte", rival))
+            name = f"{mode}, T = {T}: times faster than {text}"
+            goals += ratio(name, target, theirs, ours, "median_ms", at_least=True)
     return goals
 
 
-# --- one length in a process of its own: time and memory as they grow ----------------------------
+# --- time and memory as they grow ---------------------------------------------------------------
 
 
-def alone(mode: str, T: int, budget: float) -> Row:
-    """Time and peak memory of Latte, inputs and gradients included, in this process."""
-    records.use_all_threads()
-
-    def prepare(T: int) -> Call:
-        generator = torch.Generator().manual_seed(T)
-        shapes = (("latent_q", L), ("latent_k", L), ("v", D), ("dy", D))
-        made = shapes if mode == MODES[1] else shapes[:3]
-        x = {name: torch.randn(1, T, H, width, generator=generator) for name, width in made}
-        return latte_call(mode, {"dy": x["v"], **x})
-
-    prepare(256)()
-    before = machine.memory_bytes()
-    machine.reset_peak_memory()
-    times = machine.interleave({"latte": prepare(T)}, budget)["latte"]
-    return times.row() | records.peaks(before)
+def exponent(tokens: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of the least-squares line through (log tokens, log value)."""
+    x, y = ([math.log(z) for z in zs] for zs in (tokens, values))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    moment = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return moment / sum((a - mean_x) ** 2 for a in x)
 
 
 def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
@@ -307,36 +266,35 @@ def scaling_goals(rows: Sequence[Row]) -> list[Goal]:
     goals = []
     for column, what in (("median_ms", "time"), ("peak_net_mb", "peak memory")):
         for mode in MODES:
-            here = [row for row in rows if row["mode"] == mode]
-            # Of a quick run, in memory that was used before, the peak may be 0.
-            found = {int(row["tokens"]): max(1e-3, float(row[column])) for row in here}
-            T, values = list(found), list(found.values())
+            here = select(rows, mode=mode)
+            T = [int(row["tokens"]) for row in here]
+            # The peak of a quick run may lie in memory that was used before.
+            values = [max(1e-3, float(row[column])) for row in here]
             half = len(T) // 2 - (len(T) < 4)
             name = f"{mode}: exponent of {what}, {T[0]} to {T[-1]} tokens"
-            note = f"{records.exponent(T[half:], values[half:]):.3f} from {T[half]} tokens"
-            goals.append(Goal(name, 1.05, records.exponent(T, values), False, note))
+            note = f"{exponent(T[half:], values[half:]):.3f} from {T[half]} tokens"
+            goals.append(Goal(name, 1.05, exponent(T, values), False, note))
     return goals
 
 
 def scale(args: Any, out: Path) -> list[Goal]:
     """cpu_scaling.csv, its figure and section; the goals."""
     table = records.Table(out / "cpu_scaling.csv", resume=args.resume)
-    apart = records.Apart(args.quick)
+    budget = args.budget or (0.05 if args.quick else 1.0)
     for mode in MODES:
-        for T in (1024, 2048) if args.quick else SCALING:
-            if not table.has(mode=mode, tokens=T):
-                row = apart(alone, mode, T, args.budget or (0.05 if args.quick else 1.0))
-                table.add({"mode": mode, "tokens": T, **row, "dtype": "float32"})
-                say(
-                    f"{mode:17} T = {T:6} {row['median_ms']:10.2f} ms ({row['calls']} calls), "
-                    f"peak memory {row['peak_net_mb']:.1f} MB"
-                )
+        lengths = (1024, 2048) if args.quick else SCALING
+        missing = tuple(T for T in lengths if not table.has(mode=mode, tokens=T))
+        if not missing:
+            continue
+        chosen: Any = {"ops": ("latte",), "models": (), "modes": (mode,), "device": "cpu"}
+        chosen |= {"heads": H, "latents": L, "head_dim": D}
+        settings = Settings(**chosen, lengths=missing, budget=budget)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = benchmark(settings, Path(folder), quiet=True).rows
+        for row in rows:
+            table.add_and_say({name: row[name] for name in SCALED})
     captions = {"median_ms": "Milliseconds:", "peak_net_mb": "Peak memory, MB:"}
-    tables = [
-        records.pivot(text, table.rows, ("mode",), "tokens", c) for c, text in captions.items()
-    ]
-    records.document(out, "scaling", table.rows, *tables)
-    say(f"wrote {table.path} and {draw(out, 'cpu_scaling')}")
+    publish(table, "scaling", ("mode",), "tokens", captions)
     return scaling_goals(table.rows)
 
 
@@ -350,11 +308,7 @@ def main() -> None:
     if not listing1.AVAILABLE:
         say("jax is not installed: leaving out the jax scan (pip install jax)")
     check_sides(64 if args.quick else 256)
-
-    rates = records.rates()
-    say(
-        f"{rates['matmul'] / 1e9:.0f} GFLOP/s of products, {rates['copy'] / 1e9:.1f} GB/s of copies"
-    )
+    rates = machine_rates()
     table = records.Table(out / "cpu_ops.csv", resume=args.resume)
     for mode in MODES:
         missing = [T for T in lengths if not table.has(mode=mode, tokens=T)]
@@ -363,37 +317,23 @@ def main() -> None:
             at = lengths[-1] if args.quick else GOAL_LENGTH
             unroll = fastest_unroll(mode, at, unrolls, budget / 2)
         for T in missing:
-            x = make_inputs(T)
-            sides = torch_sides(mode, x)
+            sides = make_sides(T)
+            calls = {name: side.call(mode) for name, side in sides.items()}
             if listing1.AVAILABLE:
-                scan = scan_call(mode, x, unroll)
-                agree(f"latte with jax scan, {mode}, T = {T}", sides["latte"](), scan())
-                sides = {"latte": sides.pop("latte"), "jax scan": scan, **sides}
-            measured = machine.interleave(sides, budget)
+                scan = scan_call(mode, sides["latte"], unroll)
+                agree(f"latte with jax scan, {mode}, T = {T}", calls["latte"](), scan())
+                calls = {"latte": calls.pop("latte"), "jax scan": scan, **calls}
+            measured = machine.interleave(calls, budget)
             for side, statistics in measured.items():
                 row: Row = {"side": side, "mode": mode, "tokens": T, **statistics.row()}
                 row |= {"times_latte": round(statistics.median / measured["latte"].median, 3)}
                 row |= {"unroll": unroll if side == "jax scan" else ""}
-                limited = side not in ("jax scan", "sdpa")
-                row |= {"limit_ms": round(limit_ms(side, mode, T, rates), 3) if limited else ""}
+                row |= {"limit_ms": limit_ms(side, mode, T, rates)}
                 dtype = "bfloat16" if side.endswith(BF16) else "float32"
-                table.add(row | {"dtype": dtype, "B": 1, "H": H, "L": L, "D": D})
-                say(
-                    f"{mode:17} T = {T:6} {side:15} {statistics.median:10.2f} ms "
-                    f"(p10 {statistics.p10:.2f}, p90 {statistics.p90:.2f}, "
-                    f"{statistics.calls} calls), {row['times_latte']:.2f} x latte",
-                )
-    say(f"wrote {table.path} and {draw(out, 'cpu_ops')}")
-    bounded = [row for row in table.rows if row["limit_ms"]]
-    tables = [
-        records.pivot(text, rows, ("mode", "side"), "tokens", column)
-        for text, rows, column in (
-            ("Milliseconds, by tokens:", table.rows, "median_ms"),
-            ("The limit, milliseconds:", bounded, "limit_ms"),
-        )
-    ]
-    records.document(out, "ops", table.rows, *tables)
-    records.report_goals(out, "cpu_ops", goals_of(table.rows) + scale(args, out))
+                table.add_and_say(row | {"dtype": dtype, "B": 1, "H": H, "L": L, "D": D})
+    captions = {"median_ms": "Milliseconds, by tokens:", "limit_ms": "The limit, milliseconds:"}
+    publish(table, "ops", ("mode", "side"), "tokens", captions)
+    records.report_goals(out / "goals.csv", "cpu_ops", goals_of(table.rows) + scale(args, out))
 
 
 if __name__ == "__main__":

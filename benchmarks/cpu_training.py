@@ -7,18 +7,19 @@ tokens, where a step lasts a minute, that step is timed as well, in fp32 alone. 
 operations in the profiler; operations inside others are counted too. Both models keep freed memory
 (``latte.memory.keep_memory``), as ``latte train`` does.
 
-    python benchmarks/cpu_training.py [--quick] [--resume] [--out DIR] [--budget SECONDS]
+    python -m benchmarks.cpu_training [--quick] [--resume] [--out DIR] [--budget SECONDS]
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import records
 import torch
-from records import Goal, Row, say
 
+from benchmarks import records
+from benchmarks.records import Goal, Row, ratio, say, select
 from latte import machine
 from latte.memory import keep_memory
 from latte.models import LatteForCausalLM, preset_config
@@ -31,19 +32,15 @@ TARGETS = {256: 0.95, 1024: 1.1, 4096: 2.0, 16384: 3.5}
 DTYPES = ("float32", "bfloat16")
 
 
-class Training:
-    """One model and its optimiser; each call is one step."""
+class TrainingStep:
+    """One model and its optimiser; each call is one step, as `latte train` makes it."""
 
-    def __init__(self, name: str, size: str, B: int, T: int, dtype: str) -> None:
-        keep_memory()
-        torch.manual_seed(0)
-        self.low = dtype == "bfloat16"
-        self.model: Any = LatteForCausalLM(preset_config(name, size)).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = torch.randint(self.model.config.vocab_size, (B, T))
+    def __init__(self, model: Any, ids: torch.Tensor, autocast: bool) -> None:
+        self.model, self.ids, self.autocast = model.train(), ids, autocast
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def __call__(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
+        with torch.autocast(self.ids.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.model(self.ids, labels=self.ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -51,41 +48,40 @@ class Training:
         self.optimizer.zero_grad()
 
 
+def make_step(name: str, size: str, B: int, T: int, dtype: str) -> TrainingStep:
+    """A step of a model on random tokens."""
+    keep_memory()
+    torch.manual_seed(0)
+    model = LatteForCausalLM(preset_config(name, size))
+    ids = torch.randint(model.config.vocab_size, (B, T))
+    return TrainingStep(model, ids, dtype == "bfloat16")
+
+
 def step_apart(name: str, size: str, B: int, T: int, dtype: str) -> Row:
     """Time and peak memory of one step, in this process."""
     records.use_all_threads()
     before = machine.memory_bytes()
-    step = Training(name, size, B, T, dtype)
+    step = make_step(name, size, B, T, dtype)
     return machine.Times.of([machine.seconds_of(step)]).row() | records.peaks(before)
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """Throughput by length, memory at 4,096 tokens, calls of the short step."""
-    found = {(row["side"], row["dtype"], int(row["T"])): row for row in rows}
     goals = []
-    for T, dtype in ((T, dtype) for dtype in DTYPES for T in TARGETS):
-        if (RIVAL, dtype, T) not in found:
-            continue
-        ours, rival = (
-            {k: float(found[side, dtype, T][k]) for k in NUMBERS} for side in (OURS, RIVAL)
-        )
-        rates = [side["tokens_per_s"] for side in (ours, rival)]
-        note = f"{rates[0]:.0f} against {rates[1]:.0f}"
-        name = f"training, {dtype}, T = {T}: tokens/s over {RIVAL}'s"
-        goals.append(Goal(name, TARGETS[T], rates[0] / rates[1], True, note))
+    for dtype, T in itertools.product(DTYPES, TARGETS):
+        ours, rival = (select(rows, side=side, dtype=dtype, T=T) for side in (OURS, RIVAL))
+        name = f"training, {dtype}, T = {T}: "
+        rates = name + f"tokens/s over {RIVAL}'s"
+        goals += ratio(rates, TARGETS[T], ours, rival, "tokens_per_s", at_least=True)
         if T == 4096:
-            peaks = [side["peak_process_mb"] for side in (ours, rival)]
-            note = f"{peaks[0]:.0f} against {peaks[1]:.0f} MB"
-            name = f"training, {dtype}, T = {T}: peak memory over {RIVAL}'s"
-            goals.append(Goal(name, 1.0, peaks[0] / peaks[1], False, note))
-        if T == 256 and dtype == DTYPES[0]:
-            note = f"{RIVAL} {rival['aten_calls']:.0f}"
-            name = "training, 4 x 256 tokens at size tiny: ATen calls of a step"
-            goals.append(Goal(name, 6000, ours["aten_calls"], False, note))
+            memory = name + f"peak memory over {RIVAL}'s"
+            goals += ratio(memory, 1.0, ours, rival, "peak_process_mb")
+        if T == 256 and dtype == DTYPES[0] and ours:
+            text = "training, 4 x 256 tokens at size tiny: ATen calls of a step"
+            goals.append(Goal(text, 6000, float(ours[0]["aten_calls"]), False))
     return goals
 
 
-NUMBERS = ("tokens_per_s", "peak_process_mb", "aten_calls")
 SHOWN = {
     "tokens_per_s": "Tokens per second, by tokens of a sequence:",
     "peak_process_mb": "Peak memory of the process of one step, MB:",
@@ -106,7 +102,7 @@ def main() -> None:
         timed: dict[str, Row] = {OURS: {}, RIVAL: {}}
         calls = dict.fromkeys(timed, 0)
         if T < LONG:
-            steps = {name: Training(name, size, B, T, dtype) for name in timed}
+            steps = {name: make_step(name, size, B, T, dtype) for name in timed}
             timed = {k: x.row() for k, x in machine.interleave(steps, budget).items()}
             calls = {k: records.aten_calls(step) if T <= 1024 else 0 for k, step in steps.items()}
             del steps
@@ -114,20 +110,11 @@ def main() -> None:
             row: Row = {"side": name, "size": size, "B": B, "T": T}
             row |= apart(step_apart, name, size, B, T, dtype) | statistics
             row |= {"tokens_per_s": round(1e3 * B * T / row["median_ms"], 1)}
-            table.add(row | {"aten_calls": calls[name], "dtype": dtype})
-            say(
-                f"{size:5} {B} x {T:5} {dtype:8} {name:14} {row['tokens_per_s']:8.0f} tokens/s, "
-                f"step {row['median_ms']:.1f} ms, peak {row['peak_process_mb']:.0f} MB, "
-                f"{calls[name]} calls"
-            )
-    from figures import draw
+            table.add_and_say(row | {"aten_calls": calls[name], "dtype": dtype})
+    from benchmarks.figures import publish  # here: matplotlib is not part of what is measured
 
-    say(f"wrote {table.path} and {draw(out, 'cpu_training')}")
-    tables = [
-        records.pivot(text, table.rows, ("side", "dtype"), "T", key) for key, text in SHOWN.items()
-    ]
-    records.document(out, "training", table.rows, *tables)
-    records.report_goals(out, "cpu_training", goals_of(table.rows))
+    publish(table, "training", ("side", "dtype"), "T", SHOWN)
+    records.report_goals(out / "goals.csv", "cpu_training", goals_of(table.rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The document is the first of FILE, cut to so many tokens; the prompts are the text after it, 16
 tokens each. Answers are greedy. Each prompt loads the state anew, as another process would.
 
-    python benchmarks/documents.py CHECKPOINT FILE [--tokens 100000] [--prompts 20]
+    python -m benchmarks.documents CHECKPOINT FILE [--tokens 100000] [--prompts 20]
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import say, use_all_threads
 
+from benchmarks.records import say, use_all_threads
 from latte.data.sources import first_document
 from latte.data.tokenizers import document_ends
 from latte.evaluate.checkpoint import load_checkpoint

@@ -15,19 +15,17 @@ that they are loaded in, all threads, or a GPU with --device cuda.
 * ``generation.md`` has all of it by context, and how much the cache grows with a token more: that
   of a base and of the layers that a conversion has kept does, that of other layers does not.
 
-Nothing runs at the same time: processes follow one another, and the script refuses to start
-while another command of this project does, since that would be measured too.
+Processes follow one another. Run nothing else meanwhile: it would be measured too.
 
-    python benchmarks/generation.py --checkpoint base=BASE --checkpoint converted=CONVERTED
-    python benchmarks/generation.py --checkpoint window=CONVERTED,mixing=window,local_window=152
-    python benchmarks/generation.py --quick
+    python -m benchmarks.generation --checkpoint base=BASE --checkpoint converted=CONVERTED
+    python -m benchmarks.generation --checkpoint window=CONVERTED,mixing=window,local_window=152
+    python -m benchmarks.generation --quick
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,8 +33,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import Apart, Row, Table, output_folder, parser, peaks, say, use_all_threads
 
+from benchmarks.records import (
+    Apart,
+    Row,
+    Table,
+    numbers,
+    output_folder,
+    parser,
+    peaks,
+    pivot,
+    say,
+    select,
+    tiny_checkpoint,
+    use_all_threads,
+)
 from latte import machine
 from latte.errors import LatteError
 from latte.evaluate.sides import Side, keeps_all_tokens, side
@@ -47,6 +58,12 @@ QUICK_CONTEXTS = (48, 96)
 STEPS_FOR_MEMORY = 8
 # (model, cache or None, tokens in it, tokens wanted) -> the cache with so many tokens
 Fill = Callable[[Any, Any, int, int], Any]
+CAPTIONS = {
+    "median_ms": "Time of a token (ms, median):",
+    "prefill_s": "Prefill of the whole context (s):",
+    "cache_bytes": "Cache (bytes):",
+    "peak_net_mb": "Peak memory beyond the model's (MB):",
+}
 
 
 # --- models and their caches --------------------------------------------------------------------
@@ -120,7 +137,7 @@ def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 def cache_bytes(cache: Any) -> int:
     """Bytes of all tensors that a cache holds, whatever its class."""
-    return sum(x.numel() * x.element_size() for x in tensors_of(cache, set()))
+    return sum(x.nbytes for x in tensors_of(cache, set()))
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -186,47 +203,6 @@ def time_all(
             yield name, context, row | times[name].row()
 
 
-def line(name: str, context: int, row: Row) -> str:
-    """A row for people."""
-    return (
-        f"{name:16} at {context:6} tokens: {row['median_ms']:8.2f} ms per token "
-        f"(p10 {row['p10_ms']:.2f}, p90 {row['p90_ms']:.2f}, {row['calls']} calls), "
-        f"cache {row['cache_bytes'] / 2**20:.2f} MB, peak memory {row['peak_net_mb']:.0f} MB"
-    )
-
-
-# --- the machine --------------------------------------------------------------------------------
-
-
-def other_commands() -> list[str]:
-    """Running commands of this project, but for this process and those that started it."""
-    own = set(ancestors())
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended
-        ours = any(
-            word == b"latte.cli" or word.startswith(b"latte.compare.") for word in words
-        ) or any(word.endswith(b"/latte") or b"benchmarks/" in word for word in words[:2])
-        if ours and b"python" in words[0] and int(path.parent.name) not in own:
-            found.append(f"{path.parent.name} ({b' '.join(words)[:80].decode(errors='replace')})")
-    return found
-
-
-def ancestors() -> Iterator[int]:
-    """This process, its parent, and so on."""
-    process = os.getpid()
-    while process > 1:
-        yield process
-        try:
-            status = Path(f"/proc/{process}/status").read_text()
-        except OSError:
-            return
-        process = int(status.split("PPid:")[1].split()[0])
-
-
 # --- the script ---------------------------------------------------------------------------------
 
 
@@ -234,62 +210,30 @@ def quick_checkpoints(folder: Path) -> list[Side]:
     """A tiny Latte model and a tiny Llama with random weights, saved like any checkpoint."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from latte.data import byte_tokenizer
-    from latte.models import LatteForCausalLM, preset_config
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 260}
-    config = preset_config("latte-r-swa++", "tiny", **sizes, sliding_window=16)
-    made = {"latte": LatteForCausalLM(config), "llama": LlamaForCausalLM(LlamaConfig(**sizes))}
-    for name, model in made.items():
-        model.save_pretrained(folder / name)
-        byte_tokenizer().save_pretrained(folder / name)
-    return [Side(name, str(folder / name)) for name in made]
-
-
-def named(text: str) -> Side:
-    """The side of `NAME=FOLDER[,FIELD=VALUE...]`; `NAME=FOLDER@MIXING` sets the field `mixing`."""
-    folder, at, mixing = text.rpartition("@")
-    try:
-        return side(f"{folder},mixing={mixing}" if at else text)
-    except LatteError as error:
-        raise SystemExit(f"--checkpoint: {error}") from None
+    tiny_checkpoint(folder / "latte")
+    tiny_checkpoint(folder / "llama")
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 260}
+    config = LlamaConfig(**sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    return [Side(name, str(folder / name)) for name in ("latte", "llama")]
 
 
 def report(rows: Sequence[Row]) -> str:
     """Markdown: what is in the rows by model and context."""
-    contexts = sorted({int(row["context"]) for row in rows})
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    at = {(row["model"], int(row["context"])): row for row in rows}
-    parts = []
-    for title, column, scale, form in (
-        ("Time of a token (ms, median)", "median_ms", 1, ",.1f"),
-        ("Prefill of the whole context (s)", "prefill_s", 1, ",.1f"),
-        ("Cache (MB)", "cache_bytes", 2**20, ",.2f"),
-        ("Peak memory beyond the model's (MB)", "peak_net_mb", 1, ",.0f"),
-    ):
-        lines = [["model", *(f"{context:,}" for context in contexts)]]
-        for model in models:
-            cells = (at.get((model, context)) for context in contexts)
-            shown = [format(float(row[column]) / scale, form) if row else "-" for row in cells]
-            lines.append([model, *shown])
-        if column == "cache_bytes":
-            lines[0].append("bytes a token more")
-            for line, model in zip(lines[1:], models, strict=True):
-                sizes = [(n, int(at[model, n][column])) for n in contexts if (model, n) in at]
-                (first, small), (last, large) = sizes[0], sizes[-1]
-                line.append(f"{(large - small) / (last - first):,.0f}" if last > first else "-")
-        parts.append(f"{title}:\n\n{table(lines)}")
-    return "\n".join(parts)
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """`4096,1024` -> (1024, 4096); argparse makes one line of a ValueError."""
-    return tuple(sorted({int(part) for part in text.split(",")}))
+    parts = [pivot(text, rows, ("model",), "context", c) for c, text in CAPTIONS.items()]
+    lines = [("model", "bytes")]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        sizes = [(int(r["context"]), int(r["cache_bytes"])) for r in select(rows, model=name)]
+        (first, small), (last, large) = min(sizes), max(sizes)
+        if last > first:
+            lines.append((name, f"{(large - small) / (last - first):,.0f}"))
+    parts.append(f"Growth of the cache with a token more:\n\n{table(lines)}")
+    return "\n\n".join(parts)
 
 
 def main() -> None:
-    from figures import of_generation  # here, so that matplotlib is not part of what is measured
+    from benchmarks.figures import draw  # here: matplotlib is not part of what is measured
 
     options = parser(__doc__)
     options.add_argument(
@@ -301,7 +245,7 @@ def main() -> None:
         "such as mixing=window of a converted model; repeat it",
     )
     options.add_argument(
-        "--contexts", type=lengths, help="tokens, by commas (default: 1024,2048,...,65536)"
+        "--contexts", type=numbers, help="tokens, by commas (default: 1024,2048,...,65536)"
     )
     options.add_argument("--segment", type=int, default=512, help="tokens read at a time")
     options.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -310,12 +254,12 @@ def main() -> None:
         "--base-max", type=int, help="the longest context of a model that keeps all tokens"
     )
     args = options.parse_args()
-    chosen = {each.name: each for each in map(named, args.checkpoint)}
+    try:
+        chosen = {each.name: each for each in map(side, args.checkpoint)}
+    except LatteError as error:
+        raise SystemExit(f"--checkpoint: {error}") from None
     if not chosen and not args.quick:
         raise SystemExit("expected --checkpoint NAME=FOLDER, at least one (or --quick)")
-    others = [] if args.quick else other_commands()
-    if others:
-        raise SystemExit(f"another command of this project runs: {'; '.join(others)}")
     contexts = args.contexts or (QUICK_CONTEXTS if args.quick else CONTEXTS)
     budget = args.budget or (0.05 if args.quick else 2.0)
     segment = min(args.segment, 32) if args.quick else args.segment
@@ -347,11 +291,10 @@ def main() -> None:
             row |= memory[name][context] | {"segment": segment, **where, "B": 1}
             dtype = str(models[name].dtype).removeprefix("torch.")
             row |= {"dtype": dtype, "overrides": chosen[name].fields()}
-            results.add({"model": name, "context": context, **row})
-            say(line(name, context, row))
+            results.add_and_say({"model": name, "context": context, **row})
     page = results.path.with_suffix(".md")
     page.write_text(report(results.rows), "utf-8")
-    say(f"wrote {results.path}, {page} and {of_generation(out)}")
+    say(f"wrote {results.path}, {page} and {draw(out, 'generation')}")
 
 
 if __name__ == "__main__":

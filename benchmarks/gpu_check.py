@@ -1,7 +1,7 @@
 """Everything that a GPU has to show: first whether the kernels are right, then how fast they are.
 
-    python benchmarks/gpu_check.py [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
-    python benchmarks/gpu_check.py --fill     # Triton's cache, once, before: takes what it takes
+    python -m benchmarks.gpu_check [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
+    python -m benchmarks.gpu_check --fill     # Triton's cache, once, before: takes what it takes
 
 Parts, each in a process of its own: ``check``, several groups at a time of
 tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``,
@@ -14,24 +14,19 @@ code 1 if a check or a part failed, 2 without a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
+from benchmarks import gpu_models, gpu_ops
+from benchmarks.gpu_common import TARGETS, Place, options, place
+from benchmarks.records import ROOT, Row, goals_table, read_rows, say
+from tests.ops.gpu_correctness import groups
 
-import gpu_ops
-from gpu_common import TARGETS, Place, options, place
-from gpu_correctness import groups
-from records import Row, print_goals, read_rows, say
-
-HERE = Path(__file__).parent
-CHECKS = HERE.parent / "tests" / "ops" / "gpu_correctness.py"
 # Shares of the budget. What a part does not use, the later ones get.
 SHARES = {
     "check": 0.35,
@@ -47,40 +42,36 @@ FILLING = 3600.0  # seconds that compiling everything once may take
 GRACE = 20.0  # seconds that a part may take beyond its share before it is ended
 
 
-def command(script: Path, at: Place, seconds: float, *more: str) -> list[str]:
+def command(module: str, at: Place, seconds: float, *more: str) -> list[str]:
     """A part's command line, with this run's place."""
-    line = [sys.executable, str(script), *more, "--out", str(at.out)]
+    line = [sys.executable, "-m", module, *more, "--out", str(at.out)]
     line += ["--budget", f"{seconds:.0f}", "--device", str(at.device), "--backend", at.backend]
     return [*line, "--quick"] if at.quick else line
 
 
-def run(line: Sequence[str], seconds: float) -> str | None:
+def run(line: Sequence[str], seconds: float, **variables: str) -> str | None:
     """A process with a deadline; why it failed, None if it did not."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     try:
-        done = subprocess.run(line, env={**os.environ, "PYTHONUNBUFFERED": "1"}, timeout=seconds)
+        done = subprocess.run(line, env=environment, cwd=ROOT, timeout=seconds)
     except subprocess.TimeoutExpired:
         return "out of time"
     return None if done.returncode == 0 else f"ended with exit code {done.returncode}"
 
 
-@contextlib.contextmanager
-def warming(at: Place, seconds: float, finish: bool = False) -> Iterator[None]:
-    """Meanwhile the rivals' kernels compile, beside the checks, which are not timed.
+def fill(at: Place) -> None:
+    """Compile what the checks and the rivals run, which count when they run again.
 
     What the rivals' autotuners choose is forgotten: it was timed beside other work.
     """
-    numbers = range(4) if at.cuda and not at.quick else ()
-    script = HERE / "gpu_ops.py"
-    lines = [command(script, at, seconds, "latte", "--warm", str(n)) for n in numbers]
-    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
-    processes = [subprocess.Popen(line, env=environment) for line in lines]
-    try:
-        yield
-    finally:
-        for process in processes:
-            if not finish:
-                process.kill()
-            process.wait()
+    numbers = range(gpu_ops.WARMING) if at.cuda and not at.quick else ()
+    lines = [command("benchmarks.gpu_ops", at, FILLING, "latte", "--warm", str(n)) for n in numbers]
+    with ThreadPoolExecutor() as pool:
+        warmed = [pool.submit(run, line, FILLING, FLA_CACHE_RESULTS="0") for line in lines]
+        run_checks(at, FILLING)
+        for done in warmed:
+            if (broken := done.result()) is not None:
+                say(f"warming: {broken}")
 
 
 def run_checks(at: Place, seconds: float) -> list[Row]:
@@ -91,7 +82,7 @@ def run_checks(at: Place, seconds: float) -> list[Row]:
 
     def run_group(group: str) -> list[Row]:
         left = max(1.0, end - time.monotonic())
-        broken = run(command(CHECKS, at, left, group), left + GRACE)
+        broken = run(command("tests.ops.gpu_correctness", at, left, group), left + GRACE)
         path = at.out / f"gpu_checks-{group.replace(':', '-')}.csv"
         found = read_rows(path) if path.exists() else []
         path.unlink(missing_ok=True)
@@ -111,8 +102,8 @@ def run_checks(at: Place, seconds: float) -> list[Row]:
 def run_part(name: str, at: Place, seconds: float) -> str | None:
     """One benchmark; why it failed, None if it did not."""
     say(f"\n--- {name}, {seconds:.0f} s")
-    script = HERE / ("gpu_ops.py" if name in gpu_ops.PARTS else "gpu_models.py")
-    broken = run(command(script, at, seconds, name), seconds + GRACE)
+    module = gpu_ops if name in gpu_ops.PARTS else gpu_models
+    broken = run(command(module.__name__, at, seconds, name), seconds + GRACE)
     if broken is not None:
         say(f"{name}: {broken}; its rows so far are in {at.out}")
     return broken
@@ -121,9 +112,9 @@ def run_part(name: str, at: Place, seconds: float) -> str | None:
 def draw(out: Path) -> None:
     """The figures, where matplotlib is installed."""
     try:
-        from figures import draw_all
+        from benchmarks.figures import draw_all
     except ImportError:
-        say(f"matplotlib is not installed: draw later with figures.py {out}")
+        say(f"matplotlib is not installed: draw later: python -m benchmarks.figures {out}")
         return
     for path in draw_all(out):
         say(f"drew {path}")
@@ -138,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     at = place(args)
     if args.fill:
-        with warming(at, FILLING, finish=True):
-            run_checks(at, FILLING)  # which count when they run again
+        fill(at)
         return 0
     chosen = [name for name in SHARES if name in (args.only or SHARES)]
     say(f"gpu-check: {', '.join(chosen)} in {args.budget:.0f} s, results in {at.out}")
@@ -149,14 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         total = sum(SHARES[later] for later in chosen[i:])
         seconds = max(5.0, (at.left() - GRACE / 2) * SHARES[name] / total)
         if name == "check":
-            with warming(at, seconds) if len(chosen) > 1 else contextlib.nullcontext():
-                checks = run_checks(at, seconds)
+            checks = run_checks(at, seconds)
         elif (broken := run_part(name, at, seconds)) is not None:
             failures.append(f"{name}: {broken}")
     draw(at.out)
     goals = at.out / TARGETS
     if goals.exists():
-        print_goals(read_rows(goals))
+        say(f"\n{goals_table(read_rows(goals))}")
     failures += [f"{r['check']}: {r['detail']}" for r in checks if r["verdict"] == "FAIL"]
     if checks:
         counts = {v: sum(r["verdict"] == v for r in checks) for v in ("pass", "skip", "FAIL")}

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import records
 import torch
-from records import Goal, Table, say
 
+from benchmarks import records
+from benchmarks.records import Goal, Table, say
 from latte.machine import Times
 
 NO_GPU = 2  # exit code
@@ -75,9 +75,8 @@ class Place(NamedTuple):
         return Table(self.out / name, self.device)
 
     def goals(self, script: str, goals: Sequence[Goal]) -> None:
-        """Print the goals of this script and put them beside the others'."""
-        rows = records.write_goals(self.out / TARGETS, script, goals, records.columns(self.device))
-        records.print_goals([row for row in rows if row["script"] == script])
+        """Print the goals of this script and those that are there."""
+        records.report_goals(self.out / TARGETS, script, goals, self.device)
 
 
 def options(description: str | None, budget: float) -> argparse.ArgumentParser:
@@ -139,11 +138,11 @@ class Stopwatch:
         pair[1].record()
         self.events.append(pair)
 
-    def read(self) -> list[float]:
+    def read(self) -> Times:
         wait(self.device)
         self.ms += [start.elapsed_time(end) for start, end in self.events]
         self.events.clear()
-        return self.ms
+        return Times.of([x / 1e3 for x in self.ms])
 
 
 def reason(error: BaseException) -> str:
@@ -182,25 +181,24 @@ def replayed(at: Place, name: str, call: Call) -> Call:
 
 def measure(
     at: Place,
-    sides: Mapping[str, Call],
+    sides: Mapping[Any, Call],
     *,
     budget: float = 1.0,
     rounds: int = 5,
     cold_cache: bool = True,
     graphs: bool = False,
-) -> tuple[dict[str, Times], dict[str, str]]:
-    """Time the sides in turns: statistics of those that ran, and why the others did not.
+) -> dict[Any, Times]:
+    """Time the sides in turns: statistics of those that ran. The others say why they did not.
 
     Args:
         budget: seconds of timed calls per side; each gets at least one call a round.
         cold_cache: write over the level-2 cache before every call.
         graphs: replay the calls as CUDA graphs.
     """
-    failed: dict[str, str] = {}
-    bursts: dict[str, int] = {}
+    bursts: dict[Any, int] = {}
     timed = dict(sides)
     for name, call in sides.items():
-        try:
+        with tried(at, str(name)):
             call()  # compiles and searches
             wait(at.device)
             if graphs:
@@ -214,11 +212,6 @@ def measure(
                 if seconds >= budget:
                     break  # a long call needs no second opinion
             bursts[name] = max(1, min(30, int(budget / rounds / seconds)))
-        except Exception as error:  # noqa: BLE001 - whatever a rival raises, the others go on
-            stop_if_broken(at, error)
-            failed[name] = reason(error)
-            say(f"  {name}: {failed[name]}")
-            forget()
     watches = {name: Stopwatch(at.device) for name in bursts}
     for _ in range(rounds):
         for name, burst in bursts.items():
@@ -227,7 +220,7 @@ def measure(
                     flush(at.device)
                 watches[name].time(timed[name])
             watches[name].read()
-    return {name: Times.of([x / 1e3 for x in w.read()]) for name, w in watches.items()}, failed
+    return {name: watch.read() for name, watch in watches.items()}
 
 
 def stop_if_broken(at: Place, error: BaseException) -> None:

@@ -19,25 +19,27 @@ no cache.
   by PyTorch's flash backend, and with the T x T weights in memory.
 
 ``training``: ``latte-r-swa++`` beside ``transformer++`` (flash attention) at "paper" size, 32,768
-tokens a step as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, fused AdamW, dropout as in
-the preset; plain, and with the blocks compiled as a recipe's ``training.torch_compile`` does. The
-share of the peak (MFU) takes model FLOPs and data-sheet peaks from ``latte.machine``. Peak memory
-is of one step, weights and optimiser included.
+tokens a step as blocks of 1k, 4k and 16k, bf16 autocast, fp32 weights, clipping, fused AdamW,
+dropout as in the preset; plain, and with the blocks compiled as a recipe's
+``training.torch_compile`` does. The share of the peak (MFU) takes model FLOPs and data-sheet peaks
+from ``latte.machine``. Peak memory is of one step, weights and optimiser included.
 
-    python benchmarks/gpu_models.py PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python -m benchmarks.gpu_models PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu_common as gpu
 import torch
-from records import Goal, Row, Table, say
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import gpu_common as gpu
+from benchmarks.cpu_training import TrainingStep
+from benchmarks.records import Goal, Row, Table, ratio, say, select
 from latte import machine
 from latte.layers.state import map_tensors
 from latte.machine import Times
@@ -52,7 +54,7 @@ def make_model(at: gpu.Place, name: str, size: str, dtype: torch.dtype) -> Latte
     """A model on the device, in inference mode; every run draws the same random weights."""
     torch.manual_seed(0)
     with torch.device(at.device):
-        model = LatteForCausalLM(preset_config(name, size))
+        model: Any = LatteForCausalLM(preset_config(name, size))
     return model.to(dtype).eval()
 
 
@@ -62,15 +64,12 @@ def random_tokens(at: gpu.Place, model: Any, B: int, T: int) -> Tensor:
     return torch.randint(model.config.vocab_size, (B, T), generator=generator, device=at.device)
 
 
-def add(table: Table, side: str, sizes: Row, t: Times, tokens: int, **more: Any) -> None:
-    """A row, and a line that says it."""
-    rate = tokens / (t.median / 1e3)
-    table.add({"side": side, **sizes, **t.row(), "tokens_per_s": round(rate, 1), **more})
-    told = {k: v for k, v in {**sizes, **more}.items() if k not in ("parameters", "dtype")}
-    say(
-        f"{side:23} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90 {t.p90:.3f}), {rate:.0f} tokens/s; "
-        + ", ".join(f"{name} = {value}" for name, value in told.items())
-    )
+def add(
+    at: gpu.Place, table: Table, side: str, sizes: Row, t: Times, tokens: int, **more: Any
+) -> None:
+    """A row, with the tokens per second."""
+    row = {"side": side, **sizes, "dtype": at.precision, **t.row()}
+    table.add_and_say(row | {"tokens_per_s": round(1e3 * tokens / t.median, 1), **more})
 
 
 def faster(times: dict[str, Times], rival: str, t: Times) -> float | str:
@@ -95,12 +94,13 @@ class Latte:
         self.cache = LatteCache(model.config)
         with torch.inference_mode(), use_backend(at.backend):
             model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.layers: list[Any] = self.cache.layers
         with torch.no_grad():
-            for layer in self.cache.layers:
+            for layer in self.layers:
                 position = torch.full_like(layer.state.position, context)
                 layer.state = map_tensors(torch.clone, layer.state._replace(position=position))
                 layer.seen_tokens = context
-        self.start = [layer.state for layer in self.cache.layers]
+        self.start = [layer.state for layer in self.layers]
 
     @property
     def cache_bytes(self) -> int:
@@ -110,7 +110,7 @@ class Latte:
         """The state is copied back into its own memory: a replayed graph goes on from it."""
         with torch.no_grad(), use_backend(self.at.backend):
             out = self.model(self.token, past_key_values=self.cache, use_cache=True)
-            for layer, start in zip(self.cache.layers, self.start, strict=True):
+            for layer, start in zip(self.layers, self.start, strict=True):
                 for old, new in zip(tree_leaves(start), tree_leaves(layer.state), strict=True):
                     if old is not None:
                         old.copy_(new)
@@ -128,19 +128,20 @@ class Llama:
         self.token = random_tokens(at, model, B, 1)
         self.position = torch.full_like(self.token, context - 1)
         self.cache = StaticCache(config=model.config, max_cache_len=context)
+        self.layers: list[Any] = self.cache.layers
         self()
-        for layer in self.cache.layers:
+        for layer in self.layers:
             layer.keys.normal_()
             layer.values.normal_()
 
     @property
     def cache_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def __call__(self) -> Tensor:
         """The token before the cache is full: it sees all of it."""
         with torch.no_grad():
-            for layer in self.cache.layers:
+            for layer in self.layers:
                 layer.cumulative_length.fill_(self.context - 1)
             return self.model(
                 self.token,
@@ -156,15 +157,15 @@ def make_llama(at: gpu.Place, size: str) -> Any:
 
     like = preset_config(RIVAL, size)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    config = LlamaConfig(
-        **{name: getattr(like, name) for name in (*names, "num_attention_heads")},
-        max_position_embeddings=2 * max(CONTEXTS),
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
+    fields = {name: getattr(like, name) for name in (*names, "num_attention_heads")}
+    fields |= {"max_position_embeddings": 2 * max(CONTEXTS), "tie_word_embeddings": True}
+    config = LlamaConfig(**fields | {"attn_implementation": "sdpa"})
     with torch.device(at.device):
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     return model.to(at.dtype).eval()
+
+
+STEPS: dict[str, Any] = {OURS: Latte, LLAMA: Llama}
 
 
 def decode(at: gpu.Place) -> None:
@@ -177,29 +178,27 @@ def decode(at: gpu.Place) -> None:
     few, many = (1, 2) if at.quick else (1, 64)
     points = [(few, contexts), (many, contexts[:2]), *((many, (c,)) for c in contexts[2:])]
     for B, together in at.while_time(points):
-        calls: dict[str, gpu.Call] = {}
-        rows: dict[str, Row] = {}
-        for context in together:
-            for name, kind in ((OURS, Latte), (LLAMA, Llama)):
-                if name == LLAMA and context > LONGEST_OF_RIVAL:
-                    continue
-                label = f"{name}, B = {B}, context {context}"
-                with gpu.tried(at, label):
-                    step: Any = kind(at, models[name], B, context)
-                    step()
-                    ways = {"eager": step, "graph": gpu.replayed(at, label, step)}
-                    for how, call in ways.items():
-                        if how == "eager" or call is not step:
-                            calls[f"{label} {how}"] = call
-                            rows[f"{label} {how}"] = {
-                                **{"side": name, "how": how, "size": size, "B": B},
-                                **{"context": context, "cache_bytes": step.cache_bytes},
-                                "parameters": models[name].num_parameters(),
-                            }
-        times, _ = gpu.measure(at, calls, budget=0.05 if at.quick else 0.3, cold_cache=False)
-        for label, t in times.items():
-            sizes = rows[label] | {"dtype": at.precision}
-            add(table, sizes.pop("side"), sizes, t, B)
+        calls: dict[tuple[str, int, str], gpu.Call] = {}
+        sizes: dict[tuple[str, int, str], Row] = {}
+        for context, (name, kind) in itertools.product(together, STEPS.items()):
+            if name == LLAMA and context > LONGEST_OF_RIVAL:
+                continue
+            label = f"{name}, B = {B}, context {context}"
+            with gpu.tried(at, label):
+                step: Any = kind(at, models[name], B, context)
+                step()
+                calls[name, context, "eager"] = step
+                graph = gpu.replayed(at, label, step)
+                if graph is not step:
+                    calls[name, context, "graph"] = graph
+                for how in ("eager", "graph"):
+                    row: Row = {"how": how, "size": size, "B": B, "context": context}
+                    row |= {"cache_bytes": step.cache_bytes}
+                    row |= {"parameters": models[name].num_parameters()}
+                    sizes[name, context, how] = row
+        times = gpu.measure(at, calls, budget=0.05 if at.quick else 0.3, cold_cache=False)
+        for key, t in times.items():
+            add(at, table, key[0], sizes[key], t, B)
         calls.clear()
     at.goals("gpu_decode", decode_goals(table.rows))
 
@@ -207,15 +206,12 @@ def decode(at: gpu.Place) -> None:
 def decode_goals(rows: Sequence[Row]) -> list[Goal]:
     """Latte's slowest context over its fastest."""
     goals = []
-    for B in sorted({row["B"] for row in rows}):
-        for how in ("graph", "eager"):
-            ours = [r for r in rows if (r["side"], r["B"], r["how"]) == (OURS, B, how)]
-            if len(ours) > 1:
-                ms = [row["median_ms"] for row in ours]
-                span = f"{ours[0]['context']} to {ours[-1]['context']} tokens"
-                name = f"decoding, B = {B}, {how}: slowest context over fastest, {span}"
-                note = f"{min(ms):.3f} to {max(ms):.3f} ms"
-                goals.append(Goal(name, 1.05, max(ms) / min(ms), False, note))
+    for B, how in itertools.product(sorted({row["B"] for row in rows}), ("graph", "eager")):
+        ours = select(rows, side=OURS, B=B, how=how)
+        if len(ours) > 1:
+            ours.sort(key=lambda row: row["median_ms"])
+            name = f"decoding, B = {B}, {how}: slowest context over fastest"
+            goals += ratio(name, 1.05, ours[-1:], ours, "median_ms")
     return goals
 
 
@@ -248,13 +244,12 @@ def runtime(at: gpu.Place) -> None:
             built = size
         ids = random_tokens(at, models[RIVAL], total // T, T)
         sides = {name: lambda n=name, x=ids: forward(n, x) for name in (*LATTES, *KINDS)}
-        times, _ = gpu.measure(at, sides, budget=0.2, rounds=3, cold_cache=False)
+        times = gpu.measure(at, sides, budget=0.2, rounds=3, cold_cache=False)
         for side, t in times.items():
             parameters = models[side.partition(",")[0]].num_parameters()
             sizes = {"size": size, "B": total // T, "T": T, "parameters": parameters}
-            sizes |= {"dtype": at.precision}
-            ratio = faster(times, f"{RIVAL}, flash", t)
-            add(table, side, sizes, t, total, times_faster_than_flash=ratio)
+            flash = faster(times, f"{RIVAL}, flash", t)
+            add(at, table, side, sizes, t, total, times_faster_than_flash=flash)
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -262,37 +257,24 @@ def runtime(at: gpu.Place) -> None:
 TARGETS = {1024: 0.9, 4096: 1.3, 16384: 3.0}
 
 
-class Training:
-    """One model and its optimiser; each call is one step."""
-
-    def __init__(self, at: gpu.Place, name: str, size: str, compiled: bool, B: int, T: int) -> None:
-        self.at = at
-        self.model: Any = make_model(at, name, size, torch.float32).train()
-        if compiled:
-            compile_blocks(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = random_tokens(at, self.model, B, T)
-
-    def __call__(self) -> None:
-        at = self.at
-        with gpu.attention_by(at, "flash"), use_backend(at.backend):
-            with torch.autocast(at.device.type, torch.bfloat16):
-                loss = self.model(self.ids, labels=self.ids).loss
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+def make_step(at: gpu.Place, name: str, size: str, compiled: bool, B: int, T: int) -> TrainingStep:
+    """A step of a model with fp32 weights under autocast."""
+    model = make_model(at, name, size, torch.float32)
+    if compiled:
+        compile_blocks(model)
+    return TrainingStep(model, random_tokens(at, model, B, T), autocast=True)
 
 
 def compare_training(
     at: gpu.Place, table: Table, size: str, B: int, T: int, compiled: bool
 ) -> None:
     """The rows of one length."""
-    steps: dict[str, Training] = {}
+    steps: dict[str, TrainingStep] = {}
     peaks: dict[str, float | str] = {}
     for name in (OURS, RIVAL):
         with gpu.tried(at, f"{name}, T = {T}, compiled {compiled}"):
             before = machine.memory_bytes(at.device)
-            step = Training(at, name, size, compiled, B, T)
+            step = make_step(at, name, size, compiled, B, T)
             step()
             gpu.wait(at.device)
             machine.reset_peak_memory(at.device)
@@ -301,40 +283,31 @@ def compare_training(
             peak_mb = round((machine.peak_memory_bytes(at.device) - before) / 2**20, 1)
             peaks[name] = peak_mb if at.cuda else ""
             steps[name] = step
-    times, _ = gpu.measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
+    times = gpu.measure(at, steps, budget=0.6 if at.cuda else 0.05, rounds=3, cold_cache=False)
     peak = machine.gpu_peak_flops(torch.cuda.get_device_name(at.device)) if at.cuda else None
     for name, t in times.items():
         model = steps[name].model
         flops = machine.flops_per_token(model, T)
         sizes: Row = {"compiled": compiled, "size": size, "B": B, "T": T}
-        sizes |= {"parameters": model.num_parameters(), "dtype": "bfloat16"}
-        share = "" if peak is None else round(1e3 * B * T / t.median * flops / peak, 4)
-        add(
-            *(table, name, sizes, t, B * T),
-            peak_mb=peaks[name],
-            gflops_per_token=round(flops / 1e9, 4),
-            mfu=share,
-            times_faster=faster(times, RIVAL, t),
-        )
+        sizes |= {"parameters": model.num_parameters()}
+        more: Row = {"peak_mb": peaks[name], "gflops_per_token": round(flops / 1e9, 4)}
+        more["mfu"] = "" if peak is None else round(1e3 * B * T / t.median * flops / peak, 4)
+        more["times_faster"] = faster(times, RIVAL, t)
+        add(at, table, name, sizes, t, B * T, **more)
 
 
 def training_goals(rows: Sequence[Row]) -> list[Goal]:
     """The better of plain and compiled, for either model."""
-    best: dict[tuple[int, str], Row] = {}
-    for row in sorted(rows, key=lambda row: row["tokens_per_s"]):
-        best[row["T"], row["side"]] = row
+    rows = sorted(rows, key=lambda row: -row["tokens_per_s"])
     goals = []
     for T, target in TARGETS.items():
-        ours, rival = best.get((T, OURS)), best.get((T, RIVAL))
-        if ours and rival:
-            name = f"training, T = {T}: tokens/s over {RIVAL}'s"
-            note = f"{ours['tokens_per_s']:.0f} against {rival['tokens_per_s']:.0f} tokens/s"
-            ratio = ours["tokens_per_s"] / rival["tokens_per_s"]
-            goals.append(Goal(name, target, ratio, True, note))
-    ours = best.get((4096, OURS))
-    if ours and ours["mfu"] != "":
-        note = "compiled" if ours["compiled"] else "not compiled"
-        goals.append(Goal("training, T = 4096: MFU", 0.4, ours["mfu"], True, note))
+        ours, rival = (select(rows, T=T, side=side) for side in (OURS, RIVAL))
+        name = f"training, T = {T}: tokens/s over {RIVAL}'s"
+        goals += ratio(name, target, ours, rival, "tokens_per_s", at_least=True)
+    for row in select(rows, T=4096, side=OURS)[:1]:
+        if row["mfu"] != "":
+            note = "compiled" if row["compiled"] else "not compiled"
+            goals.append(Goal("training, T = 4096: MFU", 0.4, row["mfu"], True, note))
     return goals
 
 
@@ -345,7 +318,8 @@ def training(at: gpu.Place) -> None:
     table = at.table("gpu_training.csv")
     points = [(c, T) for c in ((False,) if at.quick else (False, True)) for T in lengths]
     for compiled, T in at.while_time(points):
-        compare_training(at, table, size, total // T, T, compiled)
+        with gpu.attention_by(at, "flash"), use_backend(at.backend):
+            compare_training(at, table, size, total // T, T, compiled)
         torch._dynamo.reset()
     at.goals("gpu_training", training_goals(table.rows))
 

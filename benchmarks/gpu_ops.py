@@ -1,47 +1,20 @@
 """Our ops on a GPU beside other libraries' kernels: time, memory, errors.
 
-Forward, and forward+backward (the gradients of ``<dy, y>`` for all inputs), bf16. Parts:
+Forward, and forward+backward (the gradients of ``<dy, y>`` for all inputs), bf16. docs/gpu.md says
+what each part compares. Beyond that:
 
-``latte``: 65,536 tokens as B = 1 to 64 sequences, H = 8, L = 16 and 32 latents per head, D = 64,
-128 and 256.
-
-* ``latte``: ``latte.ops.latte_attention``. ``forgets 1/64``, ``forgets 1/4``: the same with latents
-  that forget so much a token on average, at L = 32, D = 64.
-* ``chunk_lightnet``, ``chunk_gla``: the same function from the same q, k and v (``gpu_rivals``);
-  ``gla, gates given`` starts from softmax, keys and gates made beforehand, for information.
-* Bytes: the least that any kernel must move, inputs and outputs once each, over the median time;
-  beside it the bandwidth of a copy in the same run.
-* Saved: distinct storages that autograd holds between the passes, inputs included.
-* sigma: of the logits, 1; and 4 and 8, Latte alone, where tokens go beyond its references' reach.
-* Errors: relative norms against fp64, of outputs and of gradients, at 1,024 tokens.
-
-``macchiato``: 1k to 128k tokens, B = 1, H = 8, L = 16 latents per head, K = D = 64, window 128.
-
-* ``macchiato``: ``latte.ops.macchiato_attention``; ``its latents`` and ``its window``: its two
-  branches alone, ``latte_attention`` and ``sliding_window_attention`` on the same inputs.
-* ``flash``: ``scaled_dot_product_attention``, causal, held to PyTorch's flash backend, on its
-  native (B, H, T, D) layout.
-* ``flex window``: FlexAttention, compiled, with a block mask of the same window, made beforehand.
-
-``converted``: Macchiato as a layer of a converted SmolLM2 calls it, 1k to 128k tokens, B = 1, H = 9
-heads over 3 of the keys, L = 16, K = D = 64, window 128.
-
-* ``converted``: with four sinks, latents that see a source when it leaves the window, and one
-  softmax over the window's keys and the latents. ``with sinks``, ``with delay``, ``with joint``:
-  with one of them; ``plain``: with none. ``flash``: as above, over all keys.
-
-``rglru``: 65,536 tokens as B = 1 to 64 sequences, 768 channels.
-
-* ``rg_lru``: ``latte.ops.rg_lru``, gates included. ``chunk_hgrn``: flash-linear-attention's
-  recurrence, with the gates computed in PyTorch (``gpu_rivals``), compiled where it can be:
-  ``compiled gates``.
-* ``conv``: ``latte.ops.causal_conv1d``, 3 taps and a bias. ``conv1d``: PyTorch's depthwise
+* ``latte``: H = 8. Bytes: the least that any kernel must move, inputs and outputs once each, over
+  the median time. Saved: distinct storages that autograd holds between the passes, inputs included.
+  sigma: of the logits. Errors: relative norms against fp64, at 1,024 tokens.
+* ``macchiato``, ``converted``: ``flash`` is held to PyTorch's flash backend, on its native
+  (B, H, T, D) layout; the block mask of ``flex window`` is made beforehand.
+* ``rglru``: 768 channels; ``conv``: 3 taps and a bias. ``conv1d`` is PyTorch's depthwise
   convolution of the padded, transposed input, transposed back.
 
 Expected: the least time that our kernels' machine code allows (docs/kernels.md).
 
-    python benchmarks/gpu_ops.py PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
-    python benchmarks/gpu_ops.py latte --warm NUMBER      # measures nothing
+    python -m benchmarks.gpu_ops PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python -m benchmarks.gpu_ops latte --warm NUMBER      # measures nothing
 
 ``--warm`` compiles what the benchmarks will run, every fourth part of it, so that their time goes
 to measuring: Triton keeps what it compiles on disk.
@@ -51,17 +24,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import gpu_common as gpu
 import torch
-from gpu_rivals import Op, compiled_hgrn, gates, gla_with_given_gates, latte_rivals, rg_lru_rival
-from records import MODES, RESULTS, Goal, Row, Table, call_of, read_rows, say, worst
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import gpu_common as gpu
+from benchmarks.gpu_rivals import (
+    Op,
+    latte_rivals,
+    rg_lru_rivals,
+)
+from benchmarks.records import (
+    FLOORS,
+    MODES,
+    Goal,
+    OpCall,
+    Row,
+    Table,
+    read_rows,
+    say,
+    select,
+    worst,
+)
 from latte import machine
+from latte.evaluate.benchmark_ops import MeasuredOp
 from latte.machine import Times
 from latte.ops import (
     Sinks,
@@ -74,26 +63,15 @@ from latte.ops import (
 
 TOKENS, H = 65536, 8
 BATCHES = (1, 64, 8, 32, 4, 16, 2)  # the ends of a range first, so that a cut run has seen them
-FLOORS = RESULTS / "gpu_floors.csv"
 MAKERS_BANDWIDTH = 3.35e12  # bytes per second, that the floors count with
 WARMING, WARM_TOKENS = 4, 2048  # processes
-
-
-class Side(NamedTuple):
-    """What is called: ``op(*inputs)``, and the gradients of <dy, output>."""
-
-    op: Op
-    inputs: Sequence[Tensor]
-    dy: Tensor
-    case: str = ""  # of gpu_floors.csv, for what is expected of ours
-    forward_only: bool = False
 
 
 class Point(NamedTuple):
     """What is timed in turns, ours first."""
 
     sizes: Row
-    sides: dict[str, Side]
+    sides: dict[str, OpCall]
     share: float  # of the work that gpu_floors.csv counts
 
 
@@ -102,10 +80,14 @@ class Part(NamedTuple):
 
     sizes: Callable[[bool], list[tuple[Any, ...]]]  # of a quick run, or a whole one
     point: Callable[..., Point]  # (at, *size)
-    goals: Callable[[Sequence[Row], dict[str, Row]], list[Goal]]
+    goals: Callable[[str, Sequence[Row]], list[Goal]]  # of a mode's rows
     ratio: str  # the column of the times over ours
     budget: float  # seconds of timed calls per side
-    errors: bool = False  # against fp64 first, in a file of their own; and each side's memory
+
+
+def ours(function: Callable[..., Any], **options: Any) -> Op:
+    """One of our ops, its output alone."""
+    return MeasuredOp.of(function, **options).op
 
 
 # --- what is expected, and what is held ----------------------------------------------------------
@@ -122,9 +104,8 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float:
         target.copy_(source)
         if i >= 3:
             watch.time(lambda: target.copy_(source))
-    median = Times.of([x / 1e3 for x in watch.read()]).median
     gpu.forget()
-    return 2 * size / (median / 1e3)
+    return 2 * size / (watch.read().median / 1e3)
 
 
 def expected_ms(at: gpu.Place, case: str, mode: str, share: float) -> float | str:
@@ -138,10 +119,10 @@ def expected_ms(at: gpu.Place, case: str, mode: str, share: float) -> float | st
         share: of the work that was counted.
     """
     slower = MAKERS_BANDWIDTH / copy_bandwidth(at.device)
-    floors = [r for r in read_rows(FLOORS) if r["case"] == case]
-    ours = [r for r in floors if mode != MODES[0] or r["pass"] == "forward"]
-    us = sum(max(float(r["bytes_us"]) * slower, float(r["issue_us"])) for r in ours)
-    return round(us * share / 1e3, 4) if ours else ""
+    floors = select(read_rows(FLOORS), case=case)
+    counted = floors if mode != MODES[0] else select(floors, **{"pass": "forward"})
+    us = sum(max(float(r["bytes_us"]) * slower, float(r["issue_us"])) for r in counted)
+    return round(us * share / 1e3, 4) if counted else ""
 
 
 @contextlib.contextmanager
@@ -158,7 +139,7 @@ def saved_storages() -> Iterator[dict[int, int]]:
         yield sizes
 
 
-def memory_of(at: gpu.Place, side: Side) -> Row:
+def memory_of(at: gpu.Place, side: OpCall) -> Row:
     """MB of one forward and backward pass: ``saved`` for the backward pass, inputs included;
     ``kept`` between the passes beyond inputs and output; the ``peak`` beyond the inputs."""
     inputs = [x.detach().clone().requires_grad_() for x in side.inputs]
@@ -177,6 +158,25 @@ def memory_of(at: gpu.Place, side: Side) -> Row:
     if at.cuda:
         found["peak_mb"] = machine.peak_memory_bytes(at.device) - before
     return {"kept_mb": "", "peak_mb": "", **{k: round(x / 2**20, 3) for k, x in found.items()}}
+
+
+def over(
+    rows: Sequence[Row], side: str, rivals: Sequence[str], column: str = "median_ms"
+) -> dict[str, float]:
+    """The best rival's over the side's, by size."""
+    sized: dict[str, dict[str, float]] = {}
+    for row in rows:
+        size = ", ".join(f"{name} = {row[name]}" for name in ("L", "D", "B", "T") if name in row)
+        sized.setdefault(size, {})[row["side"]] = row[column]
+    return {
+        size: min(found[r] for r in rivals if r in found) / found[side]
+        for size, found in sized.items()
+        if side in found and any(r in found for r in rivals)
+    }
+
+
+def inverse(found: Mapping[str, float]) -> dict[str, float]:
+    return {size: 1 / x for size, x in found.items()}
 
 
 # --- latte -----------------------------------------------------------------------------------
@@ -207,104 +207,108 @@ def latte_point(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.
     q, k, v, dy = (at.normal(B, T, H, n, seed=i) for i, n in enumerate((L, L, D, D)))
     inputs = [q * sigma, k * sigma, v]
     op, case = latte(at.backend), f"L = {L}, D = {D}"
-    sides = {LATTE: Side(op, inputs, dy, f"latte, {case}")}
+    sides = {LATTE: OpCall(op, inputs, dy, f"latte, {case}")}
     if sigma == 1.0:
         if (L, D) == WIDTHS[0] or at.quick:
             g = at.normal(B, T, H, L, seed=4, dtype=torch.float32).square()
             for name, mean in FORGETTING.items():
-                sides[name] = Side(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
+                sides[name] = OpCall(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
         rivals = latte_rivals() if at.cuda else {}
-        sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
-        given = gla_with_given_gates() if at.cuda else None
-        if given is not None:
-            keys, log_gates = gates(k)
-            sides["gla, gates given"] = Side(given, [q.softmax(-1), keys, log_gates, v], dy)
+        sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
     return Point({"B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}, sides, B * T / TOKENS)
 
 
-def rates(at: gpu.Place, mode: str, side: Side, t: Times) -> Row:
+def rates(at: gpu.Place, mode: str, side: OpCall, t: Times) -> Row:
     """Every input read once and every output written once, against a copy."""
     forward = sum(x.nbytes for x in side.inputs) + side.dy.nbytes
     least = forward if mode == MODES[0] else 3 * forward - side.dy.nbytes
     rate, bandwidth = least / (t.median / 1e3), copy_bandwidth(at.device)
-    row: Row = {"least_bytes": least, "gb_per_s": round(rate / 1e9, 1)}
-    return row | {
+    return {
+        "least_bytes": least,
+        "gb_per_s": round(rate / 1e9, 1),
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
         "of_copy": round(rate / bandwidth, 4),
     }
 
 
-def errors(at: gpu.Place) -> dict[str, Row]:
+def errors(at: gpu.Place) -> list[Goal]:
     """Relative errors of every side against the equations in fp64: output, dq, dk, dv."""
     L, D = (16, 16) if at.quick else WIDTHS[0]
     point = latte_point(at, 1, 64 if at.quick else T_OF_ERRORS, L, D)
+    table = at.table("gpu_latte_errors.csv")
 
-    def run(side: Side, op: Op, dtype: torch.dtype) -> list[Tensor]:
+    def run(side: OpCall, op: Op, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in side.inputs]
         out = op(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, side.dy.to(out.dtype))]
 
-    found = {}
-    names = ("error_out", "error_dq", "error_dk", "error_dv")
+    columns = ("error_out", "error_dq", "error_dk", "error_dv")
     for name, side in point.sides.items():
-        if name == "gla, gates given":
-            continue
         with gpu.tried(at, name):
             exact = [x.double() for x in run(side, latte("reference"), torch.float64)]
-            pairs = zip(names, run(side, side.op, at.dtype), exact, strict=False)
-            found[name] = {
+            pairs = zip(columns, run(side, side.op, at.dtype), exact, strict=False)
+            found = {
                 column: ((got.double() - x).norm() / x.norm().clamp_min(1e-300)).item()
                 for column, got, x in pairs
             }
-            say(
-                f"errors {name:18} " + ", ".join(f"{n[6:]} {e:.2e}" for n, e in found[name].items())
-            )
-    table = at.table("gpu_latte_errors.csv")
-    for name, row in found.items():
-        table.add({"side": name, "L": L, "D": D, **row})
-    return found
-
-
-def over(
-    rows: Sequence[Row], ours: str, rivals: Sequence[str], size: str, column: str = "median_ms"
-) -> dict[str, float]:
-    """The best rival's over ours, by size: a text with the columns' names."""
-    sized: dict[str, dict[str, float]] = {}
-    for row in rows:
-        sized.setdefault(size.format(**row), {})[row["side"]] = row[column]
-    return {
-        label: min(found[r] for r in rivals if r in found) / found[ours]
-        for label, found in sized.items()
-        if ours in found and any(r in found for r in rivals)
-    }
-
-
-def latte_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
-    """The worst size of each goal; goals that compare need a rival that ran."""
-    rows = [row for row in rows if row["sigma"] == 1.0]
-    size = "L = {L}, D = {D}, B = {B}"
-    forward, both = ([row for row in rows if row["mode"] == mode] for mode in MODES)
-    goals = []
-    for mode, own in zip(MODES, (forward, both), strict=True):
-        name = f"latte {mode}: times faster than the best rival, worst size"
-        goals += worst(name, 2.0, over(own, LATTE, LATTE_RIVALS, size), True)
-    saved = over(both, LATTE, LATTE_RIVALS, size, "saved_mb")
-    name = "latte: saved activations over a rival's"
-    goals += worst(name, 1 / 3, {s: 1 / x for s, x in saved.items()}, False)
-    shares = {size.format(**row): row["of_copy"] for row in forward if row["side"] == LATTE}
-    goals += worst("latte forward: share of copy bandwidth", 0.6, shares, True)
+            table.add_and_say({"side": name, "L": L, "D": D, **found})
+    wrong = {row["side"]: row for row in table.rows}
     rivals = [wrong[r] for r in LATTE_RIVALS if r in wrong]
-    if LATTE in wrong and rivals:
-        found = {n: e / min(r[n] for r in rivals) for n, e in wrong[LATTE].items()}
-        goals += worst("latte: largest error over the best rival's", 1.0, found, False)
+    if LATTE not in wrong or not rivals:
+        return []
+    found = {n: wrong[LATTE][n] / min(r[n] for r in rivals) for n in columns}
+    return worst("latte: largest error over the best rival's", 1.0, found, False)
+
+
+def latte_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
+    """The worst size of each goal; goals that compare need a rival that ran."""
+    rows = select(rows, sigma=1.0)
+    name = f"latte {mode}: times faster than the best rival, worst size"
+    goals = worst(name, 2.0, over(rows, LATTE, LATTE_RIVALS), True)
+    if mode == MODES[0]:
+        shares = {
+            f"L = {r['L']}, D = {r['D']}, B = {r['B']}": r["of_copy"]
+            for r in select(rows, side=LATTE)
+        }
+        return goals + worst("latte forward: share of copy bandwidth", 0.6, shares, True)
+    saved = inverse(over(rows, LATTE, LATTE_RIVALS, "saved_mb"))
+    return goals + worst("latte: saved activations over a rival's", 1 / 3, saved, False)
+
+
+# --- softmax attention beside Macchiato -----------------------------------------------------------
+
+LENGTHS = (2048, 32768, 131072, 1024, 4096, 8192, 16384, 65536)  # the goals' lengths first
+L, K, WINDOW = 16, 64, 128
+FLASH = "flash"
+
+
+def lengths(quick: bool) -> list[tuple[Any, ...]]:
+    """(T,)."""
+    return [(T,) for T in ((128, 256) if quick else LENGTHS)]
+
+
+def flash_side(at: gpu.Place, local: Sequence[Tensor], dy: Tensor) -> OpCall:
+    """Causal softmax attention over all keys, which may have fewer heads."""
+    *inputs, dy = (x.transpose(1, 2).contiguous() for x in (*local, dy))
+
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with gpu.attention_by(at, "flash"):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return OpCall(flash, inputs, dy)
+
+
+def flash_goals(mode: str, rows: Sequence[Row], name: str, targets: dict[int, float]) -> list[Goal]:
+    """Times faster than flash, by tokens."""
+    goals = []
+    for T, target in targets.items():
+        for faster in over(select(rows, T=T), name, (FLASH,)).values():
+            text = f"{name} {mode}, T = {T}: times faster than causal flash"
+            goals.append(Goal(text, target, faster, True))
     return goals
 
 
-# --- macchiato ---------------------------------------------------------------------------------
-
-L, K, WINDOW = 16, 64, 128
-LENGTHS = (2048, 32768, 131072, 1024, 4096, 8192, 16384, 65536)  # the goals' lengths first
-MACCHIATO, FLASH, FLEX = "macchiato", "flash", "flex window"
+MACCHIATO, FLEX = "macchiato", "flex window"
 BRANCHES = ("its latents", "its window")
 
 
@@ -333,48 +337,29 @@ def macchiato_point(at: gpu.Place, T: int) -> Point:
     """Both branches, each alone, and softmax attention."""
     widths = (L + 1, L, K, K, K, K)
     latent_q, latent_k, *local, dy = (at.normal(1, T, H, n, seed=i) for i, n in enumerate(widths))
-    *heads_first, flash_dy = (x.transpose(1, 2).contiguous() for x in (*local, dy))
-
-    def flash(*xs: Tensor) -> Tensor:
-        with gpu.attention_by(at, "flash"):
-            return F.scaled_dot_product_attention(*xs, is_causal=True)
-
-    options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
+    near: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
+    inputs, case = [latent_q, latent_k, *local], f"macchiato, L = {L}, D = {K}"
+    latents = [latent_q[..., 1:].contiguous(), latent_k, local[2]]
     sides = {
-        MACCHIATO: Side(
-            lambda *xs: macchiato_attention(*xs, **options)[0],
-            *([latent_q, latent_k, *local], dy, f"macchiato, L = {L}, D = {K}"),
-        ),
-        BRANCHES[0]: Side(
-            latte(at.backend), [latent_q[..., 1:].contiguous(), latent_k, local[2]], dy
-        ),
-        BRANCHES[1]: Side(lambda *xs: sliding_window_attention(*xs, **options)[0], local, dy),
-        FLASH: Side(flash, heads_first, flash_dy),
+        MACCHIATO: OpCall(ours(macchiato_attention, **near), inputs, dy, case),
+        BRANCHES[0]: OpCall(latte(at.backend), latents, dy),
+        BRANCHES[1]: OpCall(ours(sliding_window_attention, **near), local, dy),
+        FLASH: flash_side(at, local, dy),
     }
     with gpu.tried(at, FLEX):  # which has no backward on a CPU
-        sides[FLEX] = Side(flex_window(at, T), heads_first, flash_dy, forward_only=not at.cuda)
+        flash = sides[FLASH]
+        sides[FLEX] = flash._replace(op=flex_window(at, T), forward_only=not at.cuda)
     return Point({"B": 1, "T": T, "H": H, "L": L, "D": K}, sides, T / TOKENS)
 
 
-def macchiato_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
+def macchiato_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     """Faster than flash from 2,048 tokens on; close to the slower of its branches."""
-    goals = []
-    for mode in MODES:
-        own = [row for row in rows if row["mode"] == mode]
-        faster = over(own, MACCHIATO, (FLASH,), "{T}")
-        ms = {str(row["T"]): row["median_ms"] for row in own if row["side"] == MACCHIATO}
-        for T, target in (("2048", 1.0), ("32768", 10.0), ("131072", 40.0)):
-            if T in faster:
-                name = f"macchiato {mode}, T = {T}: times faster than causal flash"
-                goals.append(Goal(name, target, faster[T], True, f"{ms[T]:.3f} ms"))
-        first, second = (over(own, MACCHIATO, (branch,), "T = {T}") for branch in BRANCHES)
-        slower = {T: 1 / max(first[T], second[T]) for T in first if T in second}
-        name = f"macchiato {mode}: time over the slower of its branches, worst length"
-        goals += worst(name, 1.15, slower, False)
-    return goals
+    first, second = (over(rows, MACCHIATO, (branch,)) for branch in BRANCHES)
+    slower = {size: 1 / max(first[size], second[size]) for size in first if size in second}
+    name = f"macchiato {mode}: time over the slower of its branches, worst length"
+    faster = flash_goals(mode, rows, MACCHIATO, {2048: 1.0, 32768: 10.0, 131072: 40.0})
+    return faster + worst(name, 1.15, slower, False)
 
-
-# --- a converted layer ------------------------------------------------------------------------
 
 SMOLLM2 = {"H": 9, "G": 3, "L": 16, "K": 64, "D": 64}
 CONVERTED, SINKS, BASE = "converted", 4, "plain"
@@ -382,52 +367,38 @@ ALONE = {"with sinks": "sinks", "with delay": "delay", "with joint": "joint"}
 
 
 def converted_point(at: gpu.Place, T: int) -> Point:
-    """All three together, each alone, and none; the inputs' first tokens are the sinks."""
+    """Sinks, delay and joint together, each alone, and none; the first tokens are the sinks."""
     H, G, L, K, D = SMOLLM2.values()
     shapes = ((H, L + 1), (H, L), (H, K), (G, K), (G, D), (H, D))
     *inputs, dy = (at.normal(1, T, *shape, seed=i) for i, shape in enumerate(shapes))
-    far_q = at.normal(1, T, H, K, seed=9)
-    keys, values = (x[:, :SINKS].clone() for x in inputs[3:])
+    far = [at.normal(1, T, H, K, seed=9), *(x[:, :SINKS].clone() for x in inputs[3:])]
     mask = torch.ones(1, SINKS, dtype=torch.bool, device=at.device)
 
-    def side(*parts: str) -> Side:
+    def side(*parts: str, case: str = "") -> OpCall:
         options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
         options |= {"delay": "delay" in parts, "joint": "joint" in parts}
+        op = ours(macchiato_attention, **options)
 
-        def op(*xs: Tensor) -> Tensor:
-            sinks = Sinks(*xs[5:], mask) if len(xs) > 5 else None
-            return macchiato_attention(*xs[:5], sinks=sinks, **options)[0]
+        def with_sinks(*xs: Tensor) -> Tensor:
+            *near, far_q, keys, values = xs
+            return op(*near, sinks=Sinks(far_q, keys, values, mask))
 
-        far = [far_q, keys, values] if "sinks" in parts else []
-        case = f"converted, L = {L}, D = {D}" if len(parts) == len(ALONE) else ""
-        return Side(op, [*inputs, *far], dy, case)
+        if "sinks" in parts:
+            return OpCall(with_sinks, inputs + far, dy, case)
+        return OpCall(op, inputs, dy, case)
 
-    *heads_first, flash_dy = (x.transpose(1, 2).contiguous() for x in (*inputs[2:], dy))
-
-    def flash(*xs: Tensor) -> Tensor:
-        with gpu.attention_by(at, "flash"):
-            return F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True)
-
-    sides = {CONVERTED: side(*ALONE.values()), BASE: side()}
+    sides = {CONVERTED: side(*ALONE.values(), case=f"converted, L = {L}, D = {D}"), BASE: side()}
     sides |= {name: side(part) for name, part in ALONE.items()}
-    sides[FLASH] = Side(flash, heads_first, flash_dy)
+    sides[FLASH] = flash_side(at, inputs[2:], dy)
     return Point({"B": 1, "T": T, **SMOLLM2}, sides, T / TOKENS)
 
 
-def converted_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
+def converted_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     """At most half as much again as without the three; faster than flash from 4,096 tokens on."""
-    goals = []
-    for mode in MODES:
-        own = [row for row in rows if row["mode"] == mode]
-        plain = over(own, CONVERTED, (BASE,), "T = {T}")
-        name = f"converted {mode}: time over that without sinks, delay and joint, worst length"
-        goals += worst(name, 1.5, {T: 1 / x for T, x in plain.items()}, False)
-        faster = over(own, CONVERTED, (FLASH,), "{T}")
-        for T, target in (("4096", 1.0), ("32768", 8.0)):
-            if T in faster:
-                name = f"converted {mode}, T = {T}: times faster than causal flash"
-                goals.append(Goal(name, target, faster[T], True))
-    return goals
+    more = inverse(over(rows, CONVERTED, (BASE,)))
+    name = f"converted {mode}: time over that without sinks, delay and joint, worst length"
+    faster = flash_goals(mode, rows, CONVERTED, {4096: 1.0, 32768: 8.0})
+    return worst(name, 1.5, more, False) + faster
 
 
 # --- the RG-LRU and the convolution --------------------------------------------------------------
@@ -443,42 +414,6 @@ def conv1d(x_BTE: Tensor, weight_EK: Tensor, bias_E: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-@functools.cache
-def recurrences(cuda: bool) -> dict[str, Op]:
-    """The rivals of the RG-LRU that there are."""
-    plain = rg_lru_rival() if cuda else None
-    found = (plain, None if plain is None else compiled_hgrn())
-    return {n: op for n, op in zip(RIVALS["rg_lru"], found, strict=True) if op is not None}
-
-
-def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
-    """One of the two ops."""
-    x, r, i, dy = (at.normal(B, T, width, seed=n) for n in range(4))
-    if op == "rg_lru":
-        inputs, ours = [x, r, i, at.normal(width, seed=4) - 4.0], rg_lru
-        rivals = recurrences(at.cuda)
-    else:
-        inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
-        ours, rivals = causal_conv1d, {"conv1d": conv1d}
-    sides = {op: Side(lambda *xs: ours(*xs, backend=at.backend)[0], inputs, dy, op)}
-    sides |= {name: Side(rival, inputs, dy) for name, rival in rivals.items()}
-    return Point({"op": op, "B": B, "T": T, "E": width}, sides, B * T * width / (TOKENS * 2048))
-
-
-def rglru_goals(rows: Sequence[Row], wrong: dict[str, Row]) -> list[Goal]:
-    """At least the speed of the fastest rival, at the worst size."""
-    goals = []
-    for op, rivals in RIVALS.items():
-        for mode in MODES:
-            own = [row for row in rows if (row["op"], row["mode"]) == (op, mode)]
-            name = f"{op} {mode}: times faster than the best rival, worst size"
-            goals += worst(name, 1.0, over(own, op, rivals, "B = {B}"), True)
-    return goals
-
-
-# --- all of them ---------------------------------------------------------------------------------
-
-
 def rglru_sizes(quick: bool) -> list[tuple[Any, ...]]:
     """(B, T, E, op)."""
     tokens, width = (128, 16) if quick else (TOKENS, E)
@@ -486,34 +421,58 @@ def rglru_sizes(quick: bool) -> list[tuple[Any, ...]]:
     return [(B, tokens // B, width, op) for B in batches for op in RIVALS]
 
 
-def macchiato_sizes(quick: bool) -> list[tuple[Any, ...]]:
-    """(T,)."""
-    return [(T,) for T in ((128, 256) if quick else LENGTHS)]
+def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
+    """One of the two ops."""
+    x, r, i, dy = (at.normal(B, T, width, seed=n) for n in range(4))
+    function: Callable[..., Any] = rg_lru if op == "rg_lru" else causal_conv1d
+    if op == "rg_lru":
+        inputs = [x, r, i, at.normal(width, seed=4) - 4.0]
+        rivals = rg_lru_rivals() if at.cuda else {}
+    else:
+        inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
+        rivals = {"conv1d": conv1d}
+    sides = {op: OpCall(ours(function, backend=at.backend), inputs, dy, op)}
+    sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
+    return Point({"op": op, "B": B, "T": T, "E": width}, sides, B * T * width / (TOKENS * 2048))
 
+
+def rglru_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
+    """At least the speed of the fastest rival, at the worst size."""
+    goals = []
+    for op, rivals in RIVALS.items():
+        name = f"{op} {mode}: times faster than the best rival, worst size"
+        goals += worst(name, 1.0, over(select(rows, op=op), op, rivals), True)
+    return goals
+
+
+# --- all of them ---------------------------------------------------------------------------------
 
 PARTS = {
-    "latte": Part(latte_sizes, latte_point, latte_goals, "times_latte", 0.15, errors=True),
-    "macchiato": Part(macchiato_sizes, macchiato_point, macchiato_goals, "times_macchiato", 0.3),
-    "converted": Part(macchiato_sizes, converted_point, converted_goals, "times_converted", 0.2),
+    LATTE: Part(latte_sizes, latte_point, latte_goals, "times_latte", 0.15),
+    "macchiato": Part(lengths, macchiato_point, macchiato_goals, "times_macchiato", 0.3),
+    "converted": Part(lengths, converted_point, converted_goals, "times_converted", 0.2),
     "rglru": Part(rglru_sizes, rglru_point, rglru_goals, "times_ours", 0.2),
 }
 
 
 def compare(at: gpu.Place, table: Table, part: Part, point: Point) -> bool:
-    """A row and a line for each side and mode; whether ours ran in both: else there are none."""
-    ours, ran = next(iter(point.sides)), True
+    """A row for each side and mode; whether ours ran in both: else there are none.
+
+    Latte's rows have each side's memory and bandwidth too.
+    """
+    first, ran = next(iter(point.sides)), True
     memory: dict[str, Row] = {}
-    for name, side in point.sides.items() if part.errors else ():
+    for name, side in point.sides.items() if first == LATTE else ():
         with gpu.tried(at, f"{name}, memory"):
             memory[name] = memory_of(at, side)
         gpu.forget()
     for mode in MODES:
         sides = {n: s for n, s in point.sides.items() if mode == MODES[0] or not s.forward_only}
-        calls = {n: call_of(mode, s.op, s.inputs, s.dy) for n, s in sides.items()}
+        calls = {name: side.call(mode) for name, side in sides.items()}
         budget = 0.05 if at.quick else part.budget
-        times, failed = gpu.measure(at, calls, budget=budget, graphs=True)
-        if ours not in times:
-            say(f"{ours} is left out: {failed[ours]}")
+        times = gpu.measure(at, calls, budget=budget, graphs=True)
+        if first not in times:
+            say(f"{first} is left out")
             ran = False
             continue
         for name, t in times.items():
@@ -521,17 +480,11 @@ def compare(at: gpu.Place, table: Table, part: Part, point: Point) -> bool:
             expected = expected_ms(at, side.case, mode, point.share) if side.case else ""
             row: Row = {"side": name, "mode": mode, **point.sizes, "dtype": at.precision}
             row |= {**t.row(), "expected_ms": expected}
-            row |= {part.ratio: round(t.median / times[ours].median, 3)}
-            if part.errors:
-                whole = side if side.case else point.sides[ours]
+            row |= {part.ratio: round(t.median / times[first].median, 3)}
+            if first == LATTE:
+                whole = side if side.case else point.sides[first]
                 row |= {**rates(at, mode, whole, t), **memory.get(name, {})}
-            table.add(row)
-            where = " ".join(f"{column} = {value}" for column, value in point.sizes.items())
-            say(
-                f"{where} {mode:17} {name:26} {t.median:9.3f} ms (p10 {t.p10:.3f}, p90"
-                f" {t.p90:.3f}), {row[part.ratio]:.2f} x {ours}"
-                + (f", expected {expected} ms" if expected else "")
-            )
+            table.add_and_say(row)
     return ran
 
 
@@ -544,7 +497,7 @@ def warm(at: gpu.Place, number: int) -> None:
     for make in points[number::WARMING]:
         for name, side in make().sides.items():
             with gpu.tried(at, f"warming {name}"):
-                call_of(MODES[1], side.op, side.inputs, side.dy)()
+                side.call(MODES[1])()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -559,12 +512,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     part, script = PARTS[args.part], f"gpu_{args.part}"
     say(f"{args.part}: {at.dtype}, {at.device}, backend {at.backend}")
     say(f"copy: {copy_bandwidth(at.device) / 1e9:.0f} GB/s read and written")
-    wrong = errors(at) if part.errors else {}
+    goals = errors(at) if args.part == LATTE else []
     table = at.table(f"{script}.csv")
     ran = [
         compare(at, table, part, part.point(at, *s)) for s in at.while_time(part.sizes(at.quick))
     ]
-    at.goals(script, part.goals(table.rows, wrong))
+    for mode in MODES:
+        goals += part.goals(mode, select(table.rows, mode=mode))
+    at.goals(script, goals)
     if not all(ran):
         raise RuntimeError(f"{args.part}: ours did not run at {ran.count(False)} sizes")
 

@@ -2,9 +2,8 @@
 
 Latte is gated linear attention with q = softmax(q), keys exp(k_t - A_t) and log-gates
 A_{t-1} - A_t, where A_t is the running log-sum-exp of k: ``chunk_lightnet`` makes keys and gates
-itself, ``chunk_gla`` gets them from ``torch.logcumsumexp``, or made beforehand ("gla, gates
-given": less than the whole function, for information). The library is imported inside functions;
-where it is missing, one line says so.
+itself, ``chunk_gla`` gets them from ``torch.logcumsumexp``. The library is imported inside
+functions; where it is missing, one line says so.
 
 Shape suffixes: B batch, T tokens, H heads, L latents, D value width, E channels.
 """
@@ -17,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_common import reason
-from records import say
 from torch import Tensor
 from torch.nn import functional as F
+
+from benchmarks.gpu_common import reason
+from benchmarks.records import say
 
 Op = Callable[..., Tensor]
 
@@ -45,52 +45,30 @@ def gates(k_BTHL: Tensor) -> tuple[Tensor, Tensor]:
 
 def latte_rivals() -> dict[str, Op]:
     """Functions (q, k, v) -> out that compute causal Latte."""
-    found: dict[str, Op] = {}
     lightnet = find("fla.ops.lightnet", "chunk_lightnet")
     gla = find("fla.ops.gla", "chunk_gla")
-    if lightnet is not None:
 
-        def with_lightnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return lightnet(q=q.softmax(-1), k=k, v=v, scale=1.0)[0]
+    def with_lightnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return lightnet(q=q.softmax(-1), k=k, v=v, scale=1.0)[0]
 
-        found["chunk_lightnet"] = with_lightnet
-    if gla is not None:
+    def with_gla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, g = gates(k)
+        return gla(q=q.softmax(-1), k=keys, v=v, g=g, scale=1.0)[0]
 
-        def with_gla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, g = gates(k)
-            return gla(q=q.softmax(-1), k=keys, v=v, g=g, scale=1.0)[0]
-
-        found["chunk_gla"] = with_gla
-    return found
+    found = {"chunk_lightnet": (lightnet, with_lightnet), "chunk_gla": (gla, with_gla)}
+    return {name: op for name, (kernel, op) in found.items() if kernel is not None}
 
 
-def gla_with_given_gates() -> Op | None:
-    """(p, keys, gates, v) -> out: the kernel alone."""
-    gla = find("fla.ops.gla", "chunk_gla")
-    if gla is None:
-        return None
-
-    def given(p: Tensor, keys: Tensor, g: Tensor, v: Tensor) -> Tensor:
-        return gla(q=p, k=keys, v=v, g=g, scale=1.0)[0]
-
-    return given
-
-
-def rg_lru_rival() -> Op | None:
-    """(x, recurrence gate, input gate, theta) -> h: ``chunk_hgrn`` after the gates in PyTorch."""
+def rg_lru_rivals() -> dict[str, Op]:
+    """Functions (x, recurrence gate, input gate, theta) -> h; gates in PyTorch, or compiled."""
     hgrn = find("fla.ops.hgrn", "chunk_hgrn")
     if hgrn is None:
-        return None
-    return lambda x, r, i, theta: hgrn(*rg_lru_inputs(x, r, i, theta))[0]
-
-
-def compiled_hgrn() -> Op | None:
-    """:func:`rg_lru_rival` with its gates fused by torch.compile."""
-    hgrn = find("fla.ops.hgrn", "chunk_hgrn")
-    if hgrn is None:
-        return None
-    gates: Any = torch.compile(rg_lru_inputs)
-    return lambda *xs: hgrn(*gates(*xs))[0]
+        return {}
+    compiled: Any = torch.compile(rg_lru_inputs)
+    return {
+        "chunk_hgrn": lambda *xs: hgrn(*rg_lru_inputs(*xs))[0],
+        "chunk_hgrn, compiled gates": lambda *xs: hgrn(*compiled(*xs))[0],
+    }
 
 
 def rg_lru_inputs(x: Tensor, r: Tensor, i: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:

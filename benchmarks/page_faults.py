@@ -9,7 +9,7 @@ glibc's malloc gives free memory at the heap's end back to the system beyond a t
 threshold is twice the largest piece of at most 32 MB that was freed so far. So a loop's page faults
 depend on what the process freed before it: "one tensor first" frees 31 MB.
 
-    python benchmarks/page_faults.py [--steps 10]
+    python -m benchmarks.page_faults [--steps 10]
 """
 
 from __future__ import annotations

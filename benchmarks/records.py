@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import csv
 import functools
-import math
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -18,12 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from latte.machine import CPU, describe, in_fresh_process, interleave, peak_memory_bytes
+from latte.evaluate.benchmark_ops import op_call
+from latte.evaluate.tables import table as markdown
+from latte.machine import CPU, describe, in_fresh_process, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"
+FLOORS = RESULTS / "gpu_floors.csv"
 FIGURES = ROOT / "docs" / "figures"
 CPU_PAGE = ROOT / "docs" / "results" / "cpu.md"
 # The last columns of every row; those of a GPU script begin with the first ones.
@@ -31,8 +34,6 @@ MACHINE = ("threads", "cpu", "cores", "torch", "jax", "python", "latte", "date")
 OF_A_GPU = ("device", "cuda", "triton", "fla", "transformers")
 
 MODES = ("forward", "forward+backward")
-# The sizes of the goals on a CPU: heads, latents per head, value width.
-H, L, D = 8, 32, 64
 
 Row = dict[str, Any]
 
@@ -67,9 +68,26 @@ def parser(description: str | None, budget: float | None = None) -> argparse.Arg
 
 def output_folder(args: argparse.Namespace) -> Path:
     """The folder that the results go to, made if need be."""
-    out: Path = args.out or (QUICK_RESULTS if args.quick else RESULTS)
+    out: Path = (args.out or (QUICK_RESULTS if args.quick else RESULTS)).resolve()
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`4096,1024` -> (1024, 4096); argparse makes one line of a ValueError."""
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def tiny_checkpoint(folder: Path) -> str:
+    """A tiny model with random weights that reads bytes, for quick runs; its folder."""
+    from latte.data import byte_tokenizer
+    from latte.models import LatteForCausalLM, preset_config
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    config = preset_config("latte-r-swa++", "tiny", **sizes, sliding_window=16)
+    LatteForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def use_all_threads() -> int:
@@ -92,19 +110,18 @@ class Apart:
         return in_fresh_process(function, *arguments)
 
 
-def call_of(
-    mode: str, op: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dy: torch.Tensor
-) -> Callable[[], Any]:
-    """A call of the op: the output, or the gradients of <dy, output> for all inputs."""
-    if mode == "forward":
+class OpCall(NamedTuple):
+    """What is called: ``op(*inputs)``, and the gradients of <dy, output>."""
 
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return op(*inputs)
+    op: Callable[..., Tensor]
+    inputs: Sequence[Tensor]
+    dy: Tensor
+    case: str = ""  # of gpu_floors.csv, for what is expected of ours
+    forward_only: bool = False
 
-        return forward
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+    def call(self, mode: str) -> Callable[[], Any]:
+        """The output, or the gradients for all inputs."""
+        return op_call(mode, self.op, self.inputs, self.dy)
 
 
 def aten_calls(call: Callable[[], Any]) -> int:
@@ -112,25 +129,6 @@ def aten_calls(call: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(event.name.startswith("aten::") for event in profile.events())
-
-
-def rates() -> dict[str, float]:
-    """What bounds a call, here and now: FLOP/s of a matrix product, bytes/s of a copy and a sum.
-
-    A copy reads and writes. The sum only reads, as a step of decoding reads its weights.
-    """
-    a, b = torch.randn(1536, 1536), torch.randn(1 << 26)
-    c, low = torch.empty_like(b), a.bfloat16()
-    calls = {"matmul": lambda: torch.mm(a, a), "copy": lambda: c.copy_(b), "read": lambda: b.sum()}
-    calls["matmul, bf16"] = lambda: torch.mm(low, low)
-    work = {
-        "matmul": 2.0 * 1536**3,
-        "matmul, bf16": 2.0 * 1536**3,
-        "copy": 8.0 * b.numel(),
-        "read": 4.0 * b.numel(),
-    }
-    times = interleave(calls, 0.5)
-    return {name: work[name] / (1e-3 * times[name].median) for name in work}
 
 
 def peaks(before: int, device: torch.device = CPU) -> Row:
@@ -169,16 +167,26 @@ class Table:
     ) -> None:
         self.path, self.device = path, device
         kept = read_rows(path) if resume and path.exists() else []
-        self.rows: list[Row] = [row for row in kept if row.get("commit") == commit()]
+        self.rows = select(kept, commit=commit())
 
     def has(self, **key: Any) -> bool:
         """Whether there are rows with these values, of this run or the one that is resumed."""
-        return any(all(str(row[k]) == str(value) for k, value in key.items()) for row in self.rows)
+        return bool(select(self.rows, **key))
 
     def add(self, row: Row) -> None:
         """Add the row, with the machine's columns; the first one of a new run starts the file."""
         self.rows.append(row | columns(self.device))
         write_rows(self.path, self.rows)
+
+    def add_and_say(self, row: Row) -> None:
+        """Add the row, and say it in a line."""
+        self.add(row)
+        say(", ".join(f"{name} {value}" for name, value in row.items() if value != ""))
+
+
+def select(rows: Sequence[Row], **values: Any) -> list[Row]:
+    """The rows whose columns hold these values, read from a file or not."""
+    return [r for r in rows if all(str(r.get(name)) == str(x) for name, x in values.items())]
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -195,14 +203,6 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV file, every value as text."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def exponent(tokens: Sequence[float], values: Sequence[float]) -> float:
-    """Slope of the least-squares line through (log tokens, log value)."""
-    x, y = ([math.log(z) for z in zs] for zs in (tokens, values))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    moment = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return moment / sum((a - mean_x) ** 2 for a in x)
 
 
 # --- goals -------------------------------------------------------------------------------------
@@ -222,6 +222,25 @@ class Goal(NamedTuple):
         return self.measured >= self.target if self.at_least else self.measured <= self.target
 
 
+def ratio(
+    name: str,
+    target: float,
+    ours: Sequence[Row],
+    other: Sequence[Row],
+    *columns: str,
+    at_least: bool = False,
+) -> list[Goal]:
+    """The goal of one row's number over another's; none where one of the two is missing.
+
+    Args:
+        columns: The number's, and the other row's where that is another one.
+    """
+    if not ours or not other or "" in (ours[0][columns[0]], other[0][columns[-1]]):
+        return []
+    a, b = float(ours[0][columns[0]]), float(other[0][columns[-1]])
+    return [Goal(name, target, a / b, at_least, f"{a:,.2f} against {b:,.2f}")]
+
+
 def worst(name: str, target: float, found: dict[str, float], at_least: bool) -> list[Goal]:
     """The goal where it is missed most, of several sizes; none if nothing was measured."""
     if not found:
@@ -232,83 +251,68 @@ def worst(name: str, target: float, found: dict[str, float], at_least: bool) -> 
     return [Goal(name, target, found[where], at_least, note)]
 
 
-def write_goals(path: Path, script: str, goals: Sequence[Goal], machine: Row) -> list[Row]:
-    """Put this script's goals into a file beside the other scripts'; all of them."""
+def report_goals(
+    path: Path, script: str, goals: Sequence[Goal], device: torch.device | None = None
+) -> None:
+    """Put this script's goals into a file beside the other scripts'; print all of them.
+
+    Those of a CPU (no device) also go into the documents.
+    """
     kept = [row for row in read_rows(path) if row["script"] != script] if path.exists() else []
-    new = [
-        {
-            "script": script,
-            "goal": goal.name,
-            "target": f"{'>=' if goal.at_least else '<='} {goal.target:g}",
-            "measured": f"{goal.measured:.3f}",
-            "verdict": "pass" if goal.met else "miss",
-            "note": goal.note,
-            **machine,
-        }
-        for goal in goals
-    ]
-    rows = sorted([*kept, *new], key=lambda row: row["script"])
-    if rows:
-        write_rows(path, rows)
-    return rows
+    for goal in goals:
+        row = {"script": script, "goal": goal.name}
+        row |= {"target": f"{'>=' if goal.at_least else '<='} {goal.target:g}"}
+        row |= {"measured": f"{goal.measured:.3f}", "verdict": "pass" if goal.met else "miss"}
+        kept.append(row | {"note": goal.note} | columns(device))
+    if not kept:
+        return
+    rows = sorted(kept, key=lambda row: row["script"])
+    write_rows(path, rows)
+    if device is None:
+        document(path.parent, "goals", rows, goals_table(rows))
+    say(f"\n{goals_table(rows)}")
 
 
-def report_goals(out: Path, script: str, goals: Sequence[Goal]) -> None:
-    """Put this script's goals into goals.csv, and all of a CPU's into the docs; print them."""
-    rows = write_goals(out / "goals.csv", script, goals, columns(None))
-    lines = ["| goal | target | measured | |", "|---|---|---:|---|"]
-    for row in rows:
-        verdict = f"{row['verdict']}: {row['note']}" if row["note"] else row["verdict"]
-        lines.append(f"| {row['goal']} | {row['target']} | {row['measured']} | {verdict} |")
-    document(out, "goals", rows, lines)
-    print_goals(rows)
+def goals_table(rows: Sequence[Row]) -> str:
+    """Goals, targets and verdicts in Markdown."""
+    shown = [(r["goal"], r["target"], r["measured"], r["verdict"], r["note"]) for r in rows]
+    return markdown([("goal", "target", "measured", "verdict", "note"), *shown], 2).rstrip()
 
 
 def document(
-    out: Path, section: str, rows: Sequence[Row], *tables: Sequence[str], page: Path = CPU_PAGE
+    out: Path, section: str, rows: Sequence[Row], *tables: str, page: Path = CPU_PAGE
 ) -> None:
     """Tables made of the rows into the page, between a section's marks; not of another folder."""
     if out != RESULTS and page == CPU_PAGE:
         return
     one = rows[-1]
     machine = f"{one['cpu']}, {one['cores']} cores, {one['threads']} threads, torch {one['torch']}"
-    parts = [f"{machine}, {one['date']}.", *("\n".join(table) for table in tables)]
+    parts = [f"{machine}, {one['date']}.", *tables]
     if section != "goals":
         parts.append(f"![Figure](../figures/cpu_{section}.png)")
-    body = "\n\n".join(parts)
-    head, rest = page.read_text("utf-8").split(f"<!-- results: {section} -->\n", 1)
+    replace_section(page, section, "\n\n".join(parts))
+
+
+def replace_section(page: Path, section: str, body: str) -> None:
+    """Put a text between a section's marks."""
+    mark = f"<!-- results: {section} -->\n"
+    head, rest = page.read_text("utf-8").split(mark, 1)
     tail = rest.split("<!-- /results -->", 1)[1]
-    mark = f"<!-- results: {section} -->"
-    page.write_text(f"{head}{mark}\n{body}\n<!-- /results -->{tail}", "utf-8")
+    page.write_text(f"{head}{mark}{body}\n<!-- /results -->{tail}", "utf-8")
 
 
-def pivot(
-    caption: str, rows: Sequence[Row], down: Sequence[str], across: str, value: str
-) -> list[str]:
-    """Lines of a table: a row for each combination of ``down``, a column for each ``across``."""
-    numbers = list(dict.fromkeys(int(row[across]) for row in rows))
-    heads = (*down, *(f"{n:,}" for n in sorted(numbers)))
-    lines = [
-        caption,
-        "",
-        f"| {' | '.join(heads)} |",
-        "|" + "---|" * len(down) + "---:|" * len(numbers),
-    ]
-    for key in dict.fromkeys(tuple(row[name] for name in down) for row in rows):
-        own = {int(r[across]): r[value] for r in rows if tuple(r[name] for name in down) == key}
-        shown = [own.get(n, "") for n in sorted(numbers)]
-        cells = ("" if x == "" else f"{float(x):,.{2 if float(x) < 10 else 1}f}" for x in shown)
-        lines.append(f"| {' | '.join((*key, *cells))} |")
-    return lines
+def pivot(caption: str, rows: Sequence[Row], down: Sequence[str], across: str, value: str) -> str:
+    """A caption and a table: a row for each combination of ``down``, a column for each ``across``.
 
-
-def print_goals(rows: Sequence[Row]) -> None:
-    """The table of goals, targets and verdicts."""
-    if not rows:
-        return
-    shown = ("goal", "target", "measured", "verdict", "note")
-    widths = [max(len(c), *(len(str(row[c])) for row in rows)) for c in shown]
-    print()
-    for row in ({c: c for c in shown}, *rows):
-        cells = (str(row[c]).ljust(w) for c, w in zip(shown, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    Rows without the value are left out.
+    """
+    rows = [row for row in rows if row[value] != ""]
+    numbers = sorted({int(row[across]) for row in rows})
+    lines = [[*down, *(f"{n:,}" for n in numbers)]]
+    for key in dict.fromkeys(tuple(str(row[name]) for name in down) for row in rows):
+        own = select(rows, **dict(zip(down, key, strict=True)))
+        found = {int(row[across]): float(row[value]) for row in own}
+        cells = (found.get(n) for n in numbers)
+        shown = ("" if x is None else f"{x:,.{2 if x < 10 else 1}f}" for x in cells)
+        lines.append([*key, *shown])
+    return f"{caption}\n\n{markdown(lines, len(down)).rstrip()}"

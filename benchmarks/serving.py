@@ -23,8 +23,8 @@ Medians and quantiles over ``--repeats`` conversations. Answers are greedy; whet
 answers of the servers with and without states are equal is said, and is a column. The same of vLLM
 with and without prefix caching; its texts do not begin with the start token.
 
-    python benchmarks/serving.py CHECKPOINT FILE [--tokens 1024,32768] [--base FOLDER]
-    python benchmarks/serving.py --quick
+    python -m benchmarks.serving CHECKPOINT FILE [--tokens 1024,32768] [--base FOLDER]
+    python -m benchmarks.serving --quick
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from records import Row, Table, output_folder, parser, say
+from benchmarks.records import Row, Table, numbers, output_folder, parser, say, tiny_checkpoint
 
 TOKENS = (1024, 8192, 32768)
 QUICK_TOKENS = (64, 256)
@@ -80,25 +80,61 @@ class Server:
         self.process.terminate()
         self.process.wait()
 
+    def post(self, path: str, body: Row | bytes, timeout: float | None = None) -> Any:
+        """The answer to a request, to read from; the body as JSON, or as it is."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/{path}", content, headers)
+        return urllib.request.urlopen(request, timeout=timeout)
+
+    def stream(self, path: str, tokens: int, **body: Any) -> Iterator[tuple[float, str, Row]]:
+        """Moments at which something came, its text, and the usage so far, where that is said.
+
+        Greedy, at most so many tokens.
+        """
+        body |= {"stream": True, "temperature": 0, "max_tokens": tokens}
+        body["stream_options"] = {"include_usage": True}
+        if self.model is not None:
+            body["model"] = self.model
+        with self.post(path, body) as events:
+            for event in events:
+                if event.startswith(b"data: {"):
+                    fields = json.loads(event[6:])
+                    said = ""
+                    for choice in fields["choices"]:  # the last event may have none
+                        said += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                    yield time.perf_counter(), said, fields.get("usage") or {}
+
+    def ask(self, path: str, **body: Any) -> Turn:
+        begun, first, text = time.perf_counter(), None, ""
+        usage: Row = {}
+        for moment, said, counted in self.stream(path, ANSWER, **body):
+            usage = counted or usage
+            if said and first is None:
+                first = moment - begun
+            text += said
+        whole = time.perf_counter() - begun  # of an answer that has no text
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Turn(first or whole, text, usage.get("prompt_tokens", 0), cached)
+
     def chat(self, messages: list[dict[str, str]]) -> Turn:
-        return self._ask("/v1/chat/completions", {"messages": messages})
+        return self.ask("chat/completions", messages=messages)
 
-    def complete(self, prompt: str) -> Turn:
-        return self._ask("/v1/completions", {"prompt": prompt})
-
-    def rest(self) -> None:
-        """Wait until nothing is read any more: what was said, for its next turn."""
-        before: str | None = None
-        while before != (before := self._read_tokens()):
-            time.sleep(0.5)
-
-    def _read_tokens(self) -> str:
+    def counters(self) -> dict[str, float]:
+        """What the server counts; nothing where it has no counters."""
         try:
             with urllib.request.urlopen(f"{self.url}/metrics") as answer:
                 lines = answer.read().decode().splitlines()
         except urllib.error.HTTPError:
-            return ""  # a server without counters
-        return next((line for line in lines if line.startswith("latte_read_tokens_total ")), "")
+            return {}
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is read any more: what was said, for its next turn."""
+        before: float | None = -1.0
+        while before != (before := self.counters().get("latte_read_tokens_total")):
+            time.sleep(0.5)
 
     def _answers(self, path: str) -> bool:
         try:
@@ -107,61 +143,35 @@ class Server:
         except OSError:
             return False
 
-    def _ask(self, path: str, body: dict[str, Any]) -> Turn:
-        body |= {"stream": True, "temperature": 0, "max_tokens": ANSWER}
-        body["stream_options"] = {"include_usage": True}
-        if self.model is not None:
-            body["model"] = self.model
-        content = json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, content, {"content-type": "application/json"}
-        )
-        begun, first, text, usage = time.perf_counter(), None, "", {}
-        with urllib.request.urlopen(request) as events:
-            for event in events:
-                if not event.startswith(b"data: {"):
-                    continue
-                fields = json.loads(event[6:])
-                usage = fields.get("usage") or usage
-                for choice in fields["choices"]:  # the last event may have none
-                    said = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                    if said and first is None:
-                        first = time.perf_counter() - begun
-                    text += said
-        whole = time.perf_counter() - begun  # of an answer that has no text
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return Turn(first or whole, text, usage.get("prompt_tokens", 0), cached)
 
-
-def free_port() -> int:
+@contextlib.contextmanager
+def running_server(
+    name: str, command: Sequence[str], model: str | None, **variables: str
+) -> Iterator[Server]:
+    """The server of a command, on a free port, while it is used."""
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
-        return taken.getsockname()[1]
-
-
-@contextlib.contextmanager
-def latte_server(checkpoint: str, *options: str) -> Iterator[Server]:
-    """`latte serve`, while it is used."""
-    port = free_port()
-    command = [sys.executable, "-m", "latte.cli", "serve", checkpoint, "--port", str(port)]
-    with contextlib.closing(Server("latte", [*command, *options], port, checkpoint)) as server:
+        port = taken.getsockname()[1]
+    server = Server(name, [*command, "--port", str(port)], port, model, **variables)
+    with contextlib.closing(server):
         yield server
 
 
-@contextlib.contextmanager
-def base_server(folder: str, options: str) -> Iterator[Server]:
-    """`transformers serve`, while it is used."""
-    port = free_port()
+def latte_server(checkpoint: str, *options: str) -> Any:
+    """`latte serve`."""
+    command = [sys.executable, "-m", "latte.cli", "serve", checkpoint, *options]
+    return running_server("latte", command, checkpoint)
+
+
+def base_server(folder: str, options: str) -> Any:
+    """`transformers serve`."""
     start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, "serve", folder, "--port", str(port)]
-    command += shlex.split(options)
-    with contextlib.closing(Server("transformers", command, port, None)) as server:
-        yield server
+    command = [sys.executable, "-c", start, "serve", folder, *shlex.split(options)]
+    return running_server("transformers", command, None)
 
 
-@contextlib.contextmanager
-def vllm_server(python: str, checkpoint: str, template: str, *options: str) -> Iterator[Server]:
-    """vLLM's server with Latte's plug-in, while it is used.
+def vllm_server(python: str, checkpoint: str, template: str, *options: str) -> Any:
+    """vLLM's server with Latte's plug-in.
 
     It has as much memory for states as ``latte serve`` by default, and the checkpoint's dtype.
     """
@@ -169,14 +179,12 @@ def vllm_server(python: str, checkpoint: str, template: str, *options: str) -> I
 
     import latte  # noqa: F401  its configurations
 
-    port, dtype = free_port(), AutoConfig.from_pretrained(checkpoint).dtype or "float32"
+    dtype = str(AutoConfig.from_pretrained(checkpoint).dtype or "float32").removeprefix("torch.")
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
-    command += ["--port", str(port), "--dtype", str(dtype).removeprefix("torch.")]
-    command += ["--kv-cache-memory-bytes", str(2**30), "--max-model-len", "131072"]
-    command += ["--chat-template", template, "--enable-prompt-tokens-details", *options]
-    longer = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    with contextlib.closing(Server("vLLM", command, port, checkpoint, **longer)) as server:
-        yield server
+    command += ["--dtype", dtype, "--kv-cache-memory-bytes", str(2**30)]
+    command += ["--max-model-len", "131072", "--chat-template", template]
+    command += ["--enable-prompt-tokens-details", *options]
+    return running_server("vLLM", command, checkpoint, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
 
 
 class Conversation:
@@ -191,7 +199,7 @@ class Conversation:
         if not self.second:
             answer = {"role": "assistant", "content": first.text}
             self.second = [*self.first, answer, {"role": "user", "content": QUESTIONS[1]}]
-        server.rest()
+        server.wait_until_idle()
         return first, server.chat(self.second)
 
     def added(self, tokenizer: Any) -> str:
@@ -231,31 +239,7 @@ def measure(
         row |= {"median_s": round(statistics.median(seconds), 4), "repeats": len(seconds)}
         row |= {"least_s": round(seconds[0], 4), "most_s": round(seconds[-1], 4)}
         row |= {"prompt_tokens": measured[-1].prompt_tokens}
-        row |= {"cached_tokens": measured[-1].cached_tokens}
-        table.add(row | about)
-        say(
-            f"{name:24} {tokens:7,} tokens, {kind:16}: {row['median_s']:8.3f} s to the first token"
-            f" ({row['least_s']:.3f} to {row['most_s']:.3f}; {row['cached_tokens']:,} of"
-            f" {row['prompt_tokens']:,} tokens reused)"
-        )
-
-
-def quick_checkpoint(folder: Path) -> tuple[str, str]:
-    """A tiny model with random weights, and a file of text."""
-    from latte.data import byte_tokenizer
-    from latte.models import LatteForCausalLM, preset_config
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-    model = LatteForCausalLM(preset_config("latte-r-swa++", "tiny", **sizes, sliding_window=16))
-    model.save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    (folder / "text.jsonl").write_text(json.dumps({"text": "Call me Ishmael. " * 500}) + "\n")
-    return str(folder / "model"), str(folder / "text.jsonl")
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """`4096,1024` -> (1024, 4096); argparse makes one line of a ValueError."""
-    return tuple(sorted({int(part) for part in text.split(",")}))
+        table.add_and_say(row | {"cached_tokens": measured[-1].cached_tokens} | about)
 
 
 def add_vllm(options: Any) -> None:
@@ -273,13 +257,15 @@ def with_text(options: Any, arguments: list[str] | None, run: Callable[[Any], No
         options.error("expected CHECKPOINT and FILE, or --quick")
     with tempfile.TemporaryDirectory() as folder:
         if args.quick:
-            args.checkpoint, args.file = quick_checkpoint(Path(folder))
+            args.checkpoint = tiny_checkpoint(Path(folder, "model"))
+            args.file = str(Path(folder, "text.jsonl"))
+            Path(args.file).write_text(json.dumps({"text": "Call me Ishmael. " * 500}) + "\n")
         run(args)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--tokens", type=lengths, help=f"of documents; {TOKENS}")
+    options.add_argument("--tokens", type=numbers, help=f"of documents; {TOKENS}")
     options.add_argument("--repeats", type=int, help="conversations of each length; 5")
     options.add_argument("--base", help="a model for `transformers serve`, to put beside it")
     options.add_argument("--base-options", default="", help="more options of `transformers serve`")
@@ -322,9 +308,9 @@ def run(args: Any) -> None:
                     first, second = conversation.ask(server)
                     turns["first turn"].append(first)
                     turns["second turn"].append(second)
-                    server.rest()
+                    server.wait_until_idle()
                     if name == "anew":  # no state helps it
-                        alone = server.complete(conversation.added(tokenizer))
+                        alone = server.ask("completions", prompt=conversation.added(tokenizer))
                         turns.setdefault("new tokens alone", []).append(alone)
                 about = {"checkpoint": args.base if name == "base" else args.checkpoint}
                 said[name][tokens] = [turn.text for turn in turns["second turn"]]

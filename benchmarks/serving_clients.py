@@ -13,9 +13,9 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
   them, the seconds to the first token of a prompt of one piece (``--prefill-piece``) on a server
   that does nothing else: reading one piece and one step. A running answer should wait no longer.
 
-    python benchmarks/serving_clients.py CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
+    python -m benchmarks.serving_clients CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
         [--vllm .venv-vllm/bin/python]
-    python benchmarks/serving_clients.py --quick
+    python -m benchmarks.serving_clients --quick
 """
 
 from __future__ import annotations
@@ -25,39 +25,20 @@ import json
 import statistics
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from records import Row, Table, output_folder, parser, say, use_all_threads
-from serving import Server, add_vllm, documents, latte_server, lengths, vllm_server, with_text
+from benchmarks.records import Row, Table, numbers, output_folder, parser, use_all_threads
+from benchmarks.serving import (
+    Server,
+    add_vllm,
+    documents,
+    latte_server,
+    vllm_server,
+    with_text,
+)
 
 CLIENTS, PROMPT, ANSWER, LONG, PIECE = (1, 2, 4, 8, 16), 16, 256, 32768, 256
-
-
-def post(server: Server, **body: Any) -> Any:
-    """The answer to a greedy completion, opened."""
-    content = json.dumps({"model": server.model, "temperature": 0, **body}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/completions", content, headers)
-    return urllib.request.urlopen(request)
-
-
-def stream(server: Server, prompt: str, tokens: int) -> Iterator[tuple[float, int]]:
-    """The moments at which text came, and the tokens of the answer so far, where that is said."""
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    with post(server, prompt=prompt, max_tokens=tokens, **streamed) as events:
-        for event in events:
-            if event.startswith(b"data: {"):
-                usage = json.loads(event[6:]).get("usage") or {}
-                yield time.perf_counter(), usage.get("completion_tokens", 0)
-
-
-def whole(server: Server, prompt: str, tokens: int) -> int:
-    """The number of tokens of an answer that is sent when it is complete."""
-    with post(server, prompt=prompt, max_tokens=tokens, stream=False) as answer:
-        return json.load(answer)["usage"]["completion_tokens"]
 
 
 def throughput(
@@ -66,9 +47,12 @@ def throughput(
     """Tokens of all answers, and seconds."""
 
     def ask(prompt: str) -> int:
-        if not streamed:
-            return whole(server, prompt, tokens)
-        return max(count for _, count in stream(server, prompt, tokens))
+        if streamed:
+            found = server.stream("completions", tokens, prompt=prompt)
+            return max(usage.get("completion_tokens", 0) for _, _, usage in found)
+        body = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        with server.post("completions", body | {"stream": False}) as answer:
+            return json.load(answer)["usage"]["completion_tokens"]
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         begun = time.perf_counter()
@@ -82,7 +66,7 @@ def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[f
     enough, over = threading.Event(), threading.Event()
 
     def run() -> None:
-        for moment, _ in stream(server, prompt, 10**6):
+        for moment, _, _ in server.stream("completions", 10**6, prompt=prompt):
             moments.append(moment)
             if len(moments) > tokens:
                 enough.set()
@@ -94,8 +78,7 @@ def waiting(server: Server, prompt: str, long: str, tokens: int) -> tuple[list[f
     thread.start()
     enough.wait()
     begun = time.perf_counter()
-    for _ in stream(server, long, 1):
-        pass
+    list(server.stream("completions", 1, prompt=long))
     ended = time.perf_counter()
     over.set()
     thread.join()
@@ -109,7 +92,7 @@ def one_piece(server: Server, prompts: list[str]) -> list[float]:
     seconds = []
     for prompt in prompts:
         begun = time.perf_counter()
-        seconds.append(next(stream(server, prompt, 2))[0] - begun)
+        seconds.append(next(server.stream("completions", 2, prompt=prompt))[0] - begun)
     return seconds
 
 
@@ -141,7 +124,7 @@ def quantile(values: list[float], part: float) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--clients", type=lengths, help=f"at once; {CLIENTS}")
+    options.add_argument("--clients", type=numbers, help=f"at once; {CLIENTS}")
     options.add_argument("--answer", type=int, help=f"tokens of each answer; {ANSWER}")
     options.add_argument("--long", type=int, help=f"tokens of the other client's prompt; {LONG}")
     options.add_argument("--repeats", type=int, default=3, help="of each number of clients")
@@ -164,8 +147,9 @@ def run(args: Any) -> None:
     pieces = documents(tokenizer, args.file, PIECE, 2 * args.repeats)
     use_all_threads()
 
-    def add(side: str, row: Row) -> None:
-        table.add({"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer} | row)
+    def add(side: str, **row: Any) -> None:
+        start: Row = {"checkpoint": args.checkpoint, "side": side, "answer_tokens": answer}
+        table.add_and_say(start | row)
 
     def rates(side: str, server: Server) -> None:
         throughput(server, texts, answer)  # not measured: what is done once
@@ -173,12 +157,9 @@ def run(args: Any) -> None:
             given = server, texts[:count], answer, streamed
             runs = [throughput(*given) for _ in range(args.repeats)]
             rate = statistics.median(tokens / seconds for tokens, seconds in runs)
-            add(side, {"clients": count, "streamed": streamed, "tokens_per_s": round(rate, 2)})
-            how = "streams" if streamed else "whole answers"
-            say(f"{side}, {count:3} clients, {how}: {rate:8.1f} tokens/s")
+            add(side, clients=count, streamed=streamed, tokens_per_s=round(rate, 2))
 
-    most = ("--state-cache", "0", "--max-batch", str(max(clients)))
-    most += ("--prefill-piece", str(PIECE))
+    most = ["--state-cache", "0", "--max-batch", str(max(clients)), "--prefill-piece", str(PIECE)]
     with latte_server(args.checkpoint, *most) as server:
         rates("latte serve", server)
         alone = one_piece(server, pieces)
@@ -187,17 +168,15 @@ def run(args: Any) -> None:
     for name, values in measured.items():
         row: Row = {"clients": name, "long_tokens": long if name == "long prompt" else 0}
         row |= {f"p{p}_s": round(quantile(values, p / 100), 4) for p in (50, 95, 100)}
-        add("between tokens", row)
-        say(f"between tokens, {name}: median {row['p50_s']:.4f} s, p95 {row['p95_s']:.4f} s")
+        add("between tokens", **row)
     if args.vllm:
-        most = ("--max-num-seqs", str(max(clients)))
+        most = ["--max-num-seqs", str(max(clients))]
         with vllm_server(args.vllm, args.checkpoint, PLAIN_CHAT, *most) as server:
             rates("vLLM", server)
     for count in clients:
         seconds = generated(args.checkpoint, texts[:count], answer, args.repeats)
         rate = count * answer / seconds
-        add("generate, padded", {"clients": count, "tokens_per_s": round(rate, 2)})
-        say(f"generate, {count:3} in a batch: {rate:8.1f} tokens/s")
+        add("generate, padded", clients=count, tokens_per_s=round(rate, 2))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ for too much or for another model. Every whole answer (greedy) is compared with 
 in this process. The server's resident memory, its states and its places are printed, and written
 to the CSV file with the numbers of requests.
 
-    python benchmarks/serving_soak.py CHECKPOINT [--minutes 30]
-    python benchmarks/serving_soak.py --quick
+    python -m benchmarks.serving_soak CHECKPOINT [--minutes 30]
+    python -m benchmarks.serving_soak --quick
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records import Row, Table, output_folder, parser, say
-from serving import Server, latte_server, quick_checkpoint
+from benchmarks.records import Row, Table, output_folder, parser, say, tiny_checkpoint
+from benchmarks.serving import Server, latte_server
 
 CLIENTS, LONGEST = 8, 900  # at once; tokens of a prompt and its answer
 PIECES = ("once ", "upon ", "a time ", "there was ", "a captain. ")
@@ -62,12 +62,6 @@ class Soak:
 
     # --- requests
 
-    def post(self, path: str, body: Any, timeout: float | None = None) -> Any:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{self.server.url}{path}", content, headers)
-        return urllib.request.urlopen(request, timeout=timeout)
-
     def body(self, rng: random.Random) -> Row:
         prompt = "".join(rng.choices(PIECES, k=rng.choice((1, 3, 10, 40))))
         asked = {"prompt": prompt, "max_tokens": rng.choice((1, 5, 20)), "temperature": 0}
@@ -80,7 +74,7 @@ class Soak:
 
     def refused(self, status: int, path: str, body: Any) -> None:
         try:
-            self.post(path, body).close()
+            self.server.post(path, body).close()
         except urllib.error.HTTPError as error:
             message = json.load(error)["error"]["message"]
             if error.code == status and message and "\n" not in message:
@@ -89,44 +83,42 @@ class Soak:
 
     def whole(self, rng: random.Random) -> None:
         body = self.body(rng)
-        with self.post("/v1/completions", body) as answer:
+        with self.server.post("completions", body) as answer:
             self.compare(body, json.load(answer)["choices"][0]["text"])
 
     def streamed(self, rng: random.Random) -> None:
-        body, text = self.body(rng), ""
-        with self.post("/v1/completions", body | {"stream": True}) as events:
-            for event in events:
-                if event.startswith(b"data: {"):
-                    text += json.loads(event[6:])["choices"][0]["text"]
-        self.compare(body, text)
+        body = self.body(rng)
+        asked = {"prompt": body["prompt"]}
+        came = self.server.stream("completions", body["max_tokens"], **asked)
+        self.compare(body, "".join(text for _, text, _ in came))
 
     def chat(self, rng: random.Random) -> None:
         body = self.body(rng)
         messages = [{"role": "user", "content": body.pop("prompt")}]
         said = set()
         for _ in range(2):  # the second time from what is kept
-            with self.post("/v1/chat/completions", body | {"messages": messages}) as answer:
+            with self.server.post("chat/completions", body | {"messages": messages}) as answer:
                 said.add(json.load(answer)["choices"][0]["message"]["content"])
         if len(said) > 1:
             self.wrong.append(f"{messages}: {said}")
 
     def leave(self, rng: random.Random) -> None:
         body = self.body(rng) | {"stream": True, "max_tokens": 400}
-        with self.post("/v1/completions", body) as events:
+        with self.server.post("completions", body) as events:
             next(iter(events))
 
     def wait_too_short(self, rng: random.Random) -> None:
         with contextlib.suppress(TimeoutError, urllib.error.URLError):
-            self.post("/v1/completions", self.body(rng) | {"max_tokens": 200}, 0.05).close()
+            self.server.post("completions", self.body(rng) | {"max_tokens": 200}, 0.05).close()
 
     def bad_json(self, rng: random.Random) -> None:
-        self.refused(400, "/v1/completions", b"{")
+        self.refused(400, "completions", b"{")
 
     def too_long(self, rng: random.Random) -> None:
-        self.refused(400, "/v1/completions", self.body(rng) | {"prompt": "once " * LONGEST})
+        self.refused(400, "completions", self.body(rng) | {"prompt": "once " * LONGEST})
 
     def another_model(self, rng: random.Random) -> None:
-        self.refused(404, "/v1/completions", self.body(rng) | {"model": "another"})
+        self.refused(404, "completions", self.body(rng) | {"model": "another"})
 
     def drop(self, rng: random.Random) -> None:
         port = int(self.server.url.rpartition(":")[2])
@@ -134,14 +126,6 @@ class Soak:
             connection.send(
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
             )
-
-
-def counters(server: Server) -> dict[str, float]:
-    """What the server counts."""
-    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
 
 
 def resident_mb(process: int) -> float:
@@ -159,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.error("expected CHECKPOINT, or --quick")
     with tempfile.TemporaryDirectory() as folder:
         if args.quick:
-            args.checkpoint, _ = quick_checkpoint(Path(folder))
+            args.checkpoint = tiny_checkpoint(Path(folder, "model"))
         run(args, folder)
 
 
@@ -189,8 +173,8 @@ def run(args: Any, folder: str) -> None:
         return tokenizer.decode(out, skip_special_tokens=True)
 
     table = Table(output_folder(args) / "serving_soak.csv")
-    bounds = ("--state-cache", "64MiB", "--state-cache-dir", f"{folder}/states")
-    bounds += ("--state-cache-disk", "128MiB", "--max-length", str(LONGEST))
+    bounds = ["--state-cache", "64MiB", "--state-cache-dir", f"{folder}/states"]
+    bounds += ["--state-cache-disk", "128MiB", "--max-length", str(LONGEST)]
     with latte_server(args.checkpoint, *bounds) as server:
         soak = Soak(server, expected, 60 * minutes)
         threads = [threading.Thread(target=soak.client, args=(i,)) for i in range(CLIENTS)]
@@ -200,15 +184,14 @@ def run(args: Any, folder: str) -> None:
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
                 thread.join(60 * minutes / 30 / CLIENTS)
-            seen = counters(server)
+            seen = server.counters()
             row: Row = {"checkpoint": args.checkpoint, "seconds": round(time.monotonic() - begun)}
             row |= {"resident_mb": round(resident_mb(server.process.pid), 1)}
             row |= {"state_bytes": int(seen["latte_state_bytes"])}
             row |= {"disk_bytes": int(seen["latte_state_disk_bytes"])}
             row |= {"slots": int(seen["latte_slots_in_use"])}
             row |= {"requests": soak.done.total(), "wrong": len(soak.wrong)}
-            table.add(row)
-            say(", ".join(f"{name} {value}" for name, value in list(row.items())[1:]))
+            table.add_and_say(row)
     say(f"requests by kind: {dict(soak.done)}")
     for line in soak.wrong[:10]:
         say(f"wrong: {line}")

@@ -4,7 +4,7 @@ A random `latte-r-swa++` at `tiny`, fp32, greedy, on this CPU, one process. Prom
 16 to 256 tokens; a batch of `generate` is padded, and goes on to its longest answer. Only wanted
 tokens count. In the environment of `make test-vllm`:
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 .venv-vllm/bin/python benchmarks/vllm_batching.py [--batch 8]
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 .venv-vllm/bin/python -m benchmarks.vllm_batching [--batch 8]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import vllm
@@ -42,7 +43,7 @@ def main() -> None:
             rows, wanted = prompts[first : first + batch], answers[first : first + batch]
             ids = torch.nn.utils.rnn.pad_sequence(rows, True, 0, "left")
             mask = [torch.ones_like(row) for row in rows]
-            kept = {"attention_mask": torch.nn.utils.rnn.pad_sequence(mask, True, 0, "left")}
+            kept: Any = {"attention_mask": torch.nn.utils.rnn.pad_sequence(mask, True, 0, "left")}
             kept |= {"max_new_tokens": max(wanted), "do_sample": False, "eos_token_id": None}
             out = model.generate(ids, pad_token_id=0, **kept)[:, ids.shape[1] :]
             found += [row[:n].tolist() for row, n in zip(out, wanted, strict=True)]

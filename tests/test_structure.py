@@ -2,7 +2,7 @@
 
 ops <- layers <- models <- {conversion, parallel, rivals}; gguf <- {conversion, data};
 {conversion, data, parallel} <- train <- evaluate <- {compare, inspect, serve} <- cli <-
-{replication, examples}.
+{replication, examples, benchmarks}.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OUTSIDE = ("replication", "examples", "benchmarks")  # of the package, which they import
 MODEL = {"ops", "layers", "models"}
 TRAIN = MODEL | {"conversion", "data", "gguf", "machine", "memory", "parallel"}
 MAY_IMPORT = {
@@ -62,7 +63,7 @@ def module_of(path: Path) -> str:
 
 FILES = {
     module_of(path): path
-    for folder in ("src/latte", "replication", "examples")
+    for folder in ("src/latte", *OUTSIDE)
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
@@ -101,8 +102,7 @@ def test_imports_point_one_way(module):
     names = imported(module)
     for name in names:
         top, *rest = name.split(".")
-        if top in ("replication", "examples"):
-            assert top in allowed, f"{room} imports {name}"
+        assert top not in OUTSIDE, f"{room} imports {name}"
         if top == "latte" and rest and rest[0] in MAY_IMPORT:
             assert rest[0] in allowed, f"{room} imports {name}"
         if top in RESERVED:
@@ -156,13 +156,12 @@ def longest(name: str) -> str | None:
 
 
 def test_torchruns_variables_are_read_in_one_place():
-    """`ops` needs nothing but torch, and reads the environment itself."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     readers = {
         module
         for module, path in FILES.items()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in names and room_of(module) != "ops"
+        if isinstance(node, ast.Constant) and node.value in names
     }
     assert readers == {"latte.processes"}
 

@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 
-def quicken() -> None:
+def speed_up_interpreter() -> None:
     """Patch the interpreter, if this process interprets: ``TRITON_INTERPRET=1`` and Triton."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return

@@ -1,12 +1,12 @@
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-# The benchmarks are scripts that import each other by name; the checks on a GPU are one more.
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS.parent / "benchmarks"), str(TESTS / "ops")]
+from benchmarks import records
 
 
 @pytest.fixture
@@ -15,7 +15,6 @@ def quick(tmp_path, monkeypatch):
 
     Unless ``apart``, what belongs into a fresh process is only sent there and back.
     """
-    import records
 
     def here(function, *arguments):
         function, arguments = pickle.loads(pickle.dumps((function, arguments)))
@@ -28,5 +27,27 @@ def quick(tmp_path, monkeypatch):
             monkeypatch.setattr(records, "in_fresh_process", here)
         monkeypatch.setattr(sys, "argv", [script.__file__, "--quick", "--out", str(tmp_path)])
         script.main()
+
+    return run
+
+
+@pytest.fixture
+def command(tmp_path):
+    """command(name, *more, **variables) runs a benchmark's command quickly into tmp_path.
+
+    It has one thread. Returns what it printed.
+    """
+
+    def run(name, *more, **variables):
+        line = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(tmp_path)]
+        done = subprocess.run(
+            [*line, *more],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     return run

@@ -3,19 +3,14 @@
 import sys
 from dataclasses import replace
 
-import figures
-import gpu_check
-import gpu_common
-import gpu_correctness
-import gpu_models
-import gpu_ops
-import gpu_rivals
 import pytest
 import torch
-from records import MODES, read_rows
 
+from benchmarks import figures, gpu_check, gpu_common, gpu_models, gpu_ops, gpu_rivals
+from benchmarks.records import MODES, read_rows
 from latte.machine import Times
 from latte.ops import causal_conv1d, latte_attention, rg_lru
+from tests.ops import gpu_correctness
 
 MACHINE = {"device", "cuda", "triton", "fla", "transformers", "torch", "python", "latte", "date"}
 TIMES = {"median_ms", "p10_ms", "p90_ms", "calls"}
@@ -222,6 +217,14 @@ def test_a_failed_check_or_part_gives_exit_code_1(tmp_path, monkeypatch):
     assert gpu_check.main(arguments(tmp_path)) == 1
 
 
+def test_filling_measures_nothing(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(gpu_check, "run_checks", lambda at, seconds: ran.append(seconds))
+    monkeypatch.setattr(gpu_check, "run_part", lambda name, at, seconds: ran.append(name))
+    assert gpu_check.main(arguments(tmp_path, "--fill")) == 0
+    assert ran == [gpu_check.FILLING]
+
+
 def test_a_part_beyond_its_time_is_ended():
     line = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert gpu_check.run(line, 0.1) == "out of time"
@@ -344,11 +347,9 @@ def test_a_side_that_cannot_run_is_told_and_the_others_go_on(tmp_path, capsys):
     def broken():
         raise RuntimeError("no kernel image\nand more")
 
-    times, failed = gpu_common.measure(
-        a_place(tmp_path), {"a": lambda: 1, "b": broken}, budget=1e-4
-    )
+    sides = {"a": lambda: 1, "b": broken}
+    times = gpu_common.measure(a_place(tmp_path), sides, budget=1e-4)
     assert set(times) == {"a"} and isinstance(times["a"], Times)
-    assert failed == {"b": "RuntimeError: no kernel image"}
     assert "b: RuntimeError: no kernel image" in capsys.readouterr().out
 
 
@@ -356,7 +357,7 @@ def test_flash_linear_attention_missing_is_one_line_each(monkeypatch, capsys):
     gpu_rivals.find.cache_clear()
     for name in ("fla", "fla.ops", "fla.ops.lightnet", "fla.ops.gla", "fla.ops.hgrn"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert gpu_rivals.latte_rivals() == {} and gpu_rivals.rg_lru_rival() is None
+    assert gpu_rivals.latte_rivals() == gpu_rivals.rg_lru_rivals() == {}
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all("is left out" in line for line in lines)
 
@@ -378,8 +379,6 @@ def test_gla_with_these_gates_is_latte(monkeypatch):
     )
     want, _ = latte_attention(q, k, v)
     torch.testing.assert_close(gpu_rivals.latte_rivals()["chunk_gla"](q, k, v), want)
-    given = gpu_rivals.gla_with_given_gates()
-    torch.testing.assert_close(given(q.softmax(-1), *gpu_rivals.gates(k), v), want)
 
 
 def hgrn(x, g):
@@ -396,4 +395,4 @@ def test_hgrn_with_these_inputs_is_the_rg_lru(monkeypatch):
     theta = torch.randn(4)
     monkeypatch.setattr(gpu_rivals, "find", lambda module, name: hgrn)
     want, _ = rg_lru(x, r, i, theta)
-    torch.testing.assert_close(gpu_rivals.rg_lru_rival()(x, r, i, theta), want)
+    torch.testing.assert_close(gpu_rivals.rg_lru_rivals()["chunk_hgrn"](x, r, i, theta), want)

@@ -1,24 +1,15 @@
 """The benchmark of serving runs on a tiny checkpoint."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import records
+
+from benchmarks import records
 
 pytest.importorskip("transformers.cli.serving.systemone", reason="a server of Transformers 5.23")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving.py"
 
 
 @pytest.mark.slow
-def test_second_turns(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "are equal: True" in done.stdout
+def test_second_turns(tmp_path, command):
+    assert "are equal: True" in command("serving")
     rows = records.read_rows(tmp_path / "serving.csv")
     at = {(row["server"], row["turn"], row["document_tokens"]): row for row in rows}
     assert len(rows) == len(at) == 2 * (2 + 3)
@@ -30,12 +21,8 @@ def test_second_turns(tmp_path):
 
 
 @pytest.mark.slow
-def test_clients_at_once(tmp_path):
-    script = SCRIPT.with_name("serving_clients.py")
-    command = [sys.executable, str(script), "--quick", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_clients_at_once(tmp_path, command):
+    command("serving_clients")
     rows = records.read_rows(tmp_path / "serving_clients.csv")
     sides = [(row["side"], row["clients"]) for row in rows]
     assert sides == [
@@ -47,11 +34,7 @@ def test_clients_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_clients(tmp_path):
-    script = SCRIPT.with_name("serving_soak.py")
-    command = [sys.executable, str(script), "--quick", "--minutes", "0.05", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_bad_clients(tmp_path, command):
+    command("serving_soak", "--minutes", "0.05")
     last = records.read_rows(tmp_path / "serving_soak.csv")[-1]
     assert int(last["requests"]) > 0 and last["wrong"] == "0"

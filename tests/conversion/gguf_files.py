@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from bases import OWN, SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from latte.data.tokenizers import byte_alphabet
+from tests.conversion.bases import OWN, SHAPE
 
 ARCHITECTURES = {"gemma3_text": "gemma3"}
 # A tuned model's: marks of turns in the places of bos and eos; the end of documents beside them.

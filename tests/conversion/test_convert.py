@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from bases import NAMES, base, tokens
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -14,6 +13,7 @@ import latte
 from latte.cli import main
 from latte.conversion import convert
 from latte.errors import LatteError
+from tests.conversion.bases import NAMES, base, tokens
 
 
 @pytest.fixture

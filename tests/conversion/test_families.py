@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from bases import NAMES, WINDOW, base, base_logits, converted, full_layers, tokens
 
 from latte.conversion.modeling import FAMILIES
+from tests.conversion.bases import NAMES, WINDOW, base, base_logits, converted, full_layers, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

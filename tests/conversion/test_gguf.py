@@ -20,9 +20,8 @@ from latte.train.converted import mixing
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 
-from gguf_files import TOKENIZER, TOKENS, small_base, write_gguf  # noqa: E402
-
 from latte.gguf import TRANSFORMERS, open_gguf  # noqa: E402
+from tests.conversion.gguf_files import TOKENIZER, TOKENS, small_base, write_gguf  # noqa: E402
 
 VERSION = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
 pytestmark = pytest.mark.skipif(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bases import NAMES, WINDOW, base, converted, tokens
 
 from latte import LatteError
 from latte.conversion import convert
@@ -20,6 +19,7 @@ from latte.conversion.landmarks import (
 )
 from latte.conversion.transfer import watch
 from latte.layers.latent_input import window_share
+from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
 
 def rotation(model, layer, offsets):

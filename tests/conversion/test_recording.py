@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from bases import converted, tokens
 from safetensors import safe_open
 
 from latte.conversion.landmarks import set_landmarks
 from latte.conversion.recording import FitOptions, LayerFit, record
 from latte.conversion.transfer import run_teacher
+from tests.conversion.bases import converted, tokens
 
 FIELDS = {"latent_input": "none", "delay_latents": True}
 

@@ -5,10 +5,10 @@ Its laws are in ``tests/models/test_laws.py``.
 
 import pytest
 import torch
-from bases import NAMES, converted, tokens
 
 from latte.errors import LatteError
 from latte.models import LatteCache
+from tests.conversion.bases import NAMES, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

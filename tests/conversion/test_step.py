@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
-from bases import NAMES, converted, tokens
 from torch.profiler import ProfilerActivity, profile
 
 from latte.models import LatteCache
 from latte.ops import cpp_backend
+from tests.conversion.bases import NAMES, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 BOTH = {"num_sinks": 3, "delay_latents": True, "latent_input": "none"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bases import base, converted, tokens
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from latte.cli import main
 from latte.conversion import apply_latents, save_latents
 from latte.errors import LatteError
+from tests.conversion.bases import base, converted, tokens
 
 FIELDS = {"latent_input": "none", "num_sinks": 2, "delay_latents": True, "joint_softmax": True}
 

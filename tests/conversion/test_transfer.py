@@ -8,12 +8,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from bases import NAMES, WINDOW, base_logits, converted, tokens
 from torch.distributed.tensor import DTensor
 
 from latte.conversion.attention import Projections
 from latte.conversion.transfer import Teacher, base_attention, carry, run_teacher
 from latte.layers import Piece
+from tests.conversion.bases import NAMES, WINDOW, base_logits, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 PLAIN = Piece(torch.empty(2, 17, 0))

@@ -12,7 +12,8 @@ import torch
 from latte.cli import main
 from latte.errors import LatteError
 from latte.evaluate import benchmark as module
-from latte.evaluate.benchmark import COLUMNS, OPS, Case, Settings, benchmark, check
+from latte.evaluate.benchmark import COLUMNS, Case, Settings, benchmark, check
+from latte.evaluate.benchmark_ops import OPS
 from latte.models.registry import find_model
 
 TINY: dict[str, Any] = {

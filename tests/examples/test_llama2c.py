@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llama2c_reference import (
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.llama2c import (
+    import_llama2c,
+    load_llama2c,
+    load_llama2c_tokenizer,
+    merges_by_score,
+)
+from tests.examples.llama2c_reference import (
     Llama2cTokenizer,
     Sizes,
     checkpoint_bytes,
@@ -24,14 +32,6 @@ from llama2c_reference import (
     read_tokenizer,
     tokenizer_bytes,
     vocabulary,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from examples.llama2c import (
-    import_llama2c,
-    load_llama2c,
-    load_llama2c_tokenizer,
-    merges_by_score,
 )
 
 DATA = Path(os.environ.get("LATTE_DATA") or Path(__file__).parents[3] / "shared" / "data")

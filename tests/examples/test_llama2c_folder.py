@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from llama2c_reference import Sizes, checkpoint_bytes, random_weights, tokenizer_bytes, vocabulary
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.llama2c import import_llama2c, load_llama2c, load_llama2c_tokenizer, main
 from latte.errors import LatteError
+from tests.examples.llama2c_reference import (
+    Sizes,
+    checkpoint_bytes,
+    random_weights,
+    tokenizer_bytes,
+    vocabulary,
+)
 
 
 def small_files(folder: Path) -> tuple[Path, Path]:

@@ -22,8 +22,7 @@ VERSION = tuple(map(int, importlib.metadata.version("transformers").split(".")[:
 pytestmark = pytest.mark.skipif(
     VERSION < TRANSFORMERS, reason=f"GGUF files need transformers {TRANSFORMERS}, this is {VERSION}"
 )
-sys.path.append(str(Path(__file__).parents[1] / "conversion"))
-from gguf_files import small_base, write_gguf  # noqa: E402
+from tests.conversion.gguf_files import small_base, write_gguf  # noqa: E402
 
 OVERRIDES = [
     *("conversion.num_latents=8", "conversion.window=8", "data.block_length=64"),

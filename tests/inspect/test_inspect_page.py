@@ -72,7 +72,7 @@ def opened(browser, make_model, byte, tmp_path):
     assert not troubles
 
 
-def settle(page, **chosen):
+def wait_until_shown(page, **chosen):
     """Wait until the page shows what was picked."""
     for name, value in chosen.items():
         page.wait_for_function(
@@ -119,11 +119,11 @@ def test_a_token_and_a_latent_are_clicked(opened):
     page, inspection = opened("latte-r-swa++")
     page.select_option("#layer", label="1")
     page.select_option("#head", label="1")
-    settle(page, layer=1, head=1, token=SHOWN - 1)
+    wait_until_shown(page, layer=1, head=1, token=SHOWN - 1)
     mixing = inspection.layers[1]
 
     page.locator("#text .token").nth(30).click()
-    settle(page, token=30, state=-1)
+    wait_until_shown(page, token=30, state=-1)
     selected = page.locator("#text [aria-selected=true]")
     assert selected.count() == 1
     assert selected.inner_text() == inspection.tokens[30]
@@ -140,22 +140,22 @@ def test_a_token_and_a_latent_are_clicked(opened):
     )
 
     page.locator("#states .state").nth(4).click()  # all, window, latents 1, 2, 3
-    settle(page, state=3)
+    wait_until_shown(page, state=3)
     assert page.locator("#states [aria-selected=true]").inner_text().startswith("latent 3")
     check_sources(page, mixing.latent_weights(1, SHOWN)[2, 30])
     page.locator("#states .state").nth(1).click()
-    settle(page, state=0)
+    wait_until_shown(page, state=0)
     check_sources(page, mixing.window_HPP[1, 30])
     assert sources(page).keys() <= set(range(31 - WINDOW, 31))
 
     page.locator("#text .token").nth(0).click()  # the first token sees itself alone
-    settle(page, token=0)
+    wait_until_shown(page, token=0)
     assert sources(page) == {0: 1.0}
 
 
 def test_the_keyboard_is_enough(opened):
     page, _ = opened("latte-r-swa++", "#layer=1&head=0&token=20&state=2")
-    settle(page, layer=1, head=0, token=20, state=2)
+    wait_until_shown(page, layer=1, head=0, token=20, state=2)
     focused = (
         "document.activeElement.getAttribute('aria-label') ?? document.activeElement.innerText"
     )
@@ -165,16 +165,16 @@ def test_the_keyboard_is_enough(opened):
         order.append(page.evaluate("document.activeElement.closest('[id]').id"))
     assert order == ["layer", "head", "text", "states"]
     page.keyboard.press("ArrowDown")
-    settle(page, state=3)
+    wait_until_shown(page, state=3)
     assert page.evaluate(focused).startswith("latent 3,")
     page.keyboard.press("Home")
-    settle(page, state=-1)
+    wait_until_shown(page, state=-1)
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("ArrowLeft")
-    settle(page, token=19)
+    wait_until_shown(page, token=19)
     assert page.locator("#text .token").nth(19).evaluate("e => e === document.activeElement")
     page.keyboard.press("End")
-    settle(page, token=SHOWN - 1)
+    wait_until_shown(page, token=SHOWN - 1)
     page.keyboard.press("ArrowRight")  # nothing beyond
     page.keyboard.press("ArrowUp")
     page.wait_for_function("JSON.parse(document.body.dataset.shown).token < 47")
@@ -212,15 +212,15 @@ def test_latents_that_are_fed_late(opened):
     mixing = LayerMixing(states, keys, window, width=5, delay=delay)
     late = Inspection("late", [f"{n} " for n in range(T)], T, {7: mixing})
     page, _ = opened(late, "#layer=7&token=3&state=2")
-    settle(page, token=3, state=2)
+    wait_until_shown(page, token=3, state=2)
     assert "latent 2 sees nothing yet" in page.inner_text("#status")
     assert sources(page) == {} and max(shades(page)) == 0
     page.locator("#text .token").nth(12).click()
-    settle(page, token=12)
+    wait_until_shown(page, token=12)
     check_sources(page, mixing.latent_weights(0, T)[1, 12])
     assert set(sources(page)) == set(range(8))
     page.locator("#states .state").nth(0).click()
-    settle(page, state=-1)
+    wait_until_shown(page, state=-1)
     check_sources(page, mixing.source_weights(0, T)[12])
 
 

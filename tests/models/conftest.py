@@ -1,16 +1,11 @@
 """Small models of every preset, at a weight scale where a broken cache is seen."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-# Make ``modeldb`` importable, and what it imports, whatever pytest's import mode.
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("models", "conversion")]
-
-import modeldb  # noqa: E402
+from tests.models import modeldb
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import bases
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from latte.models import (
     LatteModel,
     preset_config,
 )
+from tests.conversion import bases
 
 CLASSES = {
     "lm": LatteForCausalLM,

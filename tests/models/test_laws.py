@@ -10,13 +10,13 @@ import copy
 
 import pytest
 import torch
-from modeldb import CONVERSIONS, ROWS, VOCABULARY, named, tokens
 from transformers import CompileConfig, GenerationConfig
 
 from latte.layers.state import map_tensors
 from latte.models import PRESETS, LatteCache, load_state, save_state
 from latte.models.cache import tensors_in
 from latte.ops import cpp_backend, use_backend
+from tests.models.modeldb import CONVERSIONS, ROWS, VOCABULARY, named, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -1,19 +1,15 @@
-"""Make ``helpers`` importable, whatever pytest's import mode, and set Triton's interpreter up."""
+"""Set Triton's interpreter up; small tiles for its kernels."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import triton_interpreter
+    from tests import triton_interpreter
 
-    triton_interpreter.quicken()
+    triton_interpreter.speed_up_interpreter()
     triton_interpreter.scan_and_round()
 
 

@@ -5,7 +5,7 @@ What is exact comes from fp64: the equations in O(T^2) at 777 tokens, the PyTorc
 beyond. A result may err at most twice what the equations (or the PyTorch backend) in the same
 precision err; the floor of a few ulps is for where those are exact by luck. Laws need no judge.
 
-    python tests/ops/gpu_correctness.py [GROUP...] [--quick] [--out DIR] [--device DEVICE]
+    python -m tests.ops.gpu_correctness [GROUP...] [--quick] [--out DIR] [--device DEVICE]
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents per head, K key
 width, D value width, W window, n sinks, E channels, C taps, N states.
@@ -21,18 +21,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # a script beside scripts
-
-from gpu_common import Place, forget, options, place, reason, stop_if_broken
-from opdb import OPS, VALUES, Bench, Failed, leaves, lift, map_state
-from opdb import judge as judge_all
-from records import say
 from torch import Tensor
+
+from benchmarks.gpu_common import Place, forget, options, place, reason, stop_if_broken
+from benchmarks.records import say
+from tests.ops.opdb import OPS, VALUES, Bench, Failed, leaves, lift, map_state
+from tests.ops.opdb import judge as judge_all
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SIZES = {"H": 8, "G": 8, "L": 32, "K": 64, "D": 64, "W": 128, "n": 4, "E": 1024, "C": 3}

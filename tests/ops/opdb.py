@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from helpers import assert_same, boundaries, key_mask
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,6 +35,7 @@ from latte.ops import (
     window_log_mass,
 )
 from latte.ops.tensors import computation_dtype
+from tests.ops.helpers import assert_same, boundaries, key_mask
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SIZES = {"H": 4, "G": 2, "L": 3, "K": 6, "D": 5, "W": 8, "n": 3, "E": 5, "C": 3}

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from helpers import latte_inputs, macchiato_inputs, randn
 
 from latte.ops import (
     api,
@@ -23,6 +22,7 @@ from latte.ops import (
     use_backend,
 )
 from latte.ops.backend import choose
+from tests.ops.helpers import latte_inputs, macchiato_inputs, randn
 
 NATIVE = "cpu" if cpp_backend.ABSENT is None else "torch"
 X = randn(1, 9, 4)

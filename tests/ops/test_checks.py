@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers import latte_inputs, latte_state, macchiato_inputs, randn
 
 from latte.ops import (
     LatteState,
@@ -19,6 +18,7 @@ from latte.ops import (
     rg_lru,
     sliding_window_attention,
 )
+from tests.ops.helpers import latte_inputs, latte_state, macchiato_inputs, randn
 
 q, k, v = latte_inputs(2, 6)
 MACCHIATO = macchiato_inputs(2, 6)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import boundaries, key_mask, latte_inputs, macchiato_inputs, randn
 
 from latte.ops.torch_backend.latte import bidirectional_op, causal_op
 from latte.ops.torch_backend.recurrence import linear_recurrence
 from latte.ops.torch_backend.window import window_op
+from tests.ops.helpers import boundaries, key_mask, latte_inputs, macchiato_inputs, randn
 
 
 @pytest.mark.parametrize("op", [causal_op, bidirectional_op])

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import F64, randn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from latte.ops.custom_ops import Written, custom_op, differentiable_op
+from tests.ops.helpers import F64, randn
 
 
 class Affine(NamedTuple):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+
+from latte.ops import (
+    LatteState,
+    cpp_backend,
+    latte_attention,
+    macchiato_attention,
+)
+from latte.ops.step import Ring, latte_step, macchiato_step
+from tests.ops.helpers import (
     F64,
     assert_same,
     flat,
@@ -15,15 +23,7 @@ from helpers import (
     relative_error,
     values_and_gradients,
 )
-from opdb import OPS, Bench
-
-from latte.ops import (
-    LatteState,
-    cpp_backend,
-    latte_attention,
-    macchiato_attention,
-)
-from latte.ops.step import Ring, latte_step, macchiato_step
+from tests.ops.opdb import OPS, Bench
 
 W = 8
 # Who serves latents that forget, beside the reference.

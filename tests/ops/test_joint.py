@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import randn
 
 from latte.ops import Sinks, macchiato_attention, window_log_mass
+from tests.ops.helpers import randn
 
 B, T, H, G, L, K, D, W, SINKS = 2, 23, 4, 2, 5, 8, 6, 7, 3
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+
+from latte.ops import latte_attention
+from latte.ops.torch_backend import latte as torch_latte
+from latte.ops.torch_backend import linear_domain, pairwise
+from latte.ops.torch_backend.batching import Carry
+from latte.ops.torch_backend.latte import LatteSegment
+from tests.ops.helpers import (
     assert_same,
     key_mask,
     latte_inputs,
     randn,
     values_and_gradients,
 )
-from opdb import OPS, Bench
-
-from latte.ops import latte_attention
-from latte.ops.torch_backend import latte as torch_latte
-from latte.ops.torch_backend import linear_domain, pairwise
-from latte.ops.torch_backend.batching import Carry
-from latte.ops.torch_backend.latte import Segment
+from tests.ops.opdb import OPS, Bench
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -54,8 +54,11 @@ def test_fast_and_safe_kernels_agree(masked, monkeypatch):
 
     quick = values_and_gradients(fn, inputs)
     assert taken == [linear_domain]
-    run = Segment.run
-    monkeypatch.setattr(Segment, "run", lambda self, t, state, short: run(self, t, state, True))
+    run_from = LatteSegment.run_from
+    # Level 1: the run before was short.
+    monkeypatch.setattr(
+        LatteSegment, "run_from", lambda self, t, state, _: run_from(self, t, state, 1)
+    )
     slow = values_and_gradients(fn, inputs)
     assert taken == [linear_domain, pairwise]
     assert_same(quick, slow, 1e-12)

@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, boundaries, key_mask, threads
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from opdb import (
+
+import latte.ops
+from latte.ops import attention_weights, cpp_backend
+from tests.ops.helpers import assert_same, boundaries, key_mask, threads
+from tests.ops.opdb import (
     BF16,
     EXTREMES,
     F16,
@@ -37,9 +40,6 @@ from opdb import (
     map_state,
     with_leaves,
 )
-
-import latte.ops
-from latte.ops import attention_weights, cpp_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available()

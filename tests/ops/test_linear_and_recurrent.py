@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from helpers import F64, assert_same, latte_inputs, randn, values_and_gradients
-from opdb import OPS, Bench, leaves
 
 from latte.ops import latte_attention, linear_attention, rg_lru
 from latte.ops.api import FEATURE_MAPS
+from tests.ops.helpers import F64, assert_same, latte_inputs, randn, values_and_gradients
+from tests.ops.opdb import OPS, Bench, leaves
 
 FLAGS = pytest.mark.parametrize(
     ("masked", "packed", "carried"),

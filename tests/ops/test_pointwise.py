@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, randn, relative_error, values_and_gradients
 from torch.autograd.graph import saved_tensors_hooks
 
 from latte.ops import pointwise, use_backend
 from latte.ops.cpp_backend import ABSENT
 from latte.ops.tensors import computation_dtype
+from tests.ops.helpers import F64, randn, relative_error, values_and_gradients
 
 NATIVE = pytest.mark.skipif(ABSENT is not None, reason=f"no native kernels: {ABSENT}")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=NATIVE)])

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+
+from latte.ops import Sinks, cpp_backend, macchiato_attention, sliding_window_attention
+from latte.ops.torch_backend import macchiato as torch_macchiato
+from latte.ops.torch_backend.window import window_op as torch_window_op
+from tests.ops.helpers import (
     assert_same,
     boundaries,
     key_mask,
@@ -16,10 +20,6 @@ from helpers import (
     randn,
     window_state,
 )
-
-from latte.ops import Sinks, cpp_backend, macchiato_attention, sliding_window_attention
-from latte.ops.torch_backend import macchiato as torch_macchiato
-from latte.ops.torch_backend.window import window_op as torch_window_op
 
 NATIVE = pytest.mark.skipif(cpp_backend.ABSENT is not None, reason="no native kernels")
 

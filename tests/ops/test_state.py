@@ -7,11 +7,11 @@ import pickle
 
 import pytest
 import torch
-from helpers import F64, assert_same, latte_inputs, latte_state, randn
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from latte.ops import LatteState, latte_attention
+from tests.ops.helpers import F64, assert_same, latte_inputs, latte_state, randn
 
 FORGETTING = pytest.mark.parametrize("forgetting", [False, True])
 

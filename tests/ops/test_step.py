@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-from helpers import F64, key_mask, latte_inputs, macchiato_inputs, randn, relative_error
 
 from latte.ops import LatteState, cpp_backend, reference, use_backend
 from latte.ops.step import (
@@ -20,6 +19,7 @@ from latte.ops.step import (
     window_step,
 )
 from latte.ops.tensors import Local, Sequences, computation_dtype
+from tests.ops.helpers import F64, key_mask, latte_inputs, macchiato_inputs, randn, relative_error
 
 B, T, H, L, K, D = 2, 14, 4, 3, 6, 5
 

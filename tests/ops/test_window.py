@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, assert_same, macchiato_inputs
 
 from latte.ops import macchiato_attention, sliding_window_attention
+from tests.ops.helpers import F64, assert_same, macchiato_inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

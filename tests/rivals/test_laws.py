@@ -7,27 +7,13 @@ from latte.rivals.base import ComparatorMixer
 from latte.rivals.low_rank import Linformer, Luna
 from latte.rivals.mega import Mega
 from latte.rivals.state_spaces import H3, S5
+from tests.rivals.comparators import LAYERS, names
 
-LAYERS = {
-    "mega": lambda **o: Mega(16, num_averages=3, **o),
-    "mega-chunks": lambda **o: Mega(16, num_averages=3, chunk_size=4, **o),
-    "h3": lambda **o: H3(16, num_states=6, **o),
-    "h3-heads": lambda **o: H3(16, num_states=6, head_dim=4, **o),
-    "s5": lambda **o: S5(16, num_states=12, **o),
-    "s5-blocks": lambda **o: S5(16, num_states=12, num_blocks=3, **o),
-    "luna": lambda **o: Luna(16, 4, num_memories=5, **o),
-    "linformer": lambda **o: Linformer(16, 4, max_length=14, projected_length=6, **o),
-}
-EXACT = ("s5", "s5-blocks", "luna")  # the others transform the whole sequence at once
-CAUSAL = [name for name in LAYERS if name != "linformer"]
-BOTH_WAYS = [name for name in LAYERS if not name.startswith("h3")]
+CAUSAL, BOTH_WAYS = (names(LAYERS, field) for field in ("causal", "both_ways"))
 
 
 def build(name, **options):
-    torch.manual_seed(0)
-    if name == "linformer":
-        options["causal"] = False
-    return LAYERS[name](**options).double()
+    return LAYERS[name].build(**options)
 
 
 def inputs(batch=2, length=11, seed=0):
@@ -42,7 +28,7 @@ def test_the_future_cannot_change_the_past(name):
     other[:, 7:] += 3.0
     with torch.no_grad():
         one, two = layer(x), layer(other)
-    if name in EXACT:
+    if LAYERS[name].exact:
         assert torch.equal(one[:, :7], two[:, :7])
     else:
         torch.testing.assert_close(one[:, :7], two[:, :7], atol=1e-13, rtol=1e-13)
@@ -73,7 +59,7 @@ def test_padding_changes_nothing(name, causal):
         right = layer(torch.cat([x, junk], 1), mask)[:, :7]
         left = layer(torch.cat([junk, x], 1), mask.flip(1))[:, 3:]
     torch.testing.assert_close(right, bare, atol=1e-12, rtol=1e-12)
-    if name in ("mega-chunks", "linformer"):
+    if LAYERS[name].from_the_first:
         assert not torch.allclose(left, bare)
     else:
         torch.testing.assert_close(left, bare, atol=1e-12, rtol=1e-12)
@@ -81,7 +67,7 @@ def test_padding_changes_nothing(name, causal):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_row_without_tokens_is_finite(name):
-    layer, x = build(name, **({} if name in CAUSAL else {"causal": False})), inputs()
+    layer, x = build(name), inputs()
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0] = False
     x.requires_grad_()

@@ -16,12 +16,8 @@ from typing import Any
 
 import torch
 
-OPS = Path(__file__).parents[1] / "ops"
-sys.path[:0] = [str(OPS), str(OPS / "cpp_backend")]
-
-import calls  # noqa: E402
-
-from latte.ops import cpp_backend  # noqa: E402
+from latte.ops import cpp_backend
+from tests.ops.cpp_backend import calls
 
 THREADS = 3
 ATTENTION = ("latte", "macchiato", "window")

@@ -89,7 +89,7 @@ def main() -> None:
     log = options.folder / "calls.log"
     log.unlink(missing_ok=True)
     environment = os.environ | SETTINGS | {"LD_PRELOAD": preloaded(build.find_compiler())}
-    environment |= {"PYTHONPATH": str(options.folder), "OMP_NUM_THREADS": "2"}
+    environment |= {"PYTHONPATH": f"{options.folder}:{ROOT}", "OMP_NUM_THREADS": "2"}
     environment.pop("ATEN_CPU_CAPABILITY", None)
     for level, flag in LEVELS.items():
         if flag not in flags and level != "default":
@@ -97,7 +97,7 @@ def main() -> None:
             continue
         arguments = [str(options.seconds), str(options.first_seed), str(log), str(library)]
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("fuzz.py")), *arguments],
+            [sys.executable, "-m", "tests.sanitize.fuzz", *arguments],
             env=environment | ({"ATEN_CPU_CAPABILITY": level} if level else {}),
         )
         if done.returncode:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from modeldb import ROWS, VOCABULARY
 
 from latte.serve.reading import Reader
 from latte.serve.rows import joined
 from latte.serve.states import StateStore
+from tests.models.modeldb import ROWS, VOCABULARY
 
 PIECE = 8
 SAID = 8  # tokens of an answer

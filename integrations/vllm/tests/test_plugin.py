@@ -12,7 +12,7 @@ import pytest
 
 import latte
 from latte.models import preset_config
-from latte_vllm.plugin import ARCHITECTURES, BLOCK, MODEL, check_model, settle
+from latte_vllm.plugin import ARCHITECTURES, BLOCK, MODEL, check_and_adjust, check_model
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parents[1]
@@ -113,18 +113,18 @@ SIZES = {"block_size": 32, "user_specified_block_size": True, "mamba_block_size"
 )
 def test_settings_that_would_be_misread_are_refused_in_one_line(fields, message):
     with pytest.raises(latte.LatteError, match=f"^Latte's models in vLLM: {message}[^\n]*$"):
-        settle(settings(**fields))
+        check_and_adjust(settings(**fields))
 
 
 def test_all_that_is_wrong_is_said_at_once():
     wrong = settings(cache={"cache_dtype": "fp8"}, lora_config=object())
     with pytest.raises(latte.LatteError, match="LoRA adapters and a cache in 'fp8' cannot be"):
-        settle(wrong)
+        check_and_adjust(wrong)
 
 
 def test_a_sequence_has_one_page_and_no_graph_is_captured():
     vllm = settings()
-    settle(vllm)
+    check_and_adjust(vllm)
     assert vllm.cache_config.mamba_cache_mode == "none"
     assert vllm.cache_config.mamba_block_size == vllm.model_config.max_model_len
     assert vllm.model_config.enforce_eager
@@ -141,7 +141,7 @@ def test_a_sequence_has_one_page_and_no_graph_is_captured():
 )
 def test_with_prefix_caching_pages_are_of_blocks_and_the_size_stays(asked, tokens):
     vllm = settings(cache=CACHED | asked)
-    settle(vllm)
+    check_and_adjust(vllm)
     cache = vllm.cache_config
     assert cache.mamba_cache_mode == "align" and cache.user_specified_block_size
     assert cache.block_size == cache.mamba_block_size == tokens

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte import machine, ops
+from latte import machine
 from latte.errors import LatteError, one_line
+from latte.evaluate.benchmark_ops import OPS, op_call, op_table
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
 from latte.models.registry import find_model, other_models
@@ -34,7 +35,6 @@ from latte.results import results_at, writable_folder
 from latte.train.recipe import ModelSection, Recipe
 from latte.train.run import model_config
 
-OPS = ("latte", "macchiato", "window", "linear", "rg-lru", "softmax")
 MODES = ("forward", "forward+backward", "decode")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PREFILL = 512  # tokens of a context that are read at a time
@@ -301,44 +301,14 @@ def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
 
 
 def _op(case: Case, settings: Settings) -> Callable[[int], Call]:
-    B, H, L, D = settings.batch, settings.heads, settings.latents, settings.head_dim
-    chosen: dict[str, Any] = {"backend": settings.backend}
-    window: dict[str, Any] = {"window": settings.window, **chosen}
-    latent, local, channels = (H, L), (H, D), (H * D,)
-    # name -> the op on tensors, and the inputs' shapes after (B, T)
-    table: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
-        "latte": (lambda *x: ops.latte_attention(*x, **chosen)[0], [latent, latent, local]),
-        "macchiato": (
-            lambda *x: ops.macchiato_attention(*x, **window)[0],
-            [(H, L + 1), latent, local, local, local],
-        ),
-        "window": (lambda *x: ops.sliding_window_attention(*x, **window)[0], [local] * 3),
-        "linear": (
-            lambda *x: ops.linear_attention(*x, feature_map="elu", **chosen)[0],
-            [latent, latent, local],
-        ),
-        "rg-lru": (lambda x, r, i: ops.rg_lru(x, r, i, theta, **chosen)[0], [channels] * 3),
-        "softmax": (_softmax, [local] * 3),
-    }
-    op, shapes = table[case.name]
     like: dict[str, Any] = {"device": settings.place, "dtype": DTYPES[settings.dtype]}
-    theta = torch.randn(H * D, device=settings.place)
+    sizes = {name: getattr(settings, name) for name in ("heads", "latents", "head_dim", "window")}
 
     def make(length: int) -> Call:
-        inputs = [torch.randn(B, length, *shape, **like) for shape in shapes]
-        if case.mode == "forward":
-            return torch.no_grad()(lambda: op(*inputs))
-        leaves = [x.requires_grad_() for x in inputs]
-        with torch.no_grad():
-            dy = torch.randn_like(op(*inputs))
-        return lambda: torch.autograd.grad(op(*leaves), leaves, dy)
+        op, shapes = op_table(settings.batch, length, **sizes, backend=settings.backend)[case.name]
+        return op_call(case.mode, op, [torch.randn(shape, **like) for shape in shapes])
 
     return make
-
-
-def _softmax(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _model(case: Case, settings: Settings) -> Callable[[int], Call]:

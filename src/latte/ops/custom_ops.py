@@ -173,7 +173,7 @@ def differentiable_op(
         elif twice and differentiable_backward is not None:
             _, saved, numbers = _split((*tensors, *numbers), count, len(saves))
             by_name = differentiable_backward(arguments(*tensors[:count], *numbers), *grads, *saved)
-            places, found = wanted, [by_name[x] for x in gradients]
+            places, found = wanted, tuple(by_name[x] for x in gradients)
         else:
             places, found = wanted, backward_op(*grads, *tensors, *numbers)
         for i, dx in zip(places, found, strict=True):

@@ -95,7 +95,7 @@ def latte_step(
     B, H, L, D = mean.shape
     if log_decay is not None:
         _forget(log_mass, log_decay, real)
-    _see(k, v, log_mass, mean, real)
+    _read_source(k, v, log_mass, mean, real)
     p_BHL = in_dtype(q, mean.dtype).softmax(-1)
     out = torch.bmm(p_BHL.view(B * H, 1, L), mean.view(B * H, L, D))
     return in_dtype(out.view(B, H, D), v.dtype)
@@ -162,7 +162,7 @@ def macchiato_step(
         source = _leaving(latent_k, ring, pending, slot, real)
     if log_decay is not None:
         _forget(log_mass, log_decay, real)
-    _see(*source[:2], log_mass, mean, source[2])
+    _read_source(*source[:2], log_mass, mean, source[2])
     local = q, k, v, ring, slot, real, scale, softcap, rotary, mean.dtype, None, sinks
     near, log_mass_BH1 = _attend(*local, want_mass=joint)
     p_BHX = in_dtype(latent_q, mean.dtype)
@@ -325,7 +325,7 @@ def _forget(log_mass: Tensor, log_decay: Tensor, real: Tensor | None) -> None:
     log_mass.add_(decay if real is None else torch.where(real[:, None, None], decay, 0.0))
 
 
-def _see(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None) -> None:
+def _read_source(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Tensor | None) -> None:
     """The latents' state after one more source, in place.
 
     ``e^{k - A'} = sigmoid(k - A)``, which is 1 for the empty state, and exact where it is small.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from helpers import threads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +31,7 @@ from latte.ops import (
     step,
 )
 from latte.ops.tensors import computation_dtype
+from tests.ops.helpers import threads
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ops: Any = torch.ops.latte

@@ -3,13 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 from latte.ops.cpp_backend import ABSENT
 from latte.ops.cpp_backend.build import BuildError, find_compiler, native_mode

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import calls
 import pytest
 import torch
-from helpers import F64, macchiato_inputs, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,6 +19,8 @@ from latte.ops import (
     rg_lru,
     sliding_window_attention,
 )
+from tests.ops.cpp_backend import calls
+from tests.ops.helpers import F64, macchiato_inputs, randn
 
 OPS = sorted(
     name.removeprefix("latte::")
@@ -231,7 +231,7 @@ def test_several_threads_at_once():
 def test_other_instructions_give_the_same(instructions, with_instructions):
     """Every op, forward and backward, as a processor without the best ones runs it."""
     code = (
-        "import sys, torch, calls\n"
+        "import sys, torch\nfrom tests.ops.cpp_backend import calls\n"
         "found = {(k, s): calls.call(k, s) for k in calls.KINDS for s in range(10)}\n"
         "torch.save(found, sys.argv[1])\n"
     )

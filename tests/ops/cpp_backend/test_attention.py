@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import boundaries, key_mask, latte_state, macchiato_inputs, randn, window_state
-from opdb import OPS, Bench
 
 from latte.ops import cpp_backend, sliding_window_attention
+from tests.ops.helpers import (
+    boundaries,
+    key_mask,
+    latte_state,
+    macchiato_inputs,
+    randn,
+    window_state,
+)
+from tests.ops.opdb import OPS, Bench
 
 
 @pytest.mark.parametrize("op", ["macchiato", "latte", "window"])

@@ -11,13 +11,13 @@ import random
 import subprocess
 from collections.abc import Iterable
 
-import calls
 import pytest
 import torch
-from helpers import assert_same, threads
-from opdb import EXTREMES, F64, OPS, Bench, judge
 
 from latte.ops.cpp_backend import build
+from tests.ops.cpp_backend import calls
+from tests.ops.helpers import assert_same, threads
+from tests.ops.opdb import EXTREMES, F64, OPS, Bench, judge
 
 MANY = 32  # threads, more than there are heads of sequences in any test here
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, randn, relative_error
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ from latte.layers.native import linear_maps, native_weights
 from latte.layers.recurrent import STEP_KINDS
 from latte.ops import dense, use_backend
 from latte.ops.step import rg_lru_step
+from tests.ops.helpers import F64, randn, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
 SHAPES = pytest.mark.parametrize(("M", "E"), [(1, 1), (3, 7), (4, 16), (9, 31), (65, 100)])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import randn
 
 from latte.errors import LatteError
 from latte.layers import RMSNorm
 from latte.ops import causal_conv1d, cpp_backend, notices, rg_lru, step, use_backend
 from latte.ops.cpp_backend import build, library
+from tests.ops.helpers import randn
 
 SOURCES, SYSTEMS = Path(build.__file__).parent, build.SYSTEMS
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, randn, relative_error
 from torch import nn
 
 from latte.layers import RMSNorm, RotaryEmbedding, SwiGLU
 from latte.layers.parts import apply_rotary
 from latte.ops import use_backend
+from tests.ops.helpers import F64, randn, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+
+from latte.ops import causal_conv1d, cpp_backend, rg_lru
+from tests.ops.helpers import (
     F64,
     assert_same,
     boundaries,
@@ -12,8 +14,6 @@ from helpers import (
     randn,
     values_and_gradients,
 )
-
-from latte.ops import causal_conv1d, cpp_backend, rg_lru
 
 
 def lru_inputs(B, T, E):

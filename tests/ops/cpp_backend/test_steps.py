@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
 from torch.profiler import profile
 
 from latte.layers import RGLRU, RMSNorm
@@ -20,6 +19,7 @@ from latte.ops.step import (
     window_step,
 )
 from latte.ops.tensors import computation_dtype
+from tests.ops.helpers import F64, latte_inputs, macchiato_inputs, randn, relative_error
 
 B, H, G, L, K, D, W, E = 2, 4, 2, 3, 6, 20, 5, 21
 
@@ -176,7 +176,7 @@ def sized(size, dtype, to=None, rows=slice(None)):
 def test_any_size_on_any_processor(instructions, with_instructions):
     """As exact as PyTorch's operations, with what instructions this processor has."""
     code = (
-        "import sys, torch, test_steps as t\n"
+        "import sys, torch\nfrom tests.ops.cpp_backend import test_steps as t\n"
         "dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16\n"
         "found = {(size, dtype): t.sized(size, dtype) for size in t.SIZES for dtype in dtypes}\n"
         "torch.save(found, sys.argv[1])\n"

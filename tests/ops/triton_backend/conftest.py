@@ -7,10 +7,6 @@ their own.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
 
 def runnable() -> bool:

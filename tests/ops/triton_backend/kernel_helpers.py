@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from opdb import F32, OPS, SIZES, Bench
+
+from tests.ops.opdb import F32, OPS, SIZES, Bench
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,12 +1,6 @@
 """What limits each kernel, from its machine code: no GPU is needed, and nothing is executed.
 
-    python tests/ops/triton_backend/machine_code.py [PART OF A NAME] [--cards 80 90 ...]
-    python tests/ops/triton_backend/machine_code.py --write    # the table in docs/kernels.md
-
-Two floors are put beside each other, for 65,536 tokens of 8 heads (of 2,048 channels): the time for
-the bytes that a kernel moves, and the time in which all its instructions can be issued, one per
-cycle by each quarter of a multiprocessor. Both are bounds: no kernel is faster, most are slower.
-``--write`` also leaves them where the benchmarks on a GPU find them, to put beside their times.
+``benchmarks/gpu_floors.py`` makes tables of it, and says what the two floors are.
 
 The path that is counted through a kernel is the shortest that enters no loop which it can avoid:
 those are for tokens beyond the reference's reach, and for the first token of a sequence.
@@ -14,21 +8,19 @@ those are for tokens beyond the reference's reach, and for the first token of a 
 
 from __future__ import annotations
 
-import argparse
-import csv
 import functools
 import math
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import networkx
 import torch
-from launches import BF16, COMPILE, Case, run
 from triton import knobs
+
+from tests.ops.triton_backend.launches import COMPILE, Case, run
 
 
 class Card(NamedTuple):
@@ -298,86 +290,3 @@ def analyse(case: Case, capability: int) -> list[Row]:
 
     run(case, look, capability)
     return list(found.values())
-
-
-HEADS = {"heads": (8, 8), "T": 4096}
-WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
-TIMED = {
-    f"latte, L = {L}, D = {D}": Case("latte", BF16, "plain", L=L, D=D, **HEADS) for L, D in WIDTHS
-}
-TIMED["latte, forgetting, L = 32, D = 64"] = Case("latte", BF16, "plain", forgets=True, **HEADS)
-TIMED |= {
-    f"macchiato, L = {L}, D = 64": Case("macchiato", BF16, "plain", L=L, window=128, **HEADS)
-    for L in (32, 16)
-}
-TIMED["converted, L = 16, D = 64"] = Case(
-    "macchiato",
-    BF16,
-    "plain",
-    L=16,
-    window=128,
-    heads=(9, 3),
-    T=4096,
-    sinks=4,
-    delay=True,
-    joint=True,
-)
-TIMED |= {
-    "latte, both directions": Case("latte", BF16, "plain", causal=False, **HEADS),
-    "rg_lru": Case("recurrent", BF16, "plain", D=2048, T=4096),
-    "conv": Case("convolved", BF16, "plain", D=2048, T=4096, taps=3),
-}
-ROOT = Path(__file__).parents[3]
-PAGE, FLOORS = ROOT / "docs" / "kernels.md", ROOT / "benchmarks" / "results" / "gpu_floors.csv"
-SHOWN = ("case", "kernel", "warps", "registers", "stack", "KB", "blocks", "instructions")
-SHOWN += ("exponentials", "barriers", "copies", "bytes_us", "issue_us", "expected_us")
-
-
-def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """A table in Markdown."""
-    shown = [name for name in SHOWN if name in rows[0]]
-    lines = [
-        f"| {' | '.join(shown).replace('_us', ', us')} |",
-        "|---|---|" + "---:|" * len(shown[2:]),
-    ]
-    return lines + [f"| {' | '.join(str(row[name]) for name in shown)} |" for row in rows]
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    """The table of docs/kernels.md, and the floors for the benchmarks."""
-    with FLOORS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    head, rest = PAGE.read_text("utf-8").split("<!-- machine code -->\n")
-    tail = rest.split("<!-- /machine code -->", 1)[1]
-    # Wider values are more tiles of the same.
-    table = "\n".join(lines_of([row for row in rows if "D = 256" not in row["case"]]))
-    mark = "<!-- machine code -->"
-    PAGE.write_text(f"{head}{mark}\n{table}\n<!-- /machine code -->{tail}", "utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", nargs="?", default="", help="of a case's name")
-    parser.add_argument("--cards", nargs="+", type=int, default=list(CARDS), choices=CARDS)
-    parser.add_argument("--write", action="store_true", help="an H100's, into the documentation")
-    args = parser.parse_args()
-    for capability in [90] if args.write else args.cards:
-        rows = []
-        for label, case in TIMED.items():
-            if args.part in label:
-                found = analyse(case, capability)
-                rows += [{"case": label, **row.cells(CARDS[capability])} for row in found]
-        print(
-            "\n".join([f"\n{CARDS[capability].name} (sm_{capability})\n", *lines_of(rows)]),
-            flush=True,
-        )
-        if args.write and not args.part:
-            write(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,10 +13,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from launches import BF16, Case, launching, run  # noqa: E402
-
 from latte.ops import latte_attention, macchiato_attention, sliding_window_attention  # noqa: E402
 from latte.ops.triton_backend.segments import Parts  # noqa: E402
+from tests.ops.triton_backend.launches import BF16, Case, launching, run  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter specialises nothing"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers import relative_error
-from kernel_helpers import kernels
-from opdb import BF16
 
 from latte.ops.triton_backend import segments
+from tests.ops.helpers import relative_error
+from tests.ops.opdb import BF16
+from tests.ops.triton_backend.kernel_helpers import kernels
 
 
 @pytest.mark.parametrize("shortest", [None, 1, 2], ids=["whole", "a chunk each", "two each"])

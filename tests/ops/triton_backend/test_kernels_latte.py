@@ -9,8 +9,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import key_mask, latte_inputs, relative_error
-from kernel_helpers import DEVICE, kernels
 
 from latte.ops import latte_attention
 from latte.ops.triton_backend import segments
@@ -18,6 +16,8 @@ from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
 from latte.ops.triton_backend.latte_causal import causal_op
 from latte.ops.triton_backend.segments import segment_length
 from latte.ops.triton_backend.tiles import counted
+from tests.ops.helpers import key_mask, latte_inputs, relative_error
+from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
 
 def latte(causal=True, **sizes):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same, key_mask, macchiato_inputs
-from kernel_helpers import DEVICE, kernels
 
 from latte.ops import LatteState, macchiato_attention
 from latte.ops.triton_backend import segments
 from latte.ops.triton_backend.macchiato import macchiato_op
+from tests.ops.helpers import assert_same, key_mask, macchiato_inputs
+from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
 
 def fp32_inputs(*shape, **options):

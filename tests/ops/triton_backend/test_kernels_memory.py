@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_helpers import Fences, kernels
-from opdb import OPS, leaves, with_leaves
 
 from latte.ops.triton_backend import recurrence, segments
+from tests.ops.opdb import OPS, leaves, with_leaves
+from tests.ops.triton_backend.kernel_helpers import Fences, kernels
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import F64, assert_same, boundaries, key_mask, randn
-from kernel_helpers import DEVICE, kernels
 
 from latte.ops import causal_conv1d, rg_lru
 from latte.ops.tensors import Sequences
 from latte.ops.triton_backend import recurrence as lru_module
 from latte.ops.triton_backend.convolution import convolution_op
 from latte.ops.triton_backend.recurrence import beginnings, rg_lru_op
+from tests.ops.helpers import F64, assert_same, boundaries, key_mask, randn
+from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
 CHUNKS, WALK = 10**9, 1  # from how many programs on one walk each
 CASES = [  # masked, packed, carried, reverse

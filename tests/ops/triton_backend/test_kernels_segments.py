@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same
-from kernel_helpers import kernels
 
 from latte.ops.triton_backend import launch, segments
+from tests.ops.helpers import assert_same
+from tests.ops.triton_backend.kernel_helpers import kernels
 
 ROWS = ["latte", "forgetting", "macchiato", "macchiato-forgetting"]
 SLOW = [

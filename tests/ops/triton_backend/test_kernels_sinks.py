@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same, key_mask, macchiato_inputs, randn
-from kernel_helpers import DEVICE, kernels
-from opdb import leaves, lift
 
 from latte.ops import Sinks
 from latte.ops.triton_backend import launch
 from latte.ops.triton_backend.macchiato import macchiato_op
+from tests.ops.helpers import assert_same, key_mask, macchiato_inputs, randn
+from tests.ops.opdb import leaves, lift
+from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
 ROWS = pytest.mark.parametrize("op", ["sinks", "delayed", "joint", "converted"])
 

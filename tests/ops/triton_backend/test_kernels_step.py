@@ -14,7 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
+from transformers import GenerationConfig
+
+from latte.models import LatteCache, LatteForCausalLM, cache, preset_config
+from latte.ops import LatteState, api, latte_attention, macchiato_attention, use_backend
+from latte.ops.backend import choose
+from latte.ops.triton_backend import launch, step
+from latte.ops.triton_backend.step import latte_step_op, macchiato_step_op
+from tests.ops.helpers import (
     F64,
     assert_same,
     flat,
@@ -24,14 +31,7 @@ from helpers import (
     relative_error,
     window_state,
 )
-from kernel_helpers import DEVICE, Fences
-from transformers import GenerationConfig
-
-from latte.models import LatteCache, LatteForCausalLM, cache, preset_config
-from latte.ops import LatteState, api, latte_attention, macchiato_attention, use_backend
-from latte.ops.backend import choose
-from latte.ops.triton_backend import launch, step
-from latte.ops.triton_backend.step import latte_step_op, macchiato_step_op
+from tests.ops.triton_backend.kernel_helpers import DEVICE, Fences
 
 OPS = {"latte": latte_attention, "macchiato": macchiato_attention}
 

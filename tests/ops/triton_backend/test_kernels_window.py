@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import key_mask, macchiato_inputs
-from kernel_helpers import DEVICE, kernels
 
 from latte.ops import sliding_window_attention
 from latte.ops.triton_backend.window import window_op
+from tests.ops.helpers import key_mask, macchiato_inputs
+from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
 
 def fp32_inputs(*shape, **options):

@@ -1,6 +1,6 @@
 """What the ops launch compiles for sm_90 as it is launched, within its stack and shared memory.
 
-    python tests/ops/triton_backend/test_launches.py [PART OF A NAME]   # what each kernel takes
+    python -m tests.ops.triton_backend.test_launches [PART OF A NAME]   # what each kernel takes
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, L latents, K, D widths, N sequences.
 """
@@ -16,7 +16,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from launches import (  # noqa: E402
+from latte.ops import (  # noqa: E402
+    LatteState,
+    Sinks,
+    WindowState,
+    latte_attention,
+    macchiato_attention,
+)
+from latte.ops.triton_backend import launch  # noqa: E402
+from tests.ops.triton_backend.launches import (  # noqa: E402
     BF16,
     COMMON,
     COMPILE,
@@ -31,16 +39,7 @@ from launches import (  # noqa: E402
     name,
     run,
 )
-from machine_code import CARDS, WALKS, Resources, carried_sums, resources  # noqa: E402
-
-from latte.ops import (  # noqa: E402
-    LatteState,
-    Sinks,
-    WindowState,
-    latte_attention,
-    macchiato_attention,
-)
-from latte.ops.triton_backend import launch  # noqa: E402
+from tests.ops.triton_backend.machine_code import CARDS, WALKS, Resources, carried_sums, resources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"

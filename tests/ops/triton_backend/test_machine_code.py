@@ -5,17 +5,17 @@ Bounds are a little above what the tool prints: ``machine_code.py`` says what it
 
 from __future__ import annotations
 
-import csv
 import os
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from launches import BF16, Case  # noqa: E402
-from machine_code import CARDS, FLOORS, HEADS, Code, analyse  # noqa: E402
-
+from benchmarks.gpu_floors import HEADS  # noqa: E402
+from benchmarks.records import FLOORS, read_rows  # noqa: E402
 from latte.ops.triton_backend import launch  # noqa: E402
+from tests.ops.triton_backend.launches import BF16, Case  # noqa: E402
+from tests.ops.triton_backend.machine_code import CARDS, Code, analyse  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -62,8 +62,7 @@ def test_latte_on_an_h100():
         assert row.takes.stack <= 128 and row.work.copies > 0 and row.work.carried == 0
         assert row.issue_floor < row.bytes_floor
     assert sum(rows[name].issue_floor for name in ("query_walk", "source_walk")) < 130
-    with FLOORS.open(newline="") as file:
-        written = [row for row in csv.DictReader(file) if row["case"] == "latte, L = 32, D = 64"]
+    written = [row for row in read_rows(FLOORS) if row["case"] == "latte, L = 32, D = 64"]
     for row, old in zip(rows.values(), written, strict=True):
         assert row.issue_floor == pytest.approx(float(old["issue_us"]), rel=0.05), "--write it anew"
 

@@ -10,22 +10,18 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from triton_interpreter import quicken  # noqa: E402
+from tests.triton_interpreter import speed_up_interpreter
 
 TESTS = ["test_models.py", "test_layers.py"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FOUND = all(importlib.util.find_spec(name) for name in ("fla", "triton"))
 collect_ignore = [] if INTERPRETED and FOUND else TESTS
-quicken()
+speed_up_interpreter()
 
 
 class Index(int):

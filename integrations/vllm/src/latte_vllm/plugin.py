@@ -27,7 +27,7 @@ def register() -> None:
     import latte  # noqa: F401  Transformers' Auto classes know the configurations from now on
 
     class Settings(VerifyAndUpdateConfig):
-        verify_and_update_config = staticmethod(settle)
+        verify_and_update_config = staticmethod(check_and_adjust)
         verify_and_update_model_config = staticmethod(check_model)
 
     for name in ARCHITECTURES:
@@ -55,7 +55,7 @@ def check_model(model: Any) -> None:
     )
 
 
-def settle(vllm: Any) -> None:
+def check_and_adjust(vllm: Any) -> None:
     """Refuse settings that do not work, and set those that pages of states need.
 
     Args:

@@ -12,7 +12,6 @@ It is never compiled here, because this takes minutes, and each of many processe
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 
 from latte.errors import LatteError
 from latte.ops.cpp_backend import build
+from latte.processes import is_first_process
 
 COMMAND = f"{sys.executable} -m latte.ops.cpp_backend"
 
@@ -79,5 +79,5 @@ def warns() -> bool:
 
     Only one of the processes of torchrun warns.
     """
-    speaks = os.environ.get("RANK", "0") == "0"
-    return speaks and build.native_mode() != "skip" and build.unsupported() is None
+    switched_off = build.native_mode() == "skip"
+    return is_first_process() and not switched_off and build.unsupported() is None

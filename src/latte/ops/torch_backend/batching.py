@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     tokens: Tensor | None  # (n, length) tokens of the packed row; None if not packed
     real: Tensor | None  # (n, length) bool where padded; None if nothing is
 
-    def take(self, x: Tensor, span: slice) -> Tensor:
+    def gather(self, x: Tensor, span: slice) -> Tensor:
         """Tokens ``span`` of these sequences: (B, T, ...) -> (n, span, ...)."""
         return self.view(x, span) if self.tokens is None else x[0][self.tokens[:, span]]
 
@@ -44,16 +44,16 @@ class Rows(NamedTuple):
             return x
         return x[self.ids, span]
 
-    def take_gradient(self, dx: Tensor, span: slice) -> Tensor:
-        """Like :meth:`take`. Padded positions get zero gradient."""
-        values = self.take(dx, span)
+    def gather_gradient(self, dx: Tensor, span: slice) -> Tensor:
+        """Like :meth:`gather`. Padded positions get zero gradient."""
+        values = self.gather(dx, span)
         if self.real is None:
             return values
         real = self.real[:, span]
         return values.masked_fill(~real.view(*real.shape, *[1] * (values.ndim - 2)), 0.0)
 
     def put(self, x: Tensor, span: slice, values: Tensor) -> None:
-        """Write (n, span, ...) back to where it was taken from; padding is dropped."""
+        """Write (n, span, ...) back to where it was gathered from; padding is dropped."""
         if self.tokens is None:
             self.view(x, span).copy_(values)
         elif self.real is None:
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
         return x.index_put((torch.zeros_like(tokens), tokens), values)
 
     def add(self, x: Tensor, span: slice, values: Tensor) -> None:
-        """Add (n, span, ...) where it was taken from; padding is dropped."""
+        """Add (n, span, ...) where it was gathered from; padding is dropped."""
         if self.tokens is None:
             self.view(x, span).add_(values)
         elif self.real is None:
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
         own = None if self.real is None else self.real[:, span]
         if key_mask is None:
             return own
-        mask = self.take(key_mask, span)
+        mask = self.gather(key_mask, span)
         return mask if own is None else mask & own
 
 

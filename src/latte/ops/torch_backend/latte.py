@@ -101,7 +101,7 @@ def heads_first(x_ntHD: Tensor, S: int, dtype: torch.dtype, fill: float = 0.0) -
     return out.view(n * H, S, D)
 
 
-class Segment:
+class LatteSegment:
     """What is computed at once: its inputs, heads first and in the dtype of the sums."""
 
     def __init__(
@@ -112,8 +112,8 @@ class Segment:
         key_mask: Tensor | None,
         log_decay: Tensor | None = None,
     ) -> None:
-        p, k, v = (rows.take(x, span) for x in pkv)
-        g = None if log_decay is None else rows.take(log_decay, span)
+        p, k, v = (rows.gather(x, span) for x in pkv)
+        g = None if log_decay is None else rows.gather(log_decay, span)
         self.rows, self.span, self.dtype = rows, span, p.dtype
         self.n, self.t, self.H = p.shape[:3]
         self.S = padded_length(self.t)
@@ -134,7 +134,7 @@ class Segment:
 
     def gradient(self, dout: Tensor) -> Tensor:
         """The outputs' gradient (B, T, H, D) at these tokens: (X, S, D)."""
-        dy = self.rows.take_gradient(dout, self.span)
+        dy = self.rows.gather_gradient(dout, self.span)
         return widened(heads_first(dy, self.S, self.dtype))
 
     def put(self, target: Tensor, x_XSD: Tensor, add: bool = False) -> None:
@@ -145,12 +145,12 @@ class Segment:
         put = self.rows.add if add else self.rows.put
         put(target, self.span, x_nHSD.transpose(1, 2))
 
-    def run(self, start: int, state: Carry | None, level: int) -> Run:
-        """The run of tokens from ``start`` on, as long as its kernel can serve; see ``Run``."""
+    def run_from(self, start: int, state: Carry | None, level: int) -> KernelRun:
+        """The tokens from ``start`` on that one kernel can serve."""
         k, seen, g, stop = self.k_XSL, self.seen_XS, self.g_XSL, self.S
         if k.device.type != "cpu":
             # To compute the reach of a reference would wait for the device.
-            return Run(self, slice(start, stop), state, g)
+            return KernelRun(self, slice(start, stop), state, g)
         if g is not None and not g[:, start].any():
             # Up to the first token that forgets, as where none does: to the same bits.
             forgets_S = g[:, start:].count_nonzero((0, 2)) > 0
@@ -159,15 +159,15 @@ class Segment:
             g = None
         careful = slice(start, min(stop, start + SAFE_RUN))
         if level == 2 or (level == 1 and g is None):
-            return Run(self, careful, state, g)
+            return KernelRun(self, careful, state, g)
         if g is not None:
             span = careful if level else slice(start, stop)
             size = linear_domain.SHORT_CHUNK if level else CHUNK
-            run = Run(self, span, state, g)
+            run = KernelRun(self, span, state, g)
             gauge = run.gauge(size)
             length = gauge.length()
             if length < run.length:
-                run = Run(self, slice(start, start + length), state, g)
+                run = KernelRun(self, slice(start, start + length), state, g)
                 gauge = run.gauge(size)
             masked = seen is not None
             return run.scaled(linear_domain.forgetting_keys(run.k, gauge, state, masked), level)
@@ -177,15 +177,15 @@ class Segment:
         length = linear_domain.run_length(k, top, reference)
         if length < k.shape[1]:
             top = k[:, :length].amax(1)
-        run = Run(self, slice(start, start + length), state, None)
+        run = KernelRun(self, slice(start, start + length), state, None)
         return run.scaled(linear_domain.scaled_keys(run.k, top, reference, state, run.seen))
 
     def forward(self, state: Carry | None) -> tuple[Tensor, Carry]:
         """Outputs (X, S, D) and the state after the segment."""
         outputs: list[Tensor] = []
-        run: Run | None = None
+        run: KernelRun | None = None
         while run is None or run.span.stop < self.S:
-            run = self.run(*((0, state, 0) if run is None else run.next(state)))
+            run = self.run_from(*((0, state, 0) if run is None else run.next(state)))
             out, state = run.forward()
             outputs.append(out)
         assert state is not None
@@ -198,9 +198,9 @@ class Segment:
 
         Where the latents forget the gradient of that follows dv.
         """
-        runs = [self.run(0, state, 0)]
+        runs = [self.run_from(0, state, 0)]
         while runs[-1].span.stop < self.S:
-            runs.append(self.run(*runs[-1].next(runs[-1].state_after())))
+            runs.append(self.run_from(*runs[-1].next(runs[-1].state_after())))
         parts: list[tuple[Tensor, ...]] = []
         for run in reversed(runs):
             *part, dA_XL, dmu_XLD = run.backward(dy_XSD[:, run.span], dA_XL, dmu_XLD)
@@ -210,7 +210,7 @@ class Segment:
         return *(torch.cat(xs[::-1], 1) for xs in zip(*parts, strict=True)), dA_XL, dmu_XLD
 
 
-class Run:
+class KernelRun:
     """Consecutive tokens of a segment that one kernel serves.
 
     The linear-domain kernel needs a reference that no key exceeds by far. Its run ends before such
@@ -220,7 +220,7 @@ class Run:
     """
 
     def __init__(
-        self, segment: Segment, span: slice, state: Carry | None, g_XSL: Tensor | None
+        self, segment: LatteSegment, span: slice, state: Carry | None, g_XSL: Tensor | None
     ) -> None:
         """Of the pairwise kernel, unless :meth:`scaled` says otherwise.
 
@@ -252,7 +252,7 @@ class Run:
         assert self.g is not None
         return linear_domain.Gauge.of(self.k, self.g, self.state, self.seen, size)
 
-    def scaled(self, keys: linear_domain.Scaled, level: int = 0) -> Run:
+    def scaled(self, keys: linear_domain.Scaled, level: int = 0) -> KernelRun:
         """The same, of the linear-domain kernel."""
         self.keys = keys
         self.level = level + 1 if self.length < keys.size else 0
@@ -269,7 +269,7 @@ class Run:
         return Carry.empty(self.k, self.v) if self.state is None else self.state
 
     def next(self, state: Carry | None) -> tuple[int, Carry | None, int]:
-        """The arguments of ``Segment.run`` for the run after this one."""
+        """The arguments of ``LatteSegment.run_from`` for the run after this one."""
         return self.span.stop, state, self.level
 
     def padded(self, x_XSD: Tensor, fill: float) -> Tensor:
@@ -404,7 +404,7 @@ def causal(
     for rows, segments in walks(p, v, sequences, 2 * CHUNK):
         state = initial_carry(earlier, rows)
         for span in segments:
-            part = Segment(rows, span, pkv, sequences.key_mask, log_decay)
+            part = LatteSegment(rows, span, pkv, sequences.key_mask, log_decay)
             if state is not None and span.start:
                 kept.save(part.n, state)
             y, state = part.forward(state)
@@ -437,7 +437,7 @@ def causal_backward(
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
         n = dA.shape[0] // p.shape[2]
         for i, span in reversed(list(enumerate(segments))):
-            part = Segment(rows, span, pkv, sequences.key_mask, log_decay)
+            part = LatteSegment(rows, span, pkv, sequences.key_mask, log_decay)
             state = kept.load(n, i - 1) if i else initial_carry(earlier, rows)
             found = part.backward(state, part.gradient(grads[0]), dA, dmu)
             pulled_, dk_, dv_, *forgotten, dA, dmu = found
@@ -471,7 +471,7 @@ def bidirectional(
     for rows, segments in walks(p, v, sequences):
         state = initial_carry(earlier, rows)
         for span in segments:
-            part = Segment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, pkv, sequences.key_mask)
             top = part.k_XSL.amax(1)
             e = exp_difference(part.k_XSL, top[:, None])
             mass = e.sum(1)
@@ -479,7 +479,7 @@ def bidirectional(
             state = own if state is None else state.merge(own)
         assert state is not None
         for span in segments:
-            part = Segment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, pkv, sequences.key_mask)
             part.put(out, part.p_XSL @ state.mean, add=near is not None)
         put_state(final, rows, state.log_mass(), state.mean)
         for kept, x in ((top_N, state.top), (mass_N, state.mass)):
@@ -509,11 +509,11 @@ def bidirectional_backward(
         mu = widened(mu)
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
         for span in segments:
-            part = Segment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, pkv, sequences.key_mask)
             dmu = dmu + part.p_XSL.mT @ part.gradient(grads[0])
         lost_XL = (dmu * mu).sum(-1) - dA
         for span in segments:
-            part = Segment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, pkv, sequences.key_mask)
             part.put(pulled, part.p_XSL * (part.gradient(grads[0]) @ mu.mT))
             weight = divide(exp_difference(part.k_XSL, top[:, None]), mass[:, None])
             part.put(dk, weight * (part.v_XSD @ dmu.mT - lost_XL[:, None]))

@@ -59,7 +59,7 @@ def sliding_window_attention(
     out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
     everything = slice(0, T)
     for rows in rows_of(q_BTHK, q_BTHK[0, 0].numel(), T, cu_seqlens):
-        q, k, v = (rows.take(x, everything) for x in inputs)
+        q, k, v = (rows.gather(x, everything) for x in inputs)
         y = _full(q, k, v, scale, causal, rows.visible(key_mask, everything), None)
         out = rows.scattered(out, y.to(out.dtype))
     return out
@@ -181,7 +181,7 @@ def limits(
     return upper_limits(seen, dtype)
 
 
-class Segment:
+class WindowSegment:
     """Queries that are computed at once, and the keys around them, as lines of chunks.
 
     A line has a row of ``width`` chunks for each of X = n G sequences and heads of keys: those
@@ -219,7 +219,7 @@ class Segment:
         self.keys_span = slice(self.low, self.high)
         self.pad = self.low - first
         self.old = min(P, self.pad)
-        queries = rows.take(q, span)
+        queries = rows.gather(q, span)
         self.n, self.G = queries.shape[0], k.shape[2]
         self.X = self.n * self.G
         self.R = queries.shape[2] // self.G
@@ -238,11 +238,11 @@ class Segment:
             x[self.rows.ids].transpose(1, 2).flatten(0, 1).to(self.dtype)
             for x in (sinks.keys, sinks.values)
         )
-        counts = self.rows.take(sinks.seen, self.span)
+        counts = self.rows.gather(sinks.seen, self.span)
         counts = F.pad(counts, (start, self.width * Q - start - self.t)).unflatten(1, (-1, Q))
         mask = sinks.mask[self.rows.ids][:, None, None]
         seen = (torch.arange(mask.shape[-1], device=mask.device) < counts[..., None]) & mask
-        return SeenSinks(self.line(self.rows.take(sinks.q, self.span)), keys, values, mask, seen)
+        return SeenSinks(self.line(self.rows.gather(sinks.q, self.span)), keys, values, mask, seen)
 
     def add_sinks(self, target_NSGK: Tensor, dx_XSK: Tensor) -> None:
         """Add the gradients of these rows' sinks where their keys, or values, came from."""
@@ -310,7 +310,7 @@ class Segment:
         """The line of keys, zeros where there is nothing."""
         x_line = self.key_line(x.shape[-1])
         tokens = self.row_tokens(x_line)
-        put_tokens(tokens, self.rows.take(x, self.keys_span), self.pad)
+        put_tokens(tokens, self.rows.gather(x, self.keys_span), self.pad)
         if self.old and tail is not None:
             earlier = tail[self.rows.ids][:, tail.shape[1] - self.old :]
             tokens[:, :, self.pad - self.old : self.pad] = earlier.transpose(1, 2)
@@ -343,7 +343,7 @@ class Segment:
 class Block:
     """Rows of a segment from x on: of one its own chunks alone, else all, from ``first`` on."""
 
-    def __init__(self, part: Segment, x: int, rows: int) -> None:
+    def __init__(self, part: WindowSegment, x: int, rows: int) -> None:
         self.part, self.x, self.rows = part, x, rows
         self.places = slice(part.before, part.before + part.N) if rows == 1 else slice(part.width)
         self.first = x * part.width + (self.places.start or 0)
@@ -420,7 +420,7 @@ def _segments(
     tail: Earlier,
     sinks: SeenSinks | None,
     apart: bool,
-) -> Iterator[Segment]:
+) -> Iterator[WindowSegment]:
     """Segments of equal length, as long as a row's scores stay small."""
     q, _, v = qkv
     T, H = q.shape[1:3]
@@ -432,7 +432,7 @@ def _segments(
     for rows in rows_of(q, H * max(q.shape[-1], v.shape[-1]), most, sequences.cu_seqlens):
         length = -(-rows.length // (-(-rows.length // most) * Q)) * Q
         for span in spans(rows.length, length):
-            yield Segment(rows, span, chunks, qkv, sequences.key_mask, tail, sinks, apart)
+            yield WindowSegment(rows, span, chunks, qkv, sequences.key_mask, tail, sinks, apart)
 
 
 def _mixes_rows(x: Tensor) -> bool:
@@ -468,7 +468,9 @@ def forward(
             if part.sinks is not None:
                 block.by_row(y_line).baddbmm_(far, block.of_sinks(part.sinks.values))
         y = part.back(y_line)
-        part.rows.put(out, part.span, y if share is None else y * part.rows.take(share, part.span))
+        part.rows.put(
+            out, part.span, y if share is None else y * part.rows.gather(share, part.span)
+        )
     if not apart and _mixes_rows(out):
         return forward(qkv, local, sequences, tail, sinks, share, apart=True)
     return out
@@ -524,8 +526,8 @@ def backward(
             if not alone:
                 dk.zero_()
                 dv.zero_()
-        dy = rows.take_gradient(dout, span)
-        dy_line = part.line(dy if share is None else dy * rows.take(share, span))
+        dy = rows.gather_gradient(dout, span)
+        dy_line = part.line(dy if share is None else dy * rows.gather(share, span))
         dq_line, dk_line, dv_line = (
             torch.empty_like(part.q_line),
             torch.zeros_like(part.k_line),
