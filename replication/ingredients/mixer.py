@@ -44,6 +44,10 @@ class TrialMixer(LatteMacchiato):
             choice of the written latents alone.
         qk_norm: Whether the window's q and k are normed, per head and before the rotation.
         output_norm: Whether the mixture is normed, per head and before the gate.
+        one_softmax: Whether one softmax is taken over the window's keys and over all pairs of a
+            latent and a token: ``p(s|t)`` is in proportion to ``sum_l exp(q_t[l] + k_s[l])``, the
+            decay aside, plus ``exp(q_t[0] + local logit)`` in the window. What latents hold then
+            decides how much they are read.
         options: Other arguments of :class:`LatteMacchiato`.
     """
 
@@ -62,6 +66,7 @@ class TrialMixer(LatteMacchiato):
         write_noise: float = 0.0,
         qk_norm: bool = False,
         output_norm: bool = False,
+        one_softmax: bool = False,
         rms_norm_eps: float = 1e-6,
         **options: Any,
     ) -> None:
@@ -78,6 +83,7 @@ class TrialMixer(LatteMacchiato):
                 f" got {written_latents}"
             )
         self.value_dim, self.written_latents, self.write_noise = D, written_latents, write_noise
+        self.one_softmax = one_softmax
         self.v_proj = nn.Linear(hidden_size, G * D, bias=False)
         self.o_proj = nn.Linear(H * D, hidden_size, bias=False)
         self.convolved = {"none": 0, "v": G * D, "qkv": H * K + G * K + G * D}[short_conv]
@@ -116,8 +122,12 @@ class TrialMixer(LatteMacchiato):
             mixed, last, logged = self._convolve(given, piece)
             q, k, v = torch.cat([kept, mixed], -1).split([x.shape[-1] for x in (q, k, v)], -1)
             after, log = after._replace(own=last), log._replace(own=logged)
-        local = self._rotated(q, k, piece)
-        logits = MixingLogits(latent_q, self._written(latent_k), *local)
+        local, latent_k = self._rotated(q, k, piece), self._written(latent_k)
+        if self.one_softmax:
+            window = self._window_log_mass(*local, piece)
+            mass = torch.cat([window, log_mass(latent_k, log_decay, piece)], -1)
+            latent_q = latent_q + mass.to(latent_q.dtype)
+        logits = MixingLogits(latent_q, latent_k, *local)
         v_BTGD = self._heads(v, self.num_key_value_heads)
         return Projected(v_BTGD, logits, log_decay, after=after, log=log)
 
@@ -164,6 +174,13 @@ class TrialMixer(LatteMacchiato):
         lost = torch.ones_like(latent_k_BTHL, dtype=torch.bool).scatter(-1, chosen, False)
         return latent_k_BTHL.masked_fill(lost, NOT_WRITTEN)
 
+    def _window_log_mass(self, q_BTHK: Tensor, k_BTGK: Tensor, piece: Piece) -> Tensor:
+        """The logsumexp of the window's logits at each token, (B, T, H, 1)."""
+        options: Any = {"window": self.window, "softcap": self.softcap}
+        options |= {"key_mask": piece.key_mask, "cu_seqlens": piece.cu_seqlens}
+        before = piece.state.window
+        return window_log_mass(q_BTHK, k_BTGK, initial_state=before, **options)[..., None]
+
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out_BTHD, after = super()._attend(projected, piece)
         if self.skip is not None:
@@ -180,8 +197,24 @@ class TrialMixer(LatteMacchiato):
         return super()._weights(projected, piece).detach()
 
 
+def log_mass(k_BTHL: Tensor, log_decay_BTHL: Tensor | None, piece: Piece) -> Tensor:
+    """The log-mass of each latent after each token, (B, T, H, L), at least fp32."""
+    k_BTHL = k_BTHL.to(torch.promote_types(k_BTHL.dtype, torch.float32))
+    decay = torch.zeros_like(k_BTHL) if log_decay_BTHL is None else log_decay_BTHL
+    unreal = ~piece.real[..., None, None]
+    k_BTHL, decay = k_BTHL.masked_fill(unreal, NOT_WRITTEN), decay.masked_fill(unreal, 0.0)
+    lengths = [k_BTHL.shape[1]] if piece.cu_seqlens is None else piece.cu_seqlens.diff().tolist()
+    found = []
+    for k, g in zip(k_BTHL.split(lengths, 1), decay.split(lengths, 1), strict=True):
+        total = g.cumsum(1)
+        found.append(total + (k - total).logcumsumexp(1))
+        if piece.state.latent is not None:
+            found[-1] = torch.logaddexp(found[-1], piece.state.latent.log_mass[:, None] + total)
+    return torch.cat(found, 1)
+
+
 # The options beside those of LatteMacchiato, by their names in a configuration.
 OPTIONS = (
     *("value_dim", "output_gate", "value_skip", "short_conv", "short_conv_size"),
-    *("written_latents", "write_noise", "qk_norm", "output_norm"),
+    *("written_latents", "write_noise", "qk_norm", "output_norm", "one_softmax"),
 )

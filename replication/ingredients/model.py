@@ -33,7 +33,7 @@ class TrialConfig(LatteConfig):
 
     Args:
         value_dim, output_gate, value_skip, short_conv, short_conv_size, written_latents,
-            write_noise, qk_norm, output_norm: Arguments of :class:`TrialMixer`. ``head_dim`` is
+            write_noise, qk_norm, output_norm, one_softmax: Arguments of :class:`TrialMixer`. ``head_dim`` is
             the width of keys.
         feed_forward: Whether a block has an MLP after its mixer. Without one,
             ``intermediate_size`` means nothing.
@@ -58,6 +58,7 @@ class TrialConfig(LatteConfig):
     write_noise: float | int = 0.0
     qk_norm: bool = False
     output_norm: bool = False
+    one_softmax: bool = False
     feed_forward: bool = True
     half_lives_by_layer: bool = False
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from latte.layers import LatteMacchiato
+from latte.layers import LatteMacchiato, Piece
 from latte.layers.state import rewind
 from latte.models import LatteCache
 from latte.models.modeling import language_model
@@ -26,6 +26,7 @@ ALL: dict[str, Any] = {
     "write_noise": 1.0,
     "qk_norm": True,
     "output_norm": True,
+    "one_softmax": True,
 }
 ALONE: list[dict[str, Any]] = [
     *({name: value} for name, value in ALL.items() if name != "write_noise"),
@@ -94,6 +95,22 @@ def test_the_short_convolution_and_the_norm_of_q_and_k(parts):
     plain.o_proj = layer.o_proj
     plain._piece = lambda x, *given: TrialMixer._piece(layer, x, *given)  # v_proj has no weight
     torch.testing.assert_close(layer(x)[0], plain(x)[0], **TOLERANCE)
+
+
+def test_one_softmax_is_over_the_window_and_all_pairs_of_latent_and_token():
+    layer, x = make({"one_softmax": True}), inputs(1, 20)
+    latent_q, latent_k, decay, _ = layer.latents(Piece(x))
+    q, k = layer.mixing_logits(x)[2:]
+    total = decay.cumsum(1)
+    pairs = latent_q[:, :, None, :, 1:] + latent_k[:, None] + total[:, :, None] - total[:, None]
+    local = latent_q[..., None, :, 0] + torch.einsum("bthk,bshk->btsh", q, k) / 8**0.5
+    back = torch.arange(20)[:, None] - torch.arange(20)
+    local = local.masked_fill(((back < 0) | (back >= 4))[None, ..., None], -torch.inf)
+    pairs = pairs.masked_fill((back < 0)[None, ..., None, None], -torch.inf)
+    every = torch.cat([local[..., None], pairs], -1).logsumexp(-1)  # (B, T, S, H)
+    torch.testing.assert_close(
+        layer.attention_weights(x), every.softmax(2).permute(0, 3, 1, 2), **TOLERANCE
+    )
 
 
 def test_a_token_writes_its_best_latents_alone():
