@@ -33,8 +33,8 @@ class TrialConfig(LatteConfig):
 
     Args:
         value_dim, output_gate, value_skip, short_conv, short_conv_size, written_latents,
-            write_noise, qk_norm, output_norm, one_softmax: Arguments of :class:`TrialMixer`. ``head_dim`` is
-            the width of keys.
+            write_noise, qk_norm, output_norm, one_softmax: Arguments of :class:`TrialMixer`.
+            ``head_dim`` is the width of keys.
         feed_forward: Whether a block has an MLP after its mixer. Without one,
             ``intermediate_size`` means nothing.
         half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
