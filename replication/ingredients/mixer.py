@@ -19,6 +19,7 @@ from latte.layers import CausalConv1d, LatteMacchiato, MixerState, Piece, Projec
 from latte.layers.checks import check_choice, check_positive
 from latte.layers.mixer import MixingLogits
 from latte.layers.parts import apply_rotary, token_positions
+from latte.ops import window_log_mass
 
 SHORT_CONVS = ("none", "v", "qkv")
 # The key logit of a token at a latent that it does not write. Beside any other logit its weight is
