@@ -197,7 +197,7 @@ def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(recipe_file, monkeyp
     from latte.train.metrics import read_metrics
 
     monkeypatch.setattr(IngredientsGrid, "apart", False)
-    one = ["plan=[{models: [gate], rates: [1e-2]}]", "training.save_steps=1"]
+    one = ["plan=[{models: [gate], rates: [1e-2]}]", "training.log_steps=1"]
     grid = IngredientsGrid(load(recipe_file, [*one, "training.max_minutes=1e-9"]), quiet=True)
     statuses, _ = grid.sweep()
     assert statuses[0].problem.startswith("stopped at step")
