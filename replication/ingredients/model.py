@@ -3,8 +3,6 @@
 The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, Literal
 
