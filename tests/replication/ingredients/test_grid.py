@@ -102,7 +102,7 @@ def test_the_nearest_value_is_found():
 
 def test_a_number_that_cannot_be_had_is_refused(recipe_file):
     recipe = load(recipe_file, ["tolerance=1e-5"])
-    with pytest.raises(LatteError, match=r"models.window: no intermediate_size gives 12,000"):
+    with pytest.raises(LatteError, match=r"models.alone: no value_dim gives 12,000"):
         planned(recipe)
 
 
