@@ -90,8 +90,9 @@ def test_shakespeare_has_the_parameters_of_mamba2():
     runs = {run.preset: run for run in planned(recipe)}
     assert set(runs) == set(recipe.models)
     for name, run in runs.items():
-        found = count_parameters(model_config(run.recipe, {}))
-        assert found == pytest.approx(840_520, rel=0 if name == "mamba2" else 0.005), name
+        if name == "mamba2" or "fit" in recipe.models[name]:
+            found = count_parameters(model_config(run.recipe, {}))
+            assert found == pytest.approx(840_520, rel=0 if name == "mamba2" else 0.005), name
 
 
 def test_the_nearest_value_is_found():
