@@ -13,7 +13,7 @@ from latte.train.typed import apply_override, build, read_yaml
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Recipes of `latte train`; those of other commands are read by those commands' tests.
-OTHERS = ("mqar/", "lra/", "lm_eval/", "conversion/")
+OTHERS = ("mqar/", "lra/", "ingredients/", "lm_eval/", "conversion/")
 SHIPPED = [
     name
     for name in sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml"))

@@ -1,0 +1,3 @@
+from replication.ingredients.run import main
+
+raise SystemExit(main())

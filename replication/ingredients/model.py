@@ -1,0 +1,135 @@
+"""Models of :class:`TrialMixer`: their configuration and blocks, and the name `trial`.
+
+The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`.
+"""
+
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from latte.errors import LatteError
+from latte.models import LatteConfig, preset_config
+from latte.models.config import one_line_errors
+from latte.models.modeling import LatteBlock, LatteForCausalLM, LatteModel
+from latte.models.registry import ModelEntry, register_mixer, register_model
+from replication.ingredients.mixer import TrialMixer
+
+BASE = "latte-conv-swa-f++"  # the preset without any part
+SIZE_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "num_latents", "sliding_window", "max_position_embeddings"),
+)
+
+
+@strict
+class TrialConfig(LatteConfig):
+    r"""Configuration of a trial. Without its own fields it is `latte-conv-swa-f++`.
+
+    Args:
+        value_dim, output_gate, value_skip, short_conv, short_conv_size, written_latents,
+            write_noise, qk_norm, output_norm, one_softmax: Arguments of :class:`TrialMixer`.
+            ``head_dim`` is the width of keys.
+        feed_forward: Whether a block has an MLP after its mixer. Without one,
+            ``intermediate_size`` means nothing.
+        half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
+            layers and long in the last ones (:func:`layer_half_lives`).
+
+    Raises:
+        LatteError: The errors of LatteConfig.
+    """
+
+    model_type = "latte_trial"
+
+    mixer: str = "trial"
+    latent_input: Literal["none", "conv", "rglru"] = "conv"
+    forgetting: Literal["none", "static", "gated"] = "gated"
+    value_dim: int | None = None
+    output_gate: bool = False
+    value_skip: bool = False
+    short_conv: Literal["none", "v", "qkv"] = "none"
+    short_conv_size: int = 4
+    written_latents: int | None = None
+    write_noise: float | int = 0.0
+    qk_norm: bool = False
+    output_norm: bool = False
+    one_softmax: bool = False
+    feed_forward: bool = True
+    half_lives_by_layer: bool = False
+
+
+one_line_errors(TrialConfig)
+
+
+def layer_half_lives(config: TrialConfig, index: int) -> tuple[float, float]:
+    """The range of initial half-lives of layer ``index``, in tokens.
+
+    On a logarithmic scale it is half as wide as ``half_life_range``. It begins at the lower end of
+    that range in the first layer, and ends at the upper end in the last.
+    """
+    low, high = config.half_life_range
+    ratio = high / low
+    start = 0.5 * index / max(1, config.num_hidden_layers - 1)
+    return low * ratio**start, low * ratio ** (start + 0.5)
+
+
+class NoFeedForward(nn.Module):
+    """0 for every token: what a block adds that is a mixer alone."""
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return torch.zeros_like(x_BTE)
+
+
+class TrialBlock(LatteBlock):
+    """``x + mixer(norm(x))``, and then ``x + mlp(norm(x))`` if the configuration says so."""
+
+    def __init__(self, config: TrialConfig) -> None:
+        super().__init__(config)
+        if not config.feed_forward:
+            self.mlp_norm, self.mlp = nn.Identity(), NoFeedForward()
+
+
+class TrialModel(LatteModel):
+    """Embeddings, blocks and the final norm."""
+
+    config: TrialConfig
+    block_class = TrialBlock
+    _no_split_modules = ["TrialBlock"]
+
+    def __init__(self, config: TrialConfig) -> None:
+        super().__init__(config)
+        if config.half_lives_by_layer:
+            for index, layer in enumerate(self.layers):
+                latents: Any = layer.mixer.latents
+                latents.half_life_range = layer_half_lives(config, index)
+                latents.reset_parameters()
+
+
+class TrialForCausalLM(LatteForCausalLM):
+    """A language model of the trial's blocks."""
+
+    config: TrialConfig
+    backbone_class = TrialModel
+    _no_split_modules = ["TrialBlock"]
+
+
+class Trial(ModelEntry):
+    """The model `trial`, at the sizes of all presets."""
+
+    def config(self, size: str, **overrides: Any) -> TrialConfig:
+        """Its configuration; :class:`TrialConfig` says what can be set."""
+        known = {field.name for field in fields(TrialConfig)}
+        for name in overrides:
+            if name not in known:
+                raise LatteError(f"unknown field {name!r} of TrialConfig")
+        base = preset_config(BASE, size)
+        return TrialConfig(**{name: getattr(base, name) for name in SIZE_FIELDS} | overrides)
+
+
+AutoConfig.register(TrialConfig.model_type, TrialConfig, exist_ok=True)
+AutoModelForCausalLM.register(TrialConfig, TrialForCausalLM, exist_ok=True)
+register_mixer("trial", TrialMixer)
+register_model(Trial("trial", TrialConfig.model_type))
