@@ -150,15 +150,17 @@ class MacchiatoAttention(nn.Module):
         """Whether a token can be decoded in place. This needs the window."""
         return self.mixing != "latents"
 
-    def step(self, x_BE: Tensor, state: StepState, rotations: Rotations) -> Tensor:
-        """The output of the heads, (B, H * K), for one token per row. Overwrites the state."""
+    def step(self, x_BE: Tensor, state: StepState, rotations: Rotations, served: bool) -> Tensor:
+        """The output of the heads, (B, H * K), for one token per row. Overwrites the state.
+
+        ``served`` says whether kernels serve x.
+        """
         # For one token every Python call takes a noticeable time, and module attributes are slow.
         parts, B = self._modules, x_BE.shape[0]
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        q, k, v = (x.view(B, -1, self.head_dim) for x in linear_maps(x_BE, *maps))
+        q, k, v = (x.view(B, -1, self.head_dim) for x in linear_maps(x_BE, *maps, served=served))
         if "q_norm" in parts:
-            q = norm(parts["q_norm"], q, self.num_heads)
-            k = norm(parts["k_norm"], k, k.shape[1])
+            q, k = norm(parts["q_norm"], q, served), norm(parts["k_norm"], k, served)
         logits = None
         if self.mixing not in ("base", "window"):
             latents: Any = parts["latents"]

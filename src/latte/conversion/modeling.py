@@ -29,6 +29,7 @@ from latte.models.generation import StateGenerationMixin
 from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import next_token_loss
 from latte.models.modeling import initialise
+from latte.ops import dense
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 
@@ -156,11 +157,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         model: Any = self
         x_BE = inputs.x_BTE[:, 0]
-        rotations = step.rotations_of(model, x_BE, inputs.positions())
+        served, rotations = dense.serves(x_BE), step.rotations_of(model, x_BE, inputs.positions())
         layers = islice(model.layers, model.config.num_hidden_layers)
         for layer, state in zip(layers, inputs.buffers, strict=False):
-            x_BE = step.run_layer(layer, x_BE, state, rotations)
-        return step.norm(model.norm, x_BE)
+            x_BE = step.run_layer(layer, x_BE, state, rotations, served)
+        return step.norm(model.norm, x_BE, served)
 
     def _sink_embeddings(
         self, x_BTE: Tensor, position_ids: Tensor

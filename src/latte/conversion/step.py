@@ -80,48 +80,53 @@ def is_own(layer: nn.Module, ignored: Collection[Any]) -> bool:
 
 
 def run_layer(
-    layer: Any, x_BE: Tensor, state: StepState, rotations: dict[str | None, Rotations]
+    layer: Any, x_BE: Tensor, state: StepState, rotations: dict[str | None, Rotations], served: bool
 ) -> Tensor:
-    """Hidden states (B, E) after a decoder layer, from those before it. Overwrites the state."""
+    """Hidden states (B, E) after a decoder layer, from those before it. Overwrites the state.
+
+    ``served`` says whether kernels serve x, here and below.
+    """
     parts = layer._modules
     attention, mlp = parts["self_attn"], parts["mlp"]
     before_mlp = parts.get("pre_feedforward_layernorm")
-    normed = norm(parts["input_layernorm"], x_BE)
-    mixed = attention.step(normed, state, rotations[attention.layer_kind])
+    normed = norm(parts["input_layernorm"], x_BE, served)
+    mixed = attention.step(normed, state, rotations[attention.layer_kind], served)
+    output = attention._modules["o_proj"]
     if before_mlp is None:
-        x_BE = linear_add(mixed, attention.o_proj, x_BE)
-        return _add_mlp(mlp, norm(parts["post_attention_layernorm"], x_BE), x_BE)
-    out = linear_maps(mixed, attention.o_proj)[0]
-    x_BE = x_BE + norm(parts["post_attention_layernorm"], out)
-    out = _add_mlp(mlp, norm(before_mlp, x_BE), None)
-    return x_BE + norm(parts["post_feedforward_layernorm"], out)
+        x_BE = linear_add(mixed, output, x_BE, served)
+        inner = norm(parts["post_attention_layernorm"], x_BE, served)
+        return _add_mlp(mlp, inner, x_BE, served)
+    out = linear_maps(mixed, output, served=served)[0]
+    x_BE = x_BE + norm(parts["post_attention_layernorm"], out, served)
+    out = _add_mlp(mlp, norm(before_mlp, x_BE, served), None, served)
+    return x_BE + norm(parts["post_feedforward_layernorm"], out, served)
 
 
-def _add_mlp(mlp: Any, x_BE: Tensor, residual_BE: Tensor | None) -> Tensor:
+def _add_mlp(mlp: Any, x_BE: Tensor, residual_BE: Tensor | None, served: bool) -> Tensor:
     """``residual + down(act(gate(x)) * up(x))``, or the network's output without a residual."""
     parts = mlp._modules
     act, gate, up = (parts.get(name) for name in ("act_fn", "gate_proj", "up_proj"))
     weights: list[Tensor] = []
     if type(mlp) in MLPS and type(act) in GATES:
         kinds = type(mlp), type(act), nn.Linear, nn.Linear
-        weights = native_weights(x_BE, (mlp, act, gate, up), kinds)
+        weights = native_weights(x_BE, (mlp, act, gate, up), kinds, served=served)
     if not weights:
         out = mlp(x_BE)
         return out if residual_BE is None else residual_BE + out
     inner = GATES[type(act)](x_BE, *weights)
     if residual_BE is None:
-        return linear_maps(inner, parts["down_proj"])[0]
-    return linear_add(inner, parts["down_proj"], residual_BE)
+        return linear_maps(inner, parts["down_proj"], served=served)[0]
+    return linear_add(inner, parts["down_proj"], residual_BE, served)
 
 
-def norm(module: Any, x: Tensor, heads: int = 1) -> Tensor:
-    """A base's RMSNorm of single tokens, (B, E), or of their ``heads``, (B, H, K).
+def norm(module: Any, x: Tensor, served: bool) -> Tensor:
+    """A base's RMSNorm of single tokens, in one call if possible.
 
-    It is one call if possible. Like the bases, it computes in fp32 even for fp64 inputs.
+    Like the bases, it computes in fp32 even for fp64 inputs.
     """
     kind = type(module)
-    if kind in NORM_OFFSETS and x.dtype != torch.float64:
-        weights = native_weights(x, (module,), (kind,), dense.MOST_ROWS * heads)
+    if served and kind in NORM_OFFSETS and x.dtype != torch.float64:
+        weights = native_weights(x, (module,), (kind,), served=served)
         if weights:
             own = module.__dict__
             eps: float = own["variance_epsilon"] if "variance_epsilon" in own else own["eps"]

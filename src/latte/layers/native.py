@@ -31,6 +31,8 @@ def native_weights(
     modules: Iterable[Any],
     kinds: Iterable[type[nn.Module]],
     most_rows: int = dense.MOST_ROWS,
+    *,
+    served: bool | None = None,
 ) -> list[Tensor]:
     """The parameters that a kernel reads in the place of these modules; empty if they are called.
 
@@ -41,8 +43,9 @@ def native_weights(
         x: Input, (..., E).
         kinds: The class that each module must have exactly, one of :data:`READ`.
         most_rows: Number of rows of x up to which the kernel pays.
+        served: Whether kernels serve x, if the caller has asked already for many calls.
     """
-    if not dense.serves(x, most_rows):
+    if not (dense.serves(x, most_rows) if served is None else served):
         return []
     weights: list[Any] = []
     for module, kind in zip(modules, kinds, strict=True):
@@ -56,16 +59,16 @@ def native_weights(
     return weights if dense.fits(x, *weights) else []
 
 
-def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
+def linear_maps(x: Tensor, *maps: nn.Module, served: bool | None = None) -> tuple[Tensor, ...]:
     """The output of up to three linear maps for x (..., E), in one call if possible."""
-    weights = native_weights(x, maps, (nn.Linear,) * len(maps))
+    weights = native_weights(x, maps, (nn.Linear,) * len(maps), served=served)
     return dense.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
 
 
-def linear_add(x: Tensor, linear: nn.Module, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, linear: nn.Module, residual: Tensor, served: bool) -> Tensor:
     """``residual + linear(x)`` for x (..., E), in one call if possible."""
     if residual.dtype == x.dtype and residual.is_contiguous():
-        weights = native_weights(x, (linear,), (nn.Linear,))
+        weights = native_weights(x, (linear,), (nn.Linear,), served=served)
         if weights:
             return dense.linear_add(x, weights[0], residual)
     return residual + linear(x)
