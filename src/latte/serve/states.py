@@ -100,7 +100,11 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, cache: LatteCache, ids: Ids) -> Kept:
-        """A copy of the cache's contents after these tokens."""
+        """The cache's contents after these tokens.
+
+        On a CPU its tensors are shared with the cache. No one writes to them: reading makes new
+        ones, and steps of decoding have buffers of their own.
+        """
         copies = (map_tensors(_to_cpu, layer.state) for layer in cache.layers)
         return cls(tuple(copies), ids.copy())
 
@@ -111,16 +115,17 @@ class Kept(NamedTuple):
         return cache
 
     def fill(self, cache: LatteCache, decoder: Any) -> None:
-        """Put a copy into a new cache of the decoder."""
+        """Put the contents into a new cache of the decoder. On a CPU the tensors are shared."""
         for layer, module, state in zip(cache.layers, decoder.layers, self.states, strict=True):
-            to_device = partial(torch.Tensor.to, device=next(module.parameters()).device, copy=True)
+            to_device = partial(torch.Tensor.to, device=next(module.parameters()).device)
             layer.update(map_tensors(to_device, state), len(self.ids))
         cache.filled_by(decoder)  # a state file needs to know the model
 
 
 def _to_cpu(x: Tensor) -> Tensor:
     # Contiguous, so that no larger tensor, of which this is a part, stays in memory.
-    return x.detach().to("cpu", copy=True).contiguous()
+    own = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x.detach().to("cpu") if own else x.detach().to("cpu", copy=True).contiguous()
 
 
 class Slower(Protocol):
