@@ -11,7 +11,7 @@ import dataclasses
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -313,8 +313,10 @@ def _of_keys(command: str, kind: Any, path: str = "") -> Iterator[Case]:
 
 def _wrong_values(hint: Any) -> tuple[str, ...]:
     """Values of another type than a key's, as YAML."""
-    options = get_args(hint) if get_origin(hint) not in (None, Literal, list, dict) else (hint,)
+    whole = (None, Literal, list, dict, Sequence)
+    options = get_args(hint) if get_origin(hint) not in whole else (hint,)
     plain = {get_origin(option) or option for option in options}
+    plain = {list if option is Sequence else option for option in plain}
     values = []
     if plain & {int, float}:
         values += ["three", "[1]", "true"] + ([] if float in plain else ["1.5"])

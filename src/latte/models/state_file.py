@@ -190,8 +190,10 @@ def weight_sample(weights: Iterable[Tensor]) -> Tensor:
 def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | None:
     """A difference between the model of a saved state and this one; None if they are the same."""
     was, own = json.loads(about["config"]), _identity(decoder)
-    for name in was:  # fields that only one release of Transformers has do not count
-        if name in own and was[name] != own[name]:
+    # The mixer first, since other fields depend on it. Fields that only one release of Transformers
+    # has do not count.
+    for name in ("mixer", *was):
+        if name in was and name in own and was[name] != own[name]:
             return f"its {name} is {was[name]!r}, this one's {own[name]!r}"
     here = weight_sample(decoder.parameters())
     dtypes = {getattr(torch, about["dtype"]), decoder.dtype}
