@@ -277,6 +277,7 @@ template <class S, class To>
 static void apply_map(const Tensor& weight, const Rows<S>& x, int64_t begin, int64_t end,
                       const S* residual, To* out) {
     constexpr int together = LATTE_WIDTH == 64 ? 4 : 2;
+    if (!x.count) return;
     for (int64_t o = begin; o < end; ++o) {
         int64_t r = x.count < together ? 1 : together;
         if (r == 1) apply_row<1, true>(weight, x, o, 0, residual, out);
