@@ -79,7 +79,7 @@ def test_a_control_is_chosen_when_loading(save_base, tmp_path):
 
 
 def _causal(length):
-    from bases import band
+    from tests.conversion.bases import band
 
     return band(length, None)
 

@@ -69,7 +69,7 @@ def test_another_cache_is_refused():
 
 def test_delayed_latents_hold_only_what_has_left_the_window():
     """While everything fits the window, the model is the base, whatever the latents say."""
-    from bases import WINDOW, base_logits
+    from tests.conversion.bases import WINDOW, base_logits
 
     model = converted("llama", delay_latents=True)
     ids = tokens(WINDOW)

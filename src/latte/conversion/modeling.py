@@ -149,7 +149,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         config: Any = self.config  # type: ignore[attr-defined]
         if config.output_hidden_states or not config.return_dict:
             return True
-        return any(x or name == "return_dict" for name, x in asked.items() if x is not None)
+        given = {name: x for name, x in asked.items() if x is not None}
+        return "return_dict" in given or any(isinstance(x, Tensor) or x for x in given.values())
 
     def step(self, inputs: DecoderInputs) -> Tensor:
         """The last hidden states, as :meth:`latte.models.LatteModel.step` gives them."""

@@ -23,7 +23,9 @@ def test_they_keep_the_contract_of_a_custom_op(op):
     bounds, kinds = boundaries(20).long(), ["test_schema", "test_faketensor"]
     earlier = (*latte_state(6, 4, 3, 5), -randn(1, 20, 4, 3).abs())
     tail = window_state(6, 7, 2, 6, 5)
-    local = {"latte": (), "window": (8, 0.4, 0.0), "macchiato": (8, 0.4, 0.0, False, False)}[op]
+    local = {"latte": (), "window": (8, 0.4, 0.0, True), "macchiato": (8, 0.4, 0.0, False, False)}[
+        op
+    ]
     near, far = (3 if op != "latte" else 0), (3 if op != "window" else 0)
     more = [None] * {"latte": 0, "window": 5, "macchiato": 8}[op]  # sinks, pending: test_sinks.py
     full = [key_mask(1, 20), bounds, *earlier[:far], *tail[:near], *more]
