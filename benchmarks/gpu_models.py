@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class Latte:
         self.cache = LatteCache(model.config)
         with torch.inference_mode(), use_backend(at.backend):
             model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.layers: list[Any] = self.cache.layers
+        self.layers = cast(Any, self.cache.layers)
         with torch.no_grad():
             for layer in self.layers:
                 position = torch.full_like(layer.state.position, context)
@@ -128,7 +128,7 @@ class Llama:
         self.token = random_tokens(at, model, B, 1)
         self.position = torch.full_like(self.token, context - 1)
         self.cache = StaticCache(config=model.config, max_cache_len=context)
-        self.layers: list[Any] = self.cache.layers
+        self.layers = cast(Any, self.cache.layers)
         self()
         for layer in self.layers:
             layer.keys.normal_()

@@ -217,7 +217,7 @@ def command(
     program: str,
     description: str | None,
     load: Callable[[str, Sequence[str]], Any],
-    sweep: type[Sweep],
+    sweep: Any,
     arguments: Sequence[str] | None,
     *,
     shows: Mapping[str, tuple[str, Callable[[Any, bool], str]]] | None = None,
@@ -226,6 +226,7 @@ def command(
 
     Args:
         load: the recipe of a file and overrides.
+        sweep: the class of its grid, with ``files`` and ``goes_on`` as :class:`Sweep` has them.
         shows: option -> (help, what it prints for a recipe, quiet or not, in the place of a run).
     """
     parser = OneLineParser(

@@ -4,7 +4,7 @@ The module is a plugin. A recipe that names it in `plugins` can have `model.pres
 """
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -103,7 +103,7 @@ class TrialModel(LatteModel):
         super().__init__(config)
         if config.half_lives_by_layer:
             for index, layer in enumerate(self.layers):
-                latents: Any = layer.mixer.latents
+                latents = cast(Any, layer).mixer.latents
                 latents.half_life_range = layer_half_lives(config, index)
                 latents.reset_parameters()
 
@@ -112,7 +112,7 @@ class TrialForCausalLM(LatteForCausalLM):
     """A language model of the trial's blocks."""
 
     config: TrialConfig
-    backbone_class = TrialModel
+    backbone_class = TrialModel  # type: ignore[assignment]
     _no_split_modules = ["TrialBlock"]
 
 
