@@ -596,7 +596,7 @@ def test_penalties_are_of_what_the_answer_has_had(client, folder, frequency, pre
     assert answer.choices[0].text == tokenizer.decode(ids[prompt:], skip_special_tokens=True)
 
 
-def test_a_model_without_states_is_answered_one_by_one(tmp_path):
+def test_a_model_without_states_is_answered_one_by_one(tmp_path, monkeypatch):
     config = transformers.LlamaConfig(
         vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, initializer_range=0.4,
@@ -605,7 +605,10 @@ def test_a_model_without_states_is_answered_one_by_one(tmp_path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     model, tokenizer = load_checkpoint(tmp_path, "cpu")
-    client = Client(str(tmp_path))
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    client = Client(str(tmp_path), threads=3)
+    assert asked == [3]  # in the thread that answers: others may compute with one thread
     try:
         wanted = generate(model, tokenizer, "once", max_new_tokens=10, temperature=0, stream=False)
         for _ in range(2):

@@ -287,12 +287,20 @@ class OneByOne(GenerateManager):
 
     Args:
         reader: Reader of prompts into caches, with kept states; None for a model without states.
+        threads: Number of threads that compute; None leaves PyTorch's number.
     """
 
     def __init__(
-        self, model: Any, prompts: Prompts, reader: Reader | None, counters: Counters
+        self,
+        model: Any,
+        prompts: Prompts,
+        reader: Reader | None,
+        counters: Counters,
+        threads: int | None = None,
     ) -> None:
         super().__init__()
+        if threads is not None:  # PyTorch keeps the number per thread
+            self.submit(torch.set_num_threads, threads).result()
         self._model, self._prompts, self._reader = model, prompts, reader
         self._counters = counters
         self._ended = threading.Event()

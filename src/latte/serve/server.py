@@ -19,7 +19,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def serve(
     serving = serving or Serving()
     serving.check()
     with contextlib.closing(listen(host, port)) as listening, _one_thread() as threads:
-        serving.threads = serving.threads or threads
+        serving = replace(serving, threads=serving.threads or threads)
         model, tokenizer = load_checkpoint(checkpoint, device)
         if serving.compiled:
             _check_compiled(model)
@@ -245,7 +245,8 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
 
     if not keeps_state(model):
         counters = Counters()
-        return OneByOne(model, prompts, None, counters), counters, lambda: None
+        manager = OneByOne(model, prompts, None, counters, serving.threads)
+        return manager, counters, lambda: None
     folder = None
     if serving.state_folder is not None:
         folder = StateFolder(serving.state_folder, model, serving.state_folder_room)
@@ -260,10 +261,8 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
     if serving.compiled:
         # Without a state that grows, the length does not matter.
         reader = Reader(model, piece, store, lambda: LatteCache(model.config, max_cache_len=2))
-        manager = OneByOne(model, prompts, reader, counters)
-        # These run in the thread that answers requests.
-        if serving.threads:
-            manager.submit(torch.set_num_threads, serving.threads).result()
+        manager = OneByOne(model, prompts, reader, counters, serving.threads)
+        # This runs in the thread that answers requests.
         step = manager.submit(compile_step, model, 2).result()
         model.generation_config.compile_config = step
         return manager, counters, close

@@ -105,8 +105,8 @@ class Kept(NamedTuple):
         On a CPU its tensors are shared with the cache. No one writes to them: reading makes new
         ones, and steps of decoding have buffers of their own.
         """
-        copies = (map_tensors(_to_cpu, layer.state) for layer in cache.layers)
-        return cls(tuple(copies), ids.copy())
+        states = (map_tensors(_to_cpu, layer.state) for layer in cache.layers)
+        return cls(tuple(states), ids.copy())
 
     def cache(self, decoder: Any) -> LatteCache:
         """A new cache that continues from this state."""
