@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from latte.layers import CausalConv1d, LatteMacchiato, MixerState, Piece, Projected, RMSNorm
 from latte.layers.checks import check_choice, check_positive
 from latte.layers.mixer import MixingLogits
-from latte.layers.parts import apply_rotary, token_positions
 from latte.ops import window_log_mass
 
 SHORT_CONVS = ("none", "v", "qkv")
@@ -123,7 +122,7 @@ class TrialMixer(LatteMacchiato):
             mixed, last, logged = self._convolve(given, piece)
             q, k, v = torch.cat([kept, mixed], -1).split([x.shape[-1] for x in (q, k, v)], -1)
             after, log = after._replace(own=last), log._replace(own=logged)
-        local, latent_k = self._rotated(q, k, piece), self._written(latent_k)
+        local, latent_k = self._near(q, k, piece), self._written(latent_k)
         if self.one_softmax:
             window = self._window_log_mass(*local, piece)
             mass = torch.cat([window, log_mass(latent_k, log_decay, piece)], -1)
@@ -148,20 +147,13 @@ class TrialMixer(LatteMacchiato):
             logged = inputs[:, 1:].unfold(1, taps - 1, 1).transpose(2, 3)
         return F.silu(mixed), last, logged
 
-    def _rotated(self, q: Tensor, k: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    def _near(self, q: Tensor, k: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The window's queries (B, T, H, K) and keys (B, T, G, K), normed and rotated."""
         q_BTHK = self._heads(q, self.num_heads)
         k_BTGK = self._heads(k, self.num_key_value_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
-        if self.rotary is None:
-            return q_BTHK, k_BTGK
-        rotary = piece.rotary
-        if rotary is None:
-            start = piece.state.position
-            positions = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, start)
-            rotary = self.rotary(positions, q_BTHK.dtype)
-        return apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
+        return self._rotated(q_BTHK, k_BTGK, piece)
 
     def _written(self, latent_k_BTHL: Tensor) -> Tensor:
         """The key logits, with NOT_WRITTEN but at a token's largest ones."""

@@ -379,12 +379,13 @@ class Mixer(Drawn):
         self.k_proj = nn.Linear(E, self.num_key_value_heads * K, bias=False)
 
     def _local(self, x_BTE: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Local queries (B, T, H, K) and keys (B, T, G, K) of x.
-
-        They are rotated by the given table, or else by the tokens' positions.
-        """
+        """Local queries (B, T, H, K) and keys (B, T, G, K) of x, rotated."""
         q_BTHK = self._heads(self.q_proj(x_BTE), self.num_heads)
         k_BTGK = self._heads(self.k_proj(x_BTE), self.num_key_value_heads)
+        return self._rotated(q_BTHK, k_BTGK, piece)
+
+    def _rotated(self, q_BTHK: Tensor, k_BTGK: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+        """These queries and keys, rotated by the given table, or else by the tokens' positions."""
         if self.rotary is None:
             return q_BTHK, k_BTGK
         rotary = piece.rotary
