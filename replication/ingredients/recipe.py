@@ -23,10 +23,10 @@ from latte.train.recipe import (
     Recipe,
     TrainingSection,
     check,
-    read_with_bases,
+    read_overridden,
 )
 from latte.train.run_folder import RUN_FILE
-from latte.train.typed import apply_override, build
+from latte.train.typed import build
 from replication.grids import check_different, check_models, check_numbers, model_config
 
 PLUGIN = "replication.ingredients.model"
@@ -92,9 +92,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> IngredientsRecipe:
     Raises:
         LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
     """
-    tree = read_with_bases(Path(path))
-    for assignment in overrides:
-        apply_override(tree, assignment)
+    tree = read_overridden(path, overrides)
     recipe = build(IngredientsRecipe, tree)
     check_numbers({"parameters": recipe.parameters, "tolerance": recipe.tolerance})
     check_models(recipe.models, None)

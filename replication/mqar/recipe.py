@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError, check_seed
-from latte.train.recipe import read_with_bases
-from latte.train.typed import apply_override, build
+from latte.train.recipe import read_overridden
+from latte.train.typed import build
 from replication.grids import (
     check_different,
     check_models,
@@ -159,9 +159,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> MQARRecipe:
     Raises:
         LatteError: missing file, bad YAML, unknown key, wrong type or impossible value.
     """
-    tree = read_with_bases(Path(path))
-    for assignment in overrides:
-        apply_override(tree, assignment)
+    tree = read_overridden(path, overrides)
     recipe = build(MQARRecipe, tree)
     _check_values(recipe)
     tasks(recipe)

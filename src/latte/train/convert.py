@@ -28,7 +28,7 @@ from latte.train.converted import check_peft, starting_config
 from latte.train.layers import LayersSection, transfer_layers
 from latte.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
 from latte.train.run_folder import Claim, lock_folder
-from latte.train.typed import apply_override, build
+from latte.train.typed import build
 
 IDENTITY_FILE = "conversion.json"
 STAGES = ("layers", "transfer", "next-token")
@@ -92,9 +92,7 @@ def load_conversion_recipe(
     path: str | Path, overrides: list[str] | tuple[str, ...] = ()
 ) -> ConversionRecipe:
     """Read a conversion's YAML recipe and apply dotted overrides. Raises LatteError."""
-    tree = recipes.read_with_bases(Path(path))
-    for assignment in overrides:
-        apply_override(tree, assignment)
+    tree = recipes.read_overridden(path, overrides)
     found = build(ConversionRecipe, tree)
     if found.conversion.base is not None:
         raise LatteError("conversion.base: expected none in a conversion's recipe; BASE is given")

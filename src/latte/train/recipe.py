@@ -231,6 +231,14 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     return check(build(Recipe, values))
 
 
+def read_overridden(path: str | Path, overrides: list[str]) -> dict[str, Any]:
+    """The values of a recipe and its bases, with dotted overrides."""
+    tree = read_with_bases(Path(path))
+    for assignment in overrides:
+        apply_override(tree, assignment)
+    return tree
+
+
 def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a recipe, merged into those of its bases."""
     if path.resolve() in seen:
