@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -231,7 +231,7 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     return check(build(Recipe, values))
 
 
-def read_overridden(path: str | Path, overrides: list[str]) -> dict[str, Any]:
+def read_overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The values of a recipe and its bases, with dotted overrides."""
     tree = read_with_bases(Path(path))
     for assignment in overrides:
