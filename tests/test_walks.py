@@ -74,4 +74,4 @@ def test_one_token_of_decoding(model):
 def test_a_batch_to_the_kernel(model):
     ids = torch.zeros(2, 9, dtype=torch.long)
     found = walked("cpu_macchiato", lambda: model(ids, labels=ids))
-    assert found == written("A batch, to the kernel")
+    assert found == written("A batch, to the kernel") and len(found) <= MOST_FRAMES

@@ -21,12 +21,17 @@ from latte.conversion.sources import late_latents, sink_keys
 from latte.conversion.step import Rotations, norm
 from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits
-from latte.layers.latte import mix_macchiato
 from latte.layers.mixer import remembered
 from latte.layers.native import linear_maps
 from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
-from latte.ops import Sinks, WindowState, sliding_window_attention, window_log_mass
+from latte.ops import (
+    Sinks,
+    WindowState,
+    macchiato_attention,
+    sliding_window_attention,
+    window_log_mass,
+)
 from latte.ops.step import in_dtype
 
 
@@ -291,12 +296,21 @@ class MacchiatoAttention(nn.Module):
         if self.mixing == "latents":
             late = self.window if self.delay_latents else None
             return late_latents(logits, log_decay, local.v, piece, late)
-        options: dict[str, Any] = {"window": self.window, "scale": self.scale}
-        options |= {"softcap": self.softcap, "log_decay": log_decay}
         sinks = self._sinks(local, piece)
-        options |= {"sinks": sinks, "delay": self.delay_latents, "joint": self.joint_softmax}
-        out, after = mix_macchiato(logits, local.v, piece, **options)
-        return out, self._with_sinks(after, sinks, piece)
+        out, carried = piece.across(macchiato_attention)(
+            *logits,
+            local.v,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            initial_state=piece.state.macchiato(self.delay_latents),
+            log_decay=log_decay,
+            sinks=sinks,
+            delay=self.delay_latents,
+            joint=self.joint_softmax,
+            **piece.sequences,
+        )
+        return out, self._with_sinks(MixerState.of_macchiato(carried), sinks, piece)
 
     def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The base's own attention: full, or in the window that the layer has in the base."""

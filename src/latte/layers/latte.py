@@ -183,31 +183,20 @@ class LatteMacchiato(Mixer):
         return Projected(v, logits, log_decay, after=inputs.after, log=inputs.log)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
-        options |= {"log_decay": projected.log_decay, "causal": self.causal}
-        return mix_macchiato(projected.logits, projected.v, piece, **options)
+        out, carried = piece.across(macchiato_attention)(
+            *projected.logits,
+            projected.v,
+            window=self.window,
+            softcap=self.softcap,
+            causal=self.causal,
+            initial_state=piece.state.macchiato(),
+            log_decay=projected.log_decay,
+            **piece.sequences,
+        )
+        return out, MixerState.of_macchiato(carried)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         parts: Any = self._modules
         latents = parts["latents"].step(x_BE, state)
         local, rotary = self._local_step(x_BE, state, rotary)
         return state.attend(local, self.head_dim**-0.5, self.softcap, rotary, latents=latents)
-
-
-def mix_macchiato(
-    logits: MixingLogits, v_BTGD: Tensor, piece: Piece, **options: Any
-) -> tuple[Tensor, MixerState]:
-    """The mixture's output of each head, (B, T, H, D), and the parts of the state it changes.
-
-    The options are those of :func:`latte.ops.macchiato_attention`.
-    """
-    latent_q, latent_k, q, k = logits
-    assert latent_q is not None and latent_k is not None and q is not None and k is not None
-    initial, state = None, piece.state
-    if state.latent is not None and state.window is not None:
-        initial = (state.latent, state.window, state.pending)[: 2 + bool(options.get("delay"))]
-    options |= {"initial_state": initial, **piece.sequences}
-    inputs = latent_q, latent_k, q, k, v_BTGD
-    out, carried = piece.across(macchiato_attention)(*inputs, **options)
-    latent, window, pending = (*(carried or (None, None)), None)[:3]
-    return out, MixerState(latent=latent, window=window, pending=pending)

@@ -15,7 +15,7 @@ from torch import Tensor
 from latte.layers.across import ShardedOps, across
 from latte.layers.parts import Rotary
 from latte.ops import LatteState, latte_attention, linear_attention
-from latte.ops.state import LinearState, WindowState, final_window_state
+from latte.ops.state import LinearState, MacchiatoState, WindowState, final_window_state
 
 T = TypeVar("T")
 
@@ -130,6 +130,20 @@ class MixerState(NamedTuple):
     @property
     def recording(self) -> bool:
         return self.undo is not None
+
+    def macchiato(self, delay: bool = False) -> MacchiatoState | None:
+        """The state of :func:`latte.ops.macchiato_attention`; None before the first token."""
+        if self.latent is None or self.window is None:
+            return None
+        if self.pending is None or not delay:
+            return self.latent, self.window
+        return self.latent, self.window, self.pending
+
+    @classmethod
+    def of_macchiato(cls, state: MacchiatoState | None) -> MixerState:
+        """The parts that :func:`latte.ops.macchiato_attention` changes, from its final state."""
+        latent, window, pending = (*(state or (None, None)), None)[:3]
+        return cls(latent=latent, window=window, pending=pending)
 
     def record(self) -> MixerState:
         """This state, with an empty undo log that starts here."""
