@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from latte.errors import LatteError
+from latte.train import speed
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import load_recipe
 from latte.train.run import Result, train
@@ -96,13 +97,17 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
-def test_a_cpu_without_bf16_says_so(make_recipe: Any, monkeypatch: Any, capsys: Any) -> None:
-    supported = [False]
+def test_a_cpu_without_bf16_computes_in_fp32_and_says_so(
+    make_recipe: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    emulated = [True]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported[0])
-    train(make_recipe(name="slow", bf16=True, max_minutes=1e-6))
-    assert "expected training.bf16=false here" in capsys.readouterr().err
-    supported[0] = True
+    monkeypatch.setattr(speed, "emulates", lambda dtype: emulated[0] and dtype == torch.bfloat16)
+    train(make_recipe(name="asked", bf16=True, max_steps=2))
+    assert "training.bf16: this CPU has no bf16 products" in capsys.readouterr().err
+    plain = train(make_recipe(name="plain", bf16=False, max_steps=2))
+    assert_same(weights(plain.folder.parent / "asked"), weights(plain.folder), atol=0)
+    emulated[0] = False
     train(make_recipe(name="quick", bf16=True, max_minutes=1e-6))
     assert "bf16" not in capsys.readouterr().err
 

@@ -38,6 +38,7 @@ from latte.train.metrics import read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
 from latte.train.run import check_model, first_alone, train
 from latte.train.run_folder import FINISHED_FILE, check_same_recipe
+from latte.train.speed import autocasts
 
 MEASURED_FILE = "measured.json"
 
@@ -297,7 +298,7 @@ def train_and_measure(run: PresetRun, section: ComparisonSection, quiet: bool) -
             text.held_out(wanted["max_tokens"]),
             wanted["lengths"],
             positions=section.positions,
-            bf16=run.recipe.training.bf16 and run.seed is not None,
+            bf16=autocasts(run.recipe.training) and run.seed is not None,
             progress=not quiet,
             label=run.label,
         )

@@ -30,6 +30,7 @@ from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import next_token_loss
 from latte.models.modeling import initialise
 from latte.ops import dense
+from latte.ops.widened import widened
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 
@@ -126,15 +127,16 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         mask: Any = x_BTE.new_zeros(1, 1, 1, 1)
         if self.masks_by_kind:
             mask = {"full_attention": None, "sliding_attention": None}
-        outputs = super().forward(  # type: ignore[misc]
-            inputs_embeds=x_BTE,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            tokens=Tokens(inputs.key_mask, inputs.cu_seq_lens, sinks, inputs.earlier),
-            **kwargs,
-        )
+        with widened(x_BTE):
+            outputs = super().forward(  # type: ignore[misc]
+                inputs_embeds=x_BTE,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                tokens=Tokens(inputs.key_mask, inputs.cu_seq_lens, sinks, inputs.earlier),
+                **kwargs,
+            )
         if cache is not None:
             cache.end()
         return outputs

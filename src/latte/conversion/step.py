@@ -28,6 +28,7 @@ from latte.layers.parts import Rotary, of_single_tokens
 from latte.layers.step import StepState
 from latte.ops import dense
 from latte.ops.tensors import computation_dtype
+from latte.ops.widened import widened
 
 
 class Rotations(NamedTuple):
@@ -165,4 +166,5 @@ class Head(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None and dense.serves(x) and dense.fits(x, self.weight):
             return dense.linear_maps(x, self.weight)[0]
-        return super().forward(x)
+        with widened(x):
+            return super().forward(x)

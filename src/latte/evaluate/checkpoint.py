@@ -16,6 +16,7 @@ from latte.data.tokenizers import check_fits
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.models.registry import make_known
+from latte.ops.widened import widen_calls
 from latte.train.recipe import Recipe, recipe_from_dict
 from latte.train.run_folder import (
     FINISHED_FILE,
@@ -122,6 +123,8 @@ def load_checkpoint(
         raise LatteError(f"device {where!r} cannot be used: {one_line(error)}") from None
     if opened is None and model.device.type == "cpu":
         own_weights(model)
+    if not hasattr(config, "mixing"):  # a converted model does so by itself
+        widen_calls(model)
     tokenizer = _load_tokenizer(folder) if opened is None else gguf_tokenizer(opened)
     try:
         check_fits(tokenizer, model.config.get_text_config().vocab_size)

@@ -16,6 +16,7 @@ from latte.machine import memory_there_is, size_text
 from latte.models.modeling import language_model
 from latte.processes import number_of_processes
 from latte.train.recipe import Recipe
+from latte.train.speed import autocasts
 
 # Of each parameter that is trained, fp32: itself, its gradient and AdamW's two averages; of one
 # that is not, at least half precision.
@@ -66,7 +67,7 @@ def token_bytes(recipe: Recipe, config: Any) -> int:
     sizes = (getattr(config, name, 0) for name in ("hidden_size", "num_hidden_layers"))
     width, layers = (size if isinstance(size, int) else 0 for size in sizes)
     logits = 0 if training.chunked_loss else vocabulary(recipe, config)
-    return (2 if training.bf16 else 4) * (width * layers + logits)
+    return (2 if autocasts(training) else 4) * (width * layers + logits)
 
 
 def vocabulary(recipe: Recipe, config: Any) -> int:

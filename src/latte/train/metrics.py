@@ -58,9 +58,7 @@ class TrainingReport(TrainerCallback):
         model = kwargs["model"]
         processes = args.world_size
         self._flops = machine.flops_per_token(model, self.recipe.data.block_length)
-        self._peak, self._peak_source = machine.peak_flops(
-            args.device, self.recipe.training.bf16, processes
-        )
+        self._peak, self._peak_source = machine.peak_flops(args.device, args.bf16, processes)
         self._tokens_per_step = self.recipe.tokens_per_step(processes)
         self._device = args.device
         self._last_time, self._last_step = time.perf_counter(), state.global_step

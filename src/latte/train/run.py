@@ -28,7 +28,7 @@ from latte.train.footprint import check_memory
 from latte.train.metrics import TrainingReport, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_manifest
-from latte.train.speed import check_speed, chosen_backend
+from latte.train.speed import autocasts, check_speed, chosen_backend
 from latte.train.trainer import LatteTrainer
 
 T = TypeVar("T")
@@ -306,10 +306,9 @@ def _stored_result(folder: Path) -> Result:
 def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: int) -> None:
     for problem in owner.skipped:
         print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
-    if recipe.training.bf16 and _emulates_bf16():
+    if recipe.training.bf16 and not autocasts(recipe.training):
         print(
-            "training.bf16: this CPU has no bf16 products and emulates them, ten times slower than"
-            " fp32; expected training.bf16=false here",
+            "training.bf16: this CPU has no bf16 products; computing in fp32, which is faster here",
             file=sys.stderr,
             flush=True,
         )
@@ -327,10 +326,3 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
         f" {owner.folder}",
         flush=True,
     )
-
-
-def _emulates_bf16() -> bool:
-    """Whether training runs on a CPU without AVX-512 or the like, which oneDNN needs for bf16."""
-    if torch.accelerator.is_available():
-        return False
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()

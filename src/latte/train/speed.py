@@ -16,7 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from latte.errors import LatteError
 from latte.models.loss import check_chunked_loss
 from latte.ops import use_backend
-from latte.train.recipe import Recipe
+from latte.ops.widened import emulates
+from latte.train.recipe import Recipe, TrainingSection
+
+
+def autocasts(section: TrainingSection) -> bool:
+    """Whether training autocasts to bf16: if asked to, but not on a CPU that emulates bf16."""
+    return section.bf16 and (torch.accelerator.is_available() or not emulates(torch.bfloat16))
 
 
 def check_speed(recipe: Recipe) -> None:

@@ -49,7 +49,7 @@ from latte.results import write_json
 from latte.train.recipe import Recipe
 from latte.train.run_folder import STAGING, rotate, seal
 from latte.train.scoring import score
-from latte.train.speed import apply_speed_options, of_own_blocks
+from latte.train.speed import apply_speed_options, autocasts, of_own_blocks
 
 # Parameters of other libraries with more than one dimension that are not matrices: biases by head,
 # Mamba's decay rates, RWKV's rates, mixing shares and bonuses.
@@ -383,7 +383,7 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         adam_epsilon=section.epsilon,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
-        bf16=section.bf16,
+        bf16=autocasts(section),
         torch_compile=section.torch_compile and not of_own_blocks(recipe),
         gradient_checkpointing=section.gradient_checkpointing,
         seed=section.seed,
