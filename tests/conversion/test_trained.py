@@ -63,6 +63,26 @@ def test_weights_in_bf16_are_the_default(folder, tmp_path):
         assert torch.equal(found.state_dict()[name], expected), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_low_rank_updates_of_the_base_are_kept(folder, tmp_path, dtype):
+    model, file = converted("qwen3", **FIELDS).to(dtype), tmp_path / "latents.safetensors"
+    torch.manual_seed(1)
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        for matrix in (attention.q_proj.weight, attention.o_proj.weight):
+            up, down = torch.randn(matrix.shape[0], 3), torch.randn(3, matrix.shape[1])
+            matrix += 0.1 * (up @ down).to(dtype)
+    save_latents(model, file, base=folder, rank=3, dtype=torch.float64)
+    found = apply_latents(folder, file, dtype=dtype).state_dict()
+    for name, x in model.state_dict().items():
+        # In bf16 the sum was rounded: the update from the rounded sum differs a little.
+        rounding = 1e-7 + 2 * torch.finfo(dtype).eps * x.abs().max()
+        torch.testing.assert_close(found[name].to(x.dtype), x, rtol=0, atol=rounding.item())
+    with pytest.raises(LatteError, match="q_proj.weight differs from the base's by more than"):
+        save_latents(model, tmp_path / "low", base=folder, rank=1)
+    assert not (tmp_path / "low").exists()
+
+
 def test_another_base_is_refused(folder, tmp_path):
     model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
     with torch.no_grad():  # as training of q, k, v and o does

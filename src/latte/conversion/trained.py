@@ -1,8 +1,9 @@
-"""The trained latents of a converted model as a file, without the base's weights.
+"""The trained weights of a converted model as a file, without the base's weights.
 
 The file has a few MB. With it and the base, the converted model is made without training. It is in
-safetensors format, and holds the latents' weights, the fields of the configuration that converting
-adds, and a sample of the base's weights, so that another base is refused.
+safetensors format, and holds the latents' weights, the low-rank updates of the base's projections
+if there are any, the fields of the configuration that converting adds, and a sample of the base's
+weights, so that another base is refused.
 """
 
 from __future__ import annotations
@@ -27,26 +28,40 @@ from latte.conversion.pretrained import (
 from latte.errors import LatteError
 from latte.models.state_file import weight_sample
 from latte.models.tensor_file import read_tensors, write_tensors
+from latte.ops.tensors import computation_dtype
 
 FORMAT = "latte latents 1"
 # Fields that say how a model is used or where it comes from, not which weights it has.
 NOT_KEPT = ("converted_layers", "converted_from", "mixing")
 
 
-def save_latents(model: Any, path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+@torch.no_grad()
+def save_latents(
+    model: Any,
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    rank: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Write the latents of a converted model to a file.
 
-        model = AutoModelForCausalLM.from_pretrained("runs/smollm2/layers")
-        save_latents(model, "latents.safetensors")
+        model = AutoModelForCausalLM.from_pretrained("runs/smollm2", dtype="auto")
+        save_latents(model, "latents.safetensors", base="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
-        model: Converted language model whose other weights are the base's own. If these were
-            trained too (stage ``training`` of a recipe), :func:`apply_latents` refuses the file.
+        model: Converted language model.
         path: New file.
+        base: Base of the model, as for :func:`latte.conversion.convert`. It is needed if weights of
+            the base were trained too (stage ``training`` of a recipe): the file then has their
+            updates, as products of two matrices. Without it :func:`apply_latents` refuses the file
+            of such a model.
+        rank: Rank of the updates, ``conversion.lora_rank`` of the recipe.
         dtype: Dtype of the weights in the file.
 
     Raises:
-        LatteError: The model is not a converted one, or the path exists or cannot be written.
+        LatteError: The model is not a converted one, its weights differ from the base's by more
+            than updates of that rank, or the path exists or cannot be written.
     """
     fields = model.config.to_dict()
     tensors = {
@@ -66,8 +81,40 @@ def save_latents(model: Any, path: str | Path, *, dtype: torch.dtype = torch.bfl
         "base": model.config.converted_from or "",
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    tensors["sample"] = _base_sample(model)
+    if base is None:
+        tensors["sample"] = _base_sample(model)
+    else:
+        plain = load_base(base, model.config, dtype=model.dtype)
+        tensors["sample"] = _base_sample(plain)
+        tensors |= {name: x.to(dtype) for name, x in _updates(model, plain, rank).items()}
     write_tensors(path, tensors, about, "latents")
+
+
+def _updates(model: Any, base: Any, rank: int) -> dict[str, Tensor]:
+    """The factors of each matrix that was trained: ``NAME.up`` (M, rank), ``NAME.down`` (rank, E).
+
+    Merging an update into a half-precision weight rounds the sum, so what is left of the difference
+    may be as large as that.
+    """
+    found: dict[str, Tensor] = {}
+    before = dict(base.named_parameters())
+    for name, weight in model.named_parameters():
+        if NEW_WEIGHTS in name or torch.equal(weight, before[name]):
+            continue
+        wide = computation_dtype(weight.dtype)
+        change = weight.to(wide) - before[name].to(wide)
+        if weight.ndim == 2:
+            u, s, v = torch.linalg.svd(change, full_matrices=False)
+            up, down = u[:, :rank] * s[:rank].sqrt(), s[:rank, None].sqrt() * v[:rank]
+            left, rounding = (change - up @ down).norm(), torch.finfo(weight.dtype).eps
+            if left <= 0.01 * change.norm() + rounding * weight.to(wide).norm():
+                found |= {f"{name}.up": up.contiguous(), f"{name}.down": down.contiguous()}
+                continue
+        raise LatteError(
+            f"{name} differs from the base's by more than an update of rank {rank}: expected only"
+            " low-rank updates (conversion.trainable: lora, and its lora_rank)"
+        )
+    return found
 
 
 def apply_latents(
@@ -113,6 +160,11 @@ def apply_latents(
         if name not in weights or weights[name].shape != x.shape:
             raise LatteError(f"latents {latents} have no {name} of shape {tuple(x.shape)}")
         x.copy_(weights[name])
+    for name, x in model.state_dict().items():
+        if f"{name}.up" in weights:
+            wide = computation_dtype(x.dtype)
+            up, down = (weights[f"{name}.{part}"].to(wide) for part in ("up", "down"))
+            x.copy_(x.to(wide) + up @ down)
     if target is not None:
         save(model, tokenizer, target)
     return model
