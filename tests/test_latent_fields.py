@@ -49,6 +49,7 @@ DEFAULTS = {
     "num_sinks": ("", 0, 4),
     "delay_latents": ("", False, True),
     "joint_softmax": ("", False, True),
+    "kept_window": ("", None, None),
 }
 
 
@@ -80,7 +81,8 @@ def written_again(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in PLACES if p != COMPARATORS], ids=lambda p: p.stem)
 def test_no_other_file_has_a_default_or_a_meaning(path):
-    used_alone = {"default of keep_layers"}  # `apply_latents` has it for further layers
+    # `apply_latents` has them for further layers.
+    used_alone = {"default of keep_layers", "default of kept_window"}
     assert set(written_again(path.read_text(encoding="utf-8"))) <= used_alone
 
 

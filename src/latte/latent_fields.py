@@ -202,6 +202,13 @@ class ConvertedFields(LatentFields):
     joint_softmax: bool = option(
         False, "the window's keys and the latents share one softmax", check_switch
     )
+    # Without it the state of kept layers, and the time of a step, grow with the text.
+    kept_window: int | None = option(
+        None,
+        "number of keys that layers in `keep_layers` see, besides sinks",
+        check_whole,
+        "all of the past",
+    )
 
 
 @dataclass(kw_only=True)
@@ -217,9 +224,8 @@ class ConversionOptions(ConvertedFields):
     delay_latents: bool = again(ConvertedFields, "delay_latents", True)
     joint_softmax: bool = again(ConvertedFields, "joint_softmax", True)
     window: int = window_option()
-    # The model is then a hybrid: the state of these layers, and a step's time, grow with the text.
     keep_layers: Sequence[int] = option(
-        (), "layers that keep full attention, by number from 0", none="none"
+        (), "layers that keep the base's attention, by number from 0", none="none"
     )
     # "auto" is "random" too, with a warning, if there are no tokens to compute landmarks from.
     initial: Initial = option(

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from latte.conversion.modeling import FAMILIES
+from latte.conversion.transfer import Teacher
+from latte.train.converted import mixing
 from tests.conversion.bases import NAMES, WINDOW, base, base_logits, converted, full_layers, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -58,6 +60,32 @@ def test_kept_layers_have_full_attention(family):
         model = converted(family, mixing="window", converted_layers=layers)
         changed = (model(other).logits - model(ids).logits)[:, 28:].abs().max()
         assert bool(changed > 1e-6) == reaches
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
+def test_kept_layers_with_a_window(family):
+    """The kept layers are windows with sinks, as wide as asked; the others do not change."""
+    ids, full = tokens(30), full_layers(family)
+    options = {"converted_layers": full[1:], "num_sinks": 2, "delay_latents": True}
+    options["latent_input"] = "none"
+    whole = converted(family, **options)
+    wide = converted(family, **options, kept_window=30)
+    torch.testing.assert_close(wide(ids).logits, whole(ids).logits, **EXACT)
+    assert whole.config.state_grows(full[0]) and not wide.config.state_grows(full[0])
+    # As wide as the window of the other layers, it is their control without latents.
+    narrow = converted(family, **options, kept_window=WINDOW, mixing="window")
+    control = converted(family, num_sinks=2, mixing="window", converted_layers=full)
+    torch.testing.assert_close(narrow(ids).logits, control(ids).logits, **EXACT)
+    assert (narrow(ids).logits - wide(ids).logits).abs().max() > 1e-6
+    # As the base, and as its own teacher, the model has full attention.
+    based = converted(family, **options, kept_window=WINDOW, mixing="base")
+    torch.testing.assert_close(based(ids).logits, base_logits(family, ids, "own"), **EXACT)
+    with mixing(narrow, "base"):
+        found = narrow(ids).logits
+    torch.testing.assert_close(found, base_logits(family, ids, "own"), **EXACT)
+    learned = converted(family, **options, kept_window=WINDOW)
+    taught = learned.model(ids, teacher=Teacher(), use_cache=False).last_hidden_state
+    torch.testing.assert_close(taught, based.model(ids).last_hidden_state, **EXACT)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 0), (0, 4), (0, 0)])

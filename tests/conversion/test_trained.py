@@ -52,6 +52,8 @@ def test_more_layers_may_keep_full_attention(folder, tmp_path):
     assert found.config.converted_layers == (0, 3)
     ids = tokens()
     torch.testing.assert_close(found(ids).logits, hybrid(ids).logits, rtol=1e-11, atol=1e-11)
+    found = apply_latents(folder, file, keep_layers=[1, 2], kept_window=9)
+    assert found.config.kept_window == 9 and found.model.layers[1].self_attn.window == 9
 
 
 def test_weights_in_bf16_are_the_default(folder, tmp_path):
@@ -114,7 +116,10 @@ def test_the_command(folder, tmp_path, capsys):
     save_latents(converted("qwen3", **FIELDS), file)
     given = ["convert", str(folder), str(out), "--trained", str(file)]
     assert main([*given, "--window", "7"]) == 2
-    assert "expected only --keep-layers and --dtype, got --window" in capsys.readouterr().err
+    assert (
+        "expected only --keep-layers, --kept-window and --dtype, got --window"
+        in capsys.readouterr().err
+    )
     assert main([*given, "--recipe", "x.yaml"]) == 2
     assert "--trained and --recipe: expected one of them" in capsys.readouterr().err
     assert main([*given, "--keep-layers", "2"]) == 0

@@ -116,6 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "base": {"mixing": "base"},
     "kept": KEPT,
     "kept, both": BOTH | KEPT,
+    "kept with a window": BOTH | KEPT | {"kept_window": 8},
     # In gemma2 layers 1 and 3 have full attention, and the others a window of their own, of 9.
     "hybrid": {"converted_layers": (3,)},
 }
@@ -123,6 +124,7 @@ CONVERSIONS = [("llama", option) for option in OPTIONS if option != "hybrid"]
 CONVERSIONS += [
     *((family, x) for family in bases.NAMES if family != "llama" for x in ("plain", "both")),
     *((family, x) for family in ("gemma2", "gemma3_text") for x in ("kept", "kept, both")),
+    ("gemma3_text", "kept with a window"),
     *(("gemma2", "joint, both"), ("gemma2", "hybrid")),
 ]
 # Some layer keeps the base's full attention.

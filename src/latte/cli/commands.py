@@ -140,11 +140,11 @@ def convert(options: Namespace) -> int:
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
-        others = [name for name in given if name not in ("keep_layers", "dtype")]
+        others = [name for name in given if name not in ("keep_layers", "kept_window", "dtype")]
         if others:
             raise LatteError(
-                "with --trained the model's shape is the file's: expected only --keep-layers and"
-                f" --dtype, got {flags[others[0]]}"
+                "with --trained the model's shape is the file's: expected only --keep-layers,"
+                f" --kept-window and --dtype, got {flags[others[0]]}"
             )
     if options.recipe is not None:
         if given:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
-from latte.conversion.step import Rotations, norm
+from latte.conversion.step import Rotations, Table, norm
 from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.mixer import remembered
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
-    sink_embeddings: dict[str | None, tuple[Tensor, Tensor]] | None = None
+    sink_embeddings: dict[Table, tuple[Tensor, Tensor]] | None = None
     earlier: MixerState = MixerState()  # the state before the tokens, if there is no cache
 
 
@@ -62,7 +62,7 @@ class MacchiatoAttention(nn.Module):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]`` with the base's q, k, v and output.
 
     In a layer that is not converted (``config.converted_layers``) it is the base's own attention,
-    always with ``mixing="base"``, and without latents and sinks.
+    without latents. A kept layer with ``config.kept_window`` has that window and sinks.
 
     Args:
         base: Attention module of a decoder layer. Its sub-modules move here.
@@ -90,13 +90,14 @@ class MacchiatoAttention(nn.Module):
         self.num_heads: int = config.num_attention_heads
         self.scale: float = base.scaling
         self.softcap = softcap
-        self.window, self.base_window = fields.local_window, fields.base_window(self.layer_idx)
+        self.window = fields.window_of(self.layer_idx)
+        self.base_window = fields.base_window(self.layer_idx)
         self.converted = fields.is_converted(self.layer_idx)
         self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
-        self.num_sinks = fields.num_sinks if self.converted else 0
+        self.mixing: str = fields.mixing_of(self.layer_idx)
+        self.num_sinks = fields.num_sinks if self.converted or self.mixing == "window" else 0
         self.delay_latents = fields.delay_latents and self.converted
         self.joint_softmax = fields.joint_softmax and self.converted
-        self.mixing: str = fields.mixing if self.converted else "base"
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
             return
@@ -139,10 +140,19 @@ class MacchiatoAttention(nn.Module):
         local = self.project(hidden_states, position_embeddings, tokens)
         if teacher is not None and self.converted:
             return teacher(self, local, piece), None
-        out_BTHK, after, log = self.mix(local, piece)
+        if teacher is not None:
+            out_BTHK, after = self.full_attention(local, piece)
+            log = TokenLog()
+        else:
+            out_BTHK, after, log = self.mix(local, piece)
         if carry:
             past_key_values.update(piece.end(after, log), hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
+
+    @property
+    def table(self) -> Table:
+        """The rotary table by which queries look at the sinks: its key."""
+        return self.layer_kind, self.window
 
     @property
     def splits(self) -> bool:
@@ -192,7 +202,7 @@ class MacchiatoAttention(nn.Module):
         rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
         sink_q = None
         if self.num_sinks and tokens.sink_embeddings is not None:
-            table = tokens.sink_embeddings[self.layer_kind]
+            table = tokens.sink_embeddings[self.table]
             sink_q = self._apply_rotary(q, k, *table, unsqueeze_dim=2)[0].to(v.dtype)
         return Projections(rotated_q, rotated_k, v, sink_q)
 

@@ -36,7 +36,8 @@ class MacchiatoFields(ConvertedFields):
         partial(check_one, choices=MIXINGS),
     )
     # The others have the base's own attention. They either have a window of their own, or are kept
-    # layers of full attention (`keep_layers`), whose state grows with the text.
+    # layers of full attention (`keep_layers`), whose state grows with the text, but for
+    # `kept_window`.
     converted_layers: Sequence[int] | None = option(
         None, "layers with a window and latents, by number from 0", none="all"
     )
@@ -93,10 +94,27 @@ class MacchiatoFields(ConvertedFields):
         """The layers that keep the base's full attention."""
         return tuple(layer for layer in self.full_layers if not self.is_converted(layer))
 
+    def mixing_of(self, layer_idx: int) -> Mixing:
+        """The mixing of a layer; that of a kept layer with a window is `window`."""
+        if self.is_converted(layer_idx):
+            return self.mixing
+        bounded = self.kept_window is not None and self.base_window(layer_idx) is None
+        return "window" if bounded and self.mixing != "base" else "base"
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The widths that :meth:`window_of` gives."""
+        every = (self.local_window, self.kept_window)
+        return tuple(dict.fromkeys(width for width in every if width is not None))
+
+    def window_of(self, layer_idx: int) -> int:
+        """The number of keys that a layer's window sees, where its mixing has one."""
+        kept = self.kept_window is not None and not self.is_converted(layer_idx)
+        return self.kept_window if kept else self.local_window  # type: ignore[return-value]
+
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token. Only the base's full attention does."""
-        own = self.mixing == "base" or not self.is_converted(layer_idx)
-        return own and self.base_window(layer_idx) is None
+        return self.mixing_of(layer_idx) == "base" and self.base_window(layer_idx) is None
 
 
 OWN_FIELDS = tuple(each.name for each in options_of(MacchiatoFields))

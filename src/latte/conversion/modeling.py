@@ -21,6 +21,7 @@ from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention, Tokens
 from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
+from latte.conversion.step import Table
 from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
@@ -168,18 +169,20 @@ class MacchiatoDecoder(MacchiatoPreTrained):
 
     def _sink_embeddings(
         self, x_BTE: Tensor, position_ids: Tensor
-    ) -> dict[str | None, tuple[Tensor, Tensor]] | None:
-        """For each kind of layer, the rotary table by which queries look at the sinks."""
+    ) -> dict[Table, tuple[Tensor, Tensor]] | None:
+        """The rotary tables by which queries look at the sinks."""
         config: Any = self.config  # type: ignore[attr-defined]
         if not config.num_sinks:
             return None
         rotary: Any = self.rotary_emb  # type: ignore[attr-defined]
-        # A query sees the sinks no further away than the window's edge.
-        positions = position_ids.clamp_max(config.local_window + config.num_sinks - 1)
-        kinds: set[str | None] = set(getattr(config, "layer_types", None) or [None])
-        if self.rotary_by_kind:
-            return {kind: rotary(x_BTE, positions, kind) for kind in kinds}
-        return dict.fromkeys(kinds, rotary(x_BTE, positions))
+        found: dict[Table, tuple[Tensor, Tensor]] = {}
+        for layer in self.layers:  # type: ignore[attr-defined]
+            kind, window = table = layer.self_attn.table
+            if table not in found:
+                # A query sees the sinks no further away than the window's edge.
+                positions = position_ids.clamp_max(window + config.num_sinks - 1)
+                found[table] = rotary(x_BTE, positions, *[kind] * self.rotary_by_kind)
+        return found
 
 
 class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):

@@ -165,7 +165,7 @@ class LayerFit:
         T = x.shape[1]
         positions = torch.arange(T)[None]
         sink_table = self.rotary(x, positions.clamp_max(layer.window + layer.num_sinks - 1))
-        sinks = {layer.layer_kind: sink_table} if layer.num_sinks else None
+        sinks = {layer.table: sink_table} if layer.num_sinks else None
         local = layer.project(x, self.rotary(x, positions), Tokens(None, None, sinks))
         piece = Piece(x)
         near, _ = layer.window_branch(local, piece)

@@ -30,6 +30,9 @@ from latte.ops import dense
 from latte.ops.tensors import computation_dtype
 from latte.ops.widened import widened
 
+# What a layer's rotation depends on: its kind, and the width of its window.
+Table = tuple[str | None, int]
+
 
 class Rotations(NamedTuple):
     """The rotary tables of a step: for queries and keys, and for queries towards the sinks."""
@@ -81,7 +84,7 @@ def is_own(layer: nn.Module, ignored: Collection[Any]) -> bool:
 
 
 def run_layer(
-    layer: Any, x_BE: Tensor, state: StepState, rotations: dict[str | None, Rotations], served: bool
+    layer: Any, x_BE: Tensor, state: StepState, rotations: dict[Table, Rotations], served: bool
 ) -> Tensor:
     """Hidden states (B, E) after a decoder layer, from those before it. Overwrites the state.
 
@@ -91,7 +94,7 @@ def run_layer(
     attention, mlp = parts["self_attn"], parts["mlp"]
     before_mlp = parts.get("pre_feedforward_layernorm")
     normed = norm(parts["input_layernorm"], x_BE, served)
-    mixed = attention.step(normed, state, rotations[attention.layer_kind], served)
+    mixed = attention.step(normed, state, rotations[attention.table], served)
     output = attention._modules["o_proj"]
     if before_mlp is None:
         x_BE = linear_add(mixed, output, x_BE, served)
@@ -135,29 +138,34 @@ def norm(module: Any, x: Tensor, served: bool) -> Tensor:
     return module(x)
 
 
-def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[str | None, Rotations]:
-    """The rotary tables of each kind of layer, from the base's own function."""
+def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotations]:
+    """The rotary tables of each kind of layer and width, from the base's own function."""
     config, x_B1E = decoder.config, x_BE[:, None]
-    if config.num_sinks:  # both tables in one call
-        far = position_ids.clamp_max(config.local_window + config.num_sinks - 1)
-        position_ids = torch.cat([position_ids, far], 1)
+    windows = config.windows
+    if config.num_sinks:  # all tables in one call
+        far = [position_ids.clamp_max(window + config.num_sinks - 1) for window in windows]
+        position_ids = torch.cat([position_ids, *far], 1)
     wide = computation_dtype(x_BE.dtype)
 
-    def tables(*kind: str) -> Rotations:
-        # The base's (B, 1 or 2, K) have each angle twice, for the two halves of a head.
+    def tables(*kind: str) -> list[Rotations]:
+        # The base's (B, 1 or more, K) have each angle twice, for the two halves of a head.
         halves = [
             x[..., None, : x.shape[-1] // 2].to(wide)
             for x in decoder.rotary_emb(x_B1E, position_ids, *kind)
         ]
-        places = range(position_ids.shape[1])
-        return Rotations(
-            *(of_single_tokens(Rotary(*(x[:, p : p + 1] for x in halves))) for p in places)
+        local, *sinks = (
+            of_single_tokens(Rotary(*(x[:, p : p + 1] for x in halves)))
+            for p in range(position_ids.shape[1])
         )
+        return [Rotations(local, *own) for own in (zip(sinks) if sinks else [()] * len(windows))]
 
     kinds: list[Any] = list(dict.fromkeys(getattr(config, "layer_types", None) or [None]))
-    if decoder.rotary_by_kind:
-        return {kind: tables(kind) for kind in kinds}
-    return dict.fromkeys(kinds, tables())
+    shared = None if decoder.rotary_by_kind else tables()
+    found: dict[Table, Rotations] = {}
+    for kind in kinds:
+        each = tables(kind) if shared is None else shared
+        found |= {(kind, window): own for window, own in zip(windows, each, strict=True)}
+    return found
 
 
 class Head(nn.Linear):

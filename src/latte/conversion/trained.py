@@ -123,6 +123,7 @@ def apply_latents(
     output: str | Path | None = None,
     *,
     keep_layers: Sequence[int] = (),
+    kept_window: int | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> Any:
     """Convert a base with latents that have been trained before.
@@ -131,7 +132,8 @@ def apply_latents(
         base: The base that the latents were trained for, as for :func:`latte.conversion.convert`.
         latents: File that :func:`save_latents` wrote.
         output: New folder for the model and the base's tokeniser; None saves nothing.
-        keep_layers: Numbers of more layers with full attention than the file names.
+        keep_layers: Numbers of more layers with the base's attention than the file names.
+        kept_window: Number of keys that layers with the base's attention see; None: as in the file.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
 
     Returns:
@@ -145,6 +147,8 @@ def apply_latents(
     about, weights = _read(Path(latents).expanduser())
     fields = json.loads(about["fields"])
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
+    if kept_window is not None:
+        fields["kept_window"] = kept_window
     config = converted_config(base, fields)
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)

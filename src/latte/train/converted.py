@@ -132,8 +132,11 @@ def mixing(model: Any, value: str) -> Iterator[None]:
     """
     from latte.conversion.attention import MacchiatoAttention
 
-    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention) and m.converted]
-    wanted: list[tuple[Any, str, Any]] = [(x, "mixing", value) for x in (model.config, *layers)]
+    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention)]
+    wanted: list[tuple[Any, str, Any]] = [(model.config, "mixing", value)]
+    for layer in layers:
+        kept = "base" if value == "base" else layer.mixing  # a window of its own, or none
+        wanted.append((layer, "mixing", value if layer.converted else kept))
     if value == "base":  # an adapter's own method would change what is trained
         adapters = [m for m in model.modules() if hasattr(m, "lora_A")]
         wanted += [(adapter, "_disable_adapters", True) for adapter in adapters]
