@@ -130,8 +130,9 @@ def convert(file: Path, output: str, option: str, value: str, more: Sequence[str
     """`latte convert`, which is shown first; returns its exit code."""
     from latte.cli import main as latte
 
-    print(shlex.join(["latte", "convert", str(file), output, option, value, *more]), flush=True)
-    return latte(["convert", str(file), output, option, value, *more])
+    words = ["convert", str(file), output, option, value, *more]
+    print(shlex.join(["latte", *words]), flush=True)
+    return latte(words)
 
 
 # ---- the weights

@@ -16,6 +16,7 @@ from latte.data.tokenizers import document_ends, load_tokenizer
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.generate import text_ends
+from latte.ops.widened import Widened
 from latte.train.converted import mixing
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -59,7 +60,7 @@ def test_a_file_is_its_model_exactly(family, ids, tmp_path):
         torch.testing.assert_close(read(ids).logits, base(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_quantised_weights_become_bf16_and_plain(tuned, tmp_path):
+def test_quantised_weights_become_bf16_and_plain(tuned, tmp_path, ids):
     base = small_base("llama")
     model = convert(tuned, tmp_path / "out", num_latents=8, window=5)
     assert model.config.converted_from == "tuned.gguf (Q8_0)"
@@ -79,6 +80,9 @@ def test_quantised_weights_become_bf16_and_plain(tuned, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     for name, weight in loaded.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight), name
+    with Widened():  # as a loaded checkpoint computes on a CPU without bf16 products
+        logits = again(ids).logits
+    assert torch.equal(logits, loaded(ids).logits)
 
 
 def test_a_folder_with_one_file_is_the_file(tuned, tmp_path, ids):

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from latte.ops import widened
 from latte.ops.widened import LEAST_ROWS, Widened, widen_calls
+from tests.conversion.bases import converted, tokens
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -83,23 +84,24 @@ def test_a_model_whose_calls_are_widened(widened_shapes):
     assert not plain._forward_hooks
 
 
-def test_a_converted_model_widens_its_batches(widened_shapes, tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from latte.conversion import convert
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
-    model = convert(tmp_path / "base", window=8, num_latents=16)
+def test_a_converted_model_widens_its_batches(widened_shapes):
+    model = converted("llama", latent_input="none").bfloat16()
     widened_shapes.clear()
     with torch.no_grad():
-        model(torch.arange(LEAST_ROWS)[None])
-    # q, k, v, o, gate, up and down, and the head; the latents' two maps are fp32 in any case.
-    assert len(widened_shapes) == 8 + 2
+        model(tokens(LEAST_ROWS)[:1])
+    # In each of four layers q, k, v, o, gate, up and down and the latents' two; then the head.
+    assert len(widened_shapes) == 4 * (7 + 2) + 1
+
+
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("supported", [True, False])
+def test_what_the_cpu_emulates(available, supported, monkeypatch):
+    asked = {torch.bfloat16: supported, torch.float16: not supported}
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        told = asked[dtype]
+        monkeypatch.setattr(
+            torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda told=told: told
+        )
+        assert widened.emulates.__wrapped__(dtype) == (available and not told)
+    assert not widened.emulates.__wrapped__(torch.float32)

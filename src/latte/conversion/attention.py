@@ -95,7 +95,7 @@ class MacchiatoAttention(nn.Module):
         self.converted = fields.is_converted(self.layer_idx)
         self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
         self.mixing: str = fields.mixing_of(self.layer_idx)
-        self.num_sinks = fields.num_sinks if self.converted or self.mixing == "window" else 0
+        self.num_sinks = fields.num_sinks if fields.has_window(self.layer_idx) else 0
         self.delay_latents = fields.delay_latents and self.converted
         self.joint_softmax = fields.joint_softmax and self.converted
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
@@ -141,12 +141,12 @@ class MacchiatoAttention(nn.Module):
         if teacher is not None and self.converted:
             return teacher(self, local, piece), None
         if teacher is not None:
-            out_BTHK, after = self.full_attention(local, piece)
-            log = TokenLog()
+            out_BTHK, _ = self.full_attention(local, piece)
         else:
             out_BTHK, after, log = self.mix(local, piece)
-        if carry:
-            past_key_values.update(piece.end(after, log), hidden_states.shape[1], self.layer_idx)
+            if carry:
+                ended = piece.end(after, log)
+                past_key_values.update(ended, hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
 
     @property

@@ -94,23 +94,33 @@ class MacchiatoFields(ConvertedFields):
         """The layers that keep the base's full attention."""
         return tuple(layer for layer in self.full_layers if not self.is_converted(layer))
 
-    def mixing_of(self, layer_idx: int) -> Mixing:
-        """The mixing of a layer; that of a kept layer with a window is `window`."""
+    def has_window(self, layer_idx: int) -> bool:
+        """Whether a layer has a window, and sinks, in the place of the base's own attention."""
+        kept = self.kept_window is not None and self.base_window(layer_idx) is None
+        return kept or self.is_converted(layer_idx)
+
+    def mixing_of(self, layer_idx: int, mixing: Mixing | None = None) -> Mixing:
+        """The mixing of a layer in a model of this mixing (None: the model's own)."""
+        mixing = mixing or self.mixing
         if self.is_converted(layer_idx):
-            return self.mixing
-        bounded = self.kept_window is not None and self.base_window(layer_idx) is None
-        return "window" if bounded and self.mixing != "base" else "base"
+            return mixing
+        return "window" if self.has_window(layer_idx) and mixing != "base" else "base"
+
+    def window_of(self, layer_idx: int) -> int:
+        """The number of keys that a layer's window sees, where it has one."""
+        kept = self.has_window(layer_idx) and not self.is_converted(layer_idx)
+        return self.kept_window if kept else self.local_window  # type: ignore[return-value]
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The widths that :meth:`window_of` gives."""
+        """The widths that :meth:`window_of` may give."""
         every = (self.local_window, self.kept_window)
         return tuple(dict.fromkeys(width for width in every if width is not None))
 
-    def window_of(self, layer_idx: int) -> int:
-        """The number of keys that a layer's window sees, where its mixing has one."""
-        kept = self.kept_window is not None and not self.is_converted(layer_idx)
-        return self.kept_window if kept else self.local_window  # type: ignore[return-value]
+    @property
+    def layer_kinds(self) -> tuple[str | None, ...]:
+        """The kinds of the base's layers, each once; (None,) if it has no kinds."""
+        return tuple(dict.fromkeys(getattr(self, "layer_types", None) or [None]))
 
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token. Only the base's full attention does."""

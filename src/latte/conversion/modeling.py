@@ -176,12 +176,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             return None
         rotary: Any = self.rotary_emb  # type: ignore[attr-defined]
         found: dict[Table, tuple[Tensor, Tensor]] = {}
-        for layer in self.layers:  # type: ignore[attr-defined]
-            kind, window = table = layer.self_attn.table
-            if table not in found:
-                # A query sees the sinks no further away than the window's edge.
-                positions = position_ids.clamp_max(window + config.num_sinks - 1)
-                found[table] = rotary(x_BTE, positions, *[kind] * self.rotary_by_kind)
+        places = step.sink_positions(config, position_ids)
+        for window, positions in zip(config.windows, places, strict=True):
+            if self.rotary_by_kind:
+                each = {kind: rotary(x_BTE, positions, kind) for kind in config.layer_kinds}
+            else:
+                each = dict.fromkeys(config.layer_kinds, rotary(x_BTE, positions))
+            found |= {(kind, window): table for kind, table in each.items()}
         return found
 
 

@@ -138,13 +138,20 @@ def norm(module: Any, x: Tensor, served: bool) -> Tensor:
     return module(x)
 
 
+def sink_positions(config: Any, position_ids: Tensor) -> list[Tensor]:
+    """For each width of a window, the positions by which queries look at the sinks, (B, T).
+
+    A query sees the sinks no further away than the window's edge.
+    """
+    return [position_ids.clamp_max(width + config.num_sinks - 1) for width in config.windows]
+
+
 def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotations]:
     """The rotary tables of each kind of layer and width, from the base's own function."""
     config, x_B1E = decoder.config, x_BE[:, None]
     windows = config.windows
     if config.num_sinks:  # all tables in one call
-        far = [position_ids.clamp_max(window + config.num_sinks - 1) for window in windows]
-        position_ids = torch.cat([position_ids, *far], 1)
+        position_ids = torch.cat([position_ids, *sink_positions(config, position_ids)], 1)
     wide = computation_dtype(x_BE.dtype)
 
     def tables(*kind: str) -> list[Rotations]:
@@ -159,10 +166,9 @@ def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table
         )
         return [Rotations(local, *own) for own in (zip(sinks) if sinks else [()] * len(windows))]
 
-    kinds: list[Any] = list(dict.fromkeys(getattr(config, "layer_types", None) or [None]))
     shared = None if decoder.rotary_by_kind else tables()
     found: dict[Table, Rotations] = {}
-    for kind in kinds:
+    for kind in config.layer_kinds:
         each = tables(kind) if shared is None else shared
         found |= {(kind, window): own for window, own in zip(windows, each, strict=True)}
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,33 +45,33 @@ class Widened(TorchFunctionMode):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.numel() // max(input.size(-1), 1)
-    alike = weight.dtype == input.dtype and input.is_cpu
-    if rows < LEAST_ROWS or not alike or not emulates(input.dtype):
+    if rows < LEAST_ROWS or weight.dtype != input.dtype or not _pays(input):
         return F.linear(input, weight, bias)
     wide = None if bias is None else bias.float()
     return F.linear(input.float(), weight.float(), wide).to(input.dtype)
 
 
+def _pays(x: Tensor) -> bool:
+    """Whether linear maps of tensors like ``x`` may be faster in fp32."""
+    return x.is_cpu and emulates(x.dtype)
+
+
 def widened(x: Tensor) -> AbstractContextManager[Any]:
     """A context for modules that read tensors like ``x``: :class:`Widened` where it pays."""
-    if torch.compiler.is_compiling() or not x.is_cpu or not emulates(x.dtype):
-        return nullcontext()
-    return Widened()
+    return nullcontext() if torch.compiler.is_compiling() or not _pays(x) else Widened()
 
 
 def widen_calls(model: nn.Module) -> None:
     """Run every call of the model within :class:`Widened`, by hooks, if its weights need it."""
-    weight = next(model.parameters(), None)
-    if weight is None or isinstance(widened(weight), nullcontext):
+    if not any(map(_pays, islice(model.parameters(), 1))):
         return
-    entered: list[Widened] = []
+    mode = Widened()  # it has no state: calls may nest, and come from several threads
 
     def enter(*_: Any) -> None:
-        entered.append(Widened())
-        entered[-1].__enter__()
+        mode.__enter__()
 
     def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+        mode.__exit__(None, None, None)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)

@@ -134,9 +134,7 @@ def mixing(model: Any, value: str) -> Iterator[None]:
 
     layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention)]
     wanted: list[tuple[Any, str, Any]] = [(model.config, "mixing", value)]
-    for layer in layers:
-        kept = "base" if value == "base" else layer.mixing  # a window of its own, or none
-        wanted.append((layer, "mixing", value if layer.converted else kept))
+    wanted += [(x, "mixing", model.config.mixing_of(x.layer_idx, value)) for x in layers]
     if value == "base":  # an adapter's own method would change what is trained
         adapters = [m for m in model.modules() if hasattr(m, "lora_A")]
         wanted += [(adapter, "_disable_adapters", True) for adapter in adapters]

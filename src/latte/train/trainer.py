@@ -196,7 +196,7 @@ class LatteTrainer(Trainer):
                 section = self.recipe.training
                 raise Diverged(
                     f"training diverged: loss or gradient is not finite at step {step} (peak"
-                    f" training.learning_rate {section.learning_rate:g}, bf16 {section.bf16});"
+                    f" training.learning_rate {section.learning_rate:g}, bf16 {self.args.bf16});"
                     " nothing was saved since the last checkpoint; try a lower learning rate"
                 )
         return norm
