@@ -141,7 +141,7 @@ class MacchiatoAttention(nn.Module):
         if teacher is not None and self.converted:
             return teacher(self, local, piece), None
         if teacher is not None:
-            out_BTHK, _ = self.full_attention(local, piece)
+            out_BTHK = self.full_attention(local, piece)[0]
         else:
             out_BTHK, after, log = self.mix(local, piece)
             if carry:
