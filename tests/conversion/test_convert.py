@@ -178,6 +178,14 @@ def test_layers_that_cannot_be_kept(family, keep, message, save_base, tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
+def test_a_window_for_kept_layers_needs_some(save_base, tmp_path):
+    folder = save_base("llama")
+    message = "^kept_window .*: expected some there, got kept_window=9 without keep_layers$"
+    with pytest.raises(LatteError, match=message):
+        convert(folder, tmp_path / "out", num_latents=8, kept_window=9)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_keeps_layers(save_base, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["convert", str(save_base("llama")), str(out), "--latents", "8"]

@@ -157,6 +157,11 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
         raise LatteError(f"base {base} is bidirectional; expected a causal decoder")
     values = dict(values)
     keep = values.pop("keep_layers", ())
+    if values.get("kept_window") is not None and not keep:
+        raise LatteError(
+            "kept_window is the window of layers in keep_layers: expected some there, got"
+            f" kept_window={values['kept_window']} without keep_layers"
+        )
     unknown = sorted(set(values) - set(OWN_FIELDS))
     if unknown:
         expected = ", ".join(sorted(OWN_FIELDS))
