@@ -366,10 +366,10 @@ class MacchiatoAttention(nn.Module):
         return out, MixerState(window=tail)
 
     def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token at a length, of both branches or of the base's attention."""
+        """Forward FLOPs per token at a length, of the branches that ``mixing`` has."""
         base = self.mixing == "base"
         seen = min((self.base_window if base else self.window) or length, (length + 1) / 2)
-        latents = 0 if base else self.latents.k_proj.out_features
+        latents = 0 if self.mixing in ("base", "window") else self.latents.k_proj.out_features
         return 4.0 * self.head_dim * (latents + self.num_heads * seen)
 
     def extra_repr(self) -> str:

@@ -158,9 +158,14 @@ def position_rows(row: Row) -> list[dict[str, Any]]:
 
 
 def kept_note(config: Any) -> str:
-    """What a table adds to a hybrid's name: the layers whose state grows; empty of other models."""
+    """What a table adds to a model's name: the layers that are kept, and whether they grow."""
     kept = getattr(config, "keep_layers", ())
-    return f", hybrid: layers {', '.join(map(str, kept))} kept" if kept else ""
+    if not kept:
+        return ""
+    layers = f"layers {', '.join(map(str, kept))} kept"
+    if config.kept_window is None:
+        return f", hybrid: {layers}"
+    return f", {layers} with a window of {config.kept_window}"
 
 
 def report(
