@@ -241,6 +241,8 @@ KEY_WORDS: dict[str, dict[str, str]] = {
     },
     "comparison": {
         "presets": "names of the models to compare",
+        "equal_parameters": "model whose number of parameters all presets get, within half a"
+        " percent, by their `intermediate_size`; null: no fit",
         "seeds": "seeds; with none, one run of each model by `training.seed`",
         "baseline": "model that the others are compared with; `transformer++`, or the first",
         "lengths": "context lengths of the evaluation, in tokens",

@@ -7,7 +7,7 @@ the number of `parameters` and a `plan`; `base: other.yaml` starts from another 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -163,6 +163,8 @@ def fitted(
     Raises:
         LatteError: The nearest value differs from the target by more than `tolerance`.
     """
+    from latte.models.parameters import count_parameters, nearest_size
+
     # Each head has as many latents as the others.
     per_head = fit == "num_latents"
     step = model_config(name, preset, values).num_attention_heads if per_head else 1
@@ -170,7 +172,7 @@ def fitted(
     def count(value: int) -> int:
         return count_parameters(model_config(name, preset, values | {fit: value}))
 
-    value = nearest(count, target, step)
+    value = nearest_size(count, target, step)
     found = count(value)
     if abs(found - target) > tolerance * target:
         raise LatteError(
@@ -178,22 +180,3 @@ def fitted(
             f" nearest is {value} with {found:,}; expected other sizes or another fit"
         )
     return value
-
-
-def nearest(count: Callable[[int], int], target: int, step: int) -> int:
-    """The multiple of `step`, at least one, at which an affine `count` is nearest `target`."""
-    one, two = count(step), count(2 * step)
-    if one == two:
-        return step
-    return step * max(1, round(1 + (target - one) / (two - one)))
-
-
-def count_parameters(config: Any) -> int:
-    """Number of parameters of a causal model, tied ones once, without allocating them."""
-    import torch
-
-    from latte.models.modeling import language_model
-
-    with torch.device("meta"):
-        model = language_model(config)
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -11,16 +11,24 @@ import pytest
 
 from latte.compare import compare as module
 from latte.compare import report
-from latte.compare.compare import MEASURED_FILE, Comparison, PresetRun
+from latte.compare.compare import (
+    MEASURED_FILE,
+    Comparison,
+    PresetRun,
+    preset_recipe,
+    runs_of,
+)
 from latte.compare.grid import FAILED_FILE
 from latte.compare.intervals import Mean, holm, mean_of, student_t
 from latte.compare.report import excludes_zero, found_order, losses, paired
 from latte.errors import LatteError
 from latte.evaluate.lengths import Row
 from latte.machine import WorkFailed
+from latte.models import count_parameters
 from latte.results import write_json
 from latte.train.metrics import read_metrics
 from latte.train.recipe import Recipe
+from latte.train.run import model_config
 from latte.train.run_folder import FolderInUse, claim
 from latte.train.trainer import Diverged
 
@@ -126,6 +134,20 @@ VALUES = {
     ("latte-r-swa++", 0): 100.0, ("latte-r-swa++", 1): 121.0, ("latte-r-swa++", 2): 109.0,
     ("transformer++", 0): 99.0, ("transformer++", 1): 119.0, ("transformer++", 2): 111.0,
 }  # fmt: skip
+
+
+def test_presets_get_as_many_parameters_as_a_model(made_up: Recipe) -> None:
+    made_up.comparison.equal_parameters = "griffin"
+    runs = runs_of(made_up)
+    like = count_parameters(model_config(preset_recipe(made_up, "griffin"), {}))
+    for run in runs:
+        assert count_parameters(model_config(run.recipe, {})) == pytest.approx(like, rel=0.005)
+    widths = {run.preset: run.recipe.model.overrides["intermediate_size"] for run in runs}
+    assert widths["latte-r-swa++"] < widths["transformer++"]
+    made_up.model.overrides["intermediate_size"] = 1  # nothing is left to take away
+    made_up.comparison.equal_parameters = "latte"
+    with pytest.raises(LatteError, match="^equal_parameters: .* at the nearest intermediate_size"):
+        runs_of(made_up)
 
 
 def test_differences_are_paired_by_seed(made_up: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

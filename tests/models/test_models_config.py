@@ -4,6 +4,7 @@ import pytest
 
 from latte.errors import LatteError
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
+from latte.models.parameters import nearest_size
 
 MILLION = 1e6
 EXACT = {"latte": 111.83, "latte++": 140.07, "latte-conv++": 140.11, "transformer++": 151.87}
@@ -30,6 +31,13 @@ def test_other_sizes_are_what_they_are_called(preset, size, target):
     if preset == "latte":  # two matrices in the MLP where the others have three
         target *= 0.7
     assert 0.85 * target < count < 1.15 * target
+
+
+def test_the_size_nearest_to_a_number_of_parameters():
+    assert nearest_size(lambda size: 100 + 7 * size, 100 + 7 * 12 + 3) == 12
+    assert nearest_size(lambda size: 100 + 7 * size, 100 + 7 * 12 + 3, step=4) == 12
+    assert nearest_size(lambda size: 100 + 7 * size, 50, step=4) == 4
+    assert nearest_size(lambda size: 100, 50, step=4) == 4
 
 
 def test_presets_are_those_of_the_design():

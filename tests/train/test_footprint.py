@@ -16,9 +16,9 @@ def test_a_model_that_fits_is_counted_exactly(make_recipe: Any) -> None:
     from latte.models import count_parameters
 
     config = model_config(make_recipe(), {})
-    assert footprint.count_parameters(config) == count_parameters(config)
+    assert footprint.number_of_parameters(config) == count_parameters(config)
     config.num_hidden_layers = 300  # by two and one of them
-    assert footprint.count_parameters(config) == count_parameters(config)
+    assert footprint.number_of_parameters(config) == count_parameters(config)
     check_model(make_recipe())
 
 
@@ -39,7 +39,7 @@ def test_a_batch_that_does_not_fit(make_recipe: Any, key: str) -> None:
 def test_the_bound_is_one_from_below(make_recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, gradients and averages of exactly the memory that there is are let through."""
     recipe = make_recipe()
-    parameters = footprint.count_parameters(model_config(recipe, {}))
+    parameters = footprint.number_of_parameters(model_config(recipe, {}))
     assert parameters is not None
     there = footprint.TRAINED_BYTES * parameters
     monkeypatch.setattr(footprint, "memory_there_is", lambda device: there)

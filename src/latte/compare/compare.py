@@ -31,16 +31,18 @@ from latte.errors import LatteError, check_seed
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, check_positions, evaluate_lengths
 from latte.machine import describe
+from latte.models.parameters import count_parameters, nearest_size
 from latte.models.registry import find_model, other_models, preset_names
 from latte.processes import number_of_processes
 from latte.results import Results, own_file, results_at, write_json
 from latte.train.metrics import read_metrics
 from latte.train.recipe import ComparisonSection, Recipe
-from latte.train.run import check_model, first_alone, train
+from latte.train.run import check_model, first_alone, model_config, train
 from latte.train.run_folder import FINISHED_FILE, check_same_recipe
 from latte.train.speed import autocasts
 
 MEASURED_FILE = "measured.json"
+TOLERANCE = 0.005  # greatest relative difference of numbers that count as equal
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ def runs_of(recipe: Recipe) -> list[PresetRun]:
     check_positions(section.positions)
     by_preset = {preset: preset_recipe(recipe, preset) for preset in section.presets}
     lacks = {preset: _lacks(preset) if section.seeds else "" for preset in section.presets}
+    if section.equal_parameters is not None:
+        _equalise(by_preset, preset_recipe(recipe, section.equal_parameters))
     for preset, each in by_preset.items():  # an error in the last is found before the first trains
         if not lacks[preset]:
             check_model(each)
@@ -216,6 +220,32 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
             if getattr(own, name) is None:
                 each.model.overrides.pop(name, None)
     return each
+
+
+def _equalise(by_preset: Mapping[str, Recipe], like: Recipe) -> None:
+    """Give presets as many parameters as the model of `like`, in place, by `intermediate_size`.
+
+    Other models stay as they are: they are fitted to `transformer++` (:mod:`latte.rivals`).
+
+    Raises:
+        LatteError: The nearest size of a preset differs by more than half a percent.
+    """
+    target = count_parameters(model_config(like, {}))
+    for preset, recipe in by_preset.items():
+        if preset == like.model.preset or preset not in preset_names():
+            continue
+
+        def count(size: int, recipe: Recipe = recipe) -> int:
+            recipe.model.overrides["intermediate_size"] = size
+            return count_parameters(model_config(recipe, {}))
+
+        found = count(nearest_size(count, target))
+        if abs(found - target) > TOLERANCE * target:
+            raise LatteError(
+                f"equal_parameters: {preset} has {found:,} parameters at the nearest"
+                f" intermediate_size, {recipe.model.overrides['intermediate_size']}; expected"
+                f" the {target:,} of {like.model.preset} within {TOLERANCE:.1%}"
+            )
 
 
 def _lacks(preset: str) -> str:

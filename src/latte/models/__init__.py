@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         LatteForSequenceClassification,
         LatteModel,
         LattePreTrainedModel,
-        count_parameters,
     )
+    from latte.models.parameters import count_parameters
     from latte.models.state_file import load_state, save_state
 
 __all__ = [
@@ -36,5 +36,5 @@ __all__ = [
     "save_state",
 ]
 
-MODULES = ("config", "cache", "modeling", "registry", "state_file")
+MODULES = ("config", "cache", "modeling", "parameters", "registry", "state_file")
 __getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

@@ -446,13 +446,6 @@ def language_model(config: Any) -> Any:
     return model
 
 
-def count_parameters(config: LatteConfig) -> int:
-    """Count the language model's parameters (tied ones once) without allocating them."""
-    with torch.device("meta"):
-        model = LatteForCausalLM(config)
-    return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
-
-
 class LatteForSequenceClassification(LattePreTrainedModel):
     """A classifier over the mean of the real tokens' hidden states.
 

@@ -163,20 +163,22 @@ class Comparator(ModelEntry):
     def count(self, config: Any) -> int:
         """Number of parameters of a config's model, without a classifier's head, tied ones once."""
         import torch
-        from transformers import AutoModel, AutoModelForCausalLM
+        from transformers import AutoModel
 
-        causal = self.causal and getattr(config, "is_causal", True)
-        kind: Any = AutoModelForCausalLM if causal else AutoModel
+        from latte.models import count_parameters
+
+        if self.causal and getattr(config, "is_causal", True):
+            return count_parameters(config)
         with torch.device("meta"):
-            model = kind.from_config(config)
-        return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+            model = AutoModel.from_config(config)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def _fit(self, build: Callable[[int], Any], target: int) -> Any:
         """The width in steps of 16, or the depth, at which the parameters come nearest `target`."""
+        from latte.models.parameters import nearest_size
+
         step = 1 if self.matched == _DEPTH else 16
-        # The number of parameters is an affine function of either, so two counts give the line.
-        one, two = (self.count(build(n * step)) for n in (1, 2))
-        return build(max(1, round(1 + (target - one) / (two - one))) * step)
+        return build(nearest_size(lambda size: self.count(build(size)), target, step))
 
 
 def _field_names(kind: type) -> set[str]:

@@ -119,6 +119,8 @@ class ComparisonSection:
     presets: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)  # none: one run each, by training.seed
     baseline: str | None = None  # model to compare with; None: transformer++ or the first
+    # Model whose number of parameters all presets get, by their intermediate_size; None: no fit.
+    equal_parameters: str | None = None
     lengths: list[int] | None = None  # context lengths of the evaluation, in tokens
     positions: list[int] = field(default_factory=list)  # positions that divide windows' scores
     max_tokens: int | None = None  # number of held-out tokens scored at the end; None: all

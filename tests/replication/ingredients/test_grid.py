@@ -11,13 +11,8 @@ import yaml
 
 from latte.compare.grid import RunStatus
 from latte.errors import LatteError
-from replication.ingredients.recipe import (
-    count_parameters,
-    load,
-    make_run,
-    nearest,
-    planned,
-)
+from latte.models import count_parameters
+from replication.ingredients.recipe import load, make_run, planned
 from replication.ingredients.report import best_rate, difference
 from replication.ingredients.run import IngredientsGrid, main
 
@@ -93,12 +88,6 @@ def test_shakespeare_has_the_parameters_of_mamba2():
         if name == "mamba2" or "fit" in recipe.models[name]:
             found = count_parameters(model_config(run.recipe, {}))
             assert found == pytest.approx(840_520, rel=0 if name == "mamba2" else 0.005), name
-
-
-def test_the_nearest_value_is_found():
-    assert nearest(lambda value: 100 + 7 * value, 100 + 7 * 12 + 3, 1) == 12
-    assert nearest(lambda value: 100 + 7 * value, 100 + 7 * 12 + 3, 4) == 12
-    assert nearest(lambda value: 100 + 7 * value, 50, 4) == 4
 
 
 def test_a_number_that_cannot_be_had_is_refused(recipe_file):

@@ -1,0 +1,36 @@
+"""Number of parameters of a model, and the size at which a model has a given number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def count_parameters(config: Any) -> int:
+    """Count a language model's parameters, tied ones once, without allocating them.
+
+    Args:
+        config: Configuration of a causal model, of Latte or of another library.
+    """
+    from latte.models.modeling import language_model
+
+    with torch.device("meta"):
+        model = language_model(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def nearest_size(count: Callable[[int], int], target: int, step: int = 1) -> int:
+    """The size, a positive multiple of ``step``, at which a model has about ``target`` parameters.
+
+    Args:
+        count: Function from a size, such as a width or a depth, to the number of parameters. It
+            must be affine.
+        target: Wanted number of parameters.
+        step: Number that the size is a multiple of.
+    """
+    one, two = count(step), count(2 * step)
+    if one == two:
+        return step
+    return step * max(1, round(1 + (target - one) / (two - one)))
