@@ -171,13 +171,17 @@ def fastest_unroll(mode: str, T: int, unrolls: Sequence[int], budget: float) -> 
     return best
 
 
-def machine_rates() -> dict[str, float]:
-    """What bounds a call, here and now: FLOP/s of a matrix product, bytes/s read and written."""
-    a, b = torch.randn(1536, 1536), torch.randn(1 << 26)
+def machine_rates(size: int) -> dict[str, float]:
+    """What bounds a call, here and now: FLOP/s of a matrix product, bytes/s read and written.
+
+    Args:
+        size: Number of rows and columns of the matrices.
+    """
+    a, b = torch.randn(size, size), torch.randn(1 << 26)
     c, low = torch.empty_like(b), a.bfloat16()
     calls = {"matmul": lambda: torch.mm(a, a), "matmul" + BF16: lambda: torch.mm(low, low)}
     times = machine.interleave({**calls, "copy": lambda: c.copy_(b)}, 0.5)
-    work = {**dict.fromkeys(calls, 2.0 * 1536**3), "copy": 8.0 * b.numel()}
+    work = {**dict.fromkeys(calls, 2.0 * size**3), "copy": 8.0 * b.numel()}
     found = {name: work[name] / (1e-3 * times[name].median) for name in work}
     say(", ".join(f"{name}: {rate / 1e9:.1f} G/s" for name, rate in found.items()))
     return found
@@ -308,7 +312,7 @@ def main() -> None:
     if not listing1.AVAILABLE:
         say("jax is not installed: leaving out the jax scan (pip install jax)")
     check_sides(64 if args.quick else 256)
-    rates = machine_rates()
+    rates = machine_rates(256 if args.quick else 1536)  # bf16 takes seconds where it is emulated
     table = records.Table(out / "cpu_ops.csv", resume=args.resume)
     for mode in MODES:
         missing = [T for T in lengths if not table.has(mode=mode, tokens=T)]
