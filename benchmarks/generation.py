@@ -19,6 +19,7 @@ Processes follow one another. Run nothing else meanwhile: it would be measured t
 
     python -m benchmarks.generation --checkpoint base=BASE --checkpoint converted=CONVERTED
     python -m benchmarks.generation --checkpoint window=CONVERTED,mixing=window,local_window=152
+    python -m benchmarks.generation --llama-cpp llama.cpp=FILE.gguf --checkpoint converted=CONVERTED
     python -m benchmarks.generation --quick
 """
 
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.llama_cpp import LlamaCppSide, Read
 from benchmarks.records import (
     Apart,
     Row,
@@ -50,7 +52,7 @@ from benchmarks.records import (
 )
 from latte import machine
 from latte.errors import LatteError
-from latte.evaluate.sides import Side, keeps_all_tokens, side
+from latte.evaluate.sides import Side, keeps_all_tokens, named_path, side
 from latte.evaluate.tables import table
 
 CONTEXTS = tuple(1024 * 2**i for i in range(7))
@@ -137,6 +139,8 @@ def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 def cache_bytes(cache: Any) -> int:
     """Bytes of all tensors that a cache holds, whatever its class."""
+    if isinstance(cache, Read):
+        return cache.nbytes
     return sum(x.nbytes for x in tensors_of(cache, set()))
 
 
@@ -245,6 +249,13 @@ def main() -> None:
         "such as mixing=window of a converted model; repeat it",
     )
     options.add_argument(
+        "--llama-cpp",
+        action="append",
+        default=[],
+        metavar="NAME=FILE.gguf",
+        help="a GGUF file that llama.cpp runs, and its name in the figure (llama-cpp-python)",
+    )
+    options.add_argument(
         "--contexts", type=numbers, help="tokens, by commas (default: 1024,2048,...,65536)"
     )
     options.add_argument("--segment", type=int, default=512, help="tokens read at a time")
@@ -254,13 +265,17 @@ def main() -> None:
         "--base-max", type=int, help="the longest context of a model that keeps all tokens"
     )
     args = options.parse_args()
+    contexts = args.contexts or (QUICK_CONTEXTS if args.quick else CONTEXTS)
+    option = "--checkpoint"
     try:
         chosen = {each.name: each for each in map(side, args.checkpoint)}
+        option = "--llama-cpp"
+        for name, file, _ in map(named_path, args.llama_cpp):
+            chosen[name] = LlamaCppSide(name, file, most=max(contexts))
     except LatteError as error:
-        raise SystemExit(f"--checkpoint: {error}") from None
+        raise SystemExit(f"{option}: {error}") from None
     if not chosen and not args.quick:
         raise SystemExit("expected --checkpoint NAME=FOLDER, at least one (or --quick)")
-    contexts = args.contexts or (QUICK_CONTEXTS if args.quick else CONTEXTS)
     budget = args.budget or (0.05 if args.quick else 2.0)
     segment = min(args.segment, 32) if args.quick else args.segment
     out, threads = output_folder(args), use_all_threads()

@@ -1,10 +1,13 @@
 """The generation benchmark runs on tiny checkpoints, and its arithmetic is right."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks import generation, records
+from benchmarks import generation, llama_cpp, records
 from latte.models import LatteForCausalLM, preset_config
 
 
@@ -50,6 +53,49 @@ def test_prefilling_in_segments_is_prefilling(monkeypatch):
         side()
         assert (cache.get_seq_length(), side.cache.get_seq_length()) == (13, 14)
         assert generation.feed(model, cache, 7, 4, 13).get_seq_length() == 20
+
+
+class OfLlamaCpp:
+    """llama_cpp.Llama, as far as it is used: remembers what it has read."""
+
+    ctx = model = None
+
+    def __init__(self, file, *, n_ctx, n_threads, n_threads_batch, verbose):
+        self.most, self.read, self.n_tokens = n_ctx, [], 0
+
+    def n_vocab(self):
+        return 50
+
+    def eval(self, tokens):
+        self.read = self.read[: self.n_tokens] + tokens
+        self.n_tokens = len(self.read)
+        assert self.n_tokens <= self.most
+
+
+def test_llama_cpp_is_a_side(monkeypatch):
+    made = []
+    module = SimpleNamespace(
+        Llama=lambda *x, **y: made.append(OfLlamaCpp(*x, **y)) or made[-1],
+        llama_model_n_params=lambda model: 7,
+        llama_state_seq_get_size=lambda ctx, sequence: 10 * made[-1].n_tokens,
+    )
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    which = llama_cpp.LlamaCppSide("llama.cpp", "base.gguf", most=20)
+    model = generation.load(which, "cpu", None)
+    rows = list(generation.time_all({"llama.cpp": model}, (8, 20), segment=5, budget=0.0))
+    assert [(context, row["cache_bytes"]) for _, context, row in rows] == [(8, 80), (20, 200)]
+    assert rows[0][2]["parameters"] == 7
+    # Timed tokens are forgotten before the next context is read.
+    assert len(made[0].read) > 20 and made[0].most == 20 + llama_cpp.TIMED
+    again = generation.feed(model, None, 3, 5, 0)
+    assert again.tokens == 3 and made[0].read == made[0].read[:3]
+
+
+def test_an_absent_llama_cpp_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr("sys.argv", ["generation", "--llama-cpp", "llama.cpp=base.gguf"])
+    with pytest.raises(SystemExit, match="error: llama-cpp-python is not installed: pip install"):
+        generation.main()
 
 
 def test_a_wrong_checkpoint_is_one_line(monkeypatch):
