@@ -21,7 +21,7 @@ import gc
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,16 +236,19 @@ def _equalise(by_preset: Mapping[str, Recipe], like: Recipe) -> None:
             continue
 
         def count(size: int, recipe: Recipe = recipe) -> int:
-            recipe.model.overrides["intermediate_size"] = size
-            return count_parameters(model_config(recipe, {}))
+            fields = recipe.model.overrides | {"intermediate_size": size}
+            sized = replace(recipe, model=replace(recipe.model, overrides=fields))
+            return count_parameters(model_config(sized, {}))
 
-        found = count(nearest_size(count, target))
+        size = nearest_size(count, target)
+        found = count(size)
         if abs(found - target) > TOLERANCE * target:
             raise LatteError(
                 f"equal_parameters: {preset} has {found:,} parameters at the nearest"
-                f" intermediate_size, {recipe.model.overrides['intermediate_size']}; expected"
-                f" the {target:,} of {like.model.preset} within {TOLERANCE:.1%}"
+                f" intermediate_size, {size}; expected the {target:,} of {like.model.preset}"
+                f" within {TOLERANCE:.1%}"
             )
+        recipe.model.overrides["intermediate_size"] = size
 
 
 def _lacks(preset: str) -> str:
