@@ -270,7 +270,9 @@ def main() -> None:
     try:
         chosen = {each.name: each for each in map(side, args.checkpoint)}
         option = "--llama-cpp"
-        for name, file, _ in map(named_path, args.llama_cpp):
+        for name, file, fields in map(named_path, args.llama_cpp):
+            if fields:
+                raise LatteError(f"expected NAME=FILE.gguf alone, got fields of a config: {fields}")
             chosen[name] = LlamaCppSide(name, file, most=max(contexts))
     except LatteError as error:
         raise SystemExit(f"{option}: {error}") from None

@@ -98,6 +98,12 @@ def test_an_absent_llama_cpp_is_one_line(monkeypatch):
         generation.main()
 
 
+def test_llama_cpp_takes_no_fields(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["generation", "--llama-cpp", "a=base.gguf,mixing=window"])
+    with pytest.raises(SystemExit, match="^--llama-cpp: expected NAME=FILE.gguf alone, got .*mix"):
+        generation.main()
+
+
 def test_a_wrong_checkpoint_is_one_line(monkeypatch):
     monkeypatch.setattr("sys.argv", ["generation", "--checkpoint", "base"])
     with pytest.raises(SystemExit, match="--checkpoint: .*expected NAME=PATH"):
