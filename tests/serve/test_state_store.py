@@ -244,9 +244,11 @@ def write_on(path):
 
 
 def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
+    # Forked from a process that has imported PyTorch, which lasts ten seconds, and has no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["latte.serve.reading", "latte.serve.state_folder"])
     for _ in range(4):
-        # Forked, since to start Python and PyTorch anew lasts ten seconds.
-        process = multiprocessing.get_context("fork").Process(target=write_on, args=(tmp_path,))
+        process = context.Process(target=write_on, args=(tmp_path,))
         before = set(tmp_path.rglob("*.safetensors"))
         process.start()
         while len(set(tmp_path.rglob("*.safetensors")) - before) < 5 and process.is_alive():
