@@ -40,9 +40,9 @@ def test_reused_only_when_it_matches(jsonl, tmp_path, tokenizer, monkeypatch):
     train, other = jsonl(TEXTS, "t.jsonl"), jsonl(["held out"], "v.jsonl")
     cache = tmp_path / "cache"
 
-    def make(tok=tokenizer, split="train"):
+    def make(tok=tokenizer, split="train", **how):
         return tokenize_corpus(open_corpus(train, validation=other), tok, split, cache,
-                               progress=False)  # fmt: skip
+                               progress=False, **how)  # fmt: skip
 
     first = make()
     stamp = (first.path / "tokens.bin").stat().st_mtime_ns
@@ -50,9 +50,10 @@ def test_reused_only_when_it_matches(jsonl, tmp_path, tokenizer, monkeypatch):
     held_out = make(split="validation")
     bpe = train_bpe(TEXTS * 3, 262, progress=False)
     by_bpe = make(bpe)
+    by_mark = make(special_tokens=True)
     jsonl([*TEXTS[:-1], "changed"], "t.jsonl")
     changed = make()
-    assert len({first.path, held_out.path, by_bpe.path, changed.path}) == 4
+    assert len({first.path, held_out.path, by_bpe.path, by_mark.path, changed.path}) == 5
     assert bytes(changed.document(3)[1:-1].astype(np.uint8)) == b"changed"
     first.check_vocabulary(258)
     with pytest.raises(LatteError, match="go up to 257 .* the model has only 257"):

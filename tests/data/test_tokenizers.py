@@ -101,6 +101,14 @@ def test_progress_bar(capfd, monkeypatch):
     assert "Sampling text: 100%" in capfd.readouterr().err
 
 
+def test_special_tokens_in_a_text_are_text_unless_they_are_asked_for(any_tokenizer):
+    text, eos = "a<|endoftext|>b", any_tokenizer.eos_token_id
+    plain = Encoder(any_tokenizer)([text])[0].tolist()
+    assert eos not in plain and any_tokenizer.decode(plain) == text
+    read = Encoder(any_tokenizer, special_tokens=True)([text])[0].tolist()
+    assert read == [*Encoder(any_tokenizer)(["a"])[0], eos, *Encoder(any_tokenizer)(["b"])[0]]
+
+
 def test_fingerprint_ignores_padding_and_truncation(bpe, tokenizer):
     before = tokenizer_fingerprint(bpe)
     bpe(["a", "longer text"], padding=True, truncation=True, max_length=2)

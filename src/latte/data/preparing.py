@@ -37,6 +37,9 @@ class DataSection:
     hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
     tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
     vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
+    special_tokens: bool = (
+        False  # special tokens in the text, such as a chat's marks, are read as such
+    )
     block_length: int = 256  # tokens of a training example
     respect_documents: bool = True  # a document sees nothing of another that shares its block
     start_blocks: bool = False  # a block begins with the start token, in place of its first token
@@ -95,11 +98,12 @@ def prepare_text(section: DataSection, progress: bool = True) -> Text:
     if progress and (note := corpus.note()):
         print(note, file=sys.stderr, flush=True)
     tokenizer = make_tokenizer(section, corpus, cache, progress)
+    how: Any = {"progress": progress, "special_tokens": section.special_tokens}
     return Text(
         corpus,
         tokenizer,
-        tokenize_corpus(corpus, tokenizer, "train", cache, progress=progress),
-        tokenize_corpus(corpus, tokenizer, "validation", cache, progress=progress),
+        tokenize_corpus(corpus, tokenizer, "train", cache, **how),
+        tokenize_corpus(corpus, tokenizer, "validation", cache, **how),
     )
 
 
@@ -167,12 +171,18 @@ def held_out_text(
     section: DataSection, tokenizer: Any, *, join: bool = False, max_tokens: int | None = None
 ) -> EvaluationText:
     """The text that a run with this `data` section held out. It was not trained on."""
-    cache = cache_folder(section.cache_dir)
-    return _tokenized(open_section(section), tokenizer, cache, join, max_tokens)
+    cache, marks = cache_folder(section.cache_dir), section.special_tokens
+    return _tokenized(open_section(section), tokenizer, cache, join, max_tokens, marks)
 
 
 def _tokenized(
-    corpus: Corpus, tokenizer: Any, cache: Path, join: bool, max_tokens: int | None
+    corpus: Corpus,
+    tokenizer: Any,
+    cache: Path,
+    join: bool,
+    max_tokens: int | None,
+    special_tokens: bool = False,
 ) -> EvaluationText:
-    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, progress=is_first_process())
+    how: Any = {"progress": is_first_process(), "special_tokens": special_tokens}
+    tokens = tokenize_corpus(corpus, tokenizer, "validation", cache, **how)
     return data.EvaluationText(tokens, join=join, max_tokens=max_tokens)

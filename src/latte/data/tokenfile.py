@@ -187,11 +187,12 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     made_of: dict[str, Any],
     progress: bool,
+    special_tokens: bool,
 ) -> None:
     bos, eos = document_ends(tokenizer)
     vocab_size = model_vocab_size(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    encode = Encoder(tokenizer)
+    encode = Encoder(tokenizer, special_tokens)
     offsets, sizes = array("q", [0]), array("q")
     largest = max(bos, eos)
     source = corpus.source(split)
@@ -247,11 +248,13 @@ def tokenize_corpus(
     cache: str | os.PathLike[str],
     *,
     progress: bool = True,
+    special_tokens: bool = False,
 ) -> TokenFile:
     """The tokens of a split, read from the ``cache`` folder, or made if they are not there.
 
     Call it on every rank. One rank writes, and the others wait for it. Fast tokenisers use all
     cores; ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` of that library limit this.
+    ``special_tokens`` is that of :class:`latte.data.tokenizers.Encoder`.
 
     Raises:
         LatteError: The corpus is empty or unreadable, the cache folder cannot be written, a cached
@@ -261,11 +264,13 @@ def tokenize_corpus(
         "corpus": corpus.fingerprint(split),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
+    if special_tokens:
+        made_of["special_tokens"] = "read"
     key = json.dumps({"format": FORMAT, "split": split, **made_of}, sort_keys=True)
     name = f"{split}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
     def write(folder: Path) -> None:
-        _write(folder, corpus, split, tokenizer, made_of, progress)
+        _write(folder, corpus, split, tokenizer, made_of, progress, special_tokens)
 
     return TokenFile(made_once(cache, name, write, "token cache"))
 

@@ -257,10 +257,15 @@ def _pieces(text: str, limit: int) -> Iterator[str]:
 
 
 class Encoder:
-    """text -> ids of the text alone. No special tokens are added, or recognised in the text."""
+    """text -> ids of the text alone. No special tokens are added.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._bytes = is_byte_tokenizer(tokenizer)
+    Args:
+        special_tokens: Whether the text of a special token, such as a mark of a chat, becomes that
+            token. Otherwise it is encoded as any other text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: bool = False) -> None:
+        self._bytes = is_byte_tokenizer(tokenizer) and not special_tokens
         self._slow = tokenizer
         self._fast: Any = None
         if not self._bytes and getattr(tokenizer, "backend_tokenizer", None) is not None:
@@ -269,7 +274,7 @@ class Encoder:
             self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self._fast.no_truncation()
             self._fast.no_padding()
-            self._fast.encode_special_tokens = True
+            self._fast.encode_special_tokens = not special_tokens
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text. The library encodes a batch of texts on several cores."""
