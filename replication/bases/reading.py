@@ -32,13 +32,16 @@ class TextFiles:
     join: bool
     digest: str
 
-    def texts(self, tokenizer: Any, start: int, most: int) -> Iterator[tuple[str, np.ndarray]]:
+    def texts(
+        self, tokenizer: Any, start: int, most: int, *, special_tokens: bool = False
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """(name, ids (T,) without the first start token) of each text, T <= most.
 
-        The ids are those of the text alone: nothing in it is read as a special token. Joined
-        documents make texts of `most` tokens; what remains at the end makes a shorter one.
+        The ids are those of the text alone: nothing in it is read as a special token, unless
+        `special_tokens`. Joined documents make texts of `most` tokens; what remains at the end
+        makes a shorter one.
         """
-        encode = Encoder(tokenizer)
+        encode = Encoder(tokenizer, special_tokens)
         held: list[np.ndarray] = []
         number, count = 0, 0
         for document in self.documents():

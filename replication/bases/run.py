@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from latte.cli.commands import at_least_one
 from latte.cli.parser import integers, names
 from latte.errors import LatteError, OneLineParser, exit_code
@@ -99,6 +101,15 @@ def parser() -> argparse.ArgumentParser:
     add("--continuations", type=int, default=8, help="texts to continue (%(default)s)")
     add("--prompt-tokens", type=int, default=512, help="tokens given of each (%(default)s)")
     add("--max-tokens", type=int, default=256, help="new tokens (%(default)s)")
+
+    add = command(divergence, "KL to a reference's next tokens by position, as in its own chats.")
+    add("--text", action="append", default=[], metavar="NAME=FILES",
+        help="texts; special tokens in them, such as a chat's marks, are read as such")  # fmt: skip
+    add("--start", default="none", help="the token before each text, or none (%(default)s)")
+    add("--reference", metavar="NAME=FOLDER[,FIELD=VALUE...]", help="the model to be close to")
+    add("--reference-dtype", default="float32", help="of its weights (%(default)s)")
+    add("--edges", type=integers, default=[64, 128, 256, 512], help="where parts end, in tokens")
+    add("--texts", type=int, help="the first so many texts; all")
 
     command(memory, "Bytes of a converted model's state, and the window that has as many.")
     return found
@@ -307,6 +318,53 @@ def answers(options: argparse.Namespace) -> None:
     work.each_side(score)
     print(measure.report(work.folder, work.latest(), order=work.order))
     work.written("answers.md")
+
+
+def divergence(options: argparse.Namespace) -> None:
+    """Compare the next tokens of all models with the reference's, then report."""
+    at_least_one(options, "texts")
+    from latte.evaluate.sides import side as side_of
+    from replication.bases import divergence as measure
+    from replication.bases.reading import start_token
+
+    if options.reference is None and not options.report:
+        raise LatteError("--reference: expected a model to be close to, NAME=FOLDER, got none")
+    measure.parts_of(0, options.edges)
+    work = Work(options, "divergence.csv", measure)
+    loaded: list[Any] = []
+
+    def score(model: Any, tokenizer: Any, side: Any) -> None:
+        (corpus,) = work.corpora(1)
+        chosen = side_of(options.reference)
+        if not loaded:  # once for all models
+            loaded.append(chosen.load(options.device, dtype=options.reference_dtype)[0])
+        named = None if options.start == "none" else options.start
+        opens = start_token(tokenizer, named)
+        start = [] if named is None else [opens]
+        identity = chosen.identity()
+        fixed = work.begin(
+            side,
+            digest=corpus.digest,
+            start=options.start,
+            reference=f"{identity['weights']} {identity['overrides']}".strip(),
+            reference_dtype=options.reference_dtype,
+        )
+        most = options.edges[-1] - len(start)
+        for text, ids in corpus.texts(tokenizer, opens, most, special_tokens=True):
+            if options.texts is not None and int(text) >= options.texts:
+                break
+            if work.results.of(side, corpus=corpus.name, text=text):
+                continue
+            row = np.concatenate([np.asarray(start, np.int64), ids])
+            rows = measure.compare(loaded[0], model, row, options.edges)
+            where = {"corpus": corpus.name, "text": text}
+            work.results.add([{**where, **part} for part in rows], fixed, model.device)
+            kl = sum(part["tokens"] * part["divergence"] for part in rows) / len(row)
+            work.say(side, f"{corpus.name} {text}: {len(row)} tokens, KL {kl:.4f} nats a token")
+
+    work.each_side(score)
+    print(measure.report(work.folder, work.latest(), order=work.order))
+    work.written("divergence.md")
 
 
 def memory(options: argparse.Namespace) -> None:
