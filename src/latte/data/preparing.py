@@ -37,9 +37,7 @@ class DataSection:
     hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
     tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
     vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
-    special_tokens: bool = (
-        False  # special tokens in the text, such as a chat's marks, are read as such
-    )
+    special_tokens: bool = False  # whether marks of chats and the like in the text are read as such
     block_length: int = 256  # tokens of a training example
     respect_documents: bool = True  # a document sees nothing of another that shares its block
     start_blocks: bool = False  # a block begins with the start token, in place of its first token
