@@ -190,14 +190,15 @@ class ConversionTrainer(LatteTrainer):
         targets = inputs["labels"][:, 1:].flatten()
         wanted = targets != -100
         own, teacher = (x[:, :-1].flatten(0, 1)[wanted] for x in (logits, base))
-        nll = F.cross_entropy(own.float(), targets[wanted], reduction="sum")
-        kl = nll.new_zeros(())
+        d = self.section.distillation
+        nll = kl = torch.zeros((), device=own.device)
+        if d < 1:
+            nll = F.cross_entropy(own.float(), targets[wanted], reduction="sum")
         rows = max(1, KL_ROWS // own.shape[-1])
         for start in range(0, len(own), rows):
             p = F.log_softmax(teacher[start : start + rows].float(), -1)
             q = F.log_softmax(own[start : start + rows].float(), -1)
             kl = kl + F.kl_div(q, p, reduction="sum", log_target=True)
-        d = self.section.distillation
         return ((1 - d) * nll + d * kl) / items * self.args.world_size
 
     def loss_parts(self, loss: float) -> dict[str, float]:
