@@ -98,8 +98,10 @@ def template_parts(tokenizer: Any) -> tuple[str, str]:
         raise LatteError("expected a base with a chat template, got one without")
     turn = [{"role": "user", "content": PLACE}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    before, between = text.split(PLACE)
-    return before, between
+    parts = text.split(PLACE)
+    if len(parts) != 2:
+        raise LatteError(f"expected a chat template that has the question once, got {text!r}")
+    return parts[0], parts[1]
 
 
 def continued(
@@ -108,7 +110,7 @@ def continued(
     """Sampled continuations of texts, each with the mark that ended it, "" where none did."""
     given = tokenizer(
         openings, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-    )
+    ).to(model.device)
     ends = text_ends(model, tokenizer)
     rows = model.generate(
         input_ids=given["input_ids"],
