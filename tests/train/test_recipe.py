@@ -27,6 +27,11 @@ def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
     return path
 
 
+def test_the_recipe_of_a_converted_model_is_whole() -> None:
+    recipe = load_recipe(RECIPES / "conversion/smollm2-kept.yaml")
+    assert recipe.steps() == 280 and recipe.conversion.base == "runs/smollm2-layers"
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_are_whole(name: str) -> None:
     from latte.train.run import model_config
