@@ -54,6 +54,13 @@ def test_more_layers_may_keep_full_attention(folder, tmp_path):
     torch.testing.assert_close(found(ids).logits, hybrid(ids).logits, rtol=1e-11, atol=1e-11)
     found = apply_latents(folder, file, keep_layers=[1, 2], kept_window=9)
     assert found.config.kept_window == 9 and found.model.layers[1].self_attn.window == 9
+    # With a window over the whole text the latents have nothing to read: it is the base.
+    wide = apply_latents(folder, file, window=len(ids[0]))
+    assert wide.config.local_window == len(ids[0])
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    torch.testing.assert_close(wide(ids).logits, base(ids).logits, rtol=1e-11, atol=1e-11)
+    with pytest.raises(LatteError, match="window"):
+        apply_latents(folder, file, window=0)
 
 
 def test_weights_in_bf16_are_the_default(folder, tmp_path):
@@ -122,13 +129,13 @@ def test_the_command(folder, tmp_path, capsys):
     file, out = tmp_path / "latents.safetensors", tmp_path / "out"
     save_latents(converted("qwen3", **FIELDS), file)
     given = ["convert", str(folder), str(out), "--trained", str(file)]
-    assert main([*given, "--window", "7"]) == 2
+    assert main([*given, "--latents", "7"]) == 2
     assert (
-        "expected only --keep-layers, --kept-window and --dtype, got --window"
+        "expected only --window, --keep-layers, --kept-window and --dtype, got --latents"
         in capsys.readouterr().err
     )
     assert main([*given, "--recipe", "x.yaml"]) == 2
     assert "--trained and --recipe: expected one of them" in capsys.readouterr().err
-    assert main([*given, "--keep-layers", "2"]) == 0
+    assert main([*given, "--keep-layers", "2", "--window", "9"]) == 0
     assert "3 of 4 layers converted" in (said := capsys.readouterr().out)
     assert f"new ones, from {file}" in said

@@ -140,11 +140,12 @@ def convert(options: Namespace) -> int:
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
-        others = [name for name in given if name not in ("keep_layers", "kept_window", "dtype")]
+        free = ("window", "keep_layers", "kept_window", "dtype")
+        others = [name for name in given if name not in free]
         if others:
             raise LatteError(
-                "with --trained the model's shape is the file's: expected only --keep-layers,"
-                f" --kept-window and --dtype, got {flags[others[0]]}"
+                "with --trained the model's shape is the file's: expected only --window,"
+                f" --keep-layers, --kept-window and --dtype, got {flags[others[0]]}"
             )
     if options.recipe is not None:
         if given:

@@ -122,6 +122,7 @@ def apply_latents(
     latents: str | Path,
     output: str | Path | None = None,
     *,
+    window: int | None = None,
     keep_layers: Sequence[int] = (),
     kept_window: int | None = None,
     dtype: str | torch.dtype = "auto",
@@ -132,6 +133,8 @@ def apply_latents(
         base: The base that the latents were trained for, as for :func:`latte.conversion.convert`.
         latents: File that :func:`save_latents` wrote.
         output: New folder for the model and the base's tokeniser; None saves nothing.
+        window: Number of keys that the window of converted layers sees; None: as in the file. A
+            wider one needs no training.
         keep_layers: Numbers of more layers with the base's attention than the file names.
         kept_window: Number of keys that layers with the base's attention see; None: as in the file.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
@@ -147,8 +150,9 @@ def apply_latents(
     about, weights = _read(Path(latents).expanduser())
     fields = json.loads(about["fields"])
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
-    if kept_window is not None:
-        fields["kept_window"] = kept_window
+    for name, width in (("local_window", window), ("kept_window", kept_window)):
+        if width is not None:
+            fields[name] = width
     config = converted_config(base, fields)
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
