@@ -323,32 +323,39 @@ def answers(options: argparse.Namespace) -> None:
 def divergence(options: argparse.Namespace) -> None:
     """Compare the next tokens of all models with the reference's, then report."""
     at_least_one(options, "texts")
+    from replication.bases import divergence as measure
+
+    measure.parts_of(0, options.edges)
+    work = Work(options, "divergence.csv", measure)
+    if not options.report:
+        _compare_with_reference(options, work)
+    print(measure.report(work.folder, work.latest(), order=work.order))
+    work.written("divergence.md")
+
+
+def _compare_with_reference(options: argparse.Namespace, work: Work) -> None:
     from latte.evaluate.sides import side as side_of
     from replication.bases import divergence as measure
     from replication.bases.reading import start_token
 
-    if options.reference is None and not options.report:
+    if options.reference is None:
         raise LatteError("--reference: expected a model to be close to, NAME=FOLDER, got none")
-    measure.parts_of(0, options.edges)
-    work = Work(options, "divergence.csv", measure)
-    loaded: list[Any] = []
+    (corpus,) = work.corpora(1)
+    chosen = side_of(options.reference)
+    identity = chosen.identity()
+    settings = {
+        "digest": corpus.digest,
+        "start": options.start,
+        "reference": f"{identity['weights']} {identity['overrides']}".strip(),
+        "reference_dtype": options.reference_dtype,
+    }
+    reference, _ = chosen.load(options.device, dtype=options.reference_dtype)
 
     def score(model: Any, tokenizer: Any, side: Any) -> None:
-        (corpus,) = work.corpora(1)
-        chosen = side_of(options.reference)
-        if not loaded:  # once for all models
-            loaded.append(chosen.load(options.device, dtype=options.reference_dtype)[0])
+        fixed = work.begin(side, **settings)
         named = None if options.start == "none" else options.start
         opens = start_token(tokenizer, named)
         start = [] if named is None else [opens]
-        identity = chosen.identity()
-        fixed = work.begin(
-            side,
-            digest=corpus.digest,
-            start=options.start,
-            reference=f"{identity['weights']} {identity['overrides']}".strip(),
-            reference_dtype=options.reference_dtype,
-        )
         most = options.edges[-1] - len(start)
         for text, ids in corpus.texts(tokenizer, opens, most, special_tokens=True):
             if options.texts is not None and int(text) >= options.texts:
@@ -356,15 +363,13 @@ def divergence(options: argparse.Namespace) -> None:
             if work.results.of(side, corpus=corpus.name, text=text):
                 continue
             row = np.concatenate([np.asarray(start, np.int64), ids])
-            rows = measure.compare(loaded[0], model, row, options.edges)
+            rows = measure.compare(reference, model, row, options.edges)
             where = {"corpus": corpus.name, "text": text}
             work.results.add([{**where, **part} for part in rows], fixed, model.device)
             kl = sum(part["tokens"] * part["divergence"] for part in rows) / len(row)
             work.say(side, f"{corpus.name} {text}: {len(row)} tokens, KL {kl:.4f} nats a token")
 
     work.each_side(score)
-    print(measure.report(work.folder, work.latest(), order=work.order))
-    work.written("divergence.md")
 
 
 def memory(options: argparse.Namespace) -> None:

@@ -211,8 +211,9 @@ def test_low_precision_errs_at_most_twice_the_reference(bench):
         options = {"softcap": 5.0} if bench.op.local and width == 17 else {}
         options["output_final_state"] = not kernels and carries(bench.op)
         # Triton's sums of gradients of keys in bf16 are looked at in its own tests. The reference's
-        # own error in fp32 differs by CPU: 8 ulps are more than twice of it on some.
-        sized.judged(inputs, ulps=8.0, but="log_decay" if kernels else None, **options)
+        # own error in decays' gradients in fp32 differs by CPU: twice of it can be below 8 ulps.
+        ulps = 8.0 if bench.dtype is F32 and "log_decay" in bench.op.inputs else 4.0
+        sized.judged(inputs, ulps=ulps, but="log_decay" if kernels else None, **options)
 
 
 @over({"torch": [F32], "cpu": [F32], "triton": [F32]}, only=lambda op: op.latent_keys)

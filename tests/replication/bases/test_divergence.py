@@ -16,7 +16,7 @@ EDGES = ("--edges", "8,32,64")
 
 @pytest.fixture
 def chats(tmp_path):
-    """A text of 90 tokens, one of them a mark, and one of 20."""
+    """A text of 89 tokens, one of them a mark, and one of 21."""
     texts = [
         "a question" + "<|endoftext|>" + "an answer " * 7 + "and so on",
         "twenty letters, or so",
@@ -34,8 +34,8 @@ def run(measure, folders, chats, *options):
 
 @torch.no_grad()
 def by_hand(folders, spec, text, first, last):
-    before, mark, after = text.partition("<|endoftext|>")
-    ids = [*before.encode(), *[byte_tokenizer().eos_token_id] * len(mark[:1]), *after.encode()]
+    before, after = text.split("<|endoftext|>")
+    ids = [*before.encode(), byte_tokenizer().eos_token_id, *after.encode()]
     base, other = (
         side(each).load()[0](torch.tensor([ids])).logits[0, first:last].double().softmax(-1)
         for each in (f"base={folders['base']}", spec)
