@@ -226,7 +226,8 @@ def set_landmarks(model: Any, rows: Sequence[Tensor], *, seed: int = 0) -> None:
 
     Args:
         model: Converted language model whose latents read x (``latent_input="none"``).
-        rows: Token ids, (B, T) each, on which the base runs. About 8,000 tokens are enough.
+        rows: Token ids, (B, T) each, on which the base runs, on its own device. About 8,000 tokens
+            are enough.
         seed: Seed of the clusters' first directions.
 
     Raises:
@@ -239,7 +240,7 @@ def set_landmarks(model: Any, rows: Sequence[Tensor], *, seed: int = 0) -> None:
         )
     survey = Survey()
     for row in rows:
-        watch(model, survey, input_ids=row)
+        watch(model, survey, input_ids=row.to(model.device))
     generator = torch.Generator().manual_seed(seed)
     length = max(row.shape[1] for row in rows)
     for index, parts in survey.samples.items():

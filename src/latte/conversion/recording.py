@@ -55,7 +55,7 @@ def record(
 ) -> list[Path]:
     """Run the base over rows of tokens. Write one file per row, of bf16 tensors named by layer.
 
-    A row whose file exists is skipped, so an interrupted run continues where it stopped.
+    The base runs on its own device. A row whose file exists is skipped, so an interrupted run continues where it stopped.
 
     Args:
         rows: Token ids, (T,) each.
@@ -67,9 +67,9 @@ def record(
         file = folder / f"row-{number:05d}.safetensors"
         if not file.is_file():
             recorder = Recorder()
-            watch(model, recorder, input_ids=ids_T[None])
+            watch(model, recorder, input_ids=ids_T[None].to(model.device))
             half = {
-                str(index): x[0].to(torch.bfloat16).contiguous()
+                str(index): x[0].to("cpu", torch.bfloat16).contiguous()
                 for index, x in recorder.inputs.items()
             }
             part = file.with_suffix(".part")
@@ -159,17 +159,18 @@ class LayerFit:
 
     @torch.no_grad()
     def _prepare(self, file: Path) -> FitRow:
-        layer = self.layer
+        layer, device = self.layer, self.layer.o_proj.weight.device
         with safe_open(str(file), framework="pt") as opened:
-            x = opened.get_tensor(str(layer.layer_idx))[None].float()
+            x = opened.get_tensor(str(layer.layer_idx))[None].to(device, torch.float32)
         T = x.shape[1]
-        positions = torch.arange(T)[None]
+        positions = torch.arange(T, device=device)[None]
         sink_table = self.rotary(x, positions.clamp_max(layer.window + layer.num_sinks - 1))
         sinks = {layer.table: sink_table} if layer.num_sinks else None
         local = layer.project(x, self.rotary(x, positions), Tokens(None, None, sinks))
         piece = Piece(x)
         near, _ = layer.window_branch(local, piece)
-        places = torch.arange(layer.window if T > layer.window else 0, T, SAMPLE_EVERY)
+        first = layer.window if T > layer.window else 0
+        places = torch.arange(first, T, SAMPLE_EVERY, device=device)
         mass, _ = sampled_masses(layer, local, piece, places)
 
         def half(each: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ class LayerFit:
             latent_q = with_mass(latent_q, row.log_mass[None])
         share = torch.sigmoid(window_odds(latent_q))[..., None]
         if late is not None:  # the latents have read nothing before token ``late``
-            begun = torch.arange(x.shape[1])[:, None, None] >= late
+            begun = torch.arange(x.shape[1], device=x.device)[:, None, None] >= late
             share = torch.where(begun, share, 1.0)
         out = layer.o_proj((share * near + (1 - share) * far).flatten(-2))
         mass = mass_divergence(latent_q[:, row.places], row.mass[None], piece.real[:, row.places])

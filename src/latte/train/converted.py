@@ -48,17 +48,23 @@ def starting_config(section: ConversionSection) -> Any:
     return config
 
 
-def starting_model(section: ConversionSection, seed: int, rows: Sequence[torch.Tensor]) -> Any:
+def starting_model(
+    section: ConversionSection,
+    seed: int,
+    rows: Sequence[torch.Tensor],
+    device: torch.device | str = "cpu",
+) -> Any:
     """The converted model in training mode, with gradients only for the `trainable` weights.
 
     Trained weights are at least fp32, whatever the base's precision.
 
     Args:
         rows: Token ids, (T,) each, of the training text, to compute landmarks from.
+        device: Device of the model, where the landmarks are computed too.
     """
     config = starting_config(section)
     assert section.base is not None
-    model = load_base(section.base, config, seed=seed, dtype=section.dtype)
+    model = load_base(section.base, config, seed=seed, dtype=section.dtype).to(device)
     new = not read_config(section.base).model_type.startswith("macchiato_")
     if new and begins_with_landmarks(section.initial, config):
         set_landmarks(model, [row[None] for row in rows], seed=seed)

@@ -7,7 +7,7 @@
       config.json, model.safetensors ...  the model, once all layers are done
 
 When it is run again, it continues where it stopped: recorded rows and fitted layers are kept.
-Layers are fitted in several processes of one thread each.
+Layers are fitted in several processes of one thread each, or on a GPU one after another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LayersSection:
     learning_rate: float = 2e-2  # the peak
     eval_steps: int = 30  # steps between scores on the held-out rows
     patience: int = 2  # scores without a gain of 0.5% after which a layer is done
-    processes: int = 2  # layers fitted at the same time, each on one thread
+    processes: int = 2  # layers fitted at the same time, each on one thread; 1 on a GPU
     seed: int = 0  # of the rows' choice and of new weights
 
     def options(self, mass_weight: float) -> FitOptions:
@@ -100,8 +100,9 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     blocks = text.blocks(recipe.data, section.rows, section.seed)
     rows = [blocks[i]["input_ids"] for i in range(section.rows)]
     judges = _held_out(text, recipe.data, section.held_out_rows)
-    model = starting_model(recipe.conversion, section.seed, calibration_rows(text, recipe.data))
-    model = model.eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    samples = calibration_rows(text, recipe.data)
+    model = starting_model(recipe.conversion, section.seed, samples, device).eval()
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length
@@ -176,7 +177,7 @@ def _fit_all(
         table = _Table(model.model, layer.layer_kind)
         given = (layer, table, files, section.held_out_rows, options, folder)
         jobs.append(functools.partial(_fit_one, *given))
-    if section.processes == 1 or len(jobs) < 2:
+    if section.processes == 1 or len(jobs) < 2 or model.device.type == "cuda":
         for job in jobs:
             yield job()
         return
@@ -207,7 +208,7 @@ def _fit_one(
     latents, scores = LayerFit(copy.deepcopy(layer), table, files, held_out).fit(options)
     target = _fitted(folder, index)
     part = target.with_suffix(f".part-{os.getpid()}")
-    save_file({name: value.contiguous() for name, value in latents.items()}, part)
+    save_file({name: value.cpu().contiguous() for name, value in latents.items()}, part)
     part.rename(target)
     kept = {"scores": scores, "seconds": round(time.monotonic() - start, 1)}
     write_json(target.with_suffix(".json"), kept)  # the sign that the layer is done
