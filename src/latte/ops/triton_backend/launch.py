@@ -23,12 +23,11 @@ HOPPER = 90  # compute capability 9.0, for which the tables were made
 OLDEST = 80  # oldest card with bf16 products and asynchronous copies
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# The format to which the factors of products are rounded: WIDE for factors in fp32, NARROW if one
-# has the inputs' dtype, WALKED in the walks. fp16 inputs are multiplied in tf32, because many
-# weights are below the range of fp16.
-WIDE = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
-NARROW = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
-WALKED = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
+# The format to which the factors of products are rounded: NARROW if one of them has the inputs'
+# dtype, WIDE for factors in fp32. fp16 inputs are multiplied in tf32, because many weights are
+# below the range of fp16.
+NARROW = {torch.bfloat16: "bf16", torch.float16: "tf32_rounded", torch.float32: "tf32x3"}
+WIDE = {**NARROW, torch.bfloat16: "tf32_rounded"}
 
 
 class ByChunk(NamedTuple):
@@ -273,7 +272,7 @@ def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: boo
     warps_back = warps_back if BD_back <= 64 else 8
     if little_room(card) and dtype == torch.float32 and BL == 256:
         stages = stages_back = 1  # two chunks loaded ahead take 115 to 128 KB
-    product = WALKED[dtype]
+    product = NARROW[dtype]
     registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
     return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
 

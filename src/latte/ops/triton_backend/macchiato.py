@@ -56,7 +56,7 @@ from latte.ops.triton_backend.segments import (
     state_gradients,
     states_before,
 )
-from latte.ops.triton_backend.softmax import attend, log_mass_of_softmax
+from latte.ops.triton_backend.softmax import attend, log_mass_of_softmax, unit_of
 from latte.ops.triton_backend.tiles import (
     FORGETTING_REACH,
     REACH,
@@ -377,7 +377,7 @@ def macchiato_walk(
         if window_logit_ptr is not None:
             own = load_window_logits(latent_q_ptr, lq_t, lq_l, at, stop, C)
             if JOINT:
-                own += log_mass_of_softmax(top_w, mass_w)
+                own += log_mass_of_softmax(top_w, mass_w, unit_of(scale, softcap, CAPPED))
             if begun_ptr is not None:
                 begun = tl.load(begun_ptr + at + token, mask=at + token < stop, other=0) != 0
                 own = tl.where(begun, own, ALL)

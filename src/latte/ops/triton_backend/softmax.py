@@ -128,27 +128,30 @@ def unit_of(scale, softcap, CAPPED: tl.constexpr):
 def softmax_step(top, mass, logits, unit):
     """The running softmax of each query with one more chunk of logits, which may all be -inf.
 
-    Returns (top, mass), with ``top`` as an exponent of 2; the factor for sums over the earlier
+    Returns (top, mass), with ``top`` as the largest logit; the factor for sums over the earlier
     keys; and the weights of the new keys. The caller must divide sums by the last mass.
+
+    The difference comes before the product with ``unit``, and not after it: a GPU would fuse the
+    two, so that the largest logit's weight would not be 1 but 2^(the rounding of its product).
     """
-    later = tl.maximum(top, tl.max(logits, 1) * unit)
-    kept = power_of_two(top - finite(later))
-    w = power_of_two(logits * unit - finite(later)[:, None])
+    later = tl.maximum(top, tl.max(logits, 1))
+    kept = power_of_two((top - finite(later)) * unit)
+    w = power_of_two((logits - finite(later)[:, None]) * unit)
     return later, mass * kept + tl.sum(w, 1), kept, w
 
 
 @triton.jit
-def log_mass_of_softmax(top, mass):
+def log_mass_of_softmax(top, mass, unit):
     """The logsumexp of the logits that :func:`softmax_step` has seen; -inf if there was none."""
     seen = mass != 0.0
-    found = (top + tl.log2(tl.where(seen, mass, 1.0))) * LN_2
+    found = (top * unit + tl.log2(tl.where(seen, mass, 1.0))) * LN_2
     return tl.where(seen, found, float("-inf"))
 
 
 @triton.jit
 def window_weights(logits, unit, top):
     """The window's weights again, from its queries' ``top``; the caller must divide by its mass."""
-    return power_of_two(logits * unit - finite(top)[:, None])
+    return power_of_two((logits - finite(top)[:, None]) * unit)
 
 
 @triton.jit
