@@ -28,6 +28,7 @@ from benchmarks.records import Goal, Table, say
 from latte.machine import Times
 
 NO_GPU = 2  # exit code
+OUT_OF_MEMORY = "out of memory"
 TARGETS = "gpu_goals.csv"
 FLUSH_BYTES = 256 * 2**20  # several times the level-2 cache of any GPU
 Call = Callable[[], Any]
@@ -148,7 +149,7 @@ class Stopwatch:
 def reason(error: BaseException) -> str:
     """One line for what went wrong."""
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
+        return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
 

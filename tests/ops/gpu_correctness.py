@@ -3,7 +3,9 @@ failed.
 
 What is exact comes from fp64: the equations in O(T^2) at 777 tokens, the PyTorch backend in fp64
 beyond. A result may err at most twice what the equations (or the PyTorch backend) in the same
-precision err; the floor of a few ulps is for where those are exact by luck. Laws need no judge.
+precision err; the floor of a few ulps is for where those are exact by luck. The gradient of decays
+has a bound of its own: it is a sum of the keys' gradients over a segment, whose roundings add up.
+Laws need no judge.
 
     python -m tests.ops.gpu_correctness [GROUP...] [--quick] [--out DIR] [--device DEVICE]
 
@@ -43,6 +45,10 @@ QUICK = SIZES | {"H": 2, "G": 1, "L": 3, "K": 8, "D": 5, "E": 12}
 MODERATE, LONG = 777, 65536
 HUGE = 2**31 + 2**24  # elements of the largest input
 STATE_ERROR = {torch.bfloat16: 2e-3, torch.float16: 1e-3}  # of an fp32 state, relative
+DECAY_ERROR = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 5e-5}  # of its gradient
+# With extreme logits some gradients nearly vanish, as differences of others that are large. In half
+# precision the factors of these are rounded. Ulps of fp32 of the largest tensor: two roundings.
+EXTREME_ULPS = {torch.bfloat16: 2.0**15, torch.float16: 2.0**13, torch.float32: 4.0}
 TAIL = 4096  # tokens of the huge check that are computed again from the state before them
 
 
@@ -67,16 +73,16 @@ def judge(
     plain: list[Tensor],
     exact: list[Tensor],
     dtype: torch.dtype,
-    largest: float = 0.0,
+    **floors: Any,
 ) -> str:
     """Every tensor errs at most twice what the judge of that precision errs.
 
     A state is fp32 also for half-precision inputs, where the judge rounds nothing: it may err as
-    much as the factors of its products are rounded (bf16, and tf32 for fp16). ``largest`` is that
+    much as the factors of its products are rounded (bf16, and tf32 for fp16). ``floors`` are those
     of :func:`tests.ops.opdb.judge`.
     """
     states = (dtype, STATE_ERROR[dtype]) if dtype in STATE_ERROR else None
-    return judge_all(got, plain, exact, states=states, largest=largest)
+    return judge_all(got, plain, exact, states=states, **floors)
 
 
 # --- the checks: each returns what it found, or raises Failed or Skipped ------------------------
@@ -90,9 +96,11 @@ def agrees(b: Bench, judge_backend: str, B: int, T: int, scale: float = 1.0, **o
     wide = [lift(x) for x in inputs]
     exact = judging.results(wide, map_state(lift, state), **options)
     plain = judging.results(inputs, state, **options)
-    # With extreme logits some gradients vanish, as differences of others that are large.
-    largest = 2.0 if scale > 1.0 else 0.0
-    return judge(b.results(inputs, state, **options), plain, exact, b.dtype, largest)
+    floors: dict[str, Any] = {"largest": EXTREME_ULPS[b.dtype] if scale > 1.0 else 0.0}
+    if "log_decay" in b.op.inputs:
+        place = b.gradient("log_decay", len(exact), state)
+        floors["limits"] = {place: DECAY_ERROR[b.dtype]}
+    return judge(b.results(inputs, state, **options), plain, exact, b.dtype, **floors)
 
 
 def everything(b: Bench, T: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ C taps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -565,18 +565,24 @@ class Bench(NamedTuple):
         else:
             self.judged(inputs, state, **options)
 
+    def gradient(self, name: str, results: int, state: Any = None) -> int:
+        """Number of an input's gradient among that many :meth:`results`."""
+        return results - len(self.op.inputs) - len(leaves(state)) + list(self.op.inputs).index(name)
+
     def judged(
         self,
         inputs: Sequence[Tensor],
         state: Any = None,
         *,
         ulps: float = 16.0,
+        largest: float = 2.0,
         but: str | None = None,
         **options: Any,
     ) -> list[Tensor]:
         """Values and all gradients, which err at most twice what the equations do in that dtype.
 
         Args:
+            ulps, largest: As for :func:`judge`.
             but: Name of an input whose gradient is not judged.
         """
         wide, exact = [lift(x) for x in inputs], map_state(lift, state)
@@ -584,9 +590,9 @@ class Bench(NamedTuple):
         plain = self.judge(self.dtype).results(inputs, state, **options)
         got = self.results(inputs, state, **options)
         if but in self.op.inputs:
-            place = -len(inputs) - len(leaves(state)) + list(self.op.inputs).index(but)
-            got, plain, want = ([*x[:place], *x[place:][1:]] for x in (got, plain, want))
-        judge(got, plain, want, ulps=ulps, largest=2.0 if ulps > 4 else 0.0)
+            place = self.gradient(but, len(got), state)
+            got, plain, want = ([*x[:place], *x[place + 1 :]] for x in (got, plain, want))
+        judge(got, plain, want, ulps=ulps, largest=largest)
         return got
 
 
@@ -617,6 +623,7 @@ def judge(
     ulps: float = 16.0,
     largest: float = 0.0,
     states: tuple[torch.dtype, float] | None = None,
+    limits: Mapping[int, float] | None = None,
 ) -> str:
     """Every tensor errs at most twice what the judge in the same precision errs against fp64.
 
@@ -629,6 +636,7 @@ def judge(
             difference of sums that are as large as the other gradients.
         states: The inputs' dtype, and how much the other, wider tensors may err: a state is fp32
             also for half-precision inputs, where the judge rounds nothing.
+        limits: Relative error that a tensor may have anyway, by its number.
     """
     worst, where = 0.0, 0
     eps = torch.finfo(F32).eps
@@ -646,6 +654,7 @@ def judge(
         limit = max(limit, eps * ulps * max(1.0, norm), eps * largest * top)
         if states is not None and dtype != states[0]:
             limit = max(limit, states[1] * norm)
+        limit = max(limit, (limits or {}).get(i, 0.0) * norm)
         if not error <= limit:
             raise Failed(f"tensor {i}: error {error / norm:.2e}, allowed {limit / norm:.2e}")
         if error / limit > worst:

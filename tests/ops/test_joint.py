@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latte.ops import Sinks, macchiato_attention, window_log_mass
+from latte.ops import Sinks, macchiato_attention, sliding_window_attention, window_log_mass
 from tests.ops.helpers import randn
 
 B, T, H, G, L, K, D, W, SINKS = 2, 23, 4, 2, 5, 8, 6, 7, 3
@@ -76,6 +76,17 @@ def test_half_precision_keeps_the_mixture():
     rounding = (exact.bfloat16().double() - exact).abs().max()
     assert (fp32.double() - exact).abs().max() < 1e-4
     assert (out.double() - exact).abs().max() < 4 * rounding
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_window_far_above_the_latents_takes_all(backend):
+    """Its log-mass is beyond fp16, so that the latents' logits relative to it would be -inf."""
+    half = [x.half() for x in inputs()]
+    half[2], half[3] = 1e3 * half[2].abs(), 1e3 * half[3].abs()
+    options = {"window": W, "backend": backend}
+    out, _ = macchiato_attention(*half, joint=True, **options)
+    alone, _ = sliding_window_attention(*half[2:], **options)
+    torch.testing.assert_close(out, alone)
 
 
 def test_the_log_mass_reads_long_rows_in_pieces():

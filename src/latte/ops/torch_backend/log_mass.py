@@ -76,10 +76,13 @@ def with_log_mass(latent_q_BTHL: Tensor, mass_BTH: Tensor) -> Tensor:
     """Mixture logits (B, T, H, L+1) with the window's log-mass added to column 0.
 
     The largest logit is subtracted from all, which changes no probability: what is rounded to half
-    precision is then small where it matters.
+    precision is then small where it matters. Logits stay finite: a softmax over latents that are
+    all -inf would be NaN.
     """
+    dtype = latent_q_BTHL.dtype
     logits = F.pad(mass_BTH[..., None], (0, latent_q_BTHL.shape[-1] - 1)) + latent_q_BTHL
-    return (logits - logits.detach().amax(-1, keepdim=True)).to(latent_q_BTHL.dtype)
+    logits = logits - logits.detach().amax(-1, keepdim=True)
+    return logits.clamp_min(torch.finfo(dtype).min).to(dtype)
 
 
 def _after(
