@@ -195,7 +195,8 @@ class WindowLauncher(ChunkLauncher):
         self.K, self.G = w.k.shape[-1], w.k.shape[2]
         super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu, self.K)
         self.R = self.H // self.G
-        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype, capability(q.device))
+        card, sinks = capability(q.device), w.sinks is not None
+        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype, card, sinks)
         self.window = w
 
     def by_tile(
