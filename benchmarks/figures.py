@@ -106,7 +106,7 @@ FIGURE: dict[str, tuple[str, list[Panel]]] = {
         ],
     ),
     "gpu_runtime": (
-        "Forward pass of whole models, a constant number of tokens",
+        "Forward pass of 65,536 tokens",
         [Panel(f"size {size}", {"size": size}) for size in ("400m", "2.6b", "tiny")],
     ),
     "gpu_training": (
