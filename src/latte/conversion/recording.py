@@ -55,7 +55,8 @@ def record(
 ) -> list[Path]:
     """Run the base over rows of tokens. Write one file per row, of bf16 tensors named by layer.
 
-    The base runs on its own device. A row whose file exists is skipped, so an interrupted run continues where it stopped.
+    The base runs on its own device. A row whose file exists is skipped, so an interrupted run
+    continues where it stopped.
 
     Args:
         rows: Token ids, (T,) each.
@@ -159,7 +160,8 @@ class LayerFit:
 
     @torch.no_grad()
     def _prepare(self, file: Path) -> FitRow:
-        layer, device = self.layer, self.layer.o_proj.weight.device
+        layer = self.layer
+        device = next(layer.parameters()).device
         with safe_open(str(file), framework="pt") as opened:
             x = opened.get_tensor(str(layer.layer_idx))[None].to(device, torch.float32)
         T = x.shape[1]
