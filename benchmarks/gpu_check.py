@@ -1,6 +1,7 @@
 """Everything that a GPU has to show: first whether the kernels are right, then how fast they are.
 
     python -m benchmarks.gpu_check [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
+                                   [--no-rivals]
     python -m benchmarks.gpu_check --fill     # Triton's cache, once, before: takes what it takes
 
 Parts, each in a process of its own: ``check``, several groups at a time of
@@ -46,6 +47,7 @@ def command(module: str, at: Place, seconds: float, *more: str) -> list[str]:
     """A part's command line, with this run's place."""
     line = [sys.executable, "-m", module, *more, "--out", str(at.out)]
     line += ["--budget", f"{seconds:.0f}", "--device", str(at.device), "--backend", at.backend]
+    line += [] if at.rivals else ["--no-rivals"]
     return [*line, "--quick"] if at.quick else line
 
 
@@ -64,7 +66,7 @@ def fill(at: Place) -> None:
 
     What the rivals' autotuners choose is forgotten: it was timed beside other work.
     """
-    numbers = range(gpu_ops.WARMING) if at.cuda and not at.quick else ()
+    numbers = range(gpu_ops.WARMING) if at.cuda and at.rivals and not at.quick else ()
     lines = [command("benchmarks.gpu_ops", at, FILLING, "latte", "--warm", str(n)) for n in numbers]
     with ThreadPoolExecutor() as pool:
         warmed = [pool.submit(run, line, FILLING, FLA_CACHE_RESULTS="0") for line in lines]

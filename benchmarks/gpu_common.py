@@ -43,6 +43,7 @@ class Place(NamedTuple):
     out: Path
     quick: bool
     deadline: float  # of time.monotonic()
+    rivals: bool = True  # whether kernels of flash-linear-attention are timed too
 
     @property
     def cuda(self) -> bool:
@@ -85,6 +86,11 @@ def options(description: str | None, budget: float) -> argparse.ArgumentParser:
     found = records.parser(description, budget)
     found.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
     found.add_argument("--backend", help="of Latte's ops (default: triton; on a CPU torch)")
+    found.add_argument(
+        "--no-rivals",
+        action="store_true",
+        help="leave out flash-linear-attention, whose autotuners compile for many minutes",
+    )
     return found
 
 
@@ -97,7 +103,8 @@ def place(args: argparse.Namespace) -> Place:
     backend = args.backend or ("triton" if device.type == "cuda" else "torch")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     deadline = time.monotonic() + args.budget
-    return Place(device, backend, dtype, records.output_folder(args), args.quick, deadline)
+    out, rivals = records.output_folder(args), not args.no_rivals
+    return Place(device, backend, dtype, out, args.quick, deadline, rivals)
 
 
 # --- time ------------------------------------------------------------------------------------
