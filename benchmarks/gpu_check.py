@@ -66,7 +66,7 @@ def fill(at: Place) -> None:
 
     What the rivals' autotuners choose is forgotten: it was timed beside other work.
     """
-    numbers = range(gpu_ops.WARMING) if at.cuda and at.rivals and not at.quick else ()
+    numbers = range(gpu_ops.WARMING) if at.rivals and not at.quick else ()
     lines = [command("benchmarks.gpu_ops", at, FILLING, "latte", "--warm", str(n)) for n in numbers]
     with ThreadPoolExecutor() as pool:
         warmed = [pool.submit(run, line, FILLING, FLA_CACHE_RESULTS="0") for line in lines]

@@ -43,7 +43,7 @@ class Place(NamedTuple):
     out: Path
     quick: bool
     deadline: float  # of time.monotonic()
-    rivals: bool = True  # whether kernels of flash-linear-attention are timed too
+    rivals: bool  # whether kernels of flash-linear-attention are timed too
 
     @property
     def cuda(self) -> bool:
@@ -103,7 +103,7 @@ def place(args: argparse.Namespace) -> Place:
     backend = args.backend or ("triton" if device.type == "cuda" else "torch")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     deadline = time.monotonic() + args.budget
-    out, rivals = records.output_folder(args), not args.no_rivals
+    out, rivals = records.output_folder(args), device.type == "cuda" and not args.no_rivals
     return Place(device, backend, dtype, out, args.quick, deadline, rivals)
 
 

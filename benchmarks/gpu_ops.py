@@ -213,7 +213,7 @@ def latte_point(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.
             g = at.normal(B, T, H, L, seed=4, dtype=torch.float32).square()
             for name, mean in FORGETTING.items():
                 sides[name] = OpCall(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
-        rivals = latte_rivals() if at.cuda and at.rivals else {}
+        rivals = latte_rivals() if at.rivals else {}
         sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
     return Point({"B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}, sides, B * T / TOKENS)
 
@@ -427,7 +427,7 @@ def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
     function: Callable[..., Any] = rg_lru if op == "rg_lru" else causal_conv1d
     if op == "rg_lru":
         inputs = [x, r, i, at.normal(width, seed=4) - 4.0]
-        rivals = rg_lru_rivals() if at.cuda and at.rivals else {}
+        rivals = rg_lru_rivals() if at.rivals else {}
     else:
         inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
         rivals = {"conv1d": conv1d}

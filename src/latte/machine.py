@@ -100,6 +100,11 @@ def interleave(sides: Mapping[Any, Callable[[], object]], budget: float) -> dict
 CPU = torch.device("cpu")
 
 
+def default_device() -> torch.device:
+    """The device to use where none is named: a GPU if there is one."""
+    return torch.device("cuda") if torch.cuda.is_available() else CPU
+
+
 def memory_bytes(device: torch.device = CPU) -> int:
     """Memory in use now. On a CPU without that information, the peak so far."""
     if device.type == "cuda":

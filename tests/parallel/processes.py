@@ -176,7 +176,7 @@ def prepare() -> None:
     expect("chunked loss, fp32", chunked, make_batch(), 2)
 
 
-def alone(_: int, file: str) -> None:
+def write_expected(_: int, file: str) -> None:
     """Write what one process finds."""
     found: dict[str, Any] = {name: whole(*given) for name, given in MODELS.items()}
     torch.save(found | {"ten steps": train(None)}, file)
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     prepare()
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "alone.pt"))
-        mp.start_processes(alone, (file,), 1, start_method="fork")
+        mp.start_processes(write_expected, (file,), 1, start_method="fork")
         EXPECTED |= torch.load(file)
         for world in CASES:
             store = str(Path(folder, str(world)))

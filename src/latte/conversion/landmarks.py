@@ -240,7 +240,7 @@ def set_landmarks(model: Any, rows: Sequence[Tensor], *, seed: int = 0) -> None:
         )
     survey = Survey()
     for row in rows:
-        watch(model, survey, input_ids=row.to(model.device))
+        watch(model, survey, input_ids=row)
     generator = torch.Generator().manual_seed(seed)
     length = max(row.shape[1] for row in rows)
     for index, parts in survey.samples.items():

@@ -68,7 +68,7 @@ def record(
         file = folder / f"row-{number:05d}.safetensors"
         if not file.is_file():
             recorder = Recorder()
-            watch(model, recorder, input_ids=ids_T[None].to(model.device))
+            watch(model, recorder, input_ids=ids_T[None])
             half = {
                 str(index): x[0].to("cpu", torch.bfloat16).contiguous()
                 for index, x in recorder.inputs.items()

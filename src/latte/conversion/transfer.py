@@ -237,8 +237,12 @@ class Watcher:
         return x_BTE
 
 
-def watch(model: Any, teacher: Any, **inputs: Any) -> None:
-    """Run the base inside a converted model, with a teacher that watches its layers."""
+def watch(model: Any, teacher: Any, **inputs: Tensor) -> None:
+    """Run the base inside a converted model, with a teacher that watches its layers.
+
+    The inputs may be on another device.
+    """
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
     with torch.no_grad():
         model.model(**inputs, teacher=teacher, use_cache=False)
 

@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def place(self) -> torch.device:
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.device(self.device or machine.default_device())
 
 
 class Case(NamedTuple):

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from latte.conversion.pretrained import LORA, load_whole, own_weights
 from latte.data.tokenfile import checksum
 from latte.data.tokenizers import check_fits
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
+from latte.machine import default_device
 from latte.models.registry import make_known
 from latte.ops.widened import widen_calls
 from latte.train.recipe import Recipe, recipe_from_dict
@@ -114,7 +113,7 @@ def load_checkpoint(
         if dtype is not None:
             options["dtype"] = dtype
         model = load_whole(AutoModelForCausalLM, "checkpoint", folder, **options)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = device or str(default_device())
     if where == "meta":
         raise LatteError("device 'meta' cannot be used: it holds no values")
     try:

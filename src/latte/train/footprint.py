@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-
 from latte.errors import LatteError
-from latte.machine import memory_there_is, size_text
+from latte.machine import default_device, memory_there_is, size_text
 from latte.models.parameters import count_parameters
 from latte.processes import number_of_processes
 from latte.train.recipe import Recipe
@@ -32,7 +30,7 @@ def check_memory(recipe: Recipe, config: Any) -> None:
         config: Configuration of the model. Its vocabulary may grow once the tokenizer is known.
     """
     training = recipe.training
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     there = memory_there_is(device)
     if there is None:
         return

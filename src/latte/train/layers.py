@@ -36,6 +36,7 @@ from latte.conversion.recording import FitErrors, FitOptions, LayerFit, record
 from latte.data.blocks import PackedBlocks
 from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
+from latte.machine import default_device
 from latte.memory import keep_memory
 from latte.progress import progress
 from latte.results import write_json
@@ -100,9 +101,8 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     blocks = text.blocks(recipe.data, section.rows, section.seed)
     rows = [blocks[i]["input_ids"] for i in range(section.rows)]
     judges = _held_out(text, recipe.data, section.held_out_rows)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     samples = calibration_rows(text, recipe.data)
-    model = starting_model(recipe.conversion, section.seed, samples, device).eval()
+    model = starting_model(recipe.conversion, section.seed, samples, default_device()).eval()
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)
     length = recipe.data.block_length
