@@ -6,15 +6,13 @@ The module is a plugin. A recipe that names it in `plugins` can have `model.pres
 from dataclasses import fields
 from typing import Any, Literal, cast
 
-import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from latte.errors import LatteError
 from latte.models import LatteConfig, preset_config
 from latte.models.config import one_line_errors
-from latte.models.modeling import LatteBlock, LatteForCausalLM, LatteModel
+from latte.models.modeling import LatteForCausalLM, LatteModel
 from latte.models.registry import ModelEntry, register_mixer, register_model
 from replication.ingredients.mixer import TrialMixer
 
@@ -30,11 +28,8 @@ class TrialConfig(LatteConfig):
     r"""Configuration of a trial. Without its own fields it is `latte-conv-swa-f++`.
 
     Args:
-        value_dim, output_gate, value_skip, short_conv, short_conv_size, written_latents,
-            write_noise, qk_norm, output_norm, one_softmax: Arguments of :class:`TrialMixer`.
-            ``head_dim`` is the width of keys.
-        feed_forward: Whether a block has an MLP after its mixer. Without one,
-            ``intermediate_size`` means nothing.
+        output_gate, value_skip, short_conv, output_norm, written_latents, write_noise, qk_norm,
+            one_softmax: Arguments of :class:`TrialMixer`.
         half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
             layers and long in the last ones (:func:`layer_half_lives`).
 
@@ -47,17 +42,14 @@ class TrialConfig(LatteConfig):
     mixer: str = "trial"
     latent_input: Literal["none", "conv", "rglru"] = "conv"
     forgetting: Literal["none", "static", "gated"] = "gated"
-    value_dim: int | None = None
     output_gate: bool = False
     value_skip: bool = False
     short_conv: Literal["none", "v", "qkv"] = "none"
-    short_conv_size: int = 4
     written_latents: int | None = None
     write_noise: float | int = 0.0
     qk_norm: bool = False
     output_norm: bool = False
     one_softmax: bool = False
-    feed_forward: bool = True
     half_lives_by_layer: bool = False
 
 
@@ -76,28 +68,10 @@ def layer_half_lives(config: TrialConfig, index: int) -> tuple[float, float]:
     return low * ratio**start, low * ratio ** (start + 0.5)
 
 
-class NoFeedForward(nn.Module):
-    """0 for every token: what a block adds that is a mixer alone."""
-
-    def forward(self, x_BTE: Tensor) -> Tensor:
-        return torch.zeros_like(x_BTE)
-
-
-class TrialBlock(LatteBlock):
-    """``x + mixer(norm(x))``, and then ``x + mlp(norm(x))`` if the configuration says so."""
-
-    def __init__(self, config: TrialConfig) -> None:
-        super().__init__(config)
-        if not config.feed_forward:
-            self.mlp_norm, self.mlp = nn.Identity(), NoFeedForward()
-
-
 class TrialModel(LatteModel):
     """Embeddings, blocks and the final norm."""
 
     config: TrialConfig
-    block_class = TrialBlock
-    _no_split_modules = ["TrialBlock"]
 
     def __init__(self, config: TrialConfig) -> None:
         super().__init__(config)
@@ -113,7 +87,6 @@ class TrialForCausalLM(LatteForCausalLM):
 
     config: TrialConfig
     backbone_class = TrialModel  # type: ignore[assignment]
-    _no_split_modules = ["TrialBlock"]
 
 
 class Trial(ModelEntry):

@@ -42,9 +42,11 @@ def tiny_config(preset: str, **overrides: Any) -> Any:
         "initializer_range": 0.4,  # at 0.02 broken reordering and cropping go unseen
         "tie_word_embeddings": False,  # tied, these models would repeat their last token
     }
+    if preset == "latte-gated":
+        values["value_dim"] = 6
     if preset.startswith("latte") or preset == "linear++":
         values["num_latents"] = 12
-    if "swa" in preset:
+    if "swa" in preset or preset == "latte-gated":
         values["sliding_window"] = 4
     return preset_config(preset, "tiny", **(values | overrides))
 
@@ -145,7 +147,7 @@ def conversion(family: str, option: str) -> Row:
 
 ROWS = [
     Row(preset, functools.partial(made, preset), grows=preset == "transformer++")
-    for preset in (*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++")
+    for preset in (*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated")
 ]
 ROWS += [conversion(*names) for names in CONVERSIONS]
 BY_NAME = {row.name: row for row in ROWS}

@@ -27,7 +27,7 @@ def over(rows):
 
 STEPPING = [row for row in ROWS if row.steps]
 REWINDING = [row for row in ROWS if row.rewinds]
-OF_PRESETS = [*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++"]
+OF_PRESETS = [*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated"]
 PLAIN = [f"{family}: plain" for family, option in CONVERSIONS if option == "plain"]
 HYBRIDS = ["llama: kept", "gemma3_text: kept", "gemma2: hybrid"]
 

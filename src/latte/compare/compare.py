@@ -225,30 +225,36 @@ def preset_recipe(recipe: Recipe, preset: str) -> Recipe:
 def _equalise(by_preset: Mapping[str, Recipe], like: Recipe) -> None:
     """Give presets as many parameters as the model of `like`, in place, by `intermediate_size`.
 
-    Other models stay as they are: they are fitted to `transformer++` (:mod:`latte.rivals`).
+    Presets without MLPs get them by `value_dim`. Other models stay as they are: they are fitted to
+    `transformer++` (:mod:`latte.rivals`).
 
     Raises:
         LatteError: The nearest size of a preset differs by more than half a percent.
     """
-    target = count_parameters(model_config(like, {}))
+    # A tokenizer that is learnt has this size, unless the text is too short for it.
+    words = {"vocab_size": like.data.vocab_size} if like.data.tokenizer == "bpe" else {}
+    target = count_parameters(model_config(like, words))
     for preset, recipe in by_preset.items():
         if preset == like.model.preset or preset not in preset_names():
             continue
 
-        def count(size: int, recipe: Recipe = recipe) -> int:
-            fields = recipe.model.overrides | {"intermediate_size": size}
+        without = model_config(recipe, words).mlp == "none"
+        name = "value_dim" if without else "intermediate_size"
+
+        def count(size: int, recipe: Recipe = recipe, name: str = name) -> int:
+            fields = recipe.model.overrides | {name: size}
             sized = replace(recipe, model=replace(recipe.model, overrides=fields))
-            return count_parameters(model_config(sized, {}))
+            return count_parameters(model_config(sized, words))
 
         size = nearest_size(count, target)
         found = count(size)
         if abs(found - target) > TOLERANCE * target:
             raise LatteError(
                 f"equal_parameters: {preset} has {found:,} parameters at the nearest"
-                f" intermediate_size, {size}; expected the {target:,} of {like.model.preset}"
+                f" {name}, {size}; expected the {target:,} of {like.model.preset}"
                 f" within {TOLERANCE:.1%}"
             )
-        recipe.model.overrides["intermediate_size"] = size
+        recipe.model.overrides[name] = size
 
 
 def _lacks(preset: str) -> str:

@@ -1,6 +1,7 @@
 """Layers of Latte as ``torch.nn`` modules; Hugging Face is never imported here."""
 
 from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
+from latte.layers.gated import GatedMacchiato
 from latte.layers.latent_input import LatentInput, LatentLogits
 from latte.layers.latte import LatteAttention, LatteMacchiato
 from latte.layers.mixer import Mixer, MixingLogits, Projected
@@ -24,6 +25,7 @@ __all__ = [
     "BlockDiagonalLinear",
     "CausalConv1d",
     "Clock",
+    "GatedMacchiato",
     "LatentInput",
     "LatentLogits",
     "LatteAttention",

@@ -7,7 +7,7 @@ key/value heads, K key width, L latents per head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -120,9 +120,9 @@ class LatteMacchiato(Mixer):
     """
 
     window: int
-    carries = ("latent", "window")
+    carries: ClassVar[tuple[str, ...]] = ("latent", "window")
     splits = True
-    uses = (
+    uses: ClassVar[tuple[str, ...]] = (
         *("num_latents", "latent_input", "forgetting"),
         *("sliding_window", "rope_theta", "window_probability"),
     )

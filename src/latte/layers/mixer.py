@@ -57,7 +57,8 @@ class Projected(NamedTuple):
         logits: Logits of the tokens' weights, :class:`MixingLogits`.
         log_decay: Log-decay of the latents at each token, (B, T, H, L).
         features: Features phi(q) and phi(k) of linear attention, (B, T, H, F).
-        after: Parts of the next state that are already known: ``rglru``, ``conv``, ``own``.
+        after: Parts of the next state that are already known: ``rglru``, ``conv``,
+            ``short_conv``, ``own``.
         log: Contribution of each token to those parts.
     """
 
@@ -341,7 +342,7 @@ class Mixer(Drawn):
             )
         if not self.causal and (state is not None or output_final_state):
             raise ValueError(f"{name}: a bidirectional layer has no state to carry on")
-        parts = ("latent", "linear", "window", "own")
+        parts = ("latent", "linear", "window", "short_conv", "own")
         held = {part for part in parts if getattr(state, part, None) is not None}
         lacking = [part for part in self.carries if part not in held]
         if held and lacking:
@@ -356,7 +357,9 @@ class Mixer(Drawn):
         if not piece.output_final_state:
             return None
         early, log = projected.after, projected.log
-        after = after._replace(rglru=early.rglru, conv=early.conv, own=early.own)
+        after = after._replace(
+            rglru=early.rglru, conv=early.conv, short_conv=early.short_conv, own=early.own
+        )
         k = projected.logits.latent_k if projected.features is None else projected.features[1]
         log = log._replace(k=k, v=projected.v, local_k=projected.logits.k)
         log = log._replace(log_decay=projected.log_decay)

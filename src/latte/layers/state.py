@@ -47,6 +47,7 @@ class TokenLog(NamedTuple):
         local_k: Keys of the window, after the position encoding, (B, S, G, K).
         rglru: State of the RG-LRU after each token, (B, S, E).
         conv: Inputs of the convolution, (B, S, E).
+        short_conv: Inputs of the convolution of q, k and v, (B, S, C).
         own: State of a mixer of another kind after each token, (B, S, ...).
         log_decay: Log-decay of the latents, (B, S, H, L).
     """
@@ -57,6 +58,7 @@ class TokenLog(NamedTuple):
     local_k: Tensor | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    short_conv: Tensor | None = None
     own: Tensor | None = None
     log_decay: Tensor | None = None
 
@@ -104,6 +106,7 @@ class MixerState(NamedTuple):
         window: Last W-1 local keys and values (all of them for full softmax attention).
         rglru: State of the RG-LRU, (B, E) fp32.
         conv: Last inputs of the convolution, (B, K-1, E).
+        short_conv: Last inputs of the convolution of q, k and v, (B, K-1, C).
         own: State of a mixer of another kind, (B, ...).
         pending: Latent keys (B, W, H, L) and values of the last W tokens, if the latents read a
             token only when it leaves the window.
@@ -120,6 +123,7 @@ class MixerState(NamedTuple):
     window: WindowState | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    short_conv: Tensor | None = None
     own: Tensor | None = None
     pending: WindowState | None = None
     sinks: WindowState | None = None
@@ -272,14 +276,17 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
     mask = log.mask
     assert mask is not None
     position = mask.sum(1) if base.position is None else base.position + mask.sum(1)
-    latent, linear, window, conv = base.latent, base.linear, base.window, base.conv
+    latent, linear, window = base.latent, base.linear, base.window
     if like.window is not None and log.local_k is not None and log.v is not None:
         width = like.window.mask.shape[1] + 1
         window = final_window_state(log.local_k, log.v, width, mask, None, base.window)
-    if like.conv is not None and log.conv is not None:
-        start = torch.zeros_like(like.conv) if base.conv is None else base.conv
-        inputs = torch.cat([start, log.conv * mask.unsqueeze(-1)], 1)
-        conv = inputs[:, inputs.shape[1] - start.shape[1] :]
+    conv, short_conv = (
+        before if after is None or inputs is None else _last_inputs(inputs, mask, before, after)
+        for inputs, before, after in (
+            (log.conv, base.conv, like.conv),
+            (log.short_conv, base.short_conv, like.short_conv),
+        )
+    )
     if log.k is not None and log.v is not None:
         # The state does not depend on the queries, so they can be zeros.
         q, k, v = torch.zeros_like(log.k), log.k, log.v
@@ -293,7 +300,14 @@ def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
         before if after is None else _last_real(after, mask, before)
         for after, before in ((log.rglru, base.rglru), (log.own, base.own))
     )
-    return MixerState(position, latent, linear, window, rglru, conv, own)
+    return MixerState(position, latent, linear, window, rglru, conv, short_conv, own)
+
+
+def _last_inputs(inputs: Tensor, mask: Tensor, base: Tensor | None, like: Tensor) -> Tensor:
+    """The last inputs of a convolution (B, K-1, C), as many as ``like`` has, after the base's."""
+    start = torch.zeros_like(like) if base is None else base
+    inputs = torch.cat([start, inputs * mask.unsqueeze(-1)], 1)
+    return inputs[:, inputs.shape[1] - start.shape[1] :]
 
 
 def _last_real(h_BS: Tensor, mask_BS: Tensor, base_B: Tensor | None) -> Tensor:

@@ -71,6 +71,7 @@ class StepState:
     ring: Ring | None = None
     rglru: Tensor | None = None
     conv: Tensor | None = None
+    short_conv: Tensor | None = None
     pending: Tensor | None = None
     sinks: tuple[Tensor, Tensor] | None = None
     size: int = 0
@@ -83,7 +84,7 @@ class StepState:
             room: Number of slots of the ring of a state that grows; None if it does not grow.
             masked: Whether to store which slots hold a real token. If not, all do.
         """
-        parts = (state.latent, state.linear, None, state.rglru, state.conv)
+        parts = (state.latent, state.linear, None, state.rglru, state.conv, state.short_conv)
         made = cls(clock, *map_tensors(_copy, parts))
         if state.window is None:
             return made
@@ -119,8 +120,8 @@ class StepState:
 
     def state(self) -> MixerState:
         """A copy of the state in the buffers."""
-        latent, linear, rglru, conv = map_tensors(
-            torch.clone, (self.latent, self.linear, self.rglru, self.conv)
+        latent, linear, rglru, conv, short_conv = map_tensors(
+            torch.clone, (self.latent, self.linear, self.rglru, self.conv, self.short_conv)
         )
         if rglru is not None:
             # Zeros would mean the empty state, but this row has read a token.
@@ -137,7 +138,7 @@ class StepState:
             mask = torch.arange(keys.shape[1], device=position.device) < position[:, None]
             sinks = WindowState(keys, values, mask)
         parts: Any = {"pending": pending, "sinks": sinks}
-        return MixerState(position, latent, linear, window, rglru, conv, **parts)
+        return MixerState(position, latent, linear, window, rglru, conv, short_conv, **parts)
 
     def _newest(self, keys: Tensor, ring: Ring, count: int) -> WindowState:
         """The ring's last ``count`` tokens (all, if it grows), oldest first, with these keys."""
@@ -157,7 +158,7 @@ class StepState:
     def parts(self) -> tuple[Any, ...]:
         """All buffers, in nested tuples."""
         return (
-            *(self.latent, self.linear, self.ring, self.rglru, self.conv),
+            *(self.latent, self.linear, self.ring, self.rglru, self.conv, self.short_conv),
             *(self.pending, self.sinks),
         )
 

@@ -30,8 +30,12 @@ class LatteConfig(LatentFields, PreTrainedConfig):
 
     Args:
         mixer: Mixer of the tokens: ``latte`` (eq. 7-14), ``macchiato`` (eq. 15-17), ``swa``
-            (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), or one
-            of your own (:mod:`latte.models.registry`).
+            (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), ``gated``
+            (macchiato with a gate, :class:`latte.layers.GatedMacchiato`), or one of your own
+            (:mod:`latte.models.registry`).
+        value_dim: Width of a head's values with ``gated``; None is the width of its keys. With the
+            other mixers both have the same width.
+        short_conv_size: Number of taps of the convolution of q, k and v with ``gated``.
         position: Position encoding: ``sinusoidal`` (added to the embeddings), ``rope`` (in the
             window or full attention) or ``none``.
         embedding_multiplier: Factor of the token embeddings. None is sqrt(hidden_size) if
@@ -40,7 +44,8 @@ class LatteConfig(LatentFields, PreTrainedConfig):
         embedding_initializer_range: Standard deviation of the initial embeddings, and so of a
             tied head; None is ``initializer_range``.
         norm, mlp: Norm and MLP: ``rmsnorm`` and ``swiglu`` (the "++" models), or ``layernorm`` and
-            ``gelu``.
+            ``gelu``. With ``mlp="none"`` a block is a mixer alone, and ``intermediate_size`` has
+            no effect.
         attn_logit_softcapping: Cap of the local logits, which become ``cap * tanh(logit / cap)``.
         feature_map: Feature map of ``linear``: ``elu`` (elu + 1), ``exp``, ``softplus`` or
             ``relu``.
@@ -65,11 +70,13 @@ class LatteConfig(LatentFields, PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int = 3072
     mixer: str = "macchiato"
-    sliding_window: int | None = window_option()  # of ``macchiato`` and ``swa``
+    value_dim: int | None = None
+    sliding_window: int | None = window_option()  # of ``macchiato``, ``gated`` and ``swa``
     conv_kernel_size: int = 3
+    short_conv_size: int = 4
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: float | int = 1e-6
-    mlp: Literal["gelu", "swiglu"] = "swiglu"
+    mlp: Literal["gelu", "swiglu", "none"] = "swiglu"
     position: Literal["sinusoidal", "rope", "none"] = "rope"
     rope_theta: float | int = 10000.0
     attn_logit_softcapping: float | int | None = None
@@ -125,7 +132,9 @@ class LatteConfig(LatentFields, PreTrainedConfig):
             "num_key_value_heads",
             "head_dim",
             "intermediate_size",
+            "value_dim",
             "conv_kernel_size",
+            "short_conv_size",
             "max_position_embeddings",
         )
         for name in sizes:
@@ -167,6 +176,10 @@ class LatteConfig(LatentFields, PreTrainedConfig):
             raise ValueError(
                 f"window_probability must be None for mixer={self.mixer!r}, got"
                 f" {self.window_probability}"
+            )
+        if self.value_dim is not None and "value_dim" not in uses:
+            raise ValueError(
+                f"value_dim must be None for mixer={self.mixer!r}, got {self.value_dim}"
             )
         if self.forgetting != "none":
             if "forgetting" not in uses:
@@ -255,11 +268,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "linear++": {"mixer": "linear", **_PLAIN},
 }
 
-# Beyond the paper: latents that forget.
-_FORGETTING = {
+# Beyond the paper: latents that forget, and blocks that are a gated mixer alone.
+_BEYOND = {
     f"{name}-f++": {**_PRESETS[f"{name}++"], "forgetting": "gated"}
     for name in ("latte-conv-swa", "latte-r-swa")
 }
+GATED = "latte-gated"
+_BEYOND[GATED] = {**_BEYOND["latte-conv-swa-f++"], "mixer": "gated", "mlp": "none"}
 
 _SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -279,7 +294,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 _SIZES["paper"] |= {"embedding_dropout": 0.1, "hidden_dropout": 0.1}
 
-for _name, _fields in (_PRESETS | _FORGETTING).items():
+for _name, _fields in (_PRESETS | _BEYOND).items():
     register_preset(_name, **_fields)
 
 PRESETS = tuple(_PRESETS)
@@ -291,7 +306,8 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
 
     Args:
         name: Name of a preset: one of ``PRESETS`` (the paper's), e.g. ``"latte-r-swa++"``;
-            ``"latte-conv-swa-f++"`` or ``"latte-r-swa-f++"``, whose latents forget; or a
+            ``"latte-conv-swa-f++"`` or ``"latte-r-swa-f++"``, whose latents forget;
+            ``"latte-gated"``, which has twice as many layers, of gated mixers without MLPs; or a
             registered one.
         size: Name of a size, one of ``SIZES``.
         overrides: Fields of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
@@ -313,4 +329,7 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     for field in ("num_latents", "sliding_window"):
         if mixer in mixer_names() and field not in find_mixer(mixer).uses:
             sizes[field] = None
+    if name == GATED:  # about as many parameters as the other presets have
+        sizes["num_hidden_layers"] *= 2
+        sizes["value_dim"] = 3 * sizes["hidden_size"] // (2 * sizes["num_attention_heads"])
     return LatteConfig(**(sizes | preset | overrides))

@@ -74,7 +74,7 @@ def make_mixer(config: LatteConfig) -> Mixer:
 
 
 class LatteBlock(GradientCheckpointingLayer):
-    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))`` if there is an MLP."""
 
     make_mixer: Any = staticmethod(make_mixer)
 
@@ -82,10 +82,10 @@ class LatteBlock(GradientCheckpointingLayer):
         super().__init__()
         self.mixer_norm = make_norm(config)
         self.mixer: Any = self.make_mixer(config)
-        self.mlp_norm = make_norm(config)
-        self.mlp = make_mlp(config)
+        self.mlp_norm = None if config.mlp == "none" else make_norm(config)
+        self.mlp: Any = None if config.mlp == "none" else make_mlp(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        for output in (getattr(self.mixer, "o_proj", None), self.mlp.down_proj):
+        for output in (getattr(self.mixer, "o_proj", None), getattr(self.mlp, "down_proj", None)):
             if output is not None:  # read when weights are initialised
                 output.writes_residual = True  # type: ignore[union-attr]
 
@@ -107,9 +107,7 @@ class LatteBlock(GradientCheckpointingLayer):
             mixed, after, weights = self.mixer.with_weights(*given, rotary=rotary)
         else:
             mixed, after = self.mixer(*given, rotary=rotary)
-        x_BTE = x_BTE + self._drop(mixed)
-        x_BTE = x_BTE + self._drop(self.mlp(self.mlp_norm(x_BTE)))
-        return x_BTE, after, weights
+        return self._feed_forward(x_BTE + self._drop(mixed)), after, weights
 
     @property
     def steps(self) -> bool:
@@ -125,8 +123,14 @@ class LatteBlock(GradientCheckpointingLayer):
         """
         parts: Any = self._modules  # ten times as fast as a module's attributes
         mixed = parts["mixer"].step(parts["mixer_norm"](x_BE), state, rotary=rotary)
-        x_BE = x_BE + self._drop(mixed)
-        return x_BE + self._drop(parts["mlp"](parts["mlp_norm"](x_BE)))
+        return self._feed_forward(x_BE + self._drop(mixed))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """``x + mlp(norm(x))`` (..., E), or x if the block has no MLP."""
+        parts: Any = self._modules
+        if "mlp" not in parts:
+            return x
+        return x + self._drop(parts["mlp"](parts["mlp_norm"](x)))
 
     def _drop(self, x_BTE: Tensor) -> Tensor:
         """Dropout in training. A no-op call is measurable when decoding, so it is skipped."""

@@ -26,6 +26,7 @@ _OWN_PRESETS = "latte.models.config"  # registers the library's own when it is i
 _mixers: dict[str, Any] = {
     "latte": "latte.layers:LatteAttention",
     "macchiato": "latte.layers:LatteMacchiato",
+    "gated": "latte.layers:GatedMacchiato",
     "swa": "latte.layers:SlidingWindowAttention",
     "softmax": "latte.layers:SoftmaxAttention",
     "linear": "latte.layers:LinearAttention",

@@ -74,8 +74,8 @@ class ComparatorBlock(LatteBlock):
             if asked:
                 raise ValueError(f"{type(self.mixer).__name__} models take no {what}")
         options = {"residual": x_BTE} if self.mixer.gates_residual else {}
-        x_BTE = x_BTE + self.dropout(self.mixer(self.mixer_norm(x_BTE), key_mask, **options))
-        return x_BTE + self.dropout(self.mlp(self.mlp_norm(x_BTE))), None, None
+        mixed = self.mixer(self.mixer_norm(x_BTE), key_mask, **options)
+        return self._feed_forward(x_BTE + self._drop(mixed)), None, None
 
 
 class ComparatorModel(LatteModel):

@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
         "window": {"preset": "swa++", "fit": "intermediate_size"},
         "gate": {"preset": "trial", "fit": "intermediate_size", "output_gate": True},
         "alone": {
-            "preset": "trial", "fit": "value_dim", "feed_forward": False, "value_skip": True,
+            "preset": "trial", "fit": "value_dim", "mlp": "none", "value_skip": True,
         },
     },
     "shared": SMALL,
@@ -73,7 +73,7 @@ def test_models_have_equal_parameters(recipe_file):
         assert count_parameters(config) == pytest.approx(12_000, rel=0.02), name
     assert set(recipe.overrides["alone"]) - set(SMALL) == {
         "value_dim",
-        "feed_forward",
+        "mlp",
         "value_skip",
     }
 

@@ -83,9 +83,9 @@ def test_the_short_convolution_and_the_norm_of_q_and_k(parts):
     plain.latents.load_state_dict(layer.latents.state_dict())
     conv = layer.short_conv
     given = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
-    kept, given = given.tensor_split([given.shape[-1] - layer.convolved], -1)
+    kept, given = given.tensor_split([given.shape[-1] - conv.hidden_size], -1)
     padded = F.pad(given.transpose(1, 2), (3, 0))
-    mixed = F.conv1d(padded, conv.weight[:, None], conv.bias, groups=layer.convolved)
+    mixed = F.conv1d(padded, conv.weight[:, None], conv.bias, groups=conv.hidden_size)
     q, k, v = torch.cat([kept, F.silu(mixed.transpose(1, 2))], -1).chunk(3, -1)
     if layer.q_norm is not None:
         q, k = (F.rms_norm(y.unflatten(-1, (2, 8)), (8,), eps=1e-6).flatten(-2) for y in (q, k))
@@ -161,7 +161,7 @@ def test_pieces_make_the_whole_and_padding_does_not_count(parts):
     first, state = layer(x[:, :17], mask[:, :17], output_final_state=True)
     second, last = layer(x[:, 17:], mask[:, 17:], state=state, output_final_state=True)
     torch.testing.assert_close(torch.cat([first, second], 1)[mask], whole[mask], **TOLERANCE)
-    torch.testing.assert_close(last.own, end.own, **TOLERANCE)
+    torch.testing.assert_close(last.short_conv, end.short_conv, **TOLERANCE)
     torch.testing.assert_close(whole[1:, 9:], layer(x[1:, 9:])[0], **TOLERANCE)
 
 
@@ -192,9 +192,9 @@ def model_of(**fields):
     return language_model(config).eval()
 
 
-@pytest.mark.parametrize("feed_forward", [True, False])
-def test_token_by_token_is_the_whole(feed_forward):
-    model = model_of(**ALL, feed_forward=feed_forward, half_lives_by_layer=True)
+@pytest.mark.parametrize("mlp", ["swiglu", "none"])
+def test_token_by_token_is_the_whole(mlp):
+    model = model_of(**ALL, mlp=mlp, half_lives_by_layer=True)
     tokens = torch.randint(260, (2, 30), generator=torch.Generator().manual_seed(0))
     cache = LatteCache(model.config)
     with torch.no_grad():
@@ -205,11 +205,6 @@ def test_token_by_token_is_the_whole(feed_forward):
         whole = model(tokens).logits
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
     assert model.generate(tokens[:, :5], max_new_tokens=4, do_sample=False).shape == (2, 9)
-
-
-def test_a_mixer_alone_has_no_other_matrices():
-    names = dict(model_of(feed_forward=False).model.layers[0].named_parameters())
-    assert {name.split(".")[0] for name in names} == {"mixer_norm", "mixer"}
 
 
 def test_half_lives_rise_with_the_layer():
@@ -224,7 +219,7 @@ def test_half_lives_rise_with_the_layer():
 def test_a_saved_model_is_loaded_again(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model = model_of(**ALL, feed_forward=False, half_lives_by_layer=True)
+    model = model_of(**ALL, mlp="none", half_lives_by_layer=True)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = torch.arange(20)[None]

@@ -1,0 +1,137 @@
+"""Gated Latte-Macchiato: the mixer of a block that has no feed-forward network.
+
+It is beyond the paper. Its parts are those of Mamba-2 (arXiv 2405.21060). The weights of window and
+latents stay one normalised distribution. Shape suffixes: B batch, T tokens, E hidden size, H query
+heads, G key/value heads, K key width, D value width, C channels of the short convolution, S its
+taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from latte.layers.checks import check_positive
+from latte.layers.latte import LatteMacchiato
+from latte.layers.mixer import MixingLogits, Projected
+from latte.layers.native import linear_maps
+from latte.layers.parts import CausalConv1d, RMSNorm, Rotary
+from latte.layers.state import MixerState, Piece
+from latte.layers.step import StepState
+from latte.ops.step import conv_step
+
+
+class GatedMacchiato(LatteMacchiato):
+    """``y_t = silu(W x_t) * norm(sum_s p(s|t) v_s + skip * v_t)``, p(s|t) of LatteMacchiato.
+
+    The window's q and k and the common v go through a causal convolution per channel, then silu.
+    The norm is that of each head, and ``skip`` (H, D) is learnt and begins at 1.
+
+    Args:
+        hidden_size, num_heads, num_latents: Arguments of :class:`LatteMacchiato`.
+        value_dim: Width of a head's values; the width of its keys if None.
+        short_conv_size: Number of taps of the convolution.
+        options: Other arguments of :class:`LatteMacchiato`.
+    """
+
+    carries: ClassVar[tuple[str, ...]] = ("latent", "window", "short_conv")
+    splits = True
+    uses = (*LatteMacchiato.uses, "value_dim", "short_conv_size")
+    undecayed: tuple[str, ...] = ("skip",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_latents: int,
+        *,
+        value_dim: int | None = None,
+        short_conv_size: int = 4,
+        rms_norm_eps: float = 1e-6,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_latents, rms_norm_eps=rms_norm_eps, **options)
+        H, G, K = self.num_heads, self.num_key_value_heads, self.head_dim
+        D = K if value_dim is None else value_dim
+        check_positive(type(self).__name__, value_dim=D, short_conv_size=short_conv_size)
+        self.value_dim = D
+        self.v_proj = nn.Linear(hidden_size, G * D, bias=False)
+        self.o_proj = nn.Linear(H * D, hidden_size, bias=False)
+        self.short_conv = CausalConv1d(H * K + G * K + G * D, short_conv_size)
+        self.gate_proj = nn.Linear(hidden_size, H * D, bias=False)
+        self.skip = nn.Parameter(torch.empty(H, D))
+        self.output_norm = RMSNorm(D, eps=rms_norm_eps)
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {"skip": torch.ones_like(self.skip)}
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        own = {"value_dim": config.value_dim, "short_conv_size": config.short_conv_size}
+        return super().options(config) | own
+
+    def mixing_flops(self, length: int) -> float:
+        """2 * 2 * L * D per head, and 2 * (K + D) per head and key of the window."""
+        seen = min(self.window, (length + 1) / 2)
+        latents = 4.0 * self.latents.k_proj.out_features * self.value_dim
+        return latents + 2.0 * self.num_heads * (self.head_dim + self.value_dim) * seen
+
+    def _project(self, piece: Piece) -> Projected:
+        latent_q, latent_k, log_decay, inputs = self.latents(piece)
+        maps = [project(piece.x) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        (q, k, v), tail, given = self._convolved(maps, piece)
+        H, G = self.num_heads, self.num_key_value_heads
+        local = self._rotated(self._heads(q, H), self._heads(k, G), piece)
+        return Projected(
+            self._heads(v, G),
+            MixingLogits(latent_q, latent_k, *local),
+            log_decay,
+            after=inputs.after._replace(short_conv=tail),
+            log=inputs.log._replace(short_conv=given),
+        )
+
+    def _convolved(
+        self, maps: list[Tensor], piece: Piece
+    ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
+        """silu(conv(maps)) by parts, the last S-1 inputs (B, S-1, C), and all of them (B, T, C)."""
+        given_BTC = torch.cat(maps, -1)
+        packed = piece.key_mask, piece.cu_seqlens, piece.state.short_conv, piece.output_final_state
+        mixed_BTC, tail = self.short_conv(given_BTC, *packed, shards=piece.state.shards)
+        return F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1), tail, given_BTC
+
+    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+        out_BTHD, after = super()._attend(projected, piece)
+        return self._output(out_BTHD, projected.v, piece.x), after
+
+    def _output(self, mixture: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        """The output of each head (..., H, D) from its mixture, its values (..., G, D) and x."""
+        v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, -2)
+        gate = self._heads(linear_maps(x, self.gate_proj)[0], self.num_heads)
+        return self.output_norm(mixture + self.skip * v) * F.silu(gate)
+
+    def _weights(self, projected: Projected, piece: Piece) -> Tensor:
+        """p(s|t), without gradients: the output is more than the weighted sum."""
+        return super()._weights(projected, piece).detach()
+
+    def _local_step(
+        self, x_BE: Tensor, state: StepState, rotary: Rotary | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
+        local, rotary = super()._local_step(x_BE, state, rotary)
+        assert state.short_conv is not None
+        given_BC = torch.cat([part.flatten(1) for part in local], -1)
+        conv, tail, real = self.short_conv, state.short_conv, state.clock.real
+        mixed_BC = F.silu(conv_step(given_BC, conv.weight, conv.bias, tail, real))
+        parts = mixed_BC.split([part[0].numel() for part in local], -1)
+        q, k, v = (flat.reshape(part.shape) for flat, part in zip(parts, local, strict=True))
+        return (q, k, v), rotary
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        latents = self.latents.step(x_BE, state)
+        local, rotary = self._local_step(x_BE, state, rotary)
+        scale = self.head_dim**-0.5
+        out_BHD = state.attend(local, scale, self.softcap, rotary, latents=latents)
+        return self._output(out_BHD, local[2], x_BE)
