@@ -100,7 +100,10 @@ class TrialMixer(GatedMacchiato):
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        return super().options(config) | {name: getattr(config, name) for name in OPTIONS}
+        own = {name: getattr(config, name) for name in OPTIONS}
+        return (
+            super().options(config) | own | {"value_dim": config.value_dim or config.width_per_head}
+        )
 
     def _project(self, piece: Piece) -> Projected:
         latent_q, latent_k, log_decay, inputs = self.latents(piece)

@@ -42,8 +42,6 @@ def tiny_config(preset: str, **overrides: Any) -> Any:
         "initializer_range": 0.4,  # at 0.02 broken reordering and cropping go unseen
         "tie_word_embeddings": False,  # tied, these models would repeat their last token
     }
-    if preset == "latte-gated":
-        values["value_dim"] = 6
     if preset.startswith("latte") or preset == "linear++":
         values["num_latents"] = 12
     if "swa" in preset or preset == "latte-gated":

@@ -33,8 +33,8 @@ class LatteConfig(LatentFields, PreTrainedConfig):
             (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), ``gated``
             (macchiato with a gate, :class:`latte.layers.GatedMacchiato`), or one of your own
             (:mod:`latte.models.registry`).
-        value_dim: Width of a head's values with ``gated``; None is the width of its keys. With the
-            other mixers both have the same width.
+        value_dim: Width of a head's values with ``gated``; None is one and a half times the width
+            of its keys. With the other mixers both have the same width.
         short_conv_size: Number of taps of the convolution of q, k and v with ``gated``.
         position: Position encoding: ``sinusoidal`` (added to the embeddings), ``rope`` (in the
             window or full attention) or ``none``.
@@ -331,5 +331,4 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
             sizes[field] = None
     if name == GATED:  # about as many parameters as the other presets have
         sizes["num_hidden_layers"] *= 2
-        sizes["value_dim"] = 3 * sizes["hidden_size"] // (2 * sizes["num_attention_heads"])
     return LatteConfig(**(sizes | preset | overrides))

@@ -43,7 +43,7 @@ def named(parts):
 
 def make(parts):
     torch.manual_seed(0)
-    return TrialMixer(16, 2, 8, **BASE, **parts).double().eval()
+    return TrialMixer(16, 2, 8, **{"value_dim": 8, **BASE, **parts}).double().eval()
 
 
 def inputs(batch=2, length=40):
