@@ -86,7 +86,7 @@ def test_the_preset_has_about_as_many_parameters_as_the_transformer(size):
     found, target = (
         count_parameters(preset_config(preset, size)) for preset in ("latte-gated", "transformer++")
     )
-    assert found == pytest.approx(target, rel=0.1)
+    assert found == pytest.approx(target, rel=0.15)
 
 
 @pytest.mark.parametrize(

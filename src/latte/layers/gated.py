@@ -32,7 +32,7 @@ class GatedMacchiato(LatteMacchiato):
 
     Args:
         hidden_size, num_heads, num_latents: Arguments of :class:`LatteMacchiato`.
-        value_dim: Width of a head's values; one and a half times the width of its keys if None.
+        value_dim: Width of a head's values; ``2 * hidden_size / num_heads`` if None.
         short_conv_size: Number of taps of the convolution.
         options: Other arguments of :class:`LatteMacchiato`.
     """
@@ -55,7 +55,7 @@ class GatedMacchiato(LatteMacchiato):
     ) -> None:
         super().__init__(hidden_size, num_heads, num_latents, rms_norm_eps=rms_norm_eps, **options)
         H, G, K = self.num_heads, self.num_key_value_heads, self.head_dim
-        D = 3 * K // 2 if value_dim is None else value_dim
+        D = 2 * hidden_size // num_heads if value_dim is None else value_dim
         check_positive(type(self).__name__, value_dim=D, short_conv_size=short_conv_size)
         self.value_dim = D
         self.v_proj = nn.Linear(hidden_size, G * D, bias=False)

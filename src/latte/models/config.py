@@ -33,8 +33,8 @@ class LatteConfig(LatentFields, PreTrainedConfig):
             (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), ``gated``
             (macchiato with a gate, :class:`latte.layers.GatedMacchiato`), or one of your own
             (:mod:`latte.models.registry`).
-        value_dim: Width of a head's values with ``gated``; None is one and a half times the width
-            of its keys. With the other mixers both have the same width.
+        value_dim: Width of a head's values with ``gated``; None is twice hidden_size / heads. With
+            the other mixers values are as wide as keys.
         short_conv_size: Number of taps of the convolution of q, k and v with ``gated``.
         position: Position encoding: ``sinusoidal`` (added to the embeddings), ``rope`` (in the
             window or full attention) or ``none``.
@@ -307,8 +307,7 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     Args:
         name: Name of a preset: one of ``PRESETS`` (the paper's), e.g. ``"latte-r-swa++"``;
             ``"latte-conv-swa-f++"`` or ``"latte-r-swa-f++"``, whose latents forget;
-            ``"latte-gated"``, which has twice as many layers, of gated mixers without MLPs; or a
-            registered one.
+            ``"latte-gated"``, whose layers are gated mixers without MLPs; or a registered one.
         size: Name of a size, one of ``SIZES``.
         overrides: Fields of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
 
@@ -329,6 +328,14 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     for field in ("num_latents", "sliding_window"):
         if mixer in mixer_names() and field not in find_mixer(mixer).uses:
             sizes[field] = None
-    if name == GATED:  # about as many parameters as the other presets have
-        sizes["num_hidden_layers"] *= 2
-    return LatteConfig(**(sizes | preset | overrides))
+    values = sizes | preset
+    if name == GATED:
+        # About as many parameters as the other presets have: no MLPs, but twice as many layers.
+        # Wide values gain more than wide keys and many latents (docs/results/language.md).
+        values["num_hidden_layers"] *= 2
+        values["num_latents"] //= 2
+    values |= overrides
+    if name == GATED and "head_dim" not in overrides:
+        width = values["hidden_size"] // values["num_attention_heads"]
+        values["head_dim"] = max(2, width // 8 * 2)  # a quarter of the usual width, and even
+    return LatteConfig(**values)
