@@ -79,15 +79,16 @@ class TrialMixer(GatedMacchiato):
             )
         self.written_latents, self.write_noise = written_latents, write_noise
         self.one_softmax, self.convolved = one_softmax, short_conv
-        absent = {
-            "gate_proj": not output_gate,
-            "skip": not value_skip,
-            "output_norm": not output_norm,
-            "short_conv": short_conv == "none",
+        wanted = {
+            "gate_proj": output_gate,
+            "skip": value_skip,
+            "output_norm": output_norm,
+            "short_conv": short_conv != "none",
         }
-        for part in (part for part, gone in absent.items() if gone):
-            delattr(self, part)
-            setattr(self, part, None)
+        for part in wanted:
+            if not wanted[part]:
+                delattr(self, part)
+                setattr(self, part, None)
         if short_conv == "v":
             self.short_conv = CausalConv1d(
                 self.v_proj.out_features, self.short_conv.weight.shape[1]
@@ -101,9 +102,8 @@ class TrialMixer(GatedMacchiato):
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
         own = {name: getattr(config, name) for name in OPTIONS}
-        return (
-            super().options(config) | own | {"value_dim": config.value_dim or config.width_per_head}
-        )
+        own["value_dim"] = config.value_dim or config.width_per_head
+        return super().options(config) | own
 
     def _project(self, piece: Piece) -> Projected:
         latent_q, latent_k, log_decay, inputs = self.latents(piece)

@@ -101,3 +101,12 @@ def test_the_preset_has_about_as_many_parameters_as_the_transformer(size):
 def test_mistakes_are_one_line(fields, message):
     with pytest.raises(LatteError, match=message):
         LatteConfig(num_latents=64, **{"sliding_window": 16, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_attention_heads": 0}, {"hidden_size": "wide"}, {"mixer": "swa"}]
+)
+def test_mistakes_in_the_preset_are_one_line_too(fields):
+    with pytest.raises(LatteError) as raised:
+        preset_config("latte-gated", "tiny", **fields)
+    assert "\n" not in str(raised.value)

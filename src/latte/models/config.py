@@ -273,8 +273,15 @@ _BEYOND = {
     f"{name}-f++": {**_PRESETS[f"{name}++"], "forgetting": "gated"}
     for name in ("latte-conv-swa", "latte-r-swa")
 }
-GATED = "latte-gated"
-_BEYOND[GATED] = {**_BEYOND["latte-conv-swa-f++"], "mixer": "gated", "mlp": "none"}
+# It has about as many parameters as the other presets: no MLPs, but twice as many layers. Wide
+# values gain more than wide keys and many latents (docs/results/language.md).
+_BEYOND["latte-gated"] = {
+    **_BEYOND["latte-conv-swa-f++"],
+    **{"mixer": "gated", "mlp": "none"},
+    "num_hidden_layers": lambda size: 2 * size["num_hidden_layers"],
+    "num_latents": lambda size: size["num_latents"] // 2,
+    "head_dim": lambda size: size["hidden_size"] // (4 * size["num_attention_heads"]),
+}
 
 _SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -328,14 +335,5 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     for field in ("num_latents", "sliding_window"):
         if mixer in mixer_names() and field not in find_mixer(mixer).uses:
             sizes[field] = None
-    values = sizes | preset
-    if name == GATED:
-        # About as many parameters as the other presets have: no MLPs, but twice as many layers.
-        # Wide values gain more than wide keys and many latents (docs/results/language.md).
-        values["num_hidden_layers"] *= 2
-        values["num_latents"] //= 2
-    values |= overrides
-    if name == GATED and "head_dim" not in overrides:
-        width = values["hidden_size"] // values["num_attention_heads"]
-        values["head_dim"] = max(2, width // 8 * 2)  # a quarter of the usual width, and even
-    return LatteConfig(**values)
+    made = {key: value(_SIZES[size]) if callable(value) else value for key, value in preset.items()}
+    return LatteConfig(**(sizes | made | overrides))

@@ -129,7 +129,10 @@ def register_model(entry: ModelEntry) -> None:
 
 
 def register_preset(name: str, **fields: Any) -> None:
-    """``preset_config(name, size)`` sets these fields of LatteConfig on top of the size's."""
+    """``preset_config(name, size)`` sets these fields of LatteConfig on top of the size's.
+
+    A field can be a function of the size's fields, a dict.
+    """
     _presets[name] = fields
 
 
