@@ -89,3 +89,21 @@ def test_sinks_are_seen_by_every_query():
         model = converted("llama", mixing="window", num_sinks=num_sinks)
         changed = (model(ids).logits - model(other).logits)[:, -1].abs().max()
         assert bool(changed > 1e-6) == seen
+
+
+def test_pending_tokens_share_their_values_with_the_window():
+    """A state that holds all of them, as older files do, continues the same."""
+    model, ids = converted("llama", delay_latents=True), tokens(20, 1)
+    logits = []
+    for older in (False, True):
+        cache = LatteCache(model.config)
+        model(ids[:, :13], past_key_values=cache)
+        for layer in cache.layers:
+            state = layer.state
+            assert state.pending.values.shape[1] == 1 < state.pending.keys.shape[1]
+            if older:
+                whole = state.macchiato(delay=True)[2]
+                assert whole.values.shape[1] == state.pending.keys.shape[1]
+                layer.update(state._replace(pending=whole), 0)
+        logits.append(model(ids[:, 13:], past_key_values=cache).logits)
+    assert torch.equal(*logits)

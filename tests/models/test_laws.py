@@ -79,7 +79,7 @@ def visible(state):
             return None
         return part._replace(
             keys=part.keys * part.mask[..., None, None],
-            values=part.values * part.mask[..., None, None],
+            values=part.values * part.mask[:, : part.values.shape[1], None, None],
         )
 
     parts = {name: of(getattr(state, name)) for name in ("window", "pending", "sinks")}

@@ -108,8 +108,9 @@ class MixerState(NamedTuple):
         conv: Last inputs of the convolution, (B, K-1, E).
         short_conv: Last inputs of the convolution of q, k and v, (B, K-1, C).
         own: State of a mixer of another kind, (B, ...).
-        pending: Latent keys (B, W, H, L) and values of the last W tokens, if the latents read a
-            token only when it leaves the window.
+        pending: Latent keys (B, W, H, L) of the last W tokens, if the latents read a token only
+            when it leaves the window; and those tokens' values, (B, 1, G, D) where the window holds
+            all but the oldest.
         sinks: Local keys and values of a sequence's first tokens, if those stay visible.
         sources: Keys of all tokens so far, if set, for weights over the past: O(T) memory.
         undo: Log of recorded tokens for :func:`rewind`, if set.
@@ -139,15 +140,19 @@ class MixerState(NamedTuple):
         """The state of :func:`latte.ops.macchiato_attention`; None before the first token."""
         if self.latent is None or self.window is None:
             return None
-        if self.pending is None or not delay:
+        pending = self.pending
+        if pending is None or not delay:
             return self.latent, self.window
-        return self.latent, self.window, self.pending
+        if pending.values.shape[1] < pending.keys.shape[1]:
+            values = torch.cat([pending.values, self.window.values], 1)
+            pending = pending._replace(values=values)
+        return self.latent, self.window, pending
 
     @classmethod
     def of_macchiato(cls, state: MacchiatoState | None) -> MixerState:
         """The parts that :func:`latte.ops.macchiato_attention` changes, from its final state."""
         latent, window, pending = (*(state or (None, None)), None)[:3]
-        return cls(latent=latent, window=window, pending=pending)
+        return cls(latent=latent, window=window, pending=beside_window(pending))
 
     def record(self) -> MixerState:
         """This state, with an empty undo log that starts here."""
@@ -209,6 +214,14 @@ class Piece(NamedTuple):
         position = advance_position(state.position, self.key_mask, self.cu_seqlens, self.x)
         latent = _without_decay(after.latent)
         return after._replace(position=position, latent=latent, sources=sources, undo=undo)
+
+
+def beside_window(pending: WindowState | None) -> WindowState | None:
+    """Pending sources with the oldest token's value alone: the window holds the others."""
+    if pending is None:
+        return None
+    # A copy, because a view would keep all values alive.
+    return pending._replace(values=pending.values[:, :1].clone())
 
 
 def _without_decay(state: LatteState | None) -> LatteState | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.layers.state import MixerState, map_tensors
+from latte.layers.state import MixerState, beside_window, map_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.step import Ring, Rotary, Sinks, macchiato_step, number, window_step
 
@@ -100,9 +100,10 @@ class StepState:
             return ring_BXW
 
         keys, values, mask = state.window
-        if state.pending is not None:
+        given = state.macchiato(delay=True)
+        if given is not None and len(given) == 3:
             # The oldest of W tokens is in the slot that comes next.
-            latent_k, values, mask = (x.roll(-1, 1) for x in state.pending)
+            latent_k, values, mask = (x.roll(-1, 1) for x in given[2])
             made.pending = ring(latent_k)
         if state.sinks is not None:
             sink_k, sink_v, there = state.sinks
@@ -132,7 +133,7 @@ class StepState:
             # The next slot holds the token that leaves the window.
             window = self._newest(self.ring.keys, self.ring, self.size - 1)
             if self.pending is not None:
-                pending = self._newest(self.pending, self.ring, self.size)
+                pending = beside_window(self._newest(self.pending, self.ring, self.size))
         if self.sinks is not None:
             keys, values = (_slots_first(x) for x in self.sinks)
             mask = torch.arange(keys.shape[1], device=position.device) < position[:, None]
