@@ -8,6 +8,8 @@ that they are loaded in, all threads, or a GPU with --device cuda.
   turn. The prefill's own time is in the table, and not in the figure.
 * Time per token: single-token forwards through a copy of that cache, all checkpoints in turns
   (``latte.machine``). A context grows by the timed tokens, fewer than 130.
+* Weights: time to read as many bytes as the model's weights have, once, in the same turns. A step
+  of a batch of one cannot take less, unless the caches of the processor hold a part of the weights.
 * Cache: bytes of the tensors that the cache holds at that context.
 * Peak memory: of a fresh process per checkpoint that fills its cache in the same segments and
   generates 8 tokens at each context; and the same less what was resident once the model was there.
@@ -62,6 +64,7 @@ STEPS_FOR_MEMORY = 8
 Fill = Callable[[Any, Any, int, int], Any]
 CAPTIONS = {
     "median_ms": "Time of a token (ms, median):",
+    "weights_ms": "Time to read the weights once (ms, median):",
     "prefill_s": "Prefill of the whole context (s):",
     "cache_bytes": "Cache (bytes):",
     "peak_net_mb": "Peak memory beyond the model's (MB):",
@@ -109,6 +112,19 @@ class Generator:
         output = self.model(self.token, past_key_values=self.cache, use_cache=True)
         self.cache = output.past_key_values
         self.token = output.logits[:, -1:].argmax(-1)
+        wait(self.model)
+
+
+class Reader:
+    """Each call reads as many bytes as a model's weights have."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        count = sum(x.nbytes for x in model.parameters()) // 4
+        self.numbers = torch.ones(count, device=model.device)
+
+    def __call__(self) -> None:
+        self.numbers.sum()
         wait(self.model)
 
 
@@ -200,10 +216,15 @@ def time_all(
         seen = context
         sides = {name: Generator(model, caches[name]) for name, model in models.items()}
         sizes = {name: cache_bytes(side.cache) for name, side in sides.items()}
-        times = machine.interleave(sides, budget)
+        readers = {  # llama.cpp has no tensors to show
+            (name, Reader): Reader(m) for name, m in models.items() if hasattr(m, "parameters")
+        }
+        times = machine.interleave(sides | readers, budget)
         for name, model in models.items():
             row: Row = {"parameters": model.num_parameters()}
             row |= {"cache_bytes": sizes[name], "prefill_s": round(prefill[name], 3)}
+            reading = times.get((name, Reader))
+            row["weights_ms"] = "" if reading is None else reading.row()["median_ms"]
             yield name, context, row | times[name].row()
 
 

@@ -30,7 +30,14 @@ def test_two_checkpoints_side_by_side(tmp_path, quick):
     for row in rows:
         assert 0 < float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
         assert float(row["peak_process_mb"]) > float(row["peak_net_mb"]) >= 0
+        assert float(row["weights_ms"]) > 0
         assert row["torch"] == torch.__version__ and row["dtype"] == "float32" and row["date"]
+
+
+def test_a_model_s_weights_are_read_whole():
+    model = LatteForCausalLM(preset_config("latte++", "tiny", vocab_size=64)).bfloat16()
+    read = generation.Reader(model).numbers
+    assert 0 <= sum(x.nbytes for x in model.parameters()) - read.nbytes < 4
 
 
 def test_bytes_of_any_cache():
