@@ -22,6 +22,7 @@ FIGURES = Path(__file__).parent
 COLUMNS = ("table", "part", "left", "right", "unit", "seeds", "difference", "half_width", "p",
            "p_holm")  # fmt: skip
 MANY = "latte-conv-swa-f++, num_latents=256"
+NARROW = "latte-conv-swa-f++, intermediate_size=445"  # as many parameters as `swa++`
 WIDE = "latte-r-swa++, window_probability=0.9"
 # Perplexities claimed by Tables 1 and 2: the left one above the right one (for the last pair: or
 # equal).
@@ -147,6 +148,13 @@ def all_rows() -> list[dict[str, str]]:
         ),
         *rows_of("forgetting", forgetting, FORGETTING_PAIRS, ["512", "2048"], "perplexity"),
         *rows_of("past", past, PAST_PAIRS, past_parts, "%"),
+        *rows_of(
+            "past, equal parameters",
+            past,
+            [(NARROW, name) for name in ("swa++", "transformer++", "griffin")],
+            past_parts,
+            "%",
+        ),
         *rows_of("listops", listops, itertools.combinations(lra, 2), ["all"], "accuracy"),
         *rows_of("text", text, itertools.combinations(lra, 2), ["all"], "accuracy"),
     ]

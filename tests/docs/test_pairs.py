@@ -10,6 +10,7 @@ import pytest
 
 NAMES = {
     "`latte-conv-swa-f++`, 64 latents a head": "latte-conv-swa-f++, num_latents=256",
+    "`latte-conv-swa-f++`, 1.57M": "latte-conv-swa-f++, intermediate_size=445",
     "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
 }
 PAST_PARTS = {
@@ -64,14 +65,15 @@ def test_a_pair_is_seen_over_the_seeds_that_both_have(script):
 
 
 def test_where_the_past_matters(read, pairs):
-    (table,) = table_with(read("docs/results/language.md"), "control", *PAST_PARTS)
-    expected = [key for key in pairs if key[0] == "past"]
-    assert len(table) * len(PAST_PARTS) == len(expected)
-    for line in table:
-        for column, part in PAST_PARTS.items():
-            row = pairs["past", name_of(line["model"]), name_of(line["control"]), part]
-            text = shown(row, 1)
-            assert line[column] == (f"**{text}**" if float(row["p_holm"]) < 0.05 else text)
+    tables = table_with(read("docs/results/language.md"), "control", *PAST_PARTS)
+    for name, table in zip(("past", "past, equal parameters"), tables, strict=True):
+        expected = [key for key in pairs if key[0] == name]
+        assert len(table) * len(PAST_PARTS) == len(expected)
+        for line in table:
+            for column, part in PAST_PARTS.items():
+                row = pairs[name, name_of(line["model"]), name_of(line["control"]), part]
+                text = shown(row, 1)
+                assert line[column] == (f"**{text}**" if float(row["p_holm"]) < 0.05 else text)
 
 
 def test_the_claims_of_table_1(read, pairs):
