@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from latte.cli import main
 from latte.conversion import apply_latents, save_latents
@@ -54,6 +54,13 @@ def test_more_layers_may_keep_full_attention(folder, tmp_path):
     torch.testing.assert_close(found(ids).logits, hybrid(ids).logits, rtol=1e-11, atol=1e-11)
     found = apply_latents(folder, file, keep_layers=[1, 2], kept_window=9)
     assert found.config.kept_window == 9 and found.model.layers[1].self_attn.window == 9
+    narrow = tmp_path / "narrow.safetensors"
+    save_latents(found, narrow)
+    assert apply_latents(folder, narrow).config.kept_window == 9
+    for words, window in ((["--kept-window", "all"], None), ([], 9)):
+        out = tmp_path / f"kept-{window}"
+        assert main(["convert", str(folder), str(out), "--trained", str(narrow), *words]) == 0
+        assert AutoConfig.from_pretrained(out).kept_window == window
     # With a window over the whole text the latents have nothing to read: it is the base.
     wide = apply_latents(folder, file, window=len(ids[0]))
     assert wide.config.local_window == len(ids[0])

@@ -175,6 +175,8 @@ def convert(options: Namespace) -> int:
 
     with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
         if options.trained is None:
+            if given.get("kept_window") == "all":
+                del given["kept_window"]  # the default
             model = run(options.base, options.output, **given)
         else:
             model = apply_latents(options.base, options.trained, options.output, **given)

@@ -88,6 +88,17 @@ def numbers(text: str) -> list[int]:
     return integers(text, least=0)
 
 
+def kept_window(text: str) -> int | str:
+    """`1024` -> 1024, `all` -> "all"."""
+    if text == "all":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        message = f"expected a number of keys, or all, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def size(text: str) -> int:
     """`1GiB`, `500MB` or `4096` -> bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?b?|b)?", text.strip().lower())
@@ -339,7 +350,10 @@ def _convert(command: Any) -> None:
     kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
     for each in options_of(ConversionOptions):
         text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
-        add(flag(each), dest=each.name, help=text, **kinds.get(hints[each.name], {}))
+        kind = kinds.get(hints[each.name], {})
+        if each.name == "kept_window":  # with --trained, the file's value is the default
+            kind = {"type": kept_window, "metavar": "NUMBER|all"}
+        add(flag(each), dest=each.name, help=text, **kind)
     add("--seed", type=int, help="seed of the new weights (0)")
     add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
     add("--quiet", action="store_true", help="print no progress bar and no lines")

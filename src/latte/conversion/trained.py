@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def apply_latents(
     *,
     window: int | None = None,
     keep_layers: Sequence[int] = (),
-    kept_window: int | None = None,
+    kept_window: int | Literal["all"] | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> Any:
     """Convert a base with latents that have been trained before.
@@ -136,7 +136,8 @@ def apply_latents(
         window: Number of keys that the window of converted layers sees; None: as in the file. A
             wider one needs no training.
         keep_layers: Numbers of more layers with the base's attention than the file names.
-        kept_window: Number of keys that layers with the base's attention see; None: as in the file.
+        kept_window: Number of keys that layers with the base's attention see; None: as in the file;
+            "all": full attention, with a state that grows.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
 
     Returns:
@@ -152,7 +153,7 @@ def apply_latents(
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
     for name, width in (("local_window", window), ("kept_window", kept_window)):
         if width is not None:
-            fields[name] = width
+            fields[name] = None if width == "all" else width
     config = converted_config(base, fields)
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
