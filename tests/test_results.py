@@ -78,6 +78,18 @@ def test_a_failure_while_writing_leaves_the_old_results(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_place_is_taken_while_its_results_are_written(tmp_path: Path) -> None:
+    """Two commands that end at the same time have two places."""
+    first, second = at(tmp_path, 8, number="files"), at(tmp_path, 9, number="files")
+    assert first.number == second.number == 1
+    with first.writing():
+        assert at(tmp_path, 9, number="files").number == 2
+        assert at(tmp_path, 8, number="files").number == 1
+    with pytest.raises(RuntimeError), at(tmp_path, 10, number="files").writing():
+        raise RuntimeError
+    assert at(tmp_path, 11, number="files").number == 2
+
+
 def test_new_files(tmp_path: Path) -> None:
     assert check_new_file(tmp_path / "state", "state") == tmp_path / "state"
     (tmp_path / "state").write_text("mine")

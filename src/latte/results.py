@@ -98,11 +98,15 @@ class Results:
         """
         writable_folder(self.folder)
         staged = self.folder / f".{Path(self.files[0]).stem}.tmp-{os.getpid()}"
+        is_new = not os.path.lexists(self.record)
         try:
             staged.mkdir()
+            if is_new:
+                self.keep_settings()  # first, so that another process takes another place
             yield staged
             written = sorted(path.name for path in staged.iterdir())
             self.keep_settings()
+            is_new = False
             for name in written:
                 os.replace(staged / name, self.path(name))
             for name in set(self.files) - set(written):  # of the results that were replaced
@@ -113,6 +117,8 @@ class Results:
             ) from None
         finally:
             shutil.rmtree(staged, ignore_errors=True)
+            if is_new:
+                self.record.unlink(missing_ok=True)
 
     def keep_settings(self) -> None:
         """Write the file with the settings."""
