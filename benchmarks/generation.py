@@ -214,18 +214,20 @@ def time_all(
             prefill[name] += time.perf_counter() - start
             say(f"{name:16} at {context:6} tokens after {prefill[name]:7.1f} s")
         seen = context
-        sides = {name: Generator(model, caches[name]) for name, model in models.items()}
-        sizes = {name: cache_bytes(side.cache) for name, side in sides.items()}
-        readers = {  # llama.cpp has no tensors to show
-            (name, Reader): Reader(m) for name, m in models.items() if hasattr(m, "parameters")
+        sides: dict[tuple[str, type], Any] = {
+            (name, Generator): Generator(model, caches[name]) for name, model in models.items()
         }
-        times = machine.interleave(sides | readers, budget)
+        sizes = {name: cache_bytes(sides[name, Generator].cache) for name in models}
+        for name, model in models.items():
+            if hasattr(model, "parameters"):  # llama.cpp has no tensors to show
+                sides[name, Reader] = Reader(model)
+        times = machine.interleave(sides, budget)
         for name, model in models.items():
             row: Row = {"parameters": model.num_parameters()}
             row |= {"cache_bytes": sizes[name], "prefill_s": round(prefill[name], 3)}
             reading = times.get((name, Reader))
             row["weights_ms"] = "" if reading is None else reading.row()["median_ms"]
-            yield name, context, row | times[name].row()
+            yield name, context, row | times[name, Generator].row()
 
 
 # --- the script ---------------------------------------------------------------------------------
