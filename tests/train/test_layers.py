@@ -35,6 +35,7 @@ def settings(words) -> list[str]:
     found = [f"data.{key}={value}" for key, value in words.items()]
     found += ["data.block_length=64", "data.max_validation_tokens=64"]
     found += ["conversion.window=8", "conversion.num_latents=8", "conversion.num_sinks=2"]
+    found += ["conversion.keep_layers=[]", "conversion.kept_window=null"]
     layers = {"rows": 4, "held_out_rows": 1, "steps": 4, "eval_steps": 2, "processes": 1}
     return [*found, *(f"layers.{key}={value}" for key, value in layers.items()), "training=null"]
 
