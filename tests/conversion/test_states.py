@@ -102,7 +102,7 @@ def test_pending_tokens_share_their_values_with_the_window():
             state = layer.state
             assert state.pending.values.shape[1] == 1 < state.pending.keys.shape[1]
             if older:
-                whole = state.macchiato(delay=True)[2]
+                whole = state.unread
                 assert whole.values.shape[1] == state.pending.keys.shape[1]
                 layer.update(state._replace(pending=whole), 0)
         logits.append(model(ids[:, 13:], past_key_values=cache).logits)

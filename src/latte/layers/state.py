@@ -140,13 +140,20 @@ class MixerState(NamedTuple):
         """The state of :func:`latte.ops.macchiato_attention`; None before the first token."""
         if self.latent is None or self.window is None:
             return None
-        pending = self.pending
-        if pending is None or not delay:
+        unread = self.unread if delay else None
+        if unread is None:
             return self.latent, self.window
-        if pending.values.shape[1] < pending.keys.shape[1]:
-            values = torch.cat([pending.values, self.window.values], 1)
-            pending = pending._replace(values=values)
-        return self.latent, self.window, pending
+        return self.latent, self.window, unread
+
+    @property
+    def unread(self) -> WindowState | None:
+        """The pending sources with all their values, (B, W, G, D), those of the window too."""
+        pending, window = self.pending, self.window
+        if pending is None or window is None:
+            return pending
+        if pending.values.shape[1] == pending.keys.shape[1]:  # as in older files
+            return pending
+        return pending._replace(values=torch.cat([pending.values, window.values], 1))
 
     @classmethod
     def of_macchiato(cls, state: MacchiatoState | None) -> MixerState:

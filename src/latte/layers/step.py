@@ -100,10 +100,10 @@ class StepState:
             return ring_BXW
 
         keys, values, mask = state.window
-        given = state.macchiato(delay=True)
-        if given is not None and len(given) == 3:
+        unread = state.unread
+        if unread is not None:
             # The oldest of W tokens is in the slot that comes next.
-            latent_k, values, mask = (x.roll(-1, 1) for x in given[2])
+            latent_k, values, mask = (x.roll(-1, 1) for x in unread)
             made.pending = ring(latent_k)
         if state.sinks is not None:
             sink_k, sink_v, there = state.sinks
