@@ -79,7 +79,7 @@ FIGURE: dict[str, tuple[str, list[Panel]]] = {
     "gpu_latte": (
         "Latte: one call on a constant number of tokens",
         [
-            Panel(f"{mode}, L = {L}, D = {D}", {"mode": mode, "L": L, "D": D})
+            Panel(f"{mode}, L = {L}, D = {D}", {"mode": mode, "L": L, "D": D, "sigma": 1.0})
             for mode, (L, D) in product(MODES, ((32, 64), (32, 256), (16, 16)))
         ],
     ),
