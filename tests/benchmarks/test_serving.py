@@ -24,9 +24,12 @@ def test_second_turns(tmp_path, command):
 def test_clients_at_once(tmp_path, command):
     command("serving_clients")
     rows = records.read_rows(tmp_path / "serving_clients.csv")
-    sides = [(row["side"], row["clients"]) for row in rows]
-    assert sides == [
-        *(("latte serve", "1"), ("latte serve", "2")),
+    served = [row for row in rows if row["side"] == "latte serve"]
+    assert [(row["clients"], row["streamed"]) for row in served] == [
+        *(("1", "True"), ("1", "False")),
+        *(("2", "True"), ("2", "False")),
+    ]
+    assert [(row["side"], row["clients"]) for row in rows[len(served) :]] == [
         *(("between tokens", "alone"), ("between tokens", "long prompt")),
         ("between tokens", "one piece and a step"),
         *(("generate, padded", "1"), ("generate, padded", "2")),
