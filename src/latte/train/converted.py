@@ -25,10 +25,9 @@ from latte.conversion.pretrained import (
 )
 from latte.conversion.transfer import run_teacher
 from latte.errors import LatteError
+from latte.train.distillation import divergence
 from latte.train.recipe import ConversionSection
 from latte.train.trainer import LatteTrainer, full_state_dict
-
-KL_ROWS = 2**24  # elements of the two distributions compared at a time
 
 
 def starting_config(section: ConversionSection) -> Any:
@@ -193,18 +192,13 @@ class ConversionTrainer(LatteTrainer):
         with torch.no_grad(), mixing(self.accelerator.unwrap_model(model), "base"):
             base = model(**given, use_cache=False).logits
         logits = model(**given, use_cache=False).logits
-        targets = inputs["labels"][:, 1:].flatten()
-        wanted = targets != -100
-        own, teacher = (x[:, :-1].flatten(0, 1)[wanted] for x in (logits, base))
         d = self.section.distillation
-        nll = kl = torch.zeros((), device=own.device)
+        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)  # the last has no next token
+        own, teacher, targets = logits.flatten(0, 1), base.flatten(0, 1), targets.flatten()
+        nll = torch.zeros((), device=own.device)
         if d < 1:
-            nll = F.cross_entropy(own.float(), targets[wanted], reduction="sum")
-        rows = max(1, KL_ROWS // own.shape[-1])
-        for start in range(0, len(own), rows):
-            p = F.log_softmax(teacher[start : start + rows].float(), -1)
-            q = F.log_softmax(own[start : start + rows].float(), -1)
-            kl = kl + F.kl_div(q, p, reduction="sum", log_target=True)
+            nll = F.cross_entropy(own.float(), targets, reduction="sum")
+        kl = divergence(own, teacher, targets != -100)
         return ((1 - d) * nll + d * kl) / items * self.args.world_size
 
     def loss_parts(self, loss: float) -> dict[str, float]:
