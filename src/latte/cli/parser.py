@@ -18,6 +18,14 @@ FORCE = {"action": "store_true", "help": "replace results of other settings"}
 OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds an option's default to its text, if it has one. Else the text says what is done."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        without = action.default in (None, False, "") or action.default == []
+        return action.help if without else super()._get_help_string(action)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of one call. Dotted overrides may be anywhere after the recipe.
 
@@ -53,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
             run.__name__,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}. {details}",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
             allow_abbrev=False,
         )
         each.set_defaults(run=run)
@@ -351,8 +359,9 @@ def _convert(command: Any) -> None:
     for each in options_of(ConversionOptions):
         text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
         kind = kinds.get(hints[each.name], {})
-        if each.name == "kept_window":  # with --trained, the file's value is the default
+        if each.name == "kept_window":
             kind = {"type": kept_window, "metavar": "NUMBER|all"}
+            text = f"{each.metadata['help'].replace('`', '')}, or all (all; with --trained the file's)"
         add(flag(each), dest=each.name, help=text, **kind)
     add("--seed", type=int, help="seed of the new weights (0)")
     add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
