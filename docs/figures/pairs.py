@@ -155,7 +155,13 @@ def all_rows() -> list[dict[str, str]]:
             past_parts,
             "%",
         ),
-        *rows_of("listops", listops, itertools.combinations(lra, 2), ["all"], "accuracy"),
+        *rows_of(
+            "listops",
+            listops,
+            itertools.combinations(("r-swa++", *lra), 2),
+            ["all"],
+            "accuracy",
+        ),
         *rows_of("text", text, itertools.combinations(lra, 2), ["all"], "accuracy"),
     ]
 
