@@ -47,8 +47,9 @@ HUGE = 2**31 + 2**24  # elements of the largest input
 STATE_ERROR = {torch.bfloat16: 2e-3, torch.float16: 1e-3}  # of an fp32 state, relative
 DECAY_ERROR = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 5e-5}  # of its gradient
 # With extreme logits some gradients nearly vanish, as differences of others that are large. In half
-# precision the factors of these are rounded. Ulps of fp32 of the largest tensor: two roundings.
-EXTREME_ULPS = {torch.bfloat16: 2.0**15, torch.float16: 2.0**13, torch.float32: 4.0}
+# precision the factors of these are rounded. In fp32 decays' gradients, which are sums over tokens,
+# err 21 to 29 in the CPU's backends. Ulps of fp32 of the largest tensor.
+EXTREME_ULPS = {torch.bfloat16: 2.0**15, torch.float16: 2.0**13, torch.float32: 32.0}
 TAIL = 4096  # tokens of the huge check that are computed again from the state before them
 
 
