@@ -256,6 +256,8 @@ KEY_WORDS: dict[str, dict[str, str]] = {
         "dtype": "precision of the base's weights; `auto`: the checkpoint's",
         "objective": "`next-token`, or `transfer` from the base's own attention",
         "mass_weight": "weight of KL(m, p(l=0)) in attention transfer",
+        "window_dropout": "probability that a layer's window is hidden in the first step of next"
+        " tokens; it falls to 0",
         "distillation": "share of KL(base, model) in next-token training, 0 to 1",
         "trainable": "what is trained: `latents`, `lora` (latents and low-rank updates) or `all`",
         "lora_rank": "rank of the low-rank updates",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -19,7 +20,7 @@ from latte.cli import main
 from latte.errors import LatteError
 from latte.evaluate.lengths import kept_note
 from latte.train.convert import convert_and_train, load_conversion_recipe
-from latte.train.recipe import ConversionSection, load_recipe
+from latte.train.recipe import ConversionSection, check, load_recipe
 from latte.train.run_folder import FolderInUse, lock_folder
 from latte.train.trainer import SHARDS
 
@@ -143,6 +144,57 @@ def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
     assert not any("lora" in name or "base_layer" in name for name in final)
 
 
+def test_windows_are_hidden_at_a_falling_rate(base, small, tmp_path, monkeypatch):
+    from latte.train import converted
+
+    seen, hide = [], converted.hidden_windows
+
+    @contextlib.contextmanager
+    def looked_at(model, probability, seed):
+        with hide(model, probability, seed):
+            layers = converted.attention_layers(model)
+            seen.append((round(probability, 6), seed, [layer.mixing for layer in layers]))
+            yield
+
+    monkeypatch.setattr(converted, "hidden_windows", looked_at)
+    recipe = small("transfer=null", "conversion.window_dropout=1.0")
+    out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    probabilities, seeds, mixings = zip(*seen, strict=True)
+    assert probabilities == (1.0, 0.666667, 0.333333)
+    assert seeds == tuple((recipe.training.seed, step, 0) for step in range(3))
+    assert mixings[0] == ["latents", "latents"]
+    assert AutoConfig.from_pretrained(out).mixing == "learned"
+    # The transfer, which has a teacher in the place of the loss, hides nothing.
+    stages = small("conversion.window_dropout=0.5").stages("base", tmp_path)
+    assert [stage.conversion.window_dropout for stage in stages.values()] == [0.0, 0.5]
+    stages["transfer"].conversion.window_dropout = 0.5
+    with pytest.raises(LatteError, match="window_dropout is of next tokens; expected 0 with"):
+        check(stages["transfer"])
+
+
+def test_hidden_windows_come_back(converted):
+    from transformers import AutoModelForCausalLM
+
+    from latte.train.converted import attention_layers, hidden_windows
+
+    model = AutoModelForCausalLM.from_pretrained(converted, converted_layers=(0,))
+    layers = attention_layers(model)
+    before = [layer.mixing for layer in layers]
+    assert before == ["learned", "base"]
+    with pytest.raises(RuntimeError, match="on the way"), hidden_windows(model, 1.0, (0, 1)):
+        assert [layer.mixing for layer in layers] == ["latents", "base"]
+        raise RuntimeError("on the way")
+    assert [layer.mixing for layer in layers] == before
+    with hidden_windows(model, 0.0, (0, 1)):
+        assert [layer.mixing for layer in layers] == before
+    choices = []
+    for step in (*range(20), *range(20)):
+        with hidden_windows(model, 0.5, (0, step)):
+            choices.append(layers[0].mixing)
+    assert choices[:20] == choices[20:]
+    assert 4 < choices[:20].count("latents") < 16
+
+
 def test_a_missing_peft_is_found_out_before_any_stage(base, small, tmp_path, monkeypatch):
     monkeypatch.setattr("latte.train.converted.find_spec", lambda name: None)
     recipe = small("conversion.trainable=lora")
@@ -261,6 +313,7 @@ def test_a_converted_base_is_gone_on_with(converted, small):
     [
         ("conversion.window=0", "local_window must be at least 1 key, got 0"),
         ("conversion.num_latents=6", "multiple of num_attention_heads"),
+        ("conversion.window_dropout=2", "conversion.window_dropout: expected 0 to 1, got 2"),
         ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
         ("transfer.strategy=fsdp", "transfer.strategy: expected one of 'ddp', 'fsdp2'"),
         ("conversion.base=elsewhere", "conversion.base: expected none"),
@@ -349,6 +402,7 @@ def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
         settings = [f"data.{key}={value}" for key, value in words.items()]
         settings += ["data.block_length=32", "data.max_validation_tokens=64"]
         settings += ["conversion.window=8", "conversion.num_latents=8"]
+        settings += ["conversion.window_dropout=0.5"]
         settings += ["evaluation.lengths=[32]", "evaluation.max_tokens=50"]
         for stage in ("transfer", "training"):
             settings += [f"{stage}.{value}" for value in (*STAGE, "bf16=false")]

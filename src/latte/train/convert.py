@@ -71,6 +71,7 @@ class ConversionRecipe:
             conversion = dataclasses.replace(copy.deepcopy(self.conversion), base=start)
             if name != "next-token":
                 conversion.objective, conversion.trainable = "transfer", "latents"
+                conversion.window_dropout = 0.0
             folder = str(output / name)
             found[name] = Recipe(
                 conversion=conversion,

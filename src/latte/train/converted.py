@@ -6,6 +6,7 @@ teacher, mixing as its base does: no second copy of the weights.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -129,15 +130,41 @@ def merged_lora(state: dict[str, torch.Tensor], section: ConversionSection) -> d
     return merged
 
 
+def attention_layers(model: Any) -> list[Any]:
+    """The attention modules of a converted model, in the order of its layers."""
+    from latte.conversion.attention import MacchiatoAttention
+
+    return [module for module in model.modules() if isinstance(module, MacchiatoAttention)]
+
+
+@contextmanager
+def hidden_windows(model: Any, probability: float, seed: Sequence[int]) -> Iterator[None]:
+    """Within it each converted layer mixes its latents alone, with this probability.
+
+    With delayed latents such a layer sees nothing of the W tokens before a token.
+
+    Args:
+        seed: Numbers that decide which layers, such as the run's seed and the step.
+    """
+    chosen = random.Random(repr(tuple(seed)))
+    layers = [layer for layer in attention_layers(model) if layer.mixing == "learned"]
+    hidden = [layer for layer in layers if chosen.random() < probability]
+    for layer in hidden:
+        layer.mixing = "latents"
+    try:
+        yield
+    finally:
+        for layer in hidden:
+            layer.mixing = "learned"
+
+
 @contextmanager
 def mixing(model: Any, value: str) -> Iterator[None]:
     """Within it the model mixes as `value` says: `learned`, `window`, `latents` or `base`.
 
     As `base` it is the base itself: low-rank updates are off too.
     """
-    from latte.conversion.attention import MacchiatoAttention
-
-    layers = [m for m in model.modules() if isinstance(m, MacchiatoAttention)]
+    layers = attention_layers(model)
     wanted: list[tuple[Any, str, Any]] = [(model.config, "mixing", value)]
     wanted += [(x, "mixing", model.config.mixing_of(x.layer_idx, value)) for x in layers]
     if value == "base":  # an adapter's own method would change what is trained
@@ -161,6 +188,20 @@ class ConversionTrainer(LatteTrainer):
         self.section = self.recipe.conversion
         # Sums since the last log line: output error, mass divergence, passes.
         self._errors = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        if not self.section.window_dropout:
+            return super().training_step(model, inputs, num_items_in_batch)
+        step = self.state.global_step
+        probability = self.section.window_dropout * (1 - step / self.state.max_steps)
+        training = self.recipe.training
+        # Processes that share a sequence hide the same windows.
+        seed = (training.seed, step, self.args.process_index // training.context_parallel)
+        # The backward pass is inside too: gradient checkpointing computes layers again there.
+        with hidden_windows(self.accelerator.unwrap_model(model), probability, seed):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,

@@ -106,6 +106,9 @@ class ConversionSection(ConversionOptions):
     objective: Literal["next-token", "transfer"] = "next-token"
     mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in attention transfer
     distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
+    # Probability that a layer's window is hidden in the first step of next tokens. It falls linearly
+    # to 0 after the last, so that latents learn to be of use (arXiv 2510.05901).
+    window_dropout: float = 0.0
     trainable: Literal["latents", "lora", "all"] = "latents"  # with lora: the latents too
     lora_rank: int = 16
     lora_alpha: float = 32.0
@@ -306,7 +309,7 @@ def check(recipe: Recipe) -> Recipe:
     expect(recipe, "two numbers from 0 up to but not 1", "training.betas")
     expect(recipe, "numbers of at least 1", "comparison.lengths")
     expect(recipe, "0 or more", "conversion.mass_weight")
-    expect(recipe, "0 to 1", "conversion.distillation")
+    expect(recipe, "0 to 1", "conversion.distillation", "conversion.window_dropout")
     check_seed("training.seed", training.seed)
     if not recipe.output_dir.strip():
         raise LatteError("output_dir: expected the name of a folder, got none")
@@ -345,5 +348,10 @@ def check(recipe: Recipe) -> Recipe:
         raise LatteError(
             "conversion.objective=transfer trains the latents alone; expected"
             f" conversion.trainable=latents, got {conversion.trainable}"
+        )
+    if conversion.objective == "transfer" and conversion.window_dropout:
+        raise LatteError(
+            "conversion.window_dropout is of next tokens; expected 0 with"
+            f" conversion.objective=transfer, got {conversion.window_dropout}"
         )
     return recipe

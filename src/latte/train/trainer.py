@@ -394,7 +394,8 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         save_steps=section.save_steps,
         eval_strategy="steps",
         eval_steps=section.eval_steps,
-        ddp_find_unused_parameters=False,
+        # Of a layer whose window is hidden, the window has no gradient.
+        ddp_find_unused_parameters=recipe.conversion.window_dropout > 0,
         average_tokens_across_devices=True,
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
