@@ -106,8 +106,8 @@ class ConversionSection(ConversionOptions):
     objective: Literal["next-token", "transfer"] = "next-token"
     mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in attention transfer
     distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
-    # Probability that a layer's window is hidden in the first step of next tokens. It falls linearly
-    # to 0 after the last, so that latents learn to be of use (arXiv 2510.05901).
+    # Probability that a layer's window is hidden in the first step of next tokens. It falls
+    # linearly to 0 after the last, so that latents learn to be of use (arXiv 2510.05901).
     window_dropout: float = 0.0
     trainable: Literal["latents", "lora", "all"] = "latents"  # with lora: the latents too
     lora_rank: int = 16
