@@ -357,12 +357,12 @@ def _convert(command: Any) -> None:
     kinds[Sequence[float]] = {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
     kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
     for each in options_of(ConversionOptions):
-        text, without = each.metadata["help"].replace("`", ""), default_in_words(each)
+        text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
         kind = kinds.get(hints[each.name], {})
         if each.name == "kept_window":
             kind = {"type": kept_window, "metavar": "NUMBER|all"}
-            text, without = f"{text}, or all", "all; with --trained the file's"
-        add(flag(each), dest=each.name, help=f"{text} ({without})", **kind)
+            text += ", or all; with --trained the file's number is the default"
+        add(flag(each), dest=each.name, help=text, **kind)
     add("--seed", type=int, help="seed of the new weights (0)")
     add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
     add("--quiet", action="store_true", help="print no progress bar and no lines")
