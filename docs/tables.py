@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from latte.cli.parser import build_parser
+from latte.cli.parser import build_parser, has_default
 from latte.conversion.config import MacchiatoFields
 from latte.data.preparing import DataSection
 from latte.latent_fields import ConversionOptions, default_in_words, flag, options_of
@@ -310,9 +310,8 @@ def option_rows(name: str, parser: argparse.ArgumentParser) -> list[tuple[str, .
         if isinstance(action, argparse._HelpAction):
             continue
         meaning = words.get(names(action)[0]) or (action.help or "").replace("%(default)s", "")
-        default = action.default
-        quiet = default in (None, argparse.SUPPRESS, "", False) or default == []
-        shown = "" if quiet or not action.option_strings else f"`{spelled(default)}`"
+        optional = action.option_strings and has_default(action)
+        shown = f"`{spelled(action.default)}`" if optional else ""
         if not shown and action.nargs != 0 and "; " in meaning:  # words say what happens without it
             meaning, shown = meaning.split("; ", 1)
             shown = shown.removeprefix("by default ")

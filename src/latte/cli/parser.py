@@ -18,12 +18,16 @@ FORCE = {"action": "store_true", "help": "replace results of other settings"}
 OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
+def has_default(action: argparse.Action) -> bool:
+    """Whether an option has a default to show. Else its text says what is done without it."""
+    return action.default not in (None, argparse.SUPPRESS, False, "", [])
+
+
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds an option's default to its text, if it has one. Else the text says what is done."""
+    """Adds an option's default to its text, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        without = action.default in (None, False, "") or action.default == []
-        return action.help if without else super()._get_help_string(action)
+        return super()._get_help_string(action) if has_default(action) else action.help
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

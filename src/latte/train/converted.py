@@ -138,6 +138,19 @@ def attention_layers(model: Any) -> list[Any]:
 
 
 @contextmanager
+def changed(wanted: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within it each object's named attribute has the given value: (object, name, value)."""
+    before = [getattr(each, name) for each, name, _ in wanted]
+    try:
+        for each, name, new in wanted:
+            setattr(each, name, new)
+        yield
+    finally:
+        for (each, name, _), old in zip(wanted, before, strict=True):
+            setattr(each, name, old)
+
+
+@contextmanager
 def hidden_windows(model: Any, probability: float, seed: Sequence[int]) -> Iterator[None]:
     """Within it each converted layer mixes its latents alone, with this probability.
 
@@ -149,13 +162,8 @@ def hidden_windows(model: Any, probability: float, seed: Sequence[int]) -> Itera
     chosen = random.Random(repr(tuple(seed)))
     layers = [layer for layer in attention_layers(model) if layer.mixing == "learned"]
     hidden = [layer for layer in layers if chosen.random() < probability]
-    for layer in hidden:
-        layer.mixing = "latents"
-    try:
+    with changed([(layer, "mixing", "latents") for layer in hidden]):
         yield
-    finally:
-        for layer in hidden:
-            layer.mixing = "learned"
 
 
 @contextmanager
@@ -170,14 +178,8 @@ def mixing(model: Any, value: str) -> Iterator[None]:
     if value == "base":  # an adapter's own method would change what is trained
         adapters = [m for m in model.modules() if hasattr(m, "lora_A")]
         wanted += [(adapter, "_disable_adapters", True) for adapter in adapters]
-    before = [getattr(each, name) for each, name, _ in wanted]
-    try:
-        for each, name, new in wanted:
-            setattr(each, name, new)
+    with changed(wanted):
         yield
-    finally:
-        for (each, name, _), old in zip(wanted, before, strict=True):
-            setattr(each, name, old)
 
 
 class ConversionTrainer(LatteTrainer):
