@@ -107,3 +107,32 @@ def test_pending_tokens_share_their_values_with_the_window():
                 layer.update(state._replace(pending=whole), 0)
         logits.append(model(ids[:, 13:], past_key_values=cache).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("form", ["row", "padded", "packed"])
+def test_hidden_windows_stay_for_tokens_that_delayed_latents_have_nothing_for(delayed, form):
+    """Of every sequence: the first W tokens are the window's, and the others the latents'."""
+    from latte.train.converted import attention_layers
+    from tests.conversion.bases import WINDOW
+
+    model = converted("llama", delay_latents=delayed, num_sinks=2, converted_layers=(0,))
+    ids, starts, given = tokens(24, 1), [0], {}
+    if form == "padded":
+        given["attention_mask"] = (torch.arange(24) >= 4)[None].long()
+        starts = [4]
+    elif form == "packed":
+        given["cu_seq_lens_q"] = torch.tensor([0, 9, 24], dtype=torch.int32)
+        starts = [0, 9]
+    outputs = {}
+    for mixing in ("window", "latents", "hidden"):
+        attention_layers(model)[0].mixing = mixing
+        hidden_states = model(ids, output_hidden_states=True, **given).hidden_states
+        outputs[mixing] = hidden_states[1][0, starts[0] :]
+    at = torch.arange(starts[0], 24)
+    began = torch.tensor([max(start for start in starts if start <= t) for t in at])
+    first = ((at - began) < WINDOW)[:, None] & delayed
+    expected = torch.where(first, outputs["window"], outputs["latents"])
+    torch.testing.assert_close(outputs["hidden"], expected, **EXACT)
+    differ = (outputs["window"] - outputs["latents"]).abs().amax(-1) > 1e-6
+    assert differ.double().mean() > 0.8  # a first token sees itself alone in both

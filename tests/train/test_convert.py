@@ -162,7 +162,7 @@ def test_windows_are_hidden_at_a_falling_rate(base, small, tmp_path, monkeypatch
     probabilities, seeds, mixings = zip(*seen, strict=True)
     assert probabilities == (1.0, 0.666667, 0.333333)
     assert seeds == tuple((recipe.training.seed, step, 0) for step in range(3))
-    assert mixings[0] == ["latents", "latents"]
+    assert mixings[0] == ["hidden", "hidden"]
     assert AutoConfig.from_pretrained(out).mixing == "learned"
     # The transfer, which has a teacher in the place of the loss, hides nothing.
     stages = small("conversion.window_dropout=0.5").stages("base", tmp_path)
@@ -182,7 +182,7 @@ def test_hidden_windows_come_back(converted):
     before = [layer.mixing for layer in layers]
     assert before == ["learned", "base"]
     with pytest.raises(RuntimeError, match="on the way"), hidden_windows(model, 1.0, (0, 1)):
-        assert [layer.mixing for layer in layers] == ["latents", "base"]
+        assert [layer.mixing for layer in layers] == ["hidden", "base"]
         raise RuntimeError("on the way")
     assert [layer.mixing for layer in layers] == before
     with hidden_windows(model, 0.0, (0, 1)):
@@ -192,7 +192,7 @@ def test_hidden_windows_come_back(converted):
         with hidden_windows(model, 0.5, (0, step)):
             choices.append(layers[0].mixing)
     assert choices[:20] == choices[20:]
-    assert 4 < choices[:20].count("latents") < 16
+    assert 4 < choices[:20].count("hidden") < 16
 
 
 def test_a_missing_peft_is_found_out_before_any_stage(base, small, tmp_path, monkeypatch):

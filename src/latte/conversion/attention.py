@@ -23,6 +23,7 @@ from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.mixer import remembered
 from latte.layers.native import linear_maps
+from latte.layers.parts import token_positions
 from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
 from latte.ops import (
@@ -94,6 +95,8 @@ class MacchiatoAttention(nn.Module):
         self.base_window = fields.base_window(self.layer_idx)
         self.converted = fields.is_converted(self.layer_idx)
         self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
+        # As in the configuration; in training also "hidden": the latents alone, but the window
+        # for a sequence's first W tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
         self.num_sinks = fields.num_sinks if fields.has_window(self.layer_idx) else 0
         self.delay_latents = fields.delay_latents and self.converted
@@ -163,7 +166,7 @@ class MacchiatoAttention(nn.Module):
     @property
     def steps(self) -> bool:
         """Whether a token can be decoded in place. This needs the window."""
-        return self.mixing != "latents"
+        return self.mixing not in ("latents", "hidden")
 
     def step(self, x_BE: Tensor, state: StepState, rotations: Rotations, served: bool) -> Tensor:
         """The output of the heads, (B, H * K), for one token per row. Overwrites the state.
@@ -303,9 +306,13 @@ class MacchiatoAttention(nn.Module):
         self, logits: MixingLogits, log_decay: Tensor | None, local: Projections, piece: Piece
     ) -> tuple[Tensor, MixerState]:
         """The mixture of both branches, (B, T, H, K), and their states."""
-        if self.mixing == "latents":
+        if self.mixing in ("latents", "hidden"):
             late = self.window if self.delay_latents else None
-            return late_latents(logits, log_decay, local.v, piece, late)
+            out, after = late_latents(logits, log_decay, local.v, piece, late)
+            if self.mixing == "hidden" and late is not None:
+                window, _ = self.window_branch(local, piece)
+                out = torch.where(self._first_tokens(piece, late), window, out)
+            return out, after
         sinks = self._sinks(local, piece)
         out, carried = piece.across(macchiato_attention)(
             *logits,
@@ -321,6 +328,11 @@ class MacchiatoAttention(nn.Module):
             **piece.sequences,
         )
         return out, self._with_sinks(MixerState.of_macchiato(carried), sinks, piece)
+
+    def _first_tokens(self, piece: Piece, count: int) -> Tensor:
+        """Mask of the first ``count`` tokens of every sequence, (B or 1, T, 1, 1)."""
+        at = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, piece.state.position)
+        return (at < count)[..., None, None]
 
     def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The base's own attention: full, or in the window that the layer has in the base."""

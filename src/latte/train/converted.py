@@ -152,9 +152,10 @@ def changed(wanted: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def hidden_windows(model: Any, probability: float, seed: Sequence[int]) -> Iterator[None]:
-    """Within it each converted layer mixes its latents alone, with this probability.
+    """Within it each converted layer hides its window, with this probability.
 
-    With delayed latents such a layer sees nothing of the W tokens before a token.
+    Such a layer mixes its latents alone. With delayed latents it sees nothing of the W tokens
+    before a token, so the first W tokens of a sequence keep their window.
 
     Args:
         seed: Numbers that decide which layers, such as the run's seed and the step.
@@ -162,7 +163,7 @@ def hidden_windows(model: Any, probability: float, seed: Sequence[int]) -> Itera
     chosen = random.Random(repr(tuple(seed)))
     layers = [layer for layer in attention_layers(model) if layer.mixing == "learned"]
     hidden = [layer for layer in layers if chosen.random() < probability]
-    with changed([(layer, "mixing", "latents") for layer in hidden]):
+    with changed([(layer, "mixing", "hidden") for layer in hidden]):
         yield
 
 
