@@ -82,3 +82,12 @@ def test_overrides_make_a_control_of_the_same_weights(folders):
 def test_overrides_that_cannot_be(folders, fields, message):
     with pytest.raises(LatteError, match=message):
         side(f"x={folders / 'converted'}{fields}").load()
+
+
+def test_the_identity_of_a_gguf_file_is_its_content(tmp_path):
+    digests = set()
+    for content in (b"GGUF one", b"GGUF two"):
+        (tmp_path / "base.gguf").write_bytes(content)
+        digests |= {side(f"x={tmp_path / 'base.gguf'}").identity()["weights"]}
+        digests |= {side(f"x={tmp_path}").identity()["weights"]}
+    assert len(digests) == 2

@@ -46,8 +46,9 @@ class Side:
     def identity(self) -> dict[str, str]:
         """The values that identify the weights of a measurement, as columns of a table."""
         digest = hashlib.sha256()
-        folder = find_checkpoint(self.folder)
-        for file in sorted(folder.glob("*.safetensors")):
+        found = find_checkpoint(self.folder)
+        # A GGUF file is found as itself.
+        for file in sorted(found.glob("*.safetensors")) if found.is_dir() else [found]:
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
         return {
