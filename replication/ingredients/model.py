@@ -1,6 +1,7 @@
 """Models of :class:`TrialMixer`: their configuration and blocks, and the name `trial`.
 
-The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`.
+The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`, or
+`gsa`, whose blocks have gated slot attention as their mixer.
 """
 
 from dataclasses import fields
@@ -13,7 +14,13 @@ from latte.errors import LatteError
 from latte.models import LatteConfig, preset_config
 from latte.models.config import one_line_errors
 from latte.models.modeling import LatteForCausalLM, LatteModel
-from latte.models.registry import ModelEntry, register_mixer, register_model
+from latte.models.registry import (
+    ModelEntry,
+    register_mixer,
+    register_model,
+    register_preset,
+)
+from replication.ingredients.gsa import GatedSlotAttention
 from replication.ingredients.mixer import TrialMixer
 
 BASE = "latte-conv-swa-f++"  # the preset without any part
@@ -106,3 +113,5 @@ AutoConfig.register(TrialConfig.model_type, TrialConfig, exist_ok=True)
 AutoModelForCausalLM.register(TrialConfig, TrialForCausalLM, exist_ok=True)
 register_mixer("trial", TrialMixer)
 register_model(Trial("trial", TrialConfig.model_type))
+register_mixer("gsa", GatedSlotAttention)
+register_preset("gsa", mixer="gsa", latent_input="none", position="none")
