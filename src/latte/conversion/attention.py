@@ -310,8 +310,10 @@ class MacchiatoAttention(nn.Module):
             late = self.window if self.delay_latents else None
             out, after = late_latents(logits, log_decay, local.v, piece, late)
             if self.mixing == "hidden" and late is not None:
+                start = piece.state.position
+                place = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, start)
                 window, _ = self.window_branch(local, piece)
-                out = torch.where(self._first_tokens(piece, late), window, out)
+                out = torch.where((place < late)[..., None, None], window, out)
             return out, after
         sinks = self._sinks(local, piece)
         out, carried = piece.across(macchiato_attention)(
@@ -328,11 +330,6 @@ class MacchiatoAttention(nn.Module):
             **piece.sequences,
         )
         return out, self._with_sinks(MixerState.of_macchiato(carried), sinks, piece)
-
-    def _first_tokens(self, piece: Piece, count: int) -> Tensor:
-        """Mask of the first ``count`` tokens of every sequence, (B or 1, T, 1, 1)."""
-        at = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, piece.state.position)
-        return (at < count)[..., None, None]
 
     def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The base's own attention: full, or in the window that the layer has in the base."""

@@ -156,10 +156,14 @@ def contents_of(files: Iterable[str | Path]) -> str | None:
     return hashlib.sha256(repr(found).encode()).hexdigest()[:12] if found else None
 
 
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint's weights, in order: those of a folder, or a GGUF file itself."""
+    return sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
+
+
 def weights_of(checkpoint: Path) -> str | None:
     """A short digest of a checkpoint's weights: a folder's, or a GGUF file's."""
-    folder = checkpoint.is_dir()
-    return contents_of(sorted(checkpoint.glob("*.safetensors")) if folder else [checkpoint])
+    return contents_of(weight_files(checkpoint))
 
 
 def training_recipe(path: str | Path) -> Recipe | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint
+from latte.evaluate.checkpoint import find_checkpoint, load_checkpoint, weight_files
 from latte.train.typed import apply_override
 
 
@@ -46,9 +46,7 @@ class Side:
     def identity(self) -> dict[str, str]:
         """The values that identify the weights of a measurement, as columns of a table."""
         digest = hashlib.sha256()
-        found = find_checkpoint(self.folder)
-        # A GGUF file is found as itself.
-        for file in sorted(found.glob("*.safetensors")) if found.is_dir() else [found]:
+        for file in weight_files(find_checkpoint(self.folder)):
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
         return {

@@ -8,10 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from latte.layers.state import rewind
-from latte.models import LatteCache
-from latte.models.modeling import language_model
-from latte.models.registry import find_model, load_plugin
 from replication.ingredients.gsa import (
     CHUNK,
     GatedSlotAttention,
@@ -19,10 +15,19 @@ from replication.ingredients.gsa import (
     gated_slots_reference,
     slot_states,
 )
+from tests.replication.ingredients.laws import (
+    TOLERANCE,
+    check_causal_and_learning,
+    check_packed,
+    check_pieces_and_padding,
+    check_saved,
+    check_steps,
+    check_taken_back,
+    inputs,
+    model_of,
+)
 
-load_plugin("replication.ingredients.model")
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 15, 16, 17, 100)
-TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
 # The output for the inputs of `waves`, by the plain recurrence of flash-linear-attention 0.6.0 in
 # fp32: a row for each token, with the two values of each of two heads.
@@ -146,11 +151,6 @@ def make(options):
     return layer
 
 
-def inputs(batch=2, length=40):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, length, 16, dtype=torch.float64, generator=generator)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_mixer_is_what_it_says(options):
     layer, x = make(options), inputs()
@@ -169,50 +169,27 @@ def test_the_mixer_is_what_it_says(options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_is_causal_and_every_parameter_learns(options):
-    layer, x = make(options), inputs()
-    changed = x.clone()
-    changed[:, 25:] += 1
-    out = layer(x)[0]
-    torch.testing.assert_close(layer(changed)[0][:, :25], out[:, :25], **TOLERANCE)
-    assert not torch.allclose(layer(changed)[0][:, 25:], out[:, 25:])
-    out.square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    check_causal_and_learning(make(options))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_pieces_make_the_whole_and_padding_does_not_count(options):
     layer, x, mask = make(options), inputs(), torch.ones(2, 40, dtype=torch.bool)
-    mask[1, :9], mask[0, 35:] = False, False
-    whole, end = layer(x, mask, output_final_state=True)
-    first, state = layer(x[:, :17], mask[:, :17], output_final_state=True)
-    second, last = layer(x[:, 17:], mask[:, 17:], state=state, output_final_state=True)
-    torch.testing.assert_close(torch.cat([first, second], 1)[mask], whole[mask], **TOLERANCE)
-    torch.testing.assert_close(last.own, end.own, **TOLERANCE)
-    torch.testing.assert_close(whole[1:, 9:], layer(x[1:, 9:])[0], **TOLERANCE)
+    check_pieces_and_padding(layer, "own")
+    mask[0, 35:] = False  # after a sequence too
+    end = layer(x, mask, output_final_state=True)[1]
     alone = layer(x[:1, :35], output_final_state=True)[1]
     torch.testing.assert_close(end.own[:1], alone.own, **TOLERANCE)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_packed_sequences_do_not_see_each_other(options):
-    layer, x = make(options), inputs(1)
-    bounds = torch.tensor([0, 15, 40], dtype=torch.int32)
-    packed, end = layer(x, cu_seqlens=bounds, output_final_state=True)
-    for row, (start, stop) in enumerate([(0, 15), (15, 40)]):
-        alone, state = layer(x[:, start:stop], output_final_state=True)
-        torch.testing.assert_close(packed[:, start:stop], alone, **TOLERANCE)
-        torch.testing.assert_close(end.own[row : row + 1], state.own, **TOLERANCE)
+    check_packed(make(options), "own")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_can_be_taken_back(options):
-    layer, x = make(options), inputs()
-    _, state = layer(x[:, :10], output_final_state=True)
-    _, recorded = layer(x[:, 10:30], state=state.record(), output_final_state=True)
-    _, wanted = layer(x[:, :25], output_final_state=True)
-    again, _ = layer(x[:, 25:], state=rewind(recorded, 5))
-    torch.testing.assert_close(again, layer(x[:, 25:], state=wanted)[0], **TOLERANCE)
+    check_taken_back(make(options))
 
 
 def test_under_autocast_the_slots_stay_in_fp32():
@@ -244,33 +221,10 @@ def test_weights_cannot_be_shown():
 # ---- models
 
 
-def model_of(**fields):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "num_latents": 8}
-    config = find_model("gsa").config("tiny", **sizes, initializer_range=0.5, **fields)
-    torch.manual_seed(0)
-    return language_model(config).eval()
-
-
 @pytest.mark.parametrize("fields", [{}, {"mlp": "none", "value_dim": 12}], ids=str)
 def test_token_by_token_is_the_whole(fields):
-    model = model_of(**fields)
-    tokens = torch.randint(260, (2, 30), generator=torch.Generator().manual_seed(0))
-    cache = LatteCache(model.config)
-    with torch.no_grad():
-        steps = [
-            model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True).logits
-            for t in range(30)
-        ]
-        whole = model(tokens).logits
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
-    assert model.generate(tokens[:, :5], max_new_tokens=4, do_sample=False).shape == (2, 9)
+    check_steps(model_of("gsa", **fields))
 
 
 def test_a_saved_model_is_loaded_again(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = model_of(mlp="none", value_dim=12)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.arange(20)[None]
-    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+    check_saved(model_of("gsa", mlp="none", value_dim=12), tmp_path)

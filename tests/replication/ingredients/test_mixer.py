@@ -9,14 +9,20 @@ import torch
 from torch.nn import functional as F
 
 from latte.layers import LatteMacchiato, Piece
-from latte.layers.state import rewind
-from latte.models import LatteCache
-from latte.models.modeling import language_model
-from latte.models.registry import find_model, load_plugin
 from replication.ingredients.mixer import NOT_WRITTEN, TrialMixer
 from replication.ingredients.model import layer_half_lives
+from tests.replication.ingredients.laws import (
+    TOLERANCE,
+    check_causal_and_learning,
+    check_packed,
+    check_pieces_and_padding,
+    check_saved,
+    check_steps,
+    check_taken_back,
+    inputs,
+    model_of,
+)
 
-load_plugin("replication.ingredients.model")
 ALL: dict[str, Any] = {
     "value_dim": 6,
     "output_gate": True,
@@ -34,7 +40,6 @@ ALONE: list[dict[str, Any]] = [
 ]
 PARTS = [{}, *ALONE, ALL]
 BASE: dict[str, Any] = {"latent_input": "conv", "forgetting": "gated", "window": 4}
-TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
 
 def named(parts):
@@ -44,11 +49,6 @@ def named(parts):
 def make(parts):
     torch.manual_seed(0)
     return TrialMixer(16, 2, 8, **{"value_dim": 8, **BASE, **parts}).double().eval()
-
-
-def inputs(batch=2, length=40):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, length, 16, dtype=torch.float64, generator=generator)
 
 
 # ---- what the parts are
@@ -142,73 +142,34 @@ def test_written_latents_are_those_of_a_head():
 
 @pytest.mark.parametrize("parts", PARTS, ids=named)
 def test_it_is_causal_and_every_parameter_learns(parts):
-    layer, x = make(parts), inputs()
-    changed = x.clone()
-    changed[:, 25:] += 1
-    out = layer(x)[0]
-    torch.testing.assert_close(layer(changed)[0][:, :25], out[:, :25], atol=0, rtol=0)
-    assert not torch.allclose(layer(changed)[0][:, 25:], out[:, 25:])
-    out.square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    check_causal_and_learning(make(parts))
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=named)
 def test_pieces_make_the_whole_and_padding_does_not_count(parts):
-    layer, x, mask = make(parts), inputs(), torch.ones(2, 40, dtype=torch.bool)
-    mask[1, :9] = False
-    whole, end = layer(x, mask, output_final_state=True)
-    first, state = layer(x[:, :17], mask[:, :17], output_final_state=True)
-    second, last = layer(x[:, 17:], mask[:, 17:], state=state, output_final_state=True)
-    torch.testing.assert_close(torch.cat([first, second], 1)[mask], whole[mask], **TOLERANCE)
-    torch.testing.assert_close(last.short_conv, end.short_conv, **TOLERANCE)
-    torch.testing.assert_close(whole[1:, 9:], layer(x[1:, 9:])[0], **TOLERANCE)
+    check_pieces_and_padding(make(parts), "short_conv")
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=named)
 def test_packed_sequences_do_not_see_each_other(parts):
-    layer, x = make(parts), inputs(1)
-    packed, _ = layer(x, cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32))
-    torch.testing.assert_close(packed[:, 15:], layer(x[:, 15:])[0], **TOLERANCE)
+    check_packed(make(parts))
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=named)
 def test_tokens_can_be_taken_back(parts):
-    layer, x = make(parts), inputs()
-    _, state = layer(x[:, :10], output_final_state=True)
-    _, recorded = layer(x[:, 10:30], state=state.record(), output_final_state=True)
-    _, wanted = layer(x[:, :25], output_final_state=True)
-    again, _ = layer(x[:, 25:], state=rewind(recorded, 5))
-    torch.testing.assert_close(again, layer(x[:, 25:], state=wanted)[0], **TOLERANCE)
+    check_taken_back(make(parts))
 
 
 # ---- models
 
 
-def model_of(**fields):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "num_latents": 8}
-    config = find_model("trial").config("tiny", **sizes, initializer_range=0.5, **fields)
-    torch.manual_seed(0)
-    return language_model(config).eval()
-
-
 @pytest.mark.parametrize("mlp", ["swiglu", "none"])
 def test_token_by_token_is_the_whole(mlp):
-    model = model_of(**ALL, mlp=mlp, half_lives_by_layer=True)
-    tokens = torch.randint(260, (2, 30), generator=torch.Generator().manual_seed(0))
-    cache = LatteCache(model.config)
-    with torch.no_grad():
-        steps = [
-            model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True).logits
-            for t in range(30)
-        ]
-        whole = model(tokens).logits
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
-    assert model.generate(tokens[:, :5], max_new_tokens=4, do_sample=False).shape == (2, 9)
+    check_steps(model_of("trial", **ALL, mlp=mlp, half_lives_by_layer=True))
 
 
 def test_half_lives_rise_with_the_layer():
-    model = model_of(half_lives_by_layer=True, half_life_range=[4.0, 400.0])
+    model = model_of("trial", half_lives_by_layer=True, half_life_range=[4.0, 400.0])
     assert layer_half_lives(model.config, 0) == pytest.approx((4, 40))
     assert layer_half_lives(model.config, 2) == pytest.approx((40, 400))
     rates = [F.softplus(layer.mixer.latents.decay_bias) for layer in model.model.layers]
@@ -217,10 +178,4 @@ def test_half_lives_rise_with_the_layer():
 
 
 def test_a_saved_model_is_loaded_again(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = model_of(**ALL, mlp="none", half_lives_by_layer=True)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.arange(20)[None]
-    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+    check_saved(model_of("trial", **ALL, mlp="none", half_lives_by_layer=True), tmp_path)
