@@ -113,7 +113,8 @@ def rows_of(
 
 def all_rows() -> list[dict[str, str]]:
     """The rows of every table, in the order of the pages."""
-    ablation = read("ablation.csv", "preset", "perplexity", "length")
+    ablation = read("ablation_equal.csv", "preset", "perplexity", "length")
+    own_sizes = read("ablation.csv", "preset", "perplexity", "length")
     forgetting = read("forgetting.csv", "preset", "perplexity", "length")
     past = read("past.csv", "preset", "perplexity", "length")
     past |= read("past_positions.csv", "preset", "perplexity", "length")
@@ -139,6 +140,7 @@ def all_rows() -> list[dict[str, str]]:
             ["256", "1024"],
             "perplexity",
         ),
+        *rows_of("claims, own sizes", own_sizes, CLAIMS, ["256"], "perplexity"),
         *rows_of(
             "shakespeare",
             shakespeare,

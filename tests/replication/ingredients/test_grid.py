@@ -12,12 +12,13 @@ import yaml
 from latte.compare.grid import RunStatus
 from latte.errors import LatteError
 from latte.models import count_parameters
+from latte.models.registry import find_model
 from replication.ingredients.recipe import load, make_run, planned
 from replication.ingredients.report import best_rate, difference
 from replication.ingredients.run import IngredientsGrid, main
 
 ROOT = Path(__file__).parents[3]
-SHAKESPEARE = ROOT / "recipes/ingredients/shakespeare.yaml"
+RECIPES = ROOT / "recipes/ingredients"
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "num_latents": 8}
 TINY: dict[str, Any] = {
     "models": {
@@ -78,16 +79,26 @@ def test_models_have_equal_parameters(recipe_file):
     }
 
 
-def test_shakespeare_has_the_parameters_of_mamba2():
+@pytest.mark.parametrize(
+    ("file", "rival", "parameters"),
+    [
+        ("shakespeare.yaml", ("mamba2", {"intermediate_size": 344, "vocab_size": 259}), 840_520),
+        ("wikipedia.yaml", ("transformer++", {"vocab_size": 4096}), 1_574_016),
+    ],
+)
+def test_all_models_of_a_recipe_have_the_parameters_of_its_rival(file, rival, parameters):
     from latte.train.run import model_config
 
-    recipe = load(SHAKESPEARE)
+    name, sizes = rival
+    assert count_parameters(find_model(name).config("tiny", **sizes)) == parameters
+    recipe = load(RECIPES / file)
+    assert recipe.parameters == parameters
     runs = {run.preset: run for run in planned(recipe)}
     assert set(runs) == set(recipe.models)
     for name, run in runs.items():
-        if name == "mamba2" or "fit" in recipe.models[name]:
+        if "fit" in recipe.models[name]:
             found = count_parameters(model_config(run.recipe, {}))
-            assert found == pytest.approx(840_520, rel=0 if name == "mamba2" else 0.005), name
+            assert found == pytest.approx(parameters, rel=0.005), name
 
 
 def test_a_number_that_cannot_be_had_is_refused(recipe_file):
