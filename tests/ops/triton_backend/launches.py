@@ -274,6 +274,7 @@ COMMON = [
     Case("latte", BF16, "plain", L=1, D=1, one=True),
     Case("latte", BF16, causal=False),
     Case("latte", BF16, "plain", L=1, D=1, causal=False, one=True),
+    Case("latte", BF16, "plain", L=3, D=72, cut=True),  # rows that are not loaded ahead as they are
     Case("latte", FP32, L=16, cut=True),
     Case("latte", FP32, L=16, causal=False),
     Case("latte", BF16, cut=True, forgets=True),
@@ -305,8 +306,9 @@ def rare() -> Iterator[Case]:
             for D in (64, 128):
                 yield Case("macchiato", dtype, L=L, D=D, softcap=20.0)
         for kind in ("plain", "state", "packed"):
-            for L, D in [(16, 96), (3, 5), (200, 300)]:
+            for L, D in [(16, 96), (3, 5), (32, 100), (200, 300)]:
                 yield Case("latte", dtype, kind, L, D, cut=True)
+                yield Case("latte", dtype, kind, L, D, cut=True, forgets=True)
                 yield Case("latte", dtype, kind, L, D, causal=False)
             for L, D in [(16, 96), (3, 5), (130, 200)]:
                 yield Case("macchiato", dtype, kind, L, D, cut=True, softcap=30.0)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks.gpu_floors import HEADS  # noqa: E402
 from benchmarks.records import FLOORS, read_rows  # noqa: E402
 from latte.ops.triton_backend import launch  # noqa: E402
+from tests.ops.triton_backend.descriptors import unproven  # noqa: E402
 from tests.ops.triton_backend.launches import BF16, Case  # noqa: E402
 from tests.ops.triton_backend.machine_code import CARDS, Code, analyse  # noqa: E402
 
@@ -46,6 +47,35 @@ def test_the_path_that_is_counted():
     found = Code(CODE).path([1], whole=False)
     assert found == {"MUFU.EX2": 1, "BRA": 2, "HGMMA.64x32x16.F32.BF16": 1, "FMUL": 1}
     assert Code(CODE).path([1], whole=True).total() == 5 + 2
+
+
+PRODUCTS = """
+        /*0000*/                   ULDC UR20, c[0x0][0x28] ;
+        /*0010*/                   UMOV UR12, URZ ;
+        /*0020*/                   UMOV UR5, 0x40000040 ;
+        /*0030*/                   IMAD.U32 R8, RZ, RZ, UR5 ;
+{set_before}
+.L_x_0:
+        /*0050*/                   UIADD3 UR30, UP0, UR20, 0x20, URZ ;
+        /*0060*/                   UIADD3.X UR31, UR21, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*0070*/                   R2UR UR29, R8 ;
+        /*0080*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR28].tnspA.tnspB, RZ, !UPT ;
+        /*0090*/                   UIADD3.64 UR30, UR30, 0x40, URZ ;
+        /*00a0*/                   HGMMA.64x16x16.F32.BF16 R24, R40, gdesc[UR28].tnspB, R24, gsb0 ;
+        /*00b0*/                   UMOV UR21, URZ ;
+        /*00c0*/               @P2 BRA `(.L_x_0) ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+def test_a_product_reads_where_its_factor_is():
+    """UR21 is 0 from the second round on; where nothing sets it before the first, both tell."""
+    set_before = "        /*0040*/                   UMOV UR21, URZ ;"
+    assert unproven(PRODUCTS.replace("{set_before}", set_before)) == []
+    found = unproven(PRODUCTS.replace("{set_before}", ""))
+    assert [line.split(":")[0] for line in found] == ["0080", "00a0"]
+    sometimes = set_before.replace("UMOV", "@UP1 UMOV")
+    assert len(unproven(PRODUCTS.replace("{set_before}", sometimes))) == 2
 
 
 def test_cards_have_the_room_that_configurations_count_on():

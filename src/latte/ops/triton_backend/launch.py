@@ -265,8 +265,17 @@ def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: boo
     BL = padded(L)
     # With latents that forget, Triton 3.7.1 cannot compile to B200's products, which take 64
     # tokens.
-    table = WALKS_ELSEWHERE if not warpgroups(card) or forgets and card > HOPPER else WALKS
+    elsewhere = not warpgroups(card) or forgets and card > HOPPER
+    # ptxas 12.8 (Triton 3.6 and 3.7.1) lets some of Hopper's products read a factor at an address
+    # that it never computed: tests/ops/triton_backend/descriptors.py finds them. So one latent
+    # alone is computed without such products, and rows that cannot be loaded ahead without wide
+    # tiles.
+    table = WALKS_ELSEWHERE if elsewhere or L == 1 else WALKS
     C, tile, warps, stages, tile_back, warps_back, stages_back = table[dtype][BL]
+    if D % 16:
+        tile_back = min(
+            tile_back, 64
+        )  # For the same reason: wide tiles that cannot be loaded ahead.
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
     warps_back = warps_back if BD_back <= 64 else 8
