@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.utils import logging
 
@@ -127,18 +128,22 @@ def test_autocast_gives_finite_gradients(name: str) -> None:
 
 LOOPS = {
     "mamba": (modeling_mamba, "mamba_selective_scan"),
+    "mamba2": (modeling_mamba2, "mamba2_chunk_scan"),
     "griffin": (RecurrentGemmaRglru, "_rnn_scan"),
 }
+MIXER_CLASSES = ("MambaMixer", "Mamba2Mixer", "RecurrentGemmaRglru")
+SEVERAL_CHUNKS = {"mamba2": {"chunk_size": 8}}  # of 37 tokens, the last one with padding
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
     """Outputs and all gradients, and it is the scan that runs."""
-    if name == "mamba" and importlib.util.find_spec("mamba_ssm") is not None:
+    if name.startswith("mamba") and importlib.util.find_spec("mamba_ssm") is not None:
         pytest.skip("Mamba's own kernels are there")
-    model, (owner, function_name) = build(name).train(), LOOPS[name]
+    owner, function_name = LOOPS[name]
+    model = build(name, **SEVERAL_CHUNKS.get(name, {})).train()
     ids = torch.randint(3, 300, (2, 37), generator=torch.Generator().manual_seed(1))
-    layers = sum(type(x).__name__ in ("MambaMixer", "RecurrentGemmaRglru") for x in model.modules())
+    layers = sum(type(x).__name__ in MIXER_CLASSES for x in model.modules())
     scan = getattr(owner, function_name)
     results = []
     for function in (scan, scan.looping):
