@@ -253,6 +253,16 @@ def test_checks_pass(tmp_path, group):
     assert sum(r["verdict"] == "pass" for r in rows) >= 5
 
 
+def test_only_the_checks_that_failed_run_again(tmp_path):
+    table = tmp_path / "earlier.csv"
+    table.write_text(
+        "check,verdict\nlatte:float32: runs repeat,FAIL\nlatte:float32: rows sum to 1,pass\n"
+    )
+    gpu_correctness.main(arguments(tmp_path, "latte:float32", "--failed", str(table)))
+    (row,) = read_rows(tmp_path / "gpu_checks-latte-float32.csv")
+    assert (row["check"], row["verdict"]) == ("latte:float32: runs repeat", "pass")
+
+
 def wrong_latte(q, k, v, *, backend, **options):
     """Right in the reference; elsewhere one output in a thousand is off."""
     out, state = latte_attention(q, k, v, backend=backend, **options)

@@ -7,7 +7,8 @@ precision err; the floor of a few ulps is for where those are exact by luck. The
 has a bound of its own: it is a sum of the keys' gradients over a segment, whose roundings add up.
 Laws need no judge.
 
-    python -m tests.ops.gpu_correctness [GROUP...] [--quick] [--out DIR] [--device DEVICE]
+    python -m tests.ops.gpu_correctness [GROUP...] [--failed CSV] [--quick] [--out DIR]
+                                        [--device DEVICE]
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents per head, K key
 width, D value width, W window, n sinks, E channels, C taps, N states.
@@ -21,15 +22,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_common import Place, forget, options, place, reason, stop_if_broken
-from benchmarks.records import say
+from benchmarks.records import read_rows, say
 from tests.ops.opdb import OPS, VALUES, Bench, Failed, leaves, lift, map_state
 from tests.ops.opdb import judge as judge_all
 
@@ -341,10 +343,16 @@ def checks_in(at: Place, group: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"{group}: {label}", check
 
 
-def run_group(at: Place, group: str, table: Any) -> int:
-    """Run the checks of a group, a line and a row for each; how many failed."""
+def run_group(at: Place, group: str, table: Any, names: Container[str] | None = None) -> int:
+    """Run the checks of a group, all or those with these names, a line and a row for each.
+
+    Returns:
+        Number of checks that failed.
+    """
     failures = 0
     for name, check in checks_in(at, group):
+        if names is not None and name not in names:
+            continue
         start = time.monotonic()
         try:
             verdict, detail = "pass", check()
@@ -379,12 +387,18 @@ def row_of(name: str, verdict: str, detail: str, start: float) -> dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = options(__doc__, 120)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="default: all of them")
+    parser.add_argument(
+        "--failed", type=Path, metavar="CSV", help="only the checks that failed in this table"
+    )
     args = parser.parse_args(argv)
     at = place(args)
+    names = None
+    if args.failed is not None:
+        names = {r["check"] for r in read_rows(args.failed) if r["verdict"] == "FAIL"}
     chosen = args.groups or groups()
     name = f"gpu_checks-{chosen[0].replace(':', '-')}.csv" if args.groups else "gpu_checks.csv"
     table = at.table(name)
-    failures = sum(run_group(at, group, table) for group in chosen)
+    failures = sum(run_group(at, group, table, names) for group in chosen)
     say(f"{len(table.rows)} checks, {failures} failed")
     return 1 if failures else 0
 
