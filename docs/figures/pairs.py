@@ -23,6 +23,7 @@ COLUMNS = ("table", "part", "left", "right", "unit", "seeds", "difference", "hal
            "p_holm")  # fmt: skip
 MANY = "latte-conv-swa-f++, num_latents=256"
 NARROW = "latte-conv-swa-f++, intermediate_size=445"  # as many parameters as `swa++`
+SHORT = "latte-conv-swa-f++, half_life_range=[1.0,64.0]"
 WIDE = "latte-r-swa++, window_probability=0.9"
 # Perplexities claimed by Tables 1 and 2: the left one above the right one (for the last pair: or
 # equal).
@@ -49,6 +50,13 @@ PAST_PAIRS = (
     ("latte-r-swa++", "transformer++"),
     ("latte-conv-swa++", "swa++"),
     (WIDE, "latte-r-swa++"),
+)
+GPU_PAIRS = (
+    ("latte-conv-swa-f++", "swa++"),
+    ("latte-conv-swa-f++", "transformer++"),
+    ("latte-conv-swa-f++", "griffin"),
+    (SHORT, "griffin"),
+    (SHORT, "latte-conv-swa-f++"),
 )
 FORGETTING_PAIRS = (
     ("latte-conv-swa-f++", "swa++"),
@@ -118,6 +126,8 @@ def all_rows() -> list[dict[str, str]]:
     forgetting = read("forgetting.csv", "preset", "perplexity", "length")
     past = read("past.csv", "preset", "perplexity", "length")
     past |= read("past_positions.csv", "preset", "perplexity", "length")
+    past_gpu = read("past_gpu.csv", "preset", "perplexity", "length")
+    past_gpu |= read("past_gpu_positions.csv", "preset", "perplexity", "length")
     shakespeare = read("shakespeare.csv", "preset", "loss", "length")
     listops = read("lra_listops.csv", "model", "test_accuracy")
     text = read("lra_text_scratch.csv", "model", "test_accuracy")
@@ -157,6 +167,7 @@ def all_rows() -> list[dict[str, str]]:
             past_parts,
             "%",
         ),
+        *rows_of("past, on a GPU", past_gpu, GPU_PAIRS, past_parts, "%"),
         *rows_of(
             "listops",
             listops,
