@@ -175,7 +175,13 @@ def all_rows() -> list[dict[str, str]]:
             ["all"],
             "accuracy",
         ),
-        *rows_of("text", text, itertools.combinations(lra, 2), ["all"], "accuracy"),
+        *rows_of(
+            "text",
+            text,
+            itertools.combinations(("r-swa++", *lra), 2),
+            ["all"],
+            "accuracy",
+        ),
     ]
 
 

@@ -70,9 +70,6 @@ MOST = {
     FP32: {64: 576, 128: 1280, 256: 2816},
 }
 MOST_UNEVEN = 1408
-# With up to 16 latents in fp32, some registers of its products are never set. Yet it passed all of
-# its checks on an H100 (benchmarks/results/gpu_checks.csv). Why is not known.
-PASSED = ("mixture_gradients",)
 FORGETTING = 304  # more in each kernel, for latents that forget
 FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
@@ -128,7 +125,7 @@ def compiling(launched: list[Resources], card: int) -> Any:
         compiled = COMPILE(kernel, *args, warmup=True, **options)
         launched.append(resources(name, compiled))
         assert name not in WALKS or carried_sums(compiled) == 0, name
-        if card == launch.HOPPER and "wgmma" in compiled.asm["ptx"] and name not in PASSED:
+        if card == launch.HOPPER and "wgmma" in compiled.asm["ptx"]:
             assert not (found := unproven(disassembled(compiled, "-c"))), f"{name}: {found}"
 
     return compile_only
@@ -312,23 +309,23 @@ def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool)
 def test_a_step_of_decoding(dtype, L, K, D, plain):
     """From its smallest tiles to its largest."""
     launched: list[Resources] = []
-    steps(compiling(launched), dtype, L, K, D, plain)
+    steps(compiling(launched, launch.HOPPER), dtype, L, K, D, plain)
     check(launched[:2], dtype, L, D, True)
     check(launched[2:], dtype, L, D, True, more=24)
     assert [r.kernel for r in launched] == ["step"] * 3
 
 
 def test_few_configurations_whatever_the_length():
-    """Ten by chunk, for two sizes of element; seven walks at most for each dtype."""
+    """Ten by chunk, for two sizes of element; ten walks at most for each dtype."""
     every = range(1, launch.MOST_LATENTS + 1)
     chosen = {launch.by_chunk(L, dtype) for L in every for dtype in DTYPES}
     assert len(chosen) == len(DTYPES) * len(LATENTS)
     assert all(c.C & (c.C - 1) == 0 and c.BL >= 16 for c in chosen)
     for dtype in DTYPES:
         reached = {launch.walking(L, D, dtype) for L, D in REACHED}
-        widths = (1, 5, *range(16, launch.WIDEST_VALUE + 1, 16))
+        widths = (1, 5, 72, 200, *range(16, launch.WIDEST_VALUE + 1, 16))
         assert reached == {launch.walking(L, D, dtype) for L in every for D in widths}
-        assert len(reached) <= 7
+        assert len(reached) <= 10
         for table in (launch.BY_CHUNK, launch.WALKS, launch.MACCHIATO):
             assert tuple(table[dtype]) == LATENTS
         assert all(tuple(table) == LATENTS for table in launch.WINDOW[dtype])

@@ -253,8 +253,11 @@ def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByCh
     """
     BL = padded(L)
     C, BD, warps, warps_back = BY_CHUNK[dtype][BL]
-    if dtype == torch.float32 and K > 128:
-        C = min(C, 32)  # 64 keys and queries do not fit into registers, nor into most cards
+    if dtype == torch.float32 and (K > 128 or BL == 16 and K == 1):
+        # 64 wide keys and queries do not fit into registers, nor into most cards. Without a window
+        # a product over 16 latents reads at an address that was never computed, as in `walking`;
+        # with 32 tokens it is of another kind.
+        C = min(C, 32)
     largest = dtype == torch.float32 and BL == 256
     stages = 3 if shared_memory(card) > 200_000 else 1 if little_room(card) and largest else 2
     return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
@@ -293,8 +296,7 @@ def window_tiles(
     table = WINDOW if warpgroups(card) else WINDOW_ELSEWHERE
     tiles = WindowTiles(*table[dtype][max(K, D) > 64][padded(L)])
     if sinks and dtype == torch.float32:
-        # Eight warps ended in an illegal memory access on an H100 (Triton 3.6). Other kernels with
-        # sinks in fp32 have four, and passed.
+        # With eight warps a product reads at an address that was never computed, as in `walking`.
         tiles = tiles._replace(warps=4)
     if little_room(card) and K > 128:
         tiles = tiles._replace(stages=2)
