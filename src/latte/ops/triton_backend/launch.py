@@ -276,9 +276,7 @@ def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: boo
     table = WALKS_ELSEWHERE if elsewhere or L == 1 else WALKS
     C, tile, warps, stages, tile_back, warps_back, stages_back = table[dtype][BL]
     if D % 16:
-        tile_back = min(
-            tile_back, 64
-        )  # For the same reason: wide tiles that cannot be loaded ahead.
+        tile_back = min(tile_back, 64)
     width = max(64, 1 << (D - 1).bit_length())
     BD, BD_back = min(width, tile), min(width, tile_back)
     warps_back = warps_back if BD_back <= 64 else 8
