@@ -147,7 +147,9 @@ def chunked_scan(
     return y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :T], states[:, :, :, -1]
 
 
-def _mamba2(chunks: Any) -> Any:
+def _mamba2(_chunks: Any) -> Any:
+    """The scan of `chunked_scan` with the arguments of the library's."""
+
     def scan(
         hidden_states: Tensor,
         dt: Tensor,

@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tests.ops.triton_backend.sass import Code, Instruction
+
 
 class Xor(NamedTuple):
     """A constant ^ unknown values, each by a name: ptxas exchanges registers by three of them."""
@@ -33,47 +35,21 @@ SILENT = (
 )
 
 
-class Instruction(NamedTuple):
-    """One line of a disassembly."""
-
-    address: str
-    guard: str  # its predicate, "" if it always runs
-    opcode: str
-    operands: list[str]
-
-    @property
-    def name(self) -> str:
-        return self.opcode.split(".")[0]
-
-    @property
-    def width(self) -> int:
-        """Number of registers that it writes, at most."""
-        if self.name == "HGMMA":
-            return int(self.opcode.split("x")[1]) // 2
-        if self.name == "LDSM":
-            return int(self.opcode[-1])
-        return 4 if ".128" in self.opcode else 2 if re.search(r"\.(64|WIDE)", self.opcode) else 1
-
-
 def unproven(text: str) -> list[str]:
     """Products with a descriptor whose upper half is not known on every path.
 
     Args:
         text: A kernel's code, as ``nvdisasm -c`` prints it for sm_90.
     """
-    code, labels = parsed(text)
-    jumps = ("BRA", "EXIT", "BSYNC")
-    firsts = {0, *labels.values(), *(i + 1 for i, x in enumerate(code) if x.name in jumps)}
-    bounds = [*sorted(first for first in firsts if first < len(code)), len(code)]
-    end = dict(zip(bounds, bounds[1:], strict=False))
+    code = Code(text)
     before: dict[int, State] = {0: {}}  # what is known before a block
     waiting = [0]
     while waiting:
         first = waiting.pop()
         state = dict(before[first])
-        for instruction in code[first : end[first]]:
+        for instruction in code.blocks[first]:
             execute(state, instruction)
-        for to in followers(code, labels, end[first]):
+        for to in code.graph[first]:
             old = before.get(to)
             new = state if old is None else {k: v for k, v in old.items() if state.get(k) == v}
             if old is None or len(new) < len(old):
@@ -82,37 +58,11 @@ def unproven(text: str) -> list[str]:
     found = []
     for first, known in sorted(before.items()):
         state = dict(known)
-        for x in code[first : end[first]]:
+        for x in code.blocks[first]:
             if not all(isinstance(state.get(half), int) for half in upper_halves(x)):
                 found.append(f"{x.address}: {x.opcode} {', '.join(x.operands)}")
             execute(state, x)
     return found
-
-
-def parsed(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions, and the one that each label stands before."""
-    code: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        if label := re.match(r"(\.L_x_\w+):", line):
-            labels[label[1]] = len(code)
-        if m := re.match(r"\s+/\*(\w{4,})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)\s*(.*?)\s*;", line):
-            operands = [x.strip() for x in re.split(r",\s*(?![^\[(]*[\])])", m[4]) if x]
-            operands = [x.replace(".reuse", "") for x in operands]
-            code.append(Instruction(m[1], m[2] or "", m[3], operands))
-    return code, labels
-
-
-def followers(code: list[Instruction], labels: dict[str, int], stop: int) -> list[int]:
-    """Where a block that ends before ``stop`` leads."""
-    last = code[stop - 1]
-    if last.name == "EXIT" and not last.guard:
-        return []
-    if last.name != "BRA":
-        return [stop] if stop < len(code) else []
-    (target,) = re.findall(r"\.L_x_\w+", last.operands[-1])
-    goes_on = last.guard or PREDICATE.fullmatch(last.operands[0])
-    return [labels[target], *([stop] if goes_on and stop < len(code) else [])]
 
 
 def upper_halves(x: Instruction) -> list[str]:
@@ -147,7 +97,7 @@ def both(state: State, operand: str) -> list[int | None]:
     return [found, ALL if operand.startswith("-0x") else None if found is None else 0]
 
 
-def summed(values: list[int | None]) -> int | None:
+def summed(values: Sequence[int | None]) -> int | None:
     known = [x for x in values if x is not None]
     return sum(known) if len(known) == len(values) else None
 
@@ -191,10 +141,10 @@ def results(state: State, x: Instruction, given: list[str]) -> list[int | Xor | 
         return [state.get(after(word, 4 * i)) for i in range(x.width)] if word else unknown
     if x.opcode == "UIADD3.64":
         halves = [both(state, o) for o in given]
-        lower, upper = (summed(list(part)) for part in zip(*halves, strict=True))
+        lower, upper = (summed(part) for part in zip(*halves, strict=True))
         upper = None if upper is None else upper + ((lower or 0) >> 32)
         return [None if half is None else half & ALL for half in (lower, upper)]
-    moves = x.name == "IMAD" and x.width == 1 and [*map(str, given[:2])] == ["RZ", "RZ"]
+    moves = x.name == "IMAD" and x.width == 1 and given[:2] == ["RZ", "RZ"]
     if moves or x.name in ("UIADD3", "IADD3"):
         total = summed([value(state, o) for o in given])
         return [None if total is None else total & ALL]

@@ -21,6 +21,7 @@ import torch
 from triton import knobs
 
 from tests.ops.triton_backend.launches import COMPILE, Case, run
+from tests.ops.triton_backend.sass import Code
 
 
 class Card(NamedTuple):
@@ -101,38 +102,15 @@ def carried_sums(kernel: Any) -> int:
     return sum(flows(operands[2]) for op, operands in made.values() if op == "tt.dot")
 
 
-class Code:
-    """A kernel's instructions as blocks that run from end to end, and where these lead."""
+class Paths:
+    """The ways through a kernel's instructions, and its loops."""
 
     def __init__(self, text: str) -> None:
-        self.blocks: dict[int, Counter[str]] = {}  # by the first instruction
-        labels: dict[str, int] = {}
-        ends: list[tuple[int, str, bool]] = []  # the instruction after; its target; whether maybe
-        opcodes: list[str] = []
-        for line in text.split("\n.text.", 1)[1].splitlines():
-            if label := re.match(r"(\.L_\w+):", line):
-                labels[label[1]] = len(opcodes)
-            line = re.sub(r"/\*.*?\*/", "", line).strip()
-            if not (found := re.match(r"(@!?\w+ +)?([A-Z][\w.]*)\b(.*);$", line)):
-                continue
-            opcodes.append(found[2])
-            maybe, target = found[1] is not None, re.search(r"(\.L_\w+)", found[3])
-            if found[2].split(".")[0] in ("BRA", "UBRA") and target:
-                maybe |= bool(re.search(r"\.(U|DIV|CONV)\b", found[2]) or "P" in found[3][:5])
-                ends.append((len(opcodes), target[1], maybe))
-            elif found[2] == "EXIT" and not maybe:
-                ends.append((len(opcodes), "", False))
-        firsts = sorted({0, *labels.values(), *(at for at, _, _ in ends)} - {len(opcodes)})
-        self.graph = networkx.DiGraph()
-        for first, stop in zip(firsts, [*firsts[1:], len(opcodes)], strict=True):
-            self.blocks[first] = Counter(opcodes[first:stop])
-            self.graph.add_node(first)
-            target, maybe = next(((to, m) for at, to, m in ends if at == stop), ("", True))
-            if target and labels[target] in (*firsts,):
-                self.graph.add_edge(first, labels[target])
-            if maybe and stop < len(opcodes):
-                self.graph.add_edge(first, stop)
-        self.graph = self.graph.subgraph(networkx.descendants(self.graph, 0) | {0})
+        code = Code(text)
+        self.graph = code.graph
+        self.blocks = {
+            first: Counter(x.opcode for x in block) for first, block in code.blocks.items()
+        }
         above = networkx.immediate_dominators(self.graph, 0)
 
         def dominates(a: int, b: int) -> bool:
@@ -206,8 +184,8 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, kernel_name: str, kernel: Any) -> Work:
-        code = Code(disassembled(kernel, "-c"))
-        counts = code.path([TRIPS.get(kernel_name, 1)], kernel_name not in WALKS)
+        paths = Paths(disassembled(kernel, "-c"))
+        counts = paths.path([TRIPS.get(kernel_name, 1)], kernel_name not in WALKS)
 
         def count(*starts: str) -> int:
             return sum(n for opcode, n in counts.items() if opcode.startswith(starts))

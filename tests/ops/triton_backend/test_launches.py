@@ -91,6 +91,8 @@ def most_stack(
         return 1024 if single else 256
     if kernel in BY_CHUNK and beside:
         return 640 if single else 96
+    if kernel in BY_CHUNK and uneven and not single:
+        return 160
     if kernel in BY_CHUNK:
         return (32 if L <= 32 else 256 if L <= 128 else 640) if single else 0 if L <= 64 else 96
     if kernel == "segment_sums":
@@ -316,7 +318,7 @@ def test_a_step_of_decoding(dtype, L, K, D, plain):
 
 
 def test_few_configurations_whatever_the_length():
-    """Ten by chunk, for two sizes of element; ten walks at most for each dtype."""
+    """Ten by chunk, for two sizes of element; eight walks at most for each dtype."""
     every = range(1, launch.MOST_LATENTS + 1)
     chosen = {launch.by_chunk(L, dtype) for L in every for dtype in DTYPES}
     assert len(chosen) == len(DTYPES) * len(LATENTS)
@@ -325,7 +327,7 @@ def test_few_configurations_whatever_the_length():
         reached = {launch.walking(L, D, dtype) for L, D in REACHED}
         widths = (1, 5, 72, 200, *range(16, launch.WIDEST_VALUE + 1, 16))
         assert reached == {launch.walking(L, D, dtype) for L in every for D in widths}
-        assert len(reached) <= 10
+        assert len(reached) <= 8
         for table in (launch.BY_CHUNK, launch.WALKS, launch.MACCHIATO):
             assert tuple(table[dtype]) == LATENTS
         assert all(tuple(table) == LATENTS for table in launch.WINDOW[dtype])

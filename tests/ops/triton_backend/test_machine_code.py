@@ -16,7 +16,7 @@ from benchmarks.records import FLOORS, read_rows  # noqa: E402
 from latte.ops.triton_backend import launch  # noqa: E402
 from tests.ops.triton_backend.descriptors import unproven  # noqa: E402
 from tests.ops.triton_backend.launches import BF16, Case  # noqa: E402
-from tests.ops.triton_backend.machine_code import CARDS, Code, analyse  # noqa: E402
+from tests.ops.triton_backend.machine_code import CARDS, Paths, analyse  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -44,14 +44,13 @@ CODE = """
 
 def test_the_path_that_is_counted():
     """Through the main loop once, by way of the products; the other branch is for rare tokens."""
-    found = Code(CODE).path([1], whole=False)
+    found = Paths(CODE).path([1], whole=False)
     assert found == {"MUFU.EX2": 1, "BRA": 2, "HGMMA.64x32x16.F32.BF16": 1, "FMUL": 1}
-    assert Code(CODE).path([1], whole=True).total() == 5 + 2
+    assert Paths(CODE).path([1], whole=True).total() == 5 + 2
 
 
 PRODUCTS = """
         /*0000*/                   ULDC UR20, c[0x0][0x28] ;
-        /*0010*/                   UMOV UR12, URZ ;
         /*0020*/                   UMOV UR5, 0x40000040 ;
         /*0030*/                   IMAD.U32 R8, RZ, RZ, UR5 ;
 {set_before}

@@ -253,10 +253,11 @@ def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByCh
     """
     BL = padded(L)
     C, BD, warps, warps_back = BY_CHUNK[dtype][BL]
-    if dtype == torch.float32 and (K > 128 or BL == 16 and K == 1):
-        # 64 wide keys and queries do not fit into registers, nor into most cards. Without a window
-        # a product over 16 latents reads at an address that was never computed, as in `walking`;
-        # with 32 tokens it is of another kind.
+    # Without a window, a product over 16 latents reads at an address that was never computed, as in
+    # `walking`. With 32 tokens it is of another kind.
+    unsafe = BL == 16 and K == 1 and warpgroups(card)
+    if dtype == torch.float32 and (K > 128 or unsafe):
+        # 64 wide keys and queries do not fit into registers, nor into most cards.
         C = min(C, 32)
     largest = dtype == torch.float32 and BL == 256
     stages = 3 if shared_memory(card) > 200_000 else 1 if little_room(card) and largest else 2
