@@ -189,19 +189,29 @@ class GatedSlotAttention(Mixer):
 
     def _project(self, piece: Piece) -> Projected:
         """q, k (B, T, H, K), v and the log-decay, in at least fp32, for all query heads."""
-        maps = self.q_proj, self.k_proj, self.v_proj, self.decay_proj
-        q, k, v, decay = (project(piece.x) for project in maps)
+        maps = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (project(piece.x) for project in maps)
         wide = torch.promote_types(q.dtype, torch.float32)
-        q = F.silu(self._heads(q.to(wide), self.num_heads))
-        k, v, decay = (self._shared(x.to(wide)) for x in (k, v, decay))
+        q = self._heads(q.to(wide), self.num_heads)
+        q, k = self._features(q, self._heads(k.to(wide), self.num_key_value_heads))
+        v = F.silu(self._heads(v.to(wide), self.num_key_value_heads))
         # Padding keeps what the slots hold.
-        decay = (F.logsigmoid(decay) / DAMPING).masked_fill(~piece.real[..., None, None], 0.0)
-        return Projected(F.silu(v), log_decay=decay, features=(q, F.silu(k)))
+        decay = self._log_decay(piece.x, wide).masked_fill(~piece.real[..., None, None], 0.0)
+        k, v, decay = (self._shared(x) for x in (k, v, decay))
+        return Projected(v, log_decay=decay, features=(q, k))
 
-    def _shared(self, flat: Tensor) -> Tensor:
-        """The part of each query head, (B, T, H, ...), from that of the key/value heads."""
-        heads = self._heads(flat, self.num_key_value_heads)
-        return heads.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
+    def _features(self, q_BTHK: Tensor, k_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and keys that slots are read and written by."""
+        return F.silu(q_BTHK), F.silu(k_BTGK)
+
+    def _log_decay(self, x_BTE: Tensor, wide: torch.dtype) -> Tensor:
+        """The log-decay of each slot, (B, T, G, M), of dtype ``wide``."""
+        decay = self._heads(self.decay_proj(x_BTE).to(wide), self.num_key_value_heads)
+        return F.logsigmoid(decay) / DAMPING
+
+    def _shared(self, heads_BTGW: Tensor) -> Tensor:
+        """The part of each query head, (B, T, H, W), from that of the key/value heads."""
+        return heads_BTGW.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         assert projected.features is not None and projected.log_decay is not None

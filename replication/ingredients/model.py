@@ -1,7 +1,7 @@
 """Models of :class:`TrialMixer`: their configuration and blocks, and the name `trial`.
 
-The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`, or
-`gsa`, whose blocks have gated slot attention as their mixer.
+The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`, or `gsa`
+or `raven`, whose blocks have gated slot attention or Raven as their mixer.
 """
 
 from dataclasses import fields
@@ -22,6 +22,7 @@ from latte.models.registry import (
 )
 from replication.ingredients.gsa import GatedSlotAttention
 from replication.ingredients.mixer import TrialMixer
+from replication.ingredients.raven import Raven
 
 BASE = "latte-conv-swa-f++"  # the preset without any part
 SIZE_FIELDS = (
@@ -115,3 +116,5 @@ register_mixer("trial", TrialMixer)
 register_model(Trial("trial", TrialConfig.model_type))
 register_mixer("gsa", GatedSlotAttention)
 register_preset("gsa", mixer="gsa", latent_input="none", position="none")
+register_mixer("raven", Raven)
+register_preset("raven", mixer="raven", latent_input="none", position="none")
