@@ -26,6 +26,7 @@ PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "flash-li
 VARIABLES = {
     "native": ("LATTE_NATIVE", "LATTE_CACHE", "CXX", "CXXFLAGS", "LDFLAGS"),
     "backends": ("LATTE_BACKEND", "TRITON_INTERPRET"),
+    "gpu": ("TRITON_PTXAS_PATH",),
     "threads": ("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
     "malloc": ("LATTE_KEEP_MEMORY", "LD_PRELOAD", "MALLOC_ARENA_MAX"),
 }
@@ -227,7 +228,10 @@ def _gpu() -> Section:
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         capability = f"compute capability {properties.major}.{properties.minor}"
         found[f"device {number}"] = f"{properties.name}, {memory}, {capability}"
-    from latte.ops.triton_backend.launch import triton_mode
+    from latte.ops.triton_backend.launch import assembler, old_assembler, triton_mode
 
     found["triton"] = triton_mode()
+    found["ptxas"] = assembler()
+    if old_assembler():
+        found["ptxas"] += ": on an H100 expected 12.9 or newer (docs/gpu.md)"
     return found

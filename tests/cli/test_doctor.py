@@ -39,8 +39,13 @@ def test_it_tells_versions_threads_malloc_and_gpu(found: dict[str, Any]) -> None
     assert found["threads"]["PyTorch"] == torch.get_num_threads()
     assert found["malloc"]["keeps freed memory"] is False  # LATTE_KEEP_MEMORY=0 of these tests
     assert found["malloc"]["LATTE_KEEP_MEMORY"] == "0"
-    assert found["gpu"]["available"] is torch.cuda.is_available()
+    assert found["gpu"]["available"] is torch.cuda.is_available() and "ptxas" in found["gpu"]
     assert not [name for name, section in found.items() if "error" in section]
+
+
+def test_it_tells_that_the_assembler_is_old(monkeypatch: Any) -> None:
+    monkeypatch.setattr("latte.ops.triton_backend.launch.assembler", lambda: "12.8")
+    assert doctor.report()["gpu"]["ptxas"].startswith("12.8: on an H100 expected 12.9 or newer")
 
 
 def test_it_tells_which_backend_serves(found: dict[str, Any]) -> None:

@@ -293,6 +293,9 @@ COMMON = [
     Case("macchiato", BF16, "plain", cut=True),
     Case("macchiato", BF16, softcap=20.0, causal=False),
     Case("macchiato", BF16, "state", L=16, heads=(9, 3), sinks=4, delay=True, joint=True),
+    Case("macchiato", BF16, "plain", L=16, D=96, causal=False),  # products over 16 latents
+    Case("macchiato", FP32, "plain", L=3, D=5, causal=False),
+    Case("window", BF16, "plain", D=256, sinks=4),  # Gemma's width of a head
     Case("window", BF16, softcap=20.0),
     Case("window", BF16, "plain", L=1, D=64, one=True),
     Case("recurrent", BF16, D=48, cut=True),
@@ -335,7 +338,7 @@ def rare() -> Iterator[Case]:
         yield Case("latte", dtype, L=31, D=63, strided=True)
         far = {"sinks": 4, "delay": True, "joint": True}
         for L in LATENTS:
-            for D in (64, 128):
+            for D in (64, 128, 256):
                 yield Case("macchiato", dtype, L=L, D=D, softcap=20.0, **far)
         yield Case("macchiato", dtype, "plain", L=3, D=5, cut=True, **far)
         yield Case("macchiato", dtype, "state", L=16, D=96, cut=True, **far)
@@ -345,6 +348,8 @@ def rare() -> Iterator[Case]:
         for D in (64, 128, 256):
             yield Case("window", dtype, D=D, softcap=20.0)
             yield Case("window", dtype, D=D, softcap=20.0, sinks=4)
+        for D in (80, 256):
+            yield Case("macchiato", dtype, "plain", L=16, D=D, causal=False)
         yield Case("window", dtype, "plain")
     yield Case("latte", BF16, "plain", cut=True)
     yield Case("latte", BF16, "plain", L=1, D=1, cut=True, one=True)

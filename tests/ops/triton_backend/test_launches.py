@@ -8,7 +8,9 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, L latents, K, D wid
 from __future__ import annotations
 
 import os
+import re
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from latte.ops import (  # noqa: E402
     WindowState,
     latte_attention,
     macchiato_attention,
+    notices,  # noqa: E402
 )
 from latte.ops.triton_backend import launch  # noqa: E402
 from tests.ops.triton_backend.descriptors import unproven  # noqa: E402
@@ -339,6 +342,27 @@ def test_few_configurations_whatever_the_length():
         for dtype in DTYPES
     }
     assert len(chosen) == 27  # twelve of them for widths that are no multiple of 16
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("12.8", True), ("12.8.93", True), ("12.9", False), ("13.1", False), (None, False)],
+)
+def test_an_old_assembler_is_named_once_on_hopper(monkeypatch, version, old):
+    monkeypatch.setattr(launch, "assembler", lambda: version)
+    monkeypatch.setattr(notices, "_given", set())
+    hopper, cuda = launch.HOPPER, torch.device("cuda")
+    for card, device in [(hopper, cuda), (hopper, cuda), (80, cuda), (hopper, torch.device("cpu"))]:
+        monkeypatch.setattr(launch, "capability", lambda device, card=card: card)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            launch.warn_of_assembler.__wrapped__(device)
+        assert [f"ptxas {version}" in str(w.message) for w in caught] == [True] * old
+        old = False  # told once, and nowhere but on Hopper
+
+
+def test_triton_says_which_assembler_it_uses():
+    assert re.fullmatch(r"\d+\.\d+", launch.assembler())
 
 
 def main(part: str = "") -> None:

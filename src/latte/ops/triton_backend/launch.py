@@ -11,16 +11,21 @@ Shape suffixes: B batch, T tokens, H heads, L latents, K key width, D value widt
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from latte.ops.notices import warn_once
 
 MOST_LATENTS = 256
 WIDEST_VALUE = 512
 WIDEST_KEY = 256  # of a window
 HOPPER = 90  # compute capability 9.0, for which the tables were made
 OLDEST = 80  # oldest card with bf16 products and asynchronous copies
+OLDEST_ASSEMBLER = (12, 9)  # oldest ptxas without the defect that `warn_of_assembler` is about
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The format to which the factors of products are rounded: NARROW if one of them has the inputs'
@@ -289,20 +294,37 @@ def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: boo
 
 
 def window_tiles(
-    L: int, K: int, D: int, dtype: torch.dtype, card: int = HOPPER, sinks: bool = False
+    L: int,
+    K: int,
+    D: int,
+    dtype: torch.dtype,
+    card: int = HOPPER,
+    sinks: bool = False,
+    mixed: bool = False,
 ) -> WindowTiles:
-    """The tiles of the window's kernels; they do not depend on the window."""
-    table = WINDOW if warpgroups(card) else WINDOW_ELSEWHERE
-    tiles = WindowTiles(*table[dtype][max(K, D) > 64][padded(L)])
-    if sinks and dtype == torch.float32:
-        # With eight warps a product reads at an address that was never computed, as in `walking`.
+    """The tiles of the window's kernels; they do not depend on the window.
+
+    ``mixed``: the forward kernel adds bidirectional latents.
+    """
+    groups, widest = warpgroups(card), max(K, D)
+    table = WINDOW if groups else WINDOW_ELSEWHERE
+    tiles = WindowTiles(*table[dtype][widest > 64][padded(L)])
+    # Otherwise a product reads at an address that was never computed, as in `walking`: one over 16
+    # latents or over the sinks, by eight warps.
+    single = dtype == torch.float32
+    few = mixed and padded(L) == 16 and (single or dtype == torch.bfloat16 and widest > 64)
+    careful = groups and single and sinks
+    if groups and few or careful:
         tiles = tiles._replace(warps=4)
+    if groups and dtype == torch.bfloat16 and widest > 128 and sinks:
+        tiles = tiles._replace(stages_back=2)
     if little_room(card) and K > 128:
         tiles = tiles._replace(stages=2)
     if K % 16 == D % 16 == 0:
         return tiles
     # Every element then has an address. Four warps, or wide tiles, lack the registers for these.
-    return tiles._replace(BX=min(tiles.BX, 32 if max(K, D) > 64 else 64), warps_back=8)
+    BX, warps_back = min(tiles.BX, 32 if widest > 64 else 64), 4 if careful else 8
+    return tiles._replace(BX=BX, warps_back=warps_back)
 
 
 def macchiato_tiles(L: int, dtype: torch.dtype) -> MacchiatoTiles:
@@ -365,6 +387,33 @@ def triton_mode() -> str:
     except ImportError:
         return "missing"
     return "interpreter" if knobs.runtime.interpret else "compiler"
+
+
+def assembler() -> str | None:
+    """Version of the ptxas that Triton uses for Hopper, such as "12.8"; None if there is none."""
+    try:
+        from triton import knobs
+
+        return str(knobs.nvidia.ptxas.version)
+    except (ImportError, RuntimeError):
+        return None
+
+
+def old_assembler() -> bool:
+    """Whether :func:`assembler` may make products that read at an address never computed."""
+    numbers = re.findall(r"\d+", assembler() or "")
+    return bool(numbers) and tuple(map(int, numbers[:2])) < OLDEST_ASSEMBLER
+
+
+@functools.cache
+def warn_of_assembler(device: torch.device) -> None:
+    """Warn once if kernels with products are launched on Hopper, and the assembler is old."""
+    if device.type == "cuda" and capability(device) == HOPPER and old_assembler():
+        warn_once(
+            f"Triton assembles kernels with ptxas {assembler()}, and before 12.9 some products on "
+            "this GPU may read at a wrong address: Latte avoids the known ones; set "
+            "TRITON_PTXAS_PATH to a newer ptxas (docs/gpu.md)"
+        )
 
 
 def rounding(product: str) -> str:

@@ -34,6 +34,7 @@ from latte.ops.triton_backend.launch import (
     padded,
     rounding,
     walking,
+    warn_of_assembler,
 )
 from latte.ops.triton_backend.tiles import (
     REACH,
@@ -161,6 +162,7 @@ class Launcher:
     def __init__(self, q: Tensor, D: int, parts: Parts) -> None:
         _, self.T, self.H, self.L = q.shape
         self.D, self.device, self.parts = D, q.device, parts
+        warn_of_assembler(q.device)
 
     def warps_back(self, chosen: int) -> int:
         """Number of warps of the backward kernels. Four lack registers for some D."""

@@ -195,8 +195,8 @@ class WindowLauncher(ChunkLauncher):
         self.K, self.G = w.k.shape[-1], w.k.shape[2]
         super().__init__(q[..., :1] if latents is None else latents, w.v.shape[-1], cu, self.K)
         self.R = self.H // self.G
-        card, sinks = capability(q.device), w.sinks is not None
-        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype, card, sinks)
+        card, sinks, mixed = capability(q.device), w.sinks is not None, latents is not None
+        self.tiles = window_tiles(self.L, self.K, self.D, q.dtype, card, sinks, mixed)
         self.window = w
 
     def by_tile(
