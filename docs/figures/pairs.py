@@ -163,7 +163,7 @@ def all_rows() -> list[dict[str, str]]:
         *rows_of(
             "past, equal parameters",
             past,
-            [(NARROW, name) for name in ("swa++", "transformer++", "griffin")],
+            [(NARROW, name) for name in ("swa++", "transformer++", "griffin", "mamba2")],
             past_parts,
             "%",
         ),
