@@ -91,7 +91,7 @@ def most_stack(
     if kernel in SCANS:
         return 32
     if kernel in BY_CHUNK and uneven and L > 128:
-        return 1024 if single else 256
+        return 1024 if single else 336
     if kernel in BY_CHUNK and beside:
         return 640 if single else 96
     if kernel in BY_CHUNK and uneven and not single:
@@ -113,10 +113,10 @@ def most_stack(
         if dtype != BF16:
             return 1600 if kernel == WINDOW[0] and D > 128 else 640
         if uneven and beside:
-            return 336
+            return 392
         # Four warps and two blocks at a time: half the instructions, for a little stack.
-        least = 88 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
-        return 192 if D > 64 else 112 if L > 32 else 64 if uneven else least
+        least = 104 if kernel in (WINDOW[2], EARLIER) else 16 if beside else 0
+        return 200 if D > 64 else 112 if L > 32 else 64 if uneven else least
     if kernel == "step":
         return 8
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION), kernel

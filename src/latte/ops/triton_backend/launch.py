@@ -311,19 +311,19 @@ def window_tiles(
     tiles = WindowTiles(*table[dtype][widest > 64][padded(L)])
     # Otherwise a product reads at an address that was never computed, as in `walking`: one over 16
     # latents or over the sinks, by eight warps.
-    single = dtype == torch.float32
-    few = mixed and padded(L) == 16 and (single or dtype == torch.bfloat16 and widest > 64)
-    careful = groups and single and sinks
-    if groups and few or careful:
+    single, half = dtype == torch.float32, dtype == torch.bfloat16
+    few_latents = groups and mixed and padded(L) == 16 and (single or half and widest > 64)
+    single_sinks = groups and single and sinks
+    if few_latents or single_sinks:
         tiles = tiles._replace(warps=4)
-    if groups and dtype == torch.bfloat16 and widest > 128 and sinks:
+    if groups and half and sinks and widest > 128:
         tiles = tiles._replace(stages_back=2)
     if little_room(card) and K > 128:
         tiles = tiles._replace(stages=2)
     if K % 16 == D % 16 == 0:
         return tiles
     # Every element then has an address. Four warps, or wide tiles, lack the registers for these.
-    BX, warps_back = min(tiles.BX, 32 if widest > 64 else 64), 4 if careful else 8
+    BX, warps_back = min(tiles.BX, 32 if widest > 64 else 64), 4 if single_sinks else 8
     return tiles._replace(BX=BX, warps_back=warps_back)
 
 
@@ -395,7 +395,7 @@ def assembler() -> str | None:
         from triton import knobs
 
         return str(knobs.nvidia.ptxas.version)
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, AttributeError):
         return None
 
 
@@ -408,7 +408,8 @@ def old_assembler() -> bool:
 @functools.cache
 def warn_of_assembler(device: torch.device) -> None:
     """Warn once if kernels with products are launched on Hopper, and the assembler is old."""
-    if device.type == "cuda" and capability(device) == HOPPER and old_assembler():
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    if nvidia and capability(device) == HOPPER and old_assembler():
         warn_once(
             f"Triton assembles kernels with ptxas {assembler()}, and before 12.9 some products on "
             "this GPU may read at a wrong address: Latte avoids the known ones; set "
