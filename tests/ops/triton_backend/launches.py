@@ -295,6 +295,7 @@ COMMON = [
     Case("macchiato", BF16, "state", L=16, heads=(9, 3), sinks=4, delay=True, joint=True),
     Case("macchiato", BF16, "plain", L=16, D=96, causal=False),  # products over 16 latents
     Case("macchiato", FP32, "plain", L=3, D=5, causal=False),
+    Case("macchiato", BF16, "plain", D=128, forgets=True),
     Case("window", BF16, "plain", D=256, sinks=4),  # Gemma's width of a head
     Case("window", BF16, softcap=20.0),
     Case("window", BF16, "plain", L=1, D=64, one=True),
@@ -334,7 +335,8 @@ def rare() -> Iterator[Case]:
         for L, D in REACHED:
             yield Case("latte", dtype, L=L, D=D, cut=True, forgets=True)
         for L in LATENTS:
-            yield Case("macchiato", dtype, L=L, cut=True, softcap=20.0, forgets=True)
+            for D in (64, 128):
+                yield Case("macchiato", dtype, L=L, D=D, cut=True, softcap=20.0, forgets=True)
         yield Case("latte", dtype, L=31, D=63, strided=True)
         far = {"sinks": 4, "delay": True, "joint": True}
         for L in LATENTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from latte.ops.triton_backend import segments
+from latte.ops.triton_backend import launch, segments
 from tests.ops.helpers import relative_error
 from tests.ops.opdb import BF16
 from tests.ops.triton_backend.kernel_helpers import kernels
@@ -59,3 +59,18 @@ def test_products_in_bf16_keep_the_decays_digits():
         assert relative_error(got[i], want[i]) <= 2 * relative_error(plain[i], want[i])
     assert relative_error(got[7], want[7]) < 5e-3  # of dk in bf16, each of which it sums
     assert (got[1] - want[1]).abs().max() < 2e-3  # log-masses
+
+
+def test_wide_heads_beside_a_window_in_bf16(monkeypatch):
+    """Chunks of 32 tokens: those of 64 have products that an old assembler gets wrong."""
+    monkeypatch.setattr(segments, "SHORTEST", 1)
+    assert launch.walking(4, 72, BF16, forgets=True, K=8).C == 32
+    assert launch.walking(4, 72, BF16, forgets=True).C == 64
+    bench = kernels("macchiato-forgetting", D=72)._replace(dtype=BF16)
+    *low, g = bench.inputs(1, 100)
+    inputs, options = [*low, g.float()], {"output_final_state": True}
+    got = bench.results(inputs, **options)
+    plain = bench.judge(BF16).results(inputs, **options)
+    want = bench.judge().results([x.double() for x in inputs], **options)
+    for mine, low_precision, exact in zip(got, plain, want, strict=True):
+        assert relative_error(mine, exact) <= 2 * relative_error(low_precision, exact) + 5e-3

@@ -269,12 +269,18 @@ def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByCh
     return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
 
 
-def walking(L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: bool = False) -> Walk:
-    """The one configuration of the walks for these sizes."""
+def walking(
+    L: int, D: int, dtype: torch.dtype, card: int = HOPPER, forgets: bool = False, K: int = 0
+) -> Walk:
+    """The one configuration of the walks for these sizes.
+
+    ``K`` is the width of a window's keys, beside the latents; 0 without a window.
+    """
     BL = padded(L)
     # With latents that forget, Triton 3.7.1 cannot compile to B200's products, which take 64
-    # tokens.
-    elsewhere = not warpgroups(card) or forgets and card > HOPPER
+    # tokens. On Hopper the defect below is in all of them beside a window with wide heads.
+    wide = K > 0 and max(K, D) > 64
+    elsewhere = not warpgroups(card) or forgets and (card > HOPPER or wide)
     # ptxas 12.8 (Triton 3.6 and 3.7.1) lets some of Hopper's products read a factor at an address
     # that it never computed: tests/ops/triton_backend/descriptors.py finds them. So one latent
     # alone is computed without such products, and rows that cannot be loaded ahead without wide

@@ -104,16 +104,16 @@ ALL = tl.constexpr(1.0e38)
 
 
 def saved_states(
-    latent_k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool, causal: bool
+    latent_k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool, causal: bool, K: int
 ) -> Between:
     """Empty buffers of :func:`between_segments`; if bidirectional, only the final (top, mass).
 
     The last one is empty if latents do not forget, because the number of an op's outputs is fixed.
     """
     if causal and forgets:
-        return between_segments(latent_k, D, cu_seqlens, forgets)
+        return between_segments(latent_k, D, cu_seqlens, forgets, K)
     if causal:
-        found = between_segments(latent_k, D, cu_seqlens)
+        found = between_segments(latent_k, D, cu_seqlens, K=K)
     else:
         found = state_buffers(latent_k, D, 0, count_sequences(latent_k.shape[0], cu_seqlens))
     return *found, found[0].new_empty(0)
@@ -133,7 +133,8 @@ def logit_found(x: Macchiato) -> bool:
 
 def walker_of(x: Macchiato) -> Walker:
     """The latents' walks."""
-    return Walker(x.latent_k, x.v.shape[-1], x.cu_seqlens, x.log_decay is not None)
+    K, D = x.q.shape[-1], x.v.shape[-1]
+    return Walker(x.latent_k, D, x.cu_seqlens, x.log_decay is not None, K)
 
 
 def token_numbers(x: Macchiato) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def forward(x: Macchiato) -> tuple[Tensor, ...]:
     walker, R = walker_of(x), x.q.shape[2] // x.v.shape[2]
     lq, q = x.latent_q[..., 1:], unit_stride(x.q)
     if not x.causal:
-        states = saved_states(latent_k, D, x.cu_seqlens, False, False)
+        states = saved_states(latent_k, D, x.cu_seqlens, False, False, q.shape[-1])
         whole = (contiguous(*earlier), (None, None, None), (*states[3:5], *finals), R)
         scan_segments(walker, latent_k, w.v, w.mask, *whole)
         WindowLauncher(q, latent_k, w, x.cu_seqlens).outputs(q, lq, finals[1], out, gate)
@@ -196,7 +197,8 @@ def fake(x: Macchiato) -> tuple[Tensor, ...]:
     D = x.v.shape[-1]
     finals = final_buffers(x.latent_k, x.v, x.cu_seqlens)
     out = x.q.new_empty((*x.q.shape[:3], D))
-    states = saved_states(x.latent_k, D, x.cu_seqlens, x.log_decay is not None, x.causal)
+    forgets, K = x.log_decay is not None, x.q.shape[-1]
+    states = saved_states(x.latent_k, D, x.cu_seqlens, forgets, x.causal, K)
     return out, *finals, *token_numbers(x), *states
 
 

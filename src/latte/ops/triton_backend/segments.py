@@ -214,9 +214,11 @@ class ChunkLauncher(Launcher):
 class Walker(Launcher):
     """Launches the walks, and the scans over their segments."""
 
-    def __init__(self, q: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool = False) -> None:
+    def __init__(
+        self, q: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool = False, K: int = 0
+    ) -> None:
         B, T, _, L = q.shape
-        self.walk = walking(L, D, q.dtype, capability(q.device), forgets)
+        self.walk, self.K = walking(L, D, q.dtype, capability(q.device), forgets, K), K
         self.length = length_for(q, D, self.walk, cu_seqlens)
         self.cut = self.length < T  # whether a sequence may have more than one segment
         super().__init__(q, D, Parts.of(B, T, self.length, cu_seqlens, at_least=1))
@@ -275,15 +277,16 @@ def decays(log_decay: Tensor | None) -> dict[str, Any]:
 
 
 def between_segments(
-    k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool = False
+    k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool = False, K: int = 0
 ) -> Between:
     """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
 
     They have no entries if no sequence is cut, because they are not needed then. Only shapes are
-    read. ``forgets`` adds one more, (M, H, L), for the total log-decay of each segment.
+    read. ``forgets`` adds one more, (M, H, L), for the total log-decay of each segment. ``K`` is
+    that of :func:`latte.ops.triton_backend.launch.walking`.
     """
     B, T = k.shape[:2]
-    walk = walking(k.shape[-1], D, k.dtype, capability(k.device), forgets)
+    walk = walking(k.shape[-1], D, k.dtype, capability(k.device), forgets, K)
     length = length_for(k, D, walk, cu_seqlens)
     M, N = 0, 0
     if length < T:
@@ -319,7 +322,7 @@ def states_before(
 
     ``earlier`` is the initial state. ``R`` heads share one head of the values.
     """
-    between = between_segments(k, run.D, cu_seqlens, log_decay is not None)
+    between = between_segments(k, run.D, cu_seqlens, log_decay is not None, run.K)
     initial = contiguous(*earlier)
     if not run.cut:
         return between, (None, None, None, *initial), finals
