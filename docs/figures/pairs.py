@@ -133,7 +133,7 @@ def all_rows() -> list[dict[str, str]]:
     text = read("lra_text_scratch.csv", "model", "test_accuracy")
     others = [name for name, part in ablation if part == "256"]
     past_parts = ("1024", "1024: 0 to 63", "1024: 64 to 255", "1024: 256 to 1023", "4096")
-    lra = ("latte++", "latte-r++", "latte-r-swa++", "swa++", "transformer++")
+    lra = ("r-swa++", "latte++", "latte-r++", "latte-r-swa++", "swa++", "transformer++")
     return [
         *rows_of("claims", ablation, CLAIMS, ["256"], "perplexity"),
         *rows_of(
@@ -171,14 +171,14 @@ def all_rows() -> list[dict[str, str]]:
         *rows_of(
             "listops",
             listops,
-            itertools.combinations(("r-swa++", *lra), 2),
+            itertools.combinations(lra, 2),
             ["all"],
             "accuracy",
         ),
         *rows_of(
             "text",
             text,
-            itertools.combinations(("r-swa++", *lra), 2),
+            itertools.combinations(lra, 2),
             ["all"],
             "accuracy",
         ),

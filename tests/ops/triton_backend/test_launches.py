@@ -24,7 +24,7 @@ from latte.ops import (  # noqa: E402
     WindowState,
     latte_attention,
     macchiato_attention,
-    notices,  # noqa: E402
+    notices,
 )
 from latte.ops.triton_backend import launch  # noqa: E402
 from tests.ops.triton_backend.descriptors import unproven  # noqa: E402

@@ -103,19 +103,19 @@ from latte.ops.triton_backend.window import (
 ALL = tl.constexpr(1.0e38)
 
 
-def saved_states(
-    latent_k: Tensor, D: int, cu_seqlens: Tensor | None, forgets: bool, causal: bool, K: int
-) -> Between:
+def saved_states(x: Macchiato) -> Between:
     """Empty buffers of :func:`between_segments`; if bidirectional, only the final (top, mass).
 
     The last one is empty if latents do not forget, because the number of an op's outputs is fixed.
     """
-    if causal and forgets:
-        return between_segments(latent_k, D, cu_seqlens, forgets, K)
-    if causal:
-        found = between_segments(latent_k, D, cu_seqlens, K=K)
+    k, cu_seqlens, D = x.latent_k, x.cu_seqlens, x.v.shape[-1]
+    if not x.causal:
+        found = state_buffers(k, D, 0, count_sequences(k.shape[0], cu_seqlens))
     else:
-        found = state_buffers(latent_k, D, 0, count_sequences(latent_k.shape[0], cu_seqlens))
+        forgets = x.log_decay is not None
+        found = between_segments(k, D, cu_seqlens, forgets, x.q.shape[-1])
+        if forgets:
+            return found
     return *found, found[0].new_empty(0)
 
 
@@ -151,7 +151,7 @@ def forward(x: Macchiato) -> tuple[Tensor, ...]:
     walker, R = walker_of(x), x.q.shape[2] // x.v.shape[2]
     lq, q = x.latent_q[..., 1:], unit_stride(x.q)
     if not x.causal:
-        states = saved_states(latent_k, D, x.cu_seqlens, False, False, q.shape[-1])
+        states = saved_states(x)
         whole = (contiguous(*earlier), (None, None, None), (*states[3:5], *finals), R)
         scan_segments(walker, latent_k, w.v, w.mask, *whole)
         WindowLauncher(q, latent_k, w, x.cu_seqlens).outputs(q, lq, finals[1], out, gate)
@@ -197,9 +197,7 @@ def fake(x: Macchiato) -> tuple[Tensor, ...]:
     D = x.v.shape[-1]
     finals = final_buffers(x.latent_k, x.v, x.cu_seqlens)
     out = x.q.new_empty((*x.q.shape[:3], D))
-    forgets, K = x.log_decay is not None, x.q.shape[-1]
-    states = saved_states(x.latent_k, D, x.cu_seqlens, forgets, x.causal, K)
-    return out, *finals, *token_numbers(x), *states
+    return out, *finals, *token_numbers(x), *saved_states(x)
 
 
 def backward(
