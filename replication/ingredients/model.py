@@ -1,7 +1,8 @@
 """Models of :class:`TrialMixer`: their configuration and blocks, and the name `trial`.
 
 The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`, or `gsa`
-or `raven`, whose blocks have gated slot attention or Raven as their mixer.
+or `raven`, whose blocks have gated slot attention or Raven as their mixer. Some layers of a
+trial can be Griffin's recurrent blocks.
 """
 
 from dataclasses import fields
@@ -21,6 +22,7 @@ from latte.models.registry import (
     register_preset,
 )
 from replication.ingredients.gsa import GatedSlotAttention
+from replication.ingredients.hybrid import RecurrentBlock
 from replication.ingredients.mixer import TrialMixer
 from replication.ingredients.raven import Raven
 
@@ -40,6 +42,7 @@ class TrialConfig(LatteConfig):
             one_softmax: Arguments of :class:`TrialMixer`.
         half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
             layers and long in the last ones (:func:`layer_half_lives`).
+        recurrent_layers: Indices of the layers whose mixer is Griffin's recurrent block.
 
     Raises:
         LatteError: The errors of LatteConfig.
@@ -59,6 +62,16 @@ class TrialConfig(LatteConfig):
     output_norm: bool = False
     one_softmax: bool = False
     half_lives_by_layer: bool = False
+    recurrent_layers: list[int] | tuple[int, ...] = ()
+
+    def check_options(self) -> None:
+        super().check_options()
+        layers = self.recurrent_layers
+        if len(set(layers)) < len(layers) or not {*layers} <= {*range(self.num_hidden_layers)}:
+            raise ValueError(
+                f"recurrent_layers: expected different layers below {self.num_hidden_layers},"
+                f" got {list(layers)}"
+            )
 
 
 one_line_errors(TrialConfig)
@@ -83,6 +96,11 @@ class TrialModel(LatteModel):
 
     def __init__(self, config: TrialConfig) -> None:
         super().__init__(config)
+        for index in config.recurrent_layers:
+            mixer = RecurrentBlock.from_config(config)
+            mixer.o_proj.writes_residual = True  # type: ignore[assignment]
+            cast(Any, self.layers[index]).mixer = mixer
+        self.post_init()
         if config.half_lives_by_layer:
             for index, layer in enumerate(self.layers):
                 latents = cast(Any, layer).mixer.latents
