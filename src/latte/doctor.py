@@ -228,10 +228,11 @@ def _gpu() -> Section:
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         capability = f"compute capability {properties.major}.{properties.minor}"
         found[f"device {number}"] = f"{properties.name}, {memory}, {capability}"
-    from latte.ops.triton_backend.launch import assembler, old_assembler, triton_mode
+    from latte.ops.triton_backend import launch
 
-    found["triton"] = triton_mode()
-    found["ptxas"] = assembler()
-    if old_assembler():
-        found["ptxas"] += ": on an H100 expected 12.9 or newer (docs/gpu.md)"
+    found["triton"] = launch.triton_mode()
+    found["ptxas"] = launch.assembler()
+    if launch.old_assembler():
+        oldest = launch.OLDEST_ASSEMBLER
+        found["ptxas"] += f": on an H100 expected {oldest} or newer (docs/gpu.md)"
     return found

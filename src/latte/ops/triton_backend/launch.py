@@ -25,7 +25,7 @@ WIDEST_VALUE = 512
 WIDEST_KEY = 256  # of a window
 HOPPER = 90  # compute capability 9.0, for which the tables were made
 OLDEST = 80  # oldest card with bf16 products and asynchronous copies
-OLDEST_ASSEMBLER = (12, 9)  # oldest ptxas without the defect that `warn_of_assembler` is about
+OLDEST_ASSEMBLER = "12.9"  # oldest ptxas without the defect that `warn_of_assembler` is about
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The format to which the factors of products are rounded: NARROW if one of them has the inputs'
@@ -407,8 +407,12 @@ def assembler() -> str | None:
 
 def old_assembler() -> bool:
     """Whether :func:`assembler` may make products that read at an address never computed."""
-    numbers = re.findall(r"\d+", assembler() or "")
-    return bool(numbers) and tuple(map(int, numbers[:2])) < OLDEST_ASSEMBLER
+    found = assembler()
+    return found is not None and _numbers(found) < _numbers(OLDEST_ASSEMBLER)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 @functools.cache
@@ -417,8 +421,8 @@ def warn_of_assembler(device: torch.device) -> None:
     nvidia = device.type == "cuda" and torch.version.hip is None
     if nvidia and capability(device) == HOPPER and old_assembler():
         warn_once(
-            f"Triton assembles kernels with ptxas {assembler()}, and before 12.9 some products on "
-            "this GPU may read at a wrong address: Latte avoids the known ones; set "
+            f"Triton assembles kernels with ptxas {assembler()}, and before {OLDEST_ASSEMBLER} some "
+            "products on this GPU may read at a wrong address: Latte avoids the known ones; set "
             "TRITON_PTXAS_PATH to a newer ptxas (docs/gpu.md)"
         )
 
