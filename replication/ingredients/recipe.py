@@ -56,6 +56,7 @@ class IngredientsRecipe:
     # The rates and seeds of the plan replace its own. The lowest rate stays in proportion.
     training: TrainingSection = field(default_factory=TrainingSection)
     lengths: list[int] = field(default_factory=list)  # of the evaluation; none: the block's
+    max_tokens: int | None = None  # number of held-out tokens scored at the end; None: all
     output_dir: str = "runs/ingredients"
 
     @cached_property
@@ -134,7 +135,9 @@ def make_run(recipe: IngredientsRecipe, name: str, rate: float, seed: int) -> In
         model=ModelSection(preset=recipe.models[name]["preset"], overrides=recipe.overrides[name]),
         data=recipe.data,
         training=replace(section, learning_rate=rate, min_learning_rate=floor, seed=seed),
-        comparison=ComparisonSection(lengths=recipe.lengths or None),
+        comparison=ComparisonSection(
+            lengths=recipe.lengths or None, max_tokens=recipe.max_tokens
+        ),
         output_dir=str(Path(recipe.output_dir, name, f"rate-{rate:g}-seed-{seed}")),
         plugins=[PLUGIN],
     )
