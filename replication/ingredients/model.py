@@ -5,10 +5,14 @@ or `raven`, whose blocks have gated slot attention or Raven as their mixer. Some
 trial can be Griffin's recurrent blocks.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Literal, cast
 
+import torch
 from huggingface_hub.dataclasses import strict
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from latte.errors import LatteError
@@ -43,6 +47,11 @@ class TrialConfig(LatteConfig):
         half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
             layers and long in the last ones (:func:`layer_half_lives`).
         recurrent_layers: Indices of the layers whose mixer is Griffin's recurrent block.
+        small_recurrence: Whether the convolution and gates of those blocks begin as in Griffin.
+        output_range: Standard deviation of the initial output maps of mixers. None: that of every
+            model, ``initializer_range / sqrt(2 * num_hidden_layers)``.
+        mlp_range: Standard deviation of all initial matrices of the MLPs. None: that of every
+            model, ``initializer_range``, and for the output as for those of mixers.
 
     Raises:
         LatteError: The errors of LatteConfig.
@@ -63,6 +72,9 @@ class TrialConfig(LatteConfig):
     one_softmax: bool = False
     half_lives_by_layer: bool = False
     recurrent_layers: list[int] | tuple[int, ...] = ()
+    small_recurrence: bool = False
+    output_range: float | int | None = None
+    mlp_range: float | int | None = None
 
     def check_options(self) -> None:
         super().check_options()
@@ -89,6 +101,20 @@ def layer_half_lives(config: TrialConfig, index: int) -> tuple[float, float]:
     return low * ratio**start, low * ratio ** (start + 0.5)
 
 
+def initial_ranges(config: TrialConfig, layer: Any) -> Iterator[tuple[Tensor, float]]:
+    """The matrices of a block whose standard deviation is another than in every model, and which."""
+    if config.output_range is not None:
+        yield layer.mixer.o_proj.weight, config.output_range
+    if config.mlp_range is not None and layer.mlp is not None:
+        for linear in layer.mlp.children():
+            yield linear.weight, config.mlp_range
+    if config.small_recurrence and isinstance(layer.mixer, RecurrentBlock):
+        rglru = layer.mixer.rglru
+        for each in (layer.mixer.short_conv, rglru.input_gate, rglru.recurrence_gate):
+            # Griffin's variance is 0.01 over the number of inputs.
+            yield each.weight, 0.1 / math.sqrt(each.weight.shape[-1])
+
+
 class TrialModel(LatteModel):
     """Embeddings, blocks and the final norm."""
 
@@ -101,6 +127,10 @@ class TrialModel(LatteModel):
             mixer.o_proj.writes_residual = True  # type: ignore[assignment]
             cast(Any, self.layers[index]).mixer = mixer
         self.post_init()
+        with torch.no_grad():
+            for layer in self.layers:
+                for weight, std in initial_ranges(config, layer):
+                    weight.normal_(std=std)
         if config.half_lives_by_layer:
             for index, layer in enumerate(self.layers):
                 latents = cast(Any, layer).mixer.latents
