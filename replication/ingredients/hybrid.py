@@ -52,6 +52,7 @@ class RecurrentBlock(Mixer):
         return {
             "hidden_size": config.hidden_size,
             "num_heads": config.num_attention_heads,
+            "decay_range": config.rglru_decay_range,
             "causal": config.is_causal,
         }
 
