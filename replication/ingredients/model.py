@@ -102,7 +102,7 @@ def layer_half_lives(config: TrialConfig, index: int) -> tuple[float, float]:
 
 
 def initial_ranges(config: TrialConfig, layer: Any) -> Iterator[tuple[Tensor, float]]:
-    """The matrices of a block whose standard deviation is another than in every model, and which."""
+    """The matrices of a block that begin otherwise than in every model, and their deviation."""
     if config.output_range is not None:
         yield layer.mixer.o_proj.weight, config.output_range
     if config.mlp_range is not None and layer.mlp is not None:

@@ -135,9 +135,7 @@ def make_run(recipe: IngredientsRecipe, name: str, rate: float, seed: int) -> In
         model=ModelSection(preset=recipe.models[name]["preset"], overrides=recipe.overrides[name]),
         data=recipe.data,
         training=replace(section, learning_rate=rate, min_learning_rate=floor, seed=seed),
-        comparison=ComparisonSection(
-            lengths=recipe.lengths or None, max_tokens=recipe.max_tokens
-        ),
+        comparison=ComparisonSection(lengths=recipe.lengths or None, max_tokens=recipe.max_tokens),
         output_dir=str(Path(recipe.output_dir, name, f"rate-{rate:g}-seed-{seed}")),
         plugins=[PLUGIN],
     )

@@ -421,9 +421,9 @@ def warn_of_assembler(device: torch.device) -> None:
     nvidia = device.type == "cuda" and torch.version.hip is None
     if nvidia and capability(device) == HOPPER and old_assembler():
         warn_once(
-            f"Triton assembles kernels with ptxas {assembler()}, and before {OLDEST_ASSEMBLER} some "
-            "products on this GPU may read at a wrong address: Latte avoids the known ones; set "
-            "TRITON_PTXAS_PATH to a newer ptxas (docs/gpu.md)"
+            f"Triton assembles kernels with ptxas {assembler()}, and before {OLDEST_ASSEMBLER} "
+            "some products on this GPU may read at a wrong address: Latte avoids the known ones; "
+            "set TRITON_PTXAS_PATH to a newer ptxas (docs/gpu.md)"
         )
 
 
