@@ -7,6 +7,7 @@ Shape suffixes: B batch, T tokens, E hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class RecurrentBlock(Mixer):
         hidden_size: int,
         num_heads: int,
         *,
-        decay_range: tuple[float, float] = DECAY_RANGE,
+        decay_range: Sequence[float] = DECAY_RANGE,
         causal: bool = True,
     ) -> None:
         super().__init__(hidden_size, num_heads, causal=causal)
