@@ -24,6 +24,11 @@ COLUMNS = ("table", "part", "left", "right", "unit", "seeds", "difference", "hal
 MANY = "latte-conv-swa-f++, num_latents=256"
 NARROW = "latte-conv-swa-f++, intermediate_size=445"  # as many parameters as `swa++`
 SHORT = "latte-conv-swa-f++, half_life_range=[1.0,64.0]"
+# Layers of latents that forget and Griffin's recurrent blocks: `r-r-latte-r` on the page.
+HYBRID = (
+    "trial, recurrent_layers=[0,1,3] rglru_decay_range=[0.43,0.992] half_life_range=[1.0,64.0]"
+    " intermediate_size=509"
+)
 WIDE = "latte-r-swa++, window_probability=0.9"
 # Perplexities claimed by Tables 1 and 2: the left one above the right one (for the last pair: or
 # equal).
@@ -65,6 +70,7 @@ FORGETTING_PAIRS = (
     ("latte-conv-swa++", "swa++"),
     ("griffin", "swa++"),
 )
+FORGETTING_EQUAL_PAIRS = (*FORGETTING_PAIRS, ("r-swa++", "swa++"))
 
 Scores = dict[tuple[str, str], dict[int, float]]  # (model, part) -> seed -> score
 
@@ -124,6 +130,7 @@ def all_rows() -> list[dict[str, str]]:
     ablation = read("ablation_equal.csv", "preset", "perplexity", "length")
     own_sizes = read("ablation.csv", "preset", "perplexity", "length")
     forgetting = read("forgetting.csv", "preset", "perplexity", "length")
+    forgetting_equal = read("forgetting_equal.csv", "preset", "perplexity", "length")
     past = read("past.csv", "preset", "perplexity", "length")
     past |= read("past_positions.csv", "preset", "perplexity", "length")
     past_gpu = read("past_gpu.csv", "preset", "perplexity", "length")
@@ -159,11 +166,25 @@ def all_rows() -> list[dict[str, str]]:
             "nats",
         ),
         *rows_of("forgetting", forgetting, FORGETTING_PAIRS, ["512", "2048"], "perplexity"),
+        *rows_of(
+            "forgetting, equal parameters",
+            forgetting_equal,
+            FORGETTING_EQUAL_PAIRS,
+            ["512", "2048"],
+            "perplexity",
+        ),
         *rows_of("past", past, PAST_PAIRS, past_parts, "%"),
         *rows_of(
             "past, equal parameters",
             past,
             [(NARROW, name) for name in ("swa++", "transformer++", "griffin", "mamba2")],
+            past_parts,
+            "%",
+        ),
+        *rows_of(
+            "past, hybrid",
+            past,
+            [(HYBRID, name) for name in ("griffin", "mamba2", NARROW, "swa++", "transformer++")],
             past_parts,
             "%",
         ),

@@ -15,12 +15,9 @@ import torch
 import yaml
 
 from latte.cli.parser import build_parser, parse
-from latte.models.registry import preset_names
-from latte.rivals.catalogue import COMPARATORS
+from latte.models.registry import other_models, preset_names
 from latte.train.convert import load_conversion_recipe
 from latte.train.recipe import load_recipe
-
-NAMES = {*preset_names(), *COMPARATORS}
 
 
 def make_targets(root):
@@ -28,22 +25,19 @@ def make_targets(root):
     return [target for rule in rules for target in rule.split()]
 
 
-def read_plugin(path):
-    return Path(path).read_text(encoding="utf-8")
-
-
 def check_latte(words, root):
     options = parse(words)
     if options.command in ("train", "compare"):
         recipe = load_recipe(root / options.recipe, options.overrides)
-        name, plugins = recipe.model.preset, "".join(map(read_plugin, recipe.plugins))
-        assert name in NAMES or f'register_preset(\n    "{name}"' in plugins
+        recipe.import_plugins()
+        names = {*preset_names(), *other_models()}
+        assert recipe.model.preset in names
     if options.command == "convert" and options.recipe is not None:
         stages = load_conversion_recipe(root / options.recipe, options.overrides).stages
         assert stages(options.base, root)
     if options.command == "compare":
         chosen = options.presets or recipe.comparison.presets
-        assert chosen and all(name in NAMES or f"``{name}``" in plugins for name in chosen)
+        assert chosen and set(chosen) <= names
 
 
 def check(words, root):

@@ -11,6 +11,10 @@ import pytest
 NAMES = {
     "`latte-conv-swa-f++`, 64 latents a head": "latte-conv-swa-f++, num_latents=256",
     "`latte-conv-swa-f++`, 1.57M": "latte-conv-swa-f++, intermediate_size=445",
+    "`r-r-latte-r`": (
+        "trial, recurrent_layers=[0,1,3] rglru_decay_range=[0.43,0.992]"
+        " half_life_range=[1.0,64.0] intermediate_size=509"
+    ),
     "`latte-conv-swa-f++`, shorter half-lives": "latte-conv-swa-f++, half_life_range=[1.0,64.0]",
     "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
 }
@@ -67,7 +71,7 @@ def test_a_pair_is_seen_over_the_seeds_that_both_have(script):
 
 def test_where_the_past_matters(read, pairs):
     tables = table_with(read("docs/results/language.md"), "control", *PAST_PARTS)
-    names = ("past", "past, equal parameters", "past, on a GPU")
+    names = ("past", "past, equal parameters", "past, hybrid", "past, on a GPU")
     for name, table in zip(names, tables, strict=True):
         expected = [key for key in pairs if key[0] == name]
         assert len(table) * len(PAST_PARTS) == len(expected)
