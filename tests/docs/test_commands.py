@@ -7,7 +7,6 @@ import importlib.util
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
 import matplotlib.image
 import pytest
