@@ -84,6 +84,11 @@ class TrialConfig(LatteConfig):
                 f"recurrent_layers: expected different layers below {self.num_hidden_layers},"
                 f" got {list(layers)}"
             )
+        if layers and self.half_lives_by_layer:
+            raise ValueError(
+                "half_lives_by_layer: expected no recurrent_layers beside it, which have no"
+                f" half-lives, got {list(layers)}"
+            )
 
 
 one_line_errors(TrialConfig)
@@ -126,7 +131,7 @@ class TrialModel(LatteModel):
             mixer = RecurrentBlock.from_config(config)
             mixer.o_proj.writes_residual = True  # type: ignore[assignment]
             cast(Any, self.layers[index]).mixer = mixer
-        self.post_init()
+        self.post_init()  # draws the weights of the new mixers
         with torch.no_grad():
             for layer in self.layers:
                 for weight, std in initial_ranges(config, layer):

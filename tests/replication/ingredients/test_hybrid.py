@@ -116,3 +116,8 @@ def test_other_initial_weights_and_decays():
 def test_layers_that_are_not_there_are_named(layers):
     with pytest.raises(LatteError, match="recurrent_layers"):
         model_of("trial", recurrent_layers=layers)
+
+
+def test_recurrent_blocks_have_no_half_lives():
+    with pytest.raises(LatteError, match=r"half_lives_by_layer: .* got \[1\]"):
+        model_of("trial", recurrent_layers=[1], half_lives_by_layer=True)
