@@ -37,6 +37,7 @@ def test_shipped_recipes_are_whole(name: str) -> None:
     from latte.train.run import model_config
 
     recipe = load_recipe(RECIPES / name)
+    recipe.import_plugins()
     config = model_config(recipe, {})
     assert recipe.steps() > 0 and config.hidden_size > 0
     if not name.endswith("base.yaml"):
