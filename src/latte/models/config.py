@@ -274,7 +274,7 @@ _BEYOND = {
     for name in ("latte-conv-swa", "latte-r-swa")
 }
 # It has about as many parameters as the other presets: no MLPs, but twice as many layers. Wide
-# values gain more than wide keys and many latents (docs/results/language.md).
+# values gain more than wide keys and many latents (docs/results/shakespeare.md).
 _BEYOND["latte-gated"] = {
     **_BEYOND["latte-conv-swa-f++"],
     **{"mixer": "gated", "mlp": "none"},
