@@ -11,6 +11,7 @@ from latte.data.tokenizers import (
     document_ends,
     is_byte_tokenizer,
     token_byte_lengths,
+    token_bytes,
     tokenizer_fingerprint,
 )
 from latte.errors import LatteError
@@ -114,6 +115,12 @@ def test_fingerprint_ignores_padding_and_truncation(bpe, tokenizer):
     bpe(["a", "longer text"], padding=True, truncation=True, max_length=2)
     assert tokenizer_fingerprint(bpe) == before != tokenizer_fingerprint(tokenizer)
     assert len(Encoder(bpe)(["a much longer text than two tokens"])[0]) > 2
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_the_bytes_of_tokens_are_those_of_the_text(any_tokenizer, text):
+    ids = any_tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(token_bytes(any_tokenizer, index) for index in ids) == text.encode()
 
 
 def test_vocabulary_sizes(tokenizer):

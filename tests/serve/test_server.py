@@ -277,6 +277,11 @@ def test_a_prompt_and_answer_that_are_too_long(folder):
         with pytest.raises(openai.BadRequestError, match="at most 20 tokens"):
             client.complete("o" * 30)
         assert client.complete("once", temperature=0).usage.completion_tokens == 15
+        own = {"generation_config": '{"do_sample": false}'}  # it asks for no length
+        assert client.complete("once", extra_body=own).usage.completion_tokens == 15
+        own = {"generation_config": '{"max_new_tokens": 16}'}
+        with pytest.raises(openai.BadRequestError, match="and 16 of the answer"):
+            client.complete("once", extra_body=own)
     finally:
         client.close()
 
@@ -575,6 +580,9 @@ def test_probabilities_of_tokens(client, folder):
     told = whole.logprobs.content
     assert "".join(one.token for one in told) == whole.message.content
     assert all(one.top_logprobs[0].logprob == one.logprob for one in told)
+    # Tokens that are part of a character have its bytes, and not those of a replacement.
+    raw = b"".join(bytes(one.bytes) for one in told)
+    assert raw.decode(errors="replace") == whole.message.content
     parts = [part.choices[0].logprobs for part in client.chat("once", stream=True, **ask)]
     assert [one for part in parts if part is not None for one in part.content] == told
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import threading
 import time
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 from latte.errors import LatteError
 from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
 from latte.models.state_file import load_ids
+from latte.serve import state_folder
+from latte.serve.counters import Counters
+from latte.serve.engine import Ahead, Engine, Request
 from latte.serve.reading import Reader
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore, pieces_of
@@ -173,6 +177,47 @@ def test_a_state_that_grows_is_counted_as_large_as_it_is():
     assert len(store) == 2  # none every few pieces: each would hold all tokens before
 
 
+class Broken(RuntimeError):
+    """A forward that ends in the middle, after the first layer has read."""
+
+
+def fails(*given):
+    raise Broken
+
+
+def request(ids, ends):
+    """Of one token. The next turn sends 40 tokens."""
+    own = {"sampler": None, "stops": lambda written: True, "put": lambda token: None}
+    return Request(text(ids), **own, end=ends.append, follow=lambda written: (text(40), ()))
+
+
+def test_an_answer_that_could_not_be_read_leaves_no_state(monkeypatch):
+    model = build()
+    reader = Reader(model, PIECE, StateStore(10**7))
+    ahead, ours = Ahead(reader), request(10, [])
+    ahead.add(ours)
+    assert ahead.read() == PIECE
+    with monkeypatch.context() as broken, pytest.raises(Broken):
+        broken.setattr(model.get_decoder().layers[-1], "forward", fails)
+        ahead.read()
+    assert not ahead
+    ahead.add(ours)
+    while ahead:
+        ahead.read()
+    kept = read(reader, text(40))
+    assert kept.reused == 40
+    anew = read(Reader(model, PIECE), text(40))
+    assert torch.equal(logits(model, kept.cache), logits(model, anew.cache))
+
+
+def test_a_request_that_comes_after_the_end_is_told_so():
+    ends = []
+    engine = Engine(Reader(build(), PIECE), slots=1, counters=Counters())
+    engine.close()
+    engine.submit(request(20, ends))
+    assert [str(error) for error in ends] == ["the server ends"]
+
+
 # ---- on disk
 
 
@@ -228,6 +273,54 @@ def test_the_folder_is_bounded(tmp_path):
     assert len(again) == 2
     reader = Reader(model, PIECE, StateStore(10**7, again))
     assert [reader.begin(text(16, seed)).reused for seed in (0, 3, 4, 5)] == [0, 0, 16, 16]
+
+
+def test_a_state_larger_than_the_room_removes_no_other(tmp_path):
+    model = build("transformer++")
+    folder = StateFolder(tmp_path, model, 8000)
+    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    read(reader, text(8))
+    read(reader, text(200, seed=1))
+    folder.close()
+    assert len(folder) == len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+def test_a_state_that_cannot_be_written_stops_no_other(tmp_path, monkeypatch):
+    model = build()
+    folder = StateFolder(tmp_path, model, 10**8)
+    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    failed = threading.Event()
+
+    def fails_later(*given):
+        failed.set()
+        raise Broken
+
+    with monkeypatch.context() as broken:
+        broken.setattr(state_folder, "save_state", fails_later)
+        read(reader, text(16))
+        assert failed.wait(60)
+    read(reader, text(16, seed=1))
+    folder.close()
+    assert len(folder) == 1
+
+
+def test_a_folder_closes_in_time_when_its_disk_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_folder, "WAITING", 1)
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def save(*given):
+        hangs.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(state_folder, "save_state", save)
+    model = build()
+    folder = StateFolder(tmp_path, model, 10**8)
+    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    read(reader, text(16))
+    assert hangs.wait(60)
+    read(reader, text(16, seed=1))
+    folder.close(seconds=0.1)  # the queue is full, and its reader hangs
+    go_on.set()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

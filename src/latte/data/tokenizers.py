@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from latte.progress import progress as show_progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+REPLACEMENT = "\ufffd"  # what decoding gives in place of bytes that are no character
 EOS, BOS, PAD = "<|endoftext|>", "<|startoftext|>", "<|pad|>"
 
 
@@ -220,6 +222,22 @@ def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
         and all(added["special"] for added in what["added_tokens"])
         and all(vocabulary.get(character) == b for b, character in enumerate(byte_alphabet()))
     )
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, index: int) -> bytes | None:
+    """The text of a token as bytes. A token that is part of a character has some of its bytes.
+
+    None if the vocabulary does not tell them.
+    """
+    text: str = tokenizer.decode([index], clean_up_tokenization_spaces=False)
+    if REPLACEMENT not in text:
+        return text.encode()
+    piece = tokenizer.convert_ids_to_tokens(index)
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    if all(character in byte_of for character in piece):
+        return bytes(byte_of[character] for character in piece)
+    fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)  # as SentencePiece writes a byte
+    return bytes([int(fallback[1], 16)]) if fallback else None
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from latte.data.sources import first_document, without_lone_surrogates
-from latte.data.tokenizers import byte_alphabet, document_ends
+from latte.data.tokenizers import REPLACEMENT, document_ends, token_bytes
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import (
     contents_of,
@@ -159,16 +159,13 @@ def tokenize(tokenizer: Any, text: str, limit: int) -> list[int]:
 
 def labels(tokenizer: Any, ids: list[int]) -> list[str]:
     """What each token says; a token that is part of a character is shown by its bytes."""
-    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
     found = []
     for number in ids:
         label = tokenizer.decode([number], clean_up_tokenization_spaces=False)
-        if "\ufffd" in label:
+        if REPLACEMENT in label:
+            raw = token_bytes(tokenizer, number)
             piece = tokenizer.convert_ids_to_tokens(number)
-            if all(character in byte_of for character in piece):
-                label = "".join(f"<{byte_of[character]:02X}>" for character in piece)
-            else:
-                label = piece
+            label = piece if raw is None else "".join(f"<{byte:02X}>" for byte in raw)
         found.append(label)
     return found
 

@@ -93,20 +93,26 @@ class Ahead:
 
     def read(self) -> int:
         """Read one piece, if there is one. Returns its number of tokens."""
-        if self._reading is None:
-            request, written = self._waiting.popleft()
-            assert request.follow is not None
-            next_turn = request.follow(written)
-            if next_turn is None:
-                return 0
-            ids, marks = next_turn
-            # If the prompt's own state was removed, reading all of it again would take too long.
-            most = max(0, len(ids) - len(request.ids)) + self._reader.piece
-            self._reading = self._reader.begin(ids, marks, most=most)
-        tokens = self._reading.read() if self._reading.left else 0
-        if not self._reading.left:
-            self._reading = None
+        reading = self._begin() if self._reading is None else self._reading
+        self._reading = None  # so after an error: its cache may have been changed in part
+        if reading is None or not reading.left:
+            return 0
+        tokens = reading.read()
+        if reading.left:
+            self._reading = reading
         return tokens
+
+    def _begin(self) -> Reading | None:
+        """The next answer's reading, if its next turn is known."""
+        request, written = self._waiting.popleft()
+        assert request.follow is not None
+        next_turn = request.follow(written)
+        if next_turn is None:
+            return None
+        ids, marks = next_turn
+        # If the prompt's own state was removed, reading all of it again would take too long.
+        most = max(0, len(ids) - len(request.ids)) + self._reader.piece
+        return self._reader.begin(ids, marks, most=most)
 
 
 class Engine:
@@ -138,11 +144,18 @@ class Engine:
         self._ahead = Ahead(reader)
         self._steps = 0
         self._ends = False
+        self._closing = threading.Lock()  # no request comes while the last ones are failed
+        self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="answers")
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        self._came.put(request)
+        with self._closing:
+            if not self._closed:
+                self._came.put(request)
+                return
+        self._fail([request], _over())
+        self._sends()
 
     def end(self) -> None:
         """Make the thread end after its present forward; remaining requests fail."""
@@ -166,8 +179,11 @@ class Engine:
             except Exception as error:  # waiting requests get any error; later requests are served
                 self._fail(self._let_all_go(), error)
             self._sends()
-        over = BadRequest("the server ends", status=503)
-        self._fail([*self._let_all_go(), *self._waiting], over)
+        with self._closing:
+            self._closed = True
+            came = [self._came.get() for _ in range(self._came.qsize())]
+        left = [*self._let_all_go(), *self._waiting, *filter(None, came)]
+        self._fail(left, _over())
         self._sends()
 
     def _turn(self) -> None:
@@ -224,11 +240,7 @@ class Engine:
                 (self._reading if request.reading.left else ready).append(request)
             except Exception as error:  # of this request alone
                 self._fail([request], error)
-        try:
-            self._join(ready)
-        except Exception as error:
-            self._fail([request for request in ready if request not in self._rows], error)
-            raise
+        self._join(ready)
 
     def _join(self, ready: list[Request]) -> None:
         """Give requests a row. The last token of a prompt is read by a step."""
@@ -238,8 +250,12 @@ class Engine:
             cache, request.reading = request.reading.cache, None
             request.next = int(request.ids[-1])
             if not cache.get_seq_length():  # a row cannot begin with an empty state
-                logits = self._forward([request.next], cache)
-                if self._write(request, request.sampler(logits), logits):
+                try:
+                    logits = self._forward([request.next], cache)
+                    if self._write(request, request.sampler(logits), logits):
+                        continue
+                except Exception as error:  # of this request alone
+                    self._fail([request], error)
                     continue
             caches.append(cache)
             self._rows.append(request)
@@ -310,3 +326,7 @@ class Engine:
             self.counters.read(self._ahead.read())
         except Exception as error:
             logger.error("an answer could not be read for its next turn", exc_info=error)
+
+
+def _over() -> BadRequest:
+    return BadRequest("the server ends", status=503)

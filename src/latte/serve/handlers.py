@@ -13,6 +13,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
+from latte.data.tokenizers import token_bytes
 from latte.serve.answers import CALL, Call, ScoredText
 from latte.serve.prompts import Prompts
 from latte.serve.requests import (
@@ -90,6 +91,7 @@ class Checked(BaseHandler):
         config.sequence_bias = config.sequence_bias or None
         if config.max_new_tokens is None:
             config.max_new_tokens = 1024  # as where no generation_config is given
+            call.bounded = False
         return config
 
     def _logprobs(self, scores: list[TokenScore]) -> Body:
@@ -127,8 +129,9 @@ class Chats(Checked, ChatCompletionHandler):
 
     def _logprobs(self, scores: list[TokenScore]) -> Body:
         def told(token: int, logprob: float) -> Body:
-            text = self._text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            raw = token_bytes(self.one_model[2].tokenizer, token)
+            own = None if raw is None else list(raw)
+            return {"token": self._text(token), "logprob": logprob, "bytes": own}
 
         content = [
             told(one.token, one.logprob) | {"top_logprobs": [told(*other) for other in one.top]}

@@ -89,11 +89,12 @@ class Reading:
     @torch.no_grad()
     def read(self) -> int:
         """Read the next piece; returns its number of tokens."""
-        piece, model, store = self.left.pop(0), self._reader.model, self._reader.store
+        piece, model, store = self.left[0], self._reader.model, self._reader.store
         tokens = torch.from_numpy(self._ids[self.at : piece.end].astype("int64"))[None]
         decoder = model.get_decoder()
         decoder(tokens.to(model.device), past_key_values=self.cache, use_cache=True)
         read, self.at = piece.end - self.at, piece.end
+        del self.left[0]
         # The memory layout is that of a kept state in any case, because the last bits depend on it.
         for layer in self.cache.layers:
             layer.state = map_tensors(_laid_out, layer.state)

@@ -8,9 +8,11 @@ when the process is killed. A file that cannot be read is removed, and its text 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -90,8 +92,11 @@ class StateFolder:
         return Kept.of(cache, read)
 
     def put(self, name: bytes, kept: Kept) -> None:
-        """Have a state written, if the disk is fast enough. This call does not wait."""
-        if self._file(name).name in self._held:
+        """Have a state written, if the disk is fast enough. This call does not wait.
+
+        A state that is larger than the room is not written.
+        """
+        if self._file(name).name in self._held or kept.nbytes > self.room:
             return
         try:
             self._waiting.put_nowait((name, kept))
@@ -100,8 +105,10 @@ class StateFolder:
 
     def close(self, seconds: float = 10) -> None:
         """Write the waiting states, for at most this time."""
-        self._waiting.put(None)
-        self._writer.join(seconds)
+        end = time.monotonic() + seconds
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=seconds)
+        self._writer.join(max(0.0, end - time.monotonic()))
 
     def _file(self, name: bytes) -> Path:
         return self.path / f"{name.hex()}.safetensors"
@@ -126,9 +133,9 @@ class StateFolder:
             if decoder is None:
                 return
             try:
-                save_state(kept.cache(decoder), path, torch.from_numpy(kept.ids))
+                save_state(kept.on_cpu(decoder), path, torch.from_numpy(kept.ids))
                 size = path.stat().st_size
-            except (LatteError, OSError) as error:
+            except Exception as error:  # later states are written
                 logger.warning_once(f"states are not written to disk: {one_line(error)}")
                 continue
             with self._lock:

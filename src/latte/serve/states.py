@@ -108,10 +108,12 @@ class Kept(NamedTuple):
         states = (map_tensors(_to_cpu, layer.state) for layer in cache.layers)
         return cls(tuple(states), ids.copy())
 
-    def cache(self, decoder: Any) -> LatteCache:
-        """A new cache that continues from this state."""
+    def on_cpu(self, decoder: Any) -> LatteCache:
+        """A cache of the decoder with these tensors, to be saved."""
         cache = LatteCache(decoder.config)
-        self.fill(cache, decoder)
+        for layer, state in zip(cache.layers, self.states, strict=True):
+            layer.update(state, len(self.ids))
+        cache.filled_by(decoder)  # a state file needs to know the model
         return cache
 
     def fill(self, cache: LatteCache, decoder: Any) -> None:
@@ -119,7 +121,7 @@ class Kept(NamedTuple):
         for layer, module, state in zip(cache.layers, decoder.layers, self.states, strict=True):
             to_device = partial(torch.Tensor.to, device=next(module.parameters()).device)
             layer.update(map_tensors(to_device, state), len(self.ids))
-        cache.filled_by(decoder)  # a state file needs to know the model
+        cache.filled_by(decoder)
 
 
 def _to_cpu(x: Tensor) -> Tensor:
