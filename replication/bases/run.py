@@ -254,9 +254,8 @@ def tasks(options: argparse.Namespace) -> None:
         if not loaded:  # once for all models
             loaded.extend(measure.one_by_one(load_tasks(options.tasks)))
         shape = {name: getattr(options, name) for name in ("limit", "num_fewshot", "max_length")}
-        fixed = work.begin(
-            side, start=options.start or "", **{name: value or "" for name, value in shape.items()}
-        )
+        given = {name: "" if value is None else value for name, value in shape.items()}
+        fixed = work.begin(side, start=options.start or "", **given)
         start = "" if options.start == "none" else options.start
         for name, task in loaded:
             if work.results.of(side, task=name):

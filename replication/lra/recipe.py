@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from latte.errors import LatteError
-from latte.train.recipe import read_with_bases
-from latte.train.typed import apply_override, build
+from latte.train.recipe import read_overridden
+from latte.train.typed import build
 from replication.grids import check_models, check_numbers, check_optimiser, model_config
 
 
@@ -115,10 +115,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LRARecipe:
     """
     from replication.lra.data import OPTIONS, options_of
 
-    tree = read_with_bases(Path(path))
-    _make_room_for_length(tree, overrides)
-    for assignment in overrides:
-        apply_override(tree, assignment)
+    tree = read_overridden(path, overrides)
     if "task" not in tree:
         raise LatteError(f"missing key 'task': expected one of {', '.join(OPTIONS)}")
     data = build(options_of(tree["task"]), tree.pop("data", None) or {}, "data")
@@ -127,15 +124,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LRARecipe:
     data.check()
     _check_values(recipe)
     return recipe
-
-
-def _make_room_for_length(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """An override of the length in steps replaces the recipe's length in epochs, and vice versa."""
-    names = ("max_steps", "max_epochs")
-    chosen = [n for n in names if any(o.startswith(f"training.{n}=") for o in overrides)]
-    section = tree.get("training")
-    if len(chosen) == 1 and isinstance(section, dict):
-        section.pop(names[1 - names.index(chosen[0])], None)
 
 
 def runs(recipe: LRARecipe) -> list[LRARun]:

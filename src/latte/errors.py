@@ -54,7 +54,7 @@ def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             line += f"; {how_to_go_on}"
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         code, line = 2, f"error: out of memory: {one_line(error, first=True)}"
     except KeyboardInterrupt:
@@ -70,7 +70,7 @@ def _of_system(error: OSError) -> str:
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is one of memory: Python's, or PyTorch's of a GPU or a CPU."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or "can't allocate memory" in str(error)

@@ -126,7 +126,7 @@ def test_files_that_are_no_latents(folder, tmp_path):
     save_file({"x": torch.zeros(1)}, file)
     with pytest.raises(LatteError, match="has no latents: expected a file written by"):
         apply_latents(folder, file)
-    with pytest.raises(LatteError, match="exists; expected"):
+    with pytest.raises(LatteError, match="latents .* exists and is a file"):
         save_latents(converted("qwen3"), file)
     with pytest.raises(LatteError, match="expected a converted model, got Qwen3ForCausalLM"):
         save_latents(base("qwen3"), tmp_path / "other")

@@ -15,6 +15,9 @@ NAMES = {
         "trial, recurrent_layers=[0,1,3] rglru_decay_range=[0.43,0.992]"
         " half_life_range=[1.0,64.0] intermediate_size=509"
     ),
+    "`r-r-r-r`": (
+        "trial, recurrent_layers=[0,1,2,3] rglru_decay_range=[0.43,0.992] intermediate_size=531"
+    ),
     "`latte-conv-swa-f++`, shorter half-lives": "latte-conv-swa-f++, half_life_range=[1.0,64.0]",
     "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
 }

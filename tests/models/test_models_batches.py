@@ -53,6 +53,17 @@ def test_positions_that_start_anew_need_a_single_row(build, tokens):
         model(ids, position_ids=places)
     model(ids, position_ids=places, attention_mask=torch.ones_like(ids))
     model(ids, position_ids=torch.arange(8).expand(2, 8) * 3)
+    with pytest.raises(ValueError, match="start again within a row"):
+        model(ids, position_ids=torch.zeros(2, 8, dtype=torch.long))
+
+
+def test_positions_that_leave_some_out_are_of_one_sequence(build, tokens):
+    model, ids = build("latte-r-swa++"), tokens(2, 8)
+    places = torch.tensor([[0, 1, 5, 6, 7, 20, 21, 22]])
+    with torch.no_grad():
+        alone = model(ids[:1], position_ids=places).logits
+        both = model(ids, position_ids=places.expand(2, 8)).logits
+    torch.testing.assert_close(alone[0], both[0])
 
 
 def test_a_compiled_graph_reads_no_positions_on_the_host(build, tokens):

@@ -115,5 +115,6 @@ def test_what_cannot_be_saved_or_read_is_one_line(build, tokens, tmp_path):
         load_state(tmp_path / "model" / "model.safetensors", model)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "state"]
     cache.reset()
-    with pytest.raises(LatteError, match="has read nothing"):
-        save_state(cache, path)
+    for unused in (cache, LatteCache(model.config)):
+        with pytest.raises(LatteError, match="has read nothing"):
+            save_state(unused, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from latte.errors import LatteError
-from latte.train.recipe import Recipe, load_recipe, recipe_from_dict
+from latte.train.recipe import Recipe, load_recipe, read_overridden, recipe_from_dict
 from latte.train.typed import apply_override, build, read_yaml
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -85,6 +85,18 @@ def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens) -> Non
     assert (training.max_steps, training.max_tokens) == (steps, tokens)
     with pytest.raises(LatteError, match="exactly one"):
         load_recipe(RECIPES / "demo.yaml", ["training.max_steps=7", "training.max_tokens=9000"])
+
+
+def test_a_length_on_the_command_line_replaces_the_one_of_its_section(tmp_path):
+    path = write(tmp_path, "transfer: {max_tokens: 9}\ntraining: {max_tokens: 9}")
+    found = read_overridden(path, ["transfer.max_steps=3"])
+    assert found == {"transfer": {"max_steps": 3}, "training": {"max_tokens": 9}}
+
+
+def test_a_home_folder_in_the_output(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = load_recipe(RECIPES / "demo.yaml", ["output_dir=~/runs"])
+    assert found.output_dir == str(tmp_path / "runs")
 
 
 def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:

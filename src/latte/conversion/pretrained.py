@@ -116,7 +116,7 @@ def begins_with_landmarks(initial: str, config: Any) -> bool:
 
 def check_output(output: str | Path) -> Path:
     """The path of a new folder. Raises LatteError if it exists or cannot be written."""
-    target = Path(output)
+    target = Path(output).expanduser()
     if os.path.lexists(target):
         raise LatteError(f"output {target} exists; expected the name of a new folder")
     check_writable(target, "output")

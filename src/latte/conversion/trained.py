@@ -29,6 +29,7 @@ from latte.errors import LatteError
 from latte.models.state_file import weight_sample
 from latte.models.tensor_file import read_tensors, write_tensors
 from latte.ops.tensors import computation_dtype
+from latte.results import check_new_file
 
 FORMAT = "latte latents 1"
 # Fields that say how a model is used or where it comes from, not which weights it has.
@@ -73,7 +74,7 @@ def save_latents(
         raise LatteError(
             f"expected a converted model, got {type(model).__name__}: it has no latents"
         )
-    path = check_output(path)
+    path = check_new_file(path, "latents")
     kept = {name: fields[name] for name in OWN_FIELDS if name not in NOT_KEPT}
     about = {
         "format": FORMAT,

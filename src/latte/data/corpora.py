@@ -258,6 +258,8 @@ def sample_text(
 ) -> list[str]:
     """About ``max_bytes`` of the training text, drawn evenly, for training a tokeniser.
 
+    A character counts as one byte, whatever its length in UTF-8.
+
     Documents are cut into pieces of 16,384 characters. The pieces with the smallest hashes (of
     seed, number and text) are kept, in the corpus' order. So the sample depends only on corpus and
     seed.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from latte import machine
-from latte.errors import LatteError, one_line
+from latte.errors import LatteError, is_out_of_memory, one_line
 from latte.evaluate.benchmark_ops import OPS, op_call, op_table
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
@@ -247,10 +246,14 @@ def _times(
     """Times of one length, all cases in turns; a case without enough memory is left out."""
     calls: dict[Case, Call] = {}
     for case, make in makers.items():
-        with suppress(torch.OutOfMemoryError):
+        try:
             call = make(length)
             call()
-            calls[case] = call
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            continue
+        calls[case] = call
     timed = interleave(calls, budget) if calls else {}
     return {case: timed.get(case, "out of memory") for case in makers}
 
@@ -263,7 +266,9 @@ def _peaks(case: Case, settings: Settings) -> dict[int, float] | str:
         if settings.place.type == "cpu":
             return in_fresh_process(measure_memory, case, settings)
         return measure_memory(case, settings)
-    except (WorkFailed, torch.OutOfMemoryError) as error:
+    except (WorkFailed, MemoryError, RuntimeError) as error:
+        if not (isinstance(error, WorkFailed) or is_out_of_memory(error)):
+            raise
         return f"memory: {one_line(error)[:120]}"
 
 

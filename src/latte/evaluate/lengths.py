@@ -23,7 +23,7 @@ from latte.errors import LatteError
 from latte.evaluate import tables
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.plots import conversion_figure
-from latte.machine import peak_memory_bytes
+from latte.machine import default_device, peak_memory_bytes
 from latte.progress import progress as show_progress
 from latte.results import numbered, own_file, write_json, write_text
 from latte.train.convert import ConversionRecipe
@@ -198,7 +198,10 @@ def report(
             write_json(file, stored)
 
     plain = converted_config(base, {**recipe.conversion.fields(), "num_sinks": 0})
-    score_due(OF_BASE, lambda: load_base(base, plain, dtype=recipe.conversion.dtype))
+    score_due(
+        OF_BASE,
+        lambda: load_base(base, plain, dtype=recipe.conversion.dtype).to(default_device()),
+    )
     score_due(OF_RESULT, lambda: load_checkpoint(folder)[0])
     note = kept_note(plain)
     named = {name: name if name == "base" else name + note for name in (*OF_BASE, *OF_RESULT)}

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from latte.data.sources import first_document, without_lone_surrogates
 from latte.data.tokenizers import REPLACEMENT, document_ends, token_bytes
-from latte.errors import LatteError
+from latte.errors import LatteError, is_out_of_memory
 from latte.evaluate.checkpoint import (
     contents_of,
     find_checkpoint,
@@ -219,7 +218,9 @@ def inspect_model(
             )
     try:
         mixings = collect(model, ids, found, shown)
-    except torch.OutOfMemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise LatteError(f"tokens: {len(ids)} tokens do not fit into memory") from None
     return Inspection(label, labels(tokenizer, ids), shown, mixings, tuple(sorted(set(at))))
 

@@ -182,6 +182,8 @@ def packed_bounds(
 ) -> Tensor | None:
     """Bounds (N + 1,) int32 of packed sequences, found where positions start again; else None.
 
+    Positions start again where one is not above the one before. They may leave some out.
+
     Transformers' collators mark packed sequences in this way: one row, without mask and cache.
     The positions are read on the host. A graph of ``torch.compile`` cannot do that; there, pass
     ``cu_seq_lens_q``.
@@ -193,16 +195,14 @@ def packed_bounds(
         return None
     if position_ids.shape[1] < 2 or torch.compiler.is_compiling():
         return None
+    begins_BT = position_ids[:, 1:] <= position_ids[:, :-1]
+    if not bool(begins_BT.any()):
+        return None
     if position_ids.shape[0] != 1:
-        if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
-            raise ValueError(
-                "positions start anew within a row: expected packed sequences in a single row"
-                f" (B = 1), got position_ids {tuple(position_ids.shape)} without an attention_mask"
-            )
-        return None
-    row = position_ids[0]
-    starts = torch.nonzero(row[1:] != row[:-1] + 1)[:, 0] + 1
-    if not len(starts):
-        return None
-    ends = starts.new_tensor([0]), starts, starts.new_tensor([len(row)])
+        raise ValueError(
+            "positions start again within a row: expected packed sequences in a single row (B = 1),"
+            f" got position_ids {tuple(position_ids.shape)} without an attention_mask"
+        )
+    starts = torch.nonzero(begins_BT[0])[:, 0] + 1
+    ends = starts.new_tensor([0]), starts, starts.new_tensor([position_ids.shape[1]])
     return torch.cat(ends).to(torch.int32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from latte.train.typed import apply_override, build, merge, read_yaml
 
 # Keys of `training` for reports and duration. A run may be resumed with other values of them.
 REPORTING = ("max_minutes", "log_steps", "save_steps", "eval_steps", "keep_checkpoints")
+LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # of a run: a section has one of them
 # Keys of `training` that cannot be 0.
 COUNTS = ("max_steps", "max_tokens", "batch_size", "gradient_accumulation", "context_parallel")
 POSITIVE = (*COUNTS, "learning_rate", "epsilon", *REPORTING)
@@ -195,11 +197,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         LatteError: The file is missing or not valid YAML, a key is unknown, or a value has a wrong
             type or is impossible.
     """
-    tree = read_with_bases(Path(path))
-    _make_room_for_length(tree, overrides)
-    for assignment in overrides:
-        apply_override(tree, assignment)
-    recipe = check(build(Recipe, tree))
+    recipe = check(build(Recipe, read_overridden(path, overrides)))
     recipe.plugins = [located(plugin) for plugin in recipe.plugins]
     return recipe
 
@@ -221,26 +219,29 @@ def located(plugin: str) -> str:
     return str(path.resolve())
 
 
-def _make_room_for_length(tree: dict[str, Any], overrides: list[str] | tuple[str, ...]) -> None:
-    """An override of the length in steps replaces the recipe's length in tokens, and vice versa."""
-    names = ("max_steps", "max_tokens")
-    given = {key.partition("=")[0] for key in overrides}
-    chosen = [name for name in names if f"training.{name}" in given]
-    section = tree.get("training")
-    if len(chosen) == 1 and isinstance(section, dict):
-        section.pop(names[1 - names.index(chosen[0])], None)
-
-
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     """The inverse of `Recipe.as_dict`, checked."""
     return check(build(Recipe, values))
 
 
 def read_overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The values of a recipe and its bases, with dotted overrides."""
+    """The values of a recipe and its bases, with dotted overrides.
+
+    A section has one length of :data:`LENGTHS`. An override of one replaces the recipe's other.
+    """
     tree = read_with_bases(Path(path))
+    given = [assignment.partition("=")[0] for assignment in overrides]
+    for key in given:
+        name, _, length = key.rpartition(".")
+        section = tree.get(name)
+        if length in LENGTHS and isinstance(section, dict):
+            for other in LENGTHS:
+                if other != length and f"{name}.{other}" not in given:
+                    section.pop(other, None)
     for assignment in overrides:
         apply_override(tree, assignment)
+    if isinstance(folder := tree.get("output_dir"), str):
+        tree["output_dir"] = os.path.expanduser(folder)
     return tree
 
 

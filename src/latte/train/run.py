@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ from latte.train.trainer import LatteTrainer
 T = TypeVar("T")
 # Of a finished run: what is looked at before it is used.
 MANIFEST_FILES = ("*.safetensors", "tokenizer*", "special_tokens*", "chat_template*")
+# Longest time that processes wait for one another: the first may train layers alone for hours.
+PATIENCE = timedelta(days=7)
 STOPPED_FILE = "stopped.json"  # what `max_minutes` left, until the run is finished
 
 
@@ -135,7 +138,7 @@ def join_processes() -> tuple[int, bool]:
     if processes > 1 and not torch.distributed.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(number_on_machine())
-        torch.distributed.init_process_group()
+        torch.distributed.init_process_group(timeout=PATIENCE)
     return processes, first
 
 
