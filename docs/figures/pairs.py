@@ -29,6 +29,10 @@ HYBRID = (
     "trial, recurrent_layers=[0,1,3] rglru_decay_range=[0.43,0.992] half_life_range=[1.0,64.0]"
     " intermediate_size=509"
 )
+# Griffin's recurrent blocks alone: `r-r-r-r`.
+RECURRENT = (
+    "trial, recurrent_layers=[0,1,2,3] rglru_decay_range=[0.43,0.992] intermediate_size=531"
+)
 WIDE = "latte-r-swa++, window_probability=0.9"
 # Perplexities claimed by Tables 1 and 2: the left one above the right one (for the last pair: or
 # equal).
@@ -71,6 +75,13 @@ FORGETTING_PAIRS = (
     ("griffin", "swa++"),
 )
 FORGETTING_EQUAL_PAIRS = (*FORGETTING_PAIRS, ("r-swa++", "swa++"))
+
+HYBRID_PAIRS = (
+    *((HYBRID, name) for name in ("griffin", "mamba2", NARROW, "swa++", "transformer++")),
+    (HYBRID, RECURRENT),
+    (RECURRENT, "griffin"),
+    (RECURRENT, "mamba2"),
+)
 
 Scores = dict[tuple[str, str], dict[int, float]]  # (model, part) -> seed -> score
 
@@ -184,7 +195,7 @@ def all_rows() -> list[dict[str, str]]:
         *rows_of(
             "past, hybrid",
             past,
-            [(HYBRID, name) for name in ("griffin", "mamba2", NARROW, "swa++", "transformer++")],
+            HYBRID_PAIRS,
             past_parts,
             "%",
         ),
