@@ -30,9 +30,7 @@ HYBRID = (
     " intermediate_size=509"
 )
 # Griffin's recurrent blocks alone: `r-r-r-r`.
-RECURRENT = (
-    "trial, recurrent_layers=[0,1,2,3] rglru_decay_range=[0.43,0.992] intermediate_size=531"
-)
+RECURRENT = "trial, recurrent_layers=[0,1,2,3] rglru_decay_range=[0.43,0.992] intermediate_size=531"
 WIDE = "latte-r-swa++, window_probability=0.9"
 # Perplexities claimed by Tables 1 and 2: the left one above the right one (for the last pair: or
 # equal).

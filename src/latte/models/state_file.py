@@ -64,8 +64,9 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         raise LatteError(f"expected a LatteCache to save, got {type(cache).__name__}")
     decoder = None if cache.model is None else cache.model()
     if cache.get_seq_length() == 0 or decoder is None:
-        unused = cache.get_seq_length() == 0
-        what = "has read nothing" if unused else "is of no model that is still there"
+        what = "has read nothing" if decoder is not None else "is of no model that is still there"
+        if cache.model is None:
+            what = "is of no model, since it has read nothing"
         raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
     tensors = {"weights": weight_sample(decoder.parameters())}
     if ids is not None:
