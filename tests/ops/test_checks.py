@@ -234,6 +234,19 @@ def test_forward_mode_is_refused_where_it_would_give_zeros(fn, args, options):
     assert through(0, "reference").abs().max() > 0
 
 
+@pytest.mark.parametrize(("fn", "args", "options"), FORWARD[:-1])
+def test_gradients_by_torch_func_name_the_backend_that_has_them(fn, args, options):
+    def gradient(**backend):
+        return torch.func.grad(lambda x: fn(x, *args[1:], **backend, **options)[0].sum())(args[0])
+
+    for backend in ({}, {"backend": "torch"}):
+        with pytest.raises(NotImplementedError, match="torch.func need backend='reference'"):
+            gradient(**backend)
+    x = args[0].detach().clone().requires_grad_()
+    (exact,) = torch.autograd.grad(fn(x, *args[1:], **options)[0].sum(), x)
+    torch.testing.assert_close(gradient(backend="reference"), exact)
+
+
 def test_unknown_keywords_are_refused():
     with pytest.raises(TypeError):
         latte_attention(q, k, v, chunk_size=64)

@@ -96,14 +96,29 @@ def check_widths(op: str, sizes: dict[str, int], empty: str = "BT") -> None:
 
 
 def check_tangents(op: str, *tensors: Tensor | None) -> None:
-    """No forward-mode derivative is asked of an op that has none: PyTorch would answer 0."""
+    """No derivative is asked of an op that has none.
+
+    For forward mode PyTorch would answer 0. Gradients by ``torch.func`` (``grad``, ``jacrev``,
+    ``hessian``) would end in an error that does not name the op.
+    """
     if torch.compiler.is_compiling():
         return
+    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
+        raise NotImplementedError(
+            f"{op}: gradients by torch.func need backend='reference', the others have none;"
+            " torch.autograd.grad works with all of them"
+        )
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{op}: forward-mode derivatives need backend='reference', the others have none"
             )
+
+
+def _differentiates() -> bool:
+    """Whether ``torch.func`` is computing gradients."""
+    kinds = (x.key() for x in torch._C._functorch.get_interpreter_stack() or ())
+    return any(kind == torch._C._functorch.TransformType.Grad for kind in kinds)
 
 
 def check_window(op: str, window: int | None, *, optional: bool = False) -> None:

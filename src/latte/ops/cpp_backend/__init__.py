@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops import reference
+from latte.ops import reference, twice
 from latte.ops.arguments import (
     LATTE_GRADIENTS,
     MACCHIATO_GRADIENTS,
@@ -254,15 +254,9 @@ def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, 
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
-def _latte_again(x: Latte) -> tuple[Tensor, ...]:
-    state = None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean)
-    out, last = reference.latte_attention(*x.qkv, x.sequences, state, x.log_decay)
-    return out, *last
-
-
 def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
     local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
-    tail = _window_of(x.tail_k, x.tail_v, x.tail_mask)
+    tail = twice.window_of(x.tail_k, x.tail_v, x.tail_mask)
     sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
     latent_q = x.latent_q
     if x.joint:
@@ -272,18 +266,9 @@ def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
         *(latent_q, x.latent_k, x.q, x.k, x.v, local, sequences),
         None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean),
         *(tail, x.log_decay, sinks, x.delay),
-        _window_of(x.pending_k, x.pending_v, x.pending_mask),
+        twice.window_of(x.pending_k, x.pending_v, x.pending_mask),
     )
     return out, *last
-
-
-def _window_again(x: Window) -> tuple[Tensor, ...]:
-    inputs = (*x.qkv, x.local, x.sequences, _window_of(*x.tail), x.sinks)
-    return (reference.sliding_window_attention(*inputs),)
-
-
-def _window_of(*tensors: Tensor | None) -> WindowState | None:
-    return None if tensors[0] is None else WindowState(*tensors)  # type: ignore[arg-type]
 
 
 if ABSENT is None:
@@ -312,7 +297,7 @@ if ABSENT is None:
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=["top_M", "mass_M", "sum_M"],
-        again=_latte_again,
+        again=twice.latte,
     )
     macchiato_op = differentiable_op(
         "cpu_macchiato",
@@ -329,5 +314,5 @@ if ABSENT is None:
         lambda x: x.v.new_empty(*x.q.shape[:3], x.v.shape[3]),
         returns=["out"],
         gradients=WINDOW_GRADIENTS,
-        again=_window_again,
+        again=twice.window,
     )
