@@ -135,6 +135,7 @@ BAD_LINES = {
     "not text": (b'{"text": 7}\n', r"line 1: field 'text' must hold text, found int"),
     "binary": (b'{"text": "a"}\n\x00\x01\n', r"line 2: expected UTF-8 text, found a binary file"),
     "thousands of digits": (b'{"text": "a", "n": ' + b"7" * 5000 + b"}\n", "malformed JSON .*dig"),
+    "thousands of brackets": (b"[" * 100_000 + b"\n", "line 1: malformed JSON"),
     "latin-1": (
         '{"text": "é"}\n'.encode("latin-1"),
         r"line 1: expected UTF-8 text, found byte 0xe9",
@@ -229,6 +230,7 @@ def test_bad_specs(tmp_path):
         (dict(spec=str(tmp_path / "*.csv")), "no file matches"),
         (dict(spec=tmp_path / "empty"), "no corpus file in it; .*found no files at all"),
         (dict(spec=[]), "at least one path"),
+        (dict(spec=""), "expected the path of a corpus, got an empty one"),
         (dict(spec=[3]), "must be text, got int"),
         (dict(spec=tmp_path / "good.txt", held_out=1.5), "held_out must be a fraction"),
         (dict(spec=tmp_path / "good.txt", held_out="0.1"), "held_out must be a fraction"),

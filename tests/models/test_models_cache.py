@@ -146,6 +146,34 @@ def test_wrong_caches_are_refused(build, tokens):
         model(ids[:1], past_key_values=cache)
     with pytest.raises(ValueError, match="needs the whole sequence at once"):
         model(ids, past_key_values=cache, output_attentions=True)
+    shallow = LatteCache(build("latte-r-swa++", num_hidden_layers=1).config)
+    with pytest.raises(ValueError, match="of a model with 1 layers, this one has 2"):
+        model(ids, past_key_values=shallow)
+
+
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
+@pytest.mark.parametrize("new", [1, 4])
+def test_an_interrupted_forward_leaves_no_cache_to_go_on_with(build, tokens, preset, new):
+    """Some layers have read its tokens, or their buffers are overwritten."""
+    model, ids = build(preset), tokens(2, 12)
+
+    def interrupt(*given, **options):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        cache = LatteCache(model.config)
+        run(model, ids, cache, [7, 1])
+        last = model.model.layers[1]
+        own, step = last.forward, last.step
+        last.forward = last.step = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 8 : 8 + new], past_key_values=cache)
+        last.forward, last.step = own, step
+        with pytest.raises(ValueError, match="was interrupted, and has changed this cache in part"):
+            model(ids[:, 8:], past_key_values=cache)
+        cache.reset()
+        found = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits)
 
 
 def test_cache_is_made_on_request_only(build, tokens):

@@ -113,6 +113,8 @@ def test_wrong_presets(arguments, message):
             "window_probability must be None for mixer='swa', got 0.5",
         ),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be positive"),
+        ({"pad_token_id": -1}, "pad_token_id must be a token id from 0 to 50266, got -1"),
+        ({"pad_token_id": 50267}, "pad_token_id must be a token id from 0 to 50266, got 50267"),
         ({"sliding_windows": 3}, "unknown field 'sliding_windows', did you mean 'sliding_window'"),
     ],
 )
@@ -121,6 +123,13 @@ def test_wrong_configurations_are_one_clear_line(fields, message):
         LatteConfig(**fields)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("LatteConfig: ")
+
+
+def test_fields_that_loading_changes_are_checked(tmp_path):
+    LatteConfig().save_pretrained(tmp_path)
+    assert LatteConfig.from_pretrained(tmp_path, sliding_window=3).sliding_window == 3
+    with pytest.raises(LatteError, match="sliding_window must be at least 1 key, got 0"):
+        LatteConfig.from_pretrained(tmp_path, sliding_window=0)
 
 
 def test_assignment_is_checked_too():

@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from latte.errors import LatteError
 from latte.models import LatteCache, LatteForCausalLM, load_state, save_state
@@ -110,6 +112,18 @@ def test_what_cannot_be_saved_or_read_is_one_line(build, tokens, tmp_path):
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(LatteError, match="truncated or damaged"):
         load_state(path, model)
+    for harm in (lambda x: x.pop("weights"), lambda x: x.pop("layers.0.position")):
+        save_state(cache, path)
+        with safe_open(path, framework="pt") as file:
+            about, held = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        harm(held)
+        save_file(held, path, about)
+        with pytest.raises(LatteError, match="is damaged"):
+            load_state(path, model)
+    for wrong in ({"tokens": "x"}, {"tokens": "-3"}, {"config": "{"}, {"dtype": "no"}):
+        save_file(held, path, about | wrong)
+        with pytest.raises(LatteError, match="is damaged"):
+            load_state(path, model)
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(LatteError, match="is no state"):
         load_state(tmp_path / "model" / "model.safetensors", model)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latte.ops import Sinks, macchiato_attention, sliding_window_attention, window_log_mass
+from latte.ops import (
+    Sinks,
+    WindowState,
+    macchiato_attention,
+    sliding_window_attention,
+    window_log_mass,
+)
 from tests.ops.helpers import randn
 
 B, T, H, G, L, K, D, W, SINKS = 2, 23, 4, 2, 5, 8, 6, 7, 3
@@ -95,6 +101,21 @@ def test_the_log_mass_reads_long_rows_in_pieces():
         in_pieces = window_log_mass(q, k, window=3)  # blocks of 3: several pieces
     whole = window_log_mass(q.requires_grad_(), k, window=3)
     torch.testing.assert_close(in_pieces, whole.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_log_mass_takes_a_state_and_sinks_that_fit():
+    q, k, v = randn(2, 9, H, K), randn(2, 9, G, K), randn(2, 9, G, 5)
+    _, state = sliding_window_attention(q, k, v, window=4, output_final_state=True)
+    window_log_mass(q, k, window=4, initial_state=state)
+    for wrong in (WindowState(*(x[:, 1:] for x in state)), WindowState(*(x[:1] for x in state))):
+        with pytest.raises(ValueError, match="initial_state.keys must have shape"):
+            window_log_mass(q, k, window=4, initial_state=wrong)
+    with pytest.raises(ValueError, match="initial_state must be a tuple"):
+        window_log_mass(q, k, window=4, initial_state="x")
+    sinks = Sinks(q, k[:, :2], v[:, :2], torch.ones(2, 2, dtype=torch.bool))
+    window_log_mass(q, k, window=4, sinks=sinks)
+    with pytest.raises(ValueError, match="sinks.q must have shape"):
+        window_log_mass(q, k, window=4, sinks=sinks._replace(q=q[:, :3]))
 
 
 def test_what_does_not_go_together_is_said():

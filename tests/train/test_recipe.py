@@ -134,6 +134,13 @@ def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
         ),
         ("- a", [], "expected a mapping"),
         ("a: [", [], "not valid YAML"),
+        ("a: " + "[" * 3000, [], "not valid YAML"),
+        (
+            "training: {max_steps: 3}\ntraining: {batch_size: 2}",
+            [],
+            "key 'training' is there twice",
+        ),
+        ("model: {size: tiny, size: small}", [], "the key 'size' is there twice"),
         ("base: missing.yaml", [], "missing.yaml does not exist"),
         ("base: recipe.yaml", [], "its own base"),
         ("base: 3", [], "base: expected a path"),
@@ -161,6 +168,17 @@ def test_a_missing_recipe_and_a_folder(tmp_path: Path) -> None:
 def test_yaml_reads_numbers_as_people_write_them() -> None:
     values = read_yaml("a: 3e-4\nb: 1e6\nc: -2.5E+3\nd: 12", "here")
     assert values == {"a": 3e-4, "b": 1e6, "c": -2500.0, "d": 12}
+
+
+def test_what_looks_like_a_date_or_a_comment_is_text() -> None:
+    tree = read_yaml("a: 2001-02-03\nb: 2001-99-99\nc: {x: &x {k: 1}, y: {<<: *x, k: 2}}", "here")
+    assert (tree["a"], tree["b"]) == ("2001-02-03", "2001-99-99")
+    assert tree["c"]["y"] == {"k": 2}
+    apply_override(tree, "a=runs/one #2")
+    apply_override(tree, "b=[" + "[" * 3000)
+    apply_override(tree, "c='quoted' # comment")
+    assert (tree["a"], tree["c"]) == ("runs/one #2", "quoted")
+    assert tree["b"] == "[" * 3001
 
 
 def test_override_with_an_empty_value_is_empty_text() -> None:

@@ -83,6 +83,17 @@ def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any, whole: Resu
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": 3}'])
+def test_a_damaged_mark_of_the_end_is_one_line(
+    make_recipe: Any, whole: Result, content: str
+) -> None:
+    folder = Path(make_recipe().output_dir)
+    shutil.copytree(whole.folder, folder)
+    (folder / "finished.json").write_text(content)
+    with pytest.raises(LatteError, match="finished.json is damaged .*remove it"):
+        train(make_recipe(), quiet=True)
+
+
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     make_recipe: Any, whole: Result, capsys: Any
 ) -> None:

@@ -363,7 +363,7 @@ def perplexity(nll: float, targets: int) -> float:
     if targets < 1:
         raise LatteError("perplexity needs at least one scored token, got none")
     mean = nll / targets
-    return math.exp(mean) if mean < 700 else math.inf
+    return math.inf if mean >= 700 else math.exp(mean)
 
 
 def bits_per_byte(nll: float, num_bytes: float) -> float:

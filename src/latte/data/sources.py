@@ -80,6 +80,8 @@ def kind_of(path: Path) -> tuple[str, str]:
 def find_files(spec: str | os.PathLike[str]) -> list[Path]:
     """The corpus files of a path, a folder (with its subfolders) or a glob, sorted."""
     text = os.path.expanduser(os.fspath(spec))
+    if not text:
+        raise LatteError("expected the path of a corpus, got an empty one")
     path = Path(text)
     if path.is_file():
         if not kind_of(path)[0]:
@@ -233,7 +235,7 @@ def json_rows(path: Path, meter: Meter = no_meter) -> Iterator[tuple[str, Any]]:
     for where, line in numbered_lines(path, meter):
         try:
             row = json.loads(line)
-        except ValueError as error:  # malformed JSON, or a number with thousands of digits
+        except (ValueError, RecursionError) as error:  # also thousands of digits or brackets
             raise LatteError(f"{where}: malformed JSON ({getattr(error, 'msg', error)})") from error
         yield where, row
 

@@ -268,6 +268,7 @@ class LatteCache(Cache):
         # A compiled step reads this. It would be compiled again for every value of a length.
         self.is_static = max_cache_len is not None
         self.step: Clock | None = None  # set while a single token is read
+        self.unfinished = False  # whether a forward has changed some layers, and not all
         self.model: _Reader | None = None  # the model that fills this cache
         for layer in self.layers:
             layer.is_compileable = self.is_static
@@ -284,10 +285,15 @@ class LatteCache(Cache):
     ) -> MixerState | None:
         """Store the state of layer ``layer_idx`` after ``num_tokens`` more tokens."""
         if state is not None:
+            self.unfinished = True
             self.layers[layer_idx].update(state, num_tokens)
             if self.offload_layers:
                 self.layers[layer_idx].offload()
         return state
+
+    def reset(self) -> None:
+        super().reset()
+        self.unfinished = False
 
     def filled_by(self, model: Any) -> None:
         """Remember the model that fills this cache; a state's file names it."""
@@ -305,7 +311,16 @@ class LatteCache(Cache):
 
         Returns:
             The buffers of all layers; None if this is not a step.
+
+        Raises:
+            ValueError: The forward before this one did not end, so that layers have read different
+                tokens.
         """
+        if self.unfinished:
+            raise ValueError(
+                "the forward before this one was interrupted, and has changed this cache in part:"
+                " expected a new cache, or reset() on this one"
+            )
         self.step = None
         if not steps or x_BTE.shape[1] != 1 or torch.is_grad_enabled() or self.offload_layers:
             return None
@@ -322,10 +337,12 @@ class LatteCache(Cache):
         buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
         self.step = buffers[0].clock
         self.step.real = real
+        self.unfinished = True
         return buffers
 
     def end(self) -> None:
         """Advance to the next token, after all layers have run."""
+        self.unfinished = False
         if self.step is not None:
             self.step.advance()
             self.step = None

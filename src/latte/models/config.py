@@ -141,6 +141,11 @@ class LatteConfig(LatentFields, PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id must be a token id from 0 to {self.vocab_size - 1}, got"
+                f" {self.pad_token_id}"
+            )
         if self.head_dim is None:
             self._divides("num_attention_heads", "hidden_size")
         self._divides("num_key_value_heads", "num_attention_heads")
@@ -226,7 +231,10 @@ class LatteConfig(LatentFields, PreTrainedConfig):
 
 
 def one_line_errors(cls: type) -> None:
-    """Turn the two-line errors of ``@strict`` into a LatteError of one line."""
+    """Turn the two-line errors of ``@strict`` into a LatteError of one line.
+
+    Fields that ``from_pretrained`` changes are checked too: ``@strict`` checks their types alone.
+    """
 
     def wrap(original: Any) -> Any:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -244,6 +252,20 @@ def one_line_errors(cls: type) -> None:
 
     for name in ("__init__", "__setattr__"):
         setattr(cls, name, wrap(getattr(cls, name)))
+
+    def validate(self: Any) -> None:
+        self.validate()
+
+    check = wrap(validate)
+    read = cls.from_dict.__func__  # type: ignore[attr-defined]
+
+    def from_dict(own: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        found = read(own, config_dict, **kwargs)
+        check(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    from_dict.__doc__ = read.__doc__
+    cls.from_dict = classmethod(from_dict)  # type: ignore[attr-defined]
 
 
 one_line_errors(LatteConfig)

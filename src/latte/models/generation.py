@@ -91,7 +91,25 @@ class StateGenerationMixin(GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **_: Any,
     ) -> Tensor | None:
-        """The mask of the new tokens, (B, T), for a static cache: its shape does not grow."""
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        """The mask of the new tokens, (B, T), for a static cache: its shape does not grow.
+
+        Raises:
+            ValueError: A prompt's mask does not have a place for each token. That of a single token
+                is not checked, because a GPU would have to be waited for.
+        """
+        if attention_mask is None:
+            return None
+        T = inputs_embeds.shape[1]
+        past = past_key_values.get_seq_length() if past_key_values is not None and T > 1 else 0
+        if T > 1 and attention_mask.shape[1] != past + T:
+            raise ValueError(
+                f"attention_mask must be (B={inputs_embeds.shape[0]}, past + T={past} + {T}), got"
+                f" {tuple(attention_mask.shape)}"
+            )
+        return attention_mask[:, -T:]

@@ -138,6 +138,13 @@ def choose_cache(
             f"past_key_values must be a LatteCache, got {type(cache).__name__}: the states of "
             "Latte do not fit into other caches"
         )
+    # Drafts by early exit run fewer layers than the decoder has.
+    runs, has = decoder.config.num_hidden_layers, len(decoder.layers)
+    if cache is not None and not runs <= len(cache.layers) <= has:
+        raise ValueError(
+            f"the cache is of a model with {len(cache.layers)} layers, this one has {has}:"
+            " expected LatteCache(model.config)"
+        )
     possible = causal and cu_seq_lens is None
     if not possible and (cache is not None or use_cache):
         why = "packed sequences" if causal else "a bidirectional model"

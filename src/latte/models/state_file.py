@@ -113,10 +113,15 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
     if about.get("format") != FORMAT:
         raise LatteError(f"{path} is no state: expected a file written by save_state")
     decoder = model.get_decoder()
-    dtype = getattr(torch, about["dtype"])
-    if differs := _difference(about, tensors.pop("weights"), decoder):
+    try:
+        dtype, tokens = getattr(torch, about["dtype"]), int(about["tokens"])
+        differs = _difference(about, tensors.pop("weights"), decoder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LatteError(f"state {path} is damaged: {type(error).__name__} {error}") from None
+    if differs:
         raise LatteError(f"{path} is the state of another model: {differs}")
-    tokens = int(about["tokens"])
+    if tokens < 1:
+        raise LatteError(f"state {path} is damaged: expected a number of tokens, got {tokens}")
     room = None if static_room is None else tokens + static_room
     cache = LatteCache(decoder.config, max_cache_len=room)
     for index, (layer, module) in enumerate(zip(cache.layers, decoder.layers, strict=True)):
@@ -131,8 +136,11 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
                 parts.setdefault(part, {})[field] = x
             else:
                 parts[part] = x
-        parts = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
-        layer.update(MixerState(**parts), tokens)
+        try:
+            found = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
+            layer.update(MixerState(**found), tokens)
+        except (AssertionError, TypeError) as error:
+            raise LatteError(f"state {path} is damaged in layer {index}: {error}") from None
     return cache
 
 

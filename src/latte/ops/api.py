@@ -408,9 +408,11 @@ def window_log_mass(
     check_window(op, window)
     check_softcap(op, softcap)
     sequences = Sequences(key_mask, cu_seqlens)
-    check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
+    initial_state = check_window_state(op, initial_state, window, N, k, None)
+    sinks = check_sinks(op, sinks, sizes, N, q, causal=True)
     local = Local.of(window, scale, softcap, sizes["K"])
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
     return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)

@@ -25,11 +25,11 @@ needs no gradient.
 The native kernels are not the default inside a transform of ``torch.func``, nor for inputs with
 forward-mode tangents, because custom ops do not support these. ``"torch"`` is used there. It has
 ``vmap``. Forward mode and gradients by ``torch.func`` need ``"reference"``, and an error says so.
-Second-order gradients of ``"cpu"`` and ``"torch"`` are those of the reference's operations. ``backend="cpu"`` raises
-``ValueError`` without the library and for tensors on another device, and ``NotImplementedError``
-in forward mode. The in-place steps of decoding (:mod:`latte.ops.step`) use native kernels unless
-another backend is named. If the library is not installed but could be, the first op that would use
-it warns, once.
+Second-order gradients of ``"cpu"`` and ``"torch"`` are those of the reference's operations.
+``backend="cpu"`` raises ``ValueError`` without the library and for tensors on another device, and
+``NotImplementedError`` in forward mode. The in-place steps of decoding (:mod:`latte.ops.step`) use
+native kernels unless another backend is named. If the library is not installed but could be, the
+first op that would use it warns, once.
 
 A call that names a kernel that cannot serve its inputs raises ``ValueError``. The RG-LRU and the
 convolution follow the same rule with their own kernels. To decode without Triton's step kernels,

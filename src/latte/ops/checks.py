@@ -241,9 +241,12 @@ def check_window_state(
     window: int | None,
     N: int,
     k_BTGK: Tensor,
-    v_BTGD: Tensor,
+    v_BTGD: Tensor | None,
 ) -> WindowState | None:
-    """The state fits the window (any length of tail if that is None); as wide as k and v."""
+    """The state fits the window (any length of tail if that is None); as wide as k and v.
+
+    Without v, values are not read, and may have any width.
+    """
     if state is None:
         return None
     if not isinstance(state, tuple) or len(state) != 3 or not isinstance(state[0], Tensor):
@@ -251,10 +254,14 @@ def check_window_state(
             f"{op}: initial_state must be a tuple (keys, values, mask), got {type(state).__name__}"
         )
     P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
-    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *v_BTGD.shape[2:]), (N, P))
+    width = k_BTGK.shape[2:] if v_BTGD is None else v_BTGD.shape[2:]
+    if v_BTGD is None and isinstance(state[1], Tensor):
+        width = state[1].shape[2:]
+    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *width), (N, P))
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
-    return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
+    wide = k_BTGK.dtype if v_BTGD is None else v_BTGD.dtype
+    return WindowState(keys.to(k_BTGK.dtype), values.to(wide), mask)
 
 
 def check_sinks(

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from latte.data.blocks import SharedBlocks
 from latte.data.preparing import Text, prepare_text
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
 from latte.models.modeling import language_model
 from latte.models.registry import carries_state, find_model
 from latte.parallel.context import find_decoder
@@ -302,8 +302,14 @@ def _finish(
 
 def _stored_result(folder: Path) -> Result:
     name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else STOPPED_FILE
-    stored = json.loads((folder / name).read_text(encoding="utf-8"))
-    return Result(folder=folder, **stored)
+    try:
+        stored = json.loads((folder / name).read_text(encoding="utf-8"))
+        return Result(folder=folder, **stored)
+    except (ValueError, TypeError) as error:
+        raise LatteError(
+            f"{folder / name} is damaged ({one_line(error)}); remove it, and the run ends again"
+            " from its last checkpoint"
+        ) from None
 
 
 def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: int) -> None:

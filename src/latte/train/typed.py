@@ -19,10 +19,29 @@ import yaml
 from latte.errors import LatteError
 
 D = TypeVar("D")
+# What reading YAML raises: also for a number of thousands of digits, or too many brackets.
+NOT_READ = (yaml.YAMLError, ValueError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `3e-4` as text; in a recipe it is a number."""
+    """YAML in which `3e-4` is a number, a date is text, and a key stands once in a section."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(
+                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -36,7 +55,7 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse a YAML mapping. `where` names the source in the error."""
     try:
         content = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values alone
-    except yaml.YAMLError as error:
+    except NOT_READ as error:
         detail = " ".join(str(error).split())
         raise LatteError(f"{where} is not valid YAML: {detail}") from None
     if content is None:
@@ -58,8 +77,10 @@ def apply_override(tree: dict[str, Any], assignment: str) -> None:
         )
     try:
         parsed = yaml.load(value, Loader=_Loader) if value else ""
-    except yaml.YAMLError:
+    except NOT_READ:
         parsed = value
+    if isinstance(parsed, str) and " #" in value and value[0] not in "\"'":
+        parsed = value  # on a command line this begins no comment
     *sections, last = key.split(".")
     node = tree
     for depth, section in enumerate(sections):
