@@ -6,6 +6,7 @@ Shape suffixes: B batch, T tokens, P tokens shown, H query heads, G key/value he
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,4 +112,10 @@ def test_the_report_of_a_converted_model(look, tmp_path):
     assert hooks == {_enter}  # the layers' own: what looked on is gone
     written = write_report(inspection, tmp_path)
     assert {"usage.csv", "collapse.png", "window_share.png", "index.html"} <= set(written)
-    assert "of   3" in outline(inspection)
+    assert "of   3" in outline(inspection) and "no latent has read" not in outline(inspection)
+
+
+def test_a_text_that_no_latent_has_read_is_named(look):
+    _, inspection, _ = look("llama", delay_latents=True)
+    short = replace(inspection, tokens=inspection.tokens[:WINDOW])
+    assert f"the text of {WINDOW} tokens is not longer than the window" in outline(short)

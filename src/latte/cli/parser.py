@@ -158,7 +158,7 @@ def _evaluate(command: Any) -> None:
     parser = command(
         commands.evaluate,
         "score a checkpoint: held-out text at several context lengths, or tasks",
-        "Prints perplexity and bits per byte, and writes them as a table, a CSV and a plot. Every"
+        "Prints perplexity and bits per byte, and writes them as a CSV file and a figure. Every"
         " length scores the same tokens: each document is cut into windows of that length, and each"
         " window starts with an empty state. With --tasks it runs tasks instead.",
     )

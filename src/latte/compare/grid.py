@@ -166,10 +166,10 @@ class Grid:
 
         done = sum(status.result is not None for status in found)
         failed = sum(status.failed for status in found)
-        left = duration(spent / number * (due - number)) if number else "unknown"
+        left = f"about {duration(spent / number * (due - number))} left" if number else "first run"
         self.say(
             f"[{done + failed + 1}/{len(found)}] {run.label} | {done} finished, {failed} failed,"
-            f" about {left} left"
+            f" {left}"
         )
 
     def say(self, line: str) -> None:

@@ -382,6 +382,13 @@ def outline(inspection: Inspection) -> str:
             f"  {_mean([row.effective_latents_per_token for row in mine]):>9.1f}"
             f"  {sum(row.unused_among_latents or 0 for row in mine):>6}"
         )
+    read = len(inspection.tokens)
+    late = [layer.delay for layer in inspection.layers.values() if layer.delay]
+    if late and read <= min(late):
+        lines.append(
+            f"the text of {read:,} tokens is not longer than the window of {min(late):,}: no latent"
+            " has read a token yet"
+        )
     lines.append("means over heads; unused: below 1% of an equal share of the latents' mass")
     return "\n".join(lines)
 

@@ -312,6 +312,13 @@ def _stored_result(folder: Path) -> Result:
         ) from None
 
 
+def _text_of(recipe: Recipe) -> str:
+    corpus = recipe.data.corpus
+    if corpus == "embedded":
+        return "embedded (Python's sources and documentation; data.corpus=... for another)"
+    return corpus if isinstance(corpus, str) else ", ".join(corpus)
+
+
 def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: int) -> None:
     for problem in owner.skipped:
         print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
@@ -332,6 +339,7 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
         f" {steps} steps of {recipe.tokens_per_step(processes):,} tokens on {processes}"
         f" process{'es' if processes > 1 else ''} |"
         f" {'resuming from ' + owner.resume.name if owner.resume else 'from the start'} |"
+        f" text: {_text_of(recipe)} |"
         f" {owner.folder}",
         flush=True,
     )
