@@ -67,7 +67,7 @@ class Loop:
         resume: a checkpoint's folder.
     """
 
-    end = "steps"  # what a run is said to have stopped by that was not stopped before
+    end = "steps"  # reported reason of a run that reaches its last step
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Loop:
         return False
 
     def keep(self) -> None:
-        """After a point was added to the curve: write it down, and a checkpoint, if there are."""
+        """Called after each evaluation: a place to write files or a checkpoint."""
 
     # ---- the loop
 

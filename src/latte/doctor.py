@@ -119,8 +119,8 @@ def _commit(root: Path) -> str | None:
 def _native_modules() -> tuple[Any, Any]:
     """:mod:`latte.ops.cpp_backend.library` and the package, which may be missing.
 
-    ``latte.ops`` cannot be imported where LATTE_NATIVE=require is not fulfilled or has no meaning:
-    here it is, since the report must tell why.
+    ``latte.ops`` cannot be imported where LATTE_NATIVE=require cannot be met, or where its value is
+    unknown. Here it must be imported, because the report says why.
     """
     wanted = os.environ.pop("LATTE_NATIVE", None)
     try:

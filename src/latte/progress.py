@@ -44,7 +44,7 @@ class Progress:
         self.update(count)
 
     def note(self, text: str) -> None:
-        """What stands behind the bar, where there is one."""
+        """Set the text after the bar, where there is one."""
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
 

@@ -161,10 +161,7 @@ def convert(options: Namespace) -> int:
             from latte.evaluate.lengths import report
 
             report(options.base, folder, recipe, quiet=options.quiet)
-            print(
-                "perplexity at each context length, lower is better; finished: "
-                f"{folder} holds the model (try: latte generate {folder})"
-            )
+            print(f"finished: {folder} holds the model (try: latte generate {folder})")
         return 0
     if options.overrides:
         raise LatteError(

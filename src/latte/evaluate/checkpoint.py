@@ -82,8 +82,6 @@ def load_checkpoint(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from latte import models  # noqa: F401  registers the Auto classes
-
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_checkpoint(path)

@@ -218,6 +218,7 @@ def report(
     write_text(words, text)
     conversion_figure(figure, found, close=close, train_length=block)
     if not quiet:
+        print("perplexity at each context length (lower is better):", flush=True)
         print(text, end="", flush=True)
         print(f"written: {table}, .md and .png", flush=True)
     return found

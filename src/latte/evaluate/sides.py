@@ -99,7 +99,7 @@ def sides(texts: Sequence[str]) -> list[Side]:
 def keeps_all_tokens(model: Any) -> bool:
     """Whether a model is one of quadratic cost, whose state keeps every token: a base.
 
-    A conversion that has left some layers to its base is none.
+    A hybrid, in which some layers keep full attention, is not one.
     """
     config = model.config
     grows = getattr(config, "state_grows", None)

@@ -25,10 +25,10 @@ class SavedMaker(NamedTuple):
 def made_again(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
     """Operations within save no tensor of these pairs, contiguous ones, but how to make it.
 
-    A maker gives the same tensor, bit by bit, of tensors that live on anyhow; it is called in the
-    backward pass, without gradients and under the autocast of now, once for each operation that
-    had saved the tensor or a view of it. Nothing changes on a GPU, in graphs and transforms, and
-    where somebody else already decides what is saved (gradient checkpointing, offloading).
+    A maker gives the same tensor, bit by bit, from tensors that stay in memory anyway. It is called
+    in the backward pass, without gradients and under the autocast of now, once for each operation
+    that had saved the tensor or a view of it. Nothing changes on a GPU, in graphs and transforms,
+    and where somebody else already decides what is saved (gradient checkpointing, offloading).
     """
     if not pairs or not pairs[0][0].requires_grad or not on_cpu(pairs[0][0]) or _are_hooked():
         yield

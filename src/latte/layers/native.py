@@ -1,7 +1,7 @@
 """Native kernels in the place of modules, for a few rows such as single tokens.
 
-A kernel of :mod:`latte.ops.dense` reads the weights of modules, so what else a module does would
-be passed over. :func:`native_weights` is the only place that decides whether that may be.
+A kernel of :mod:`latte.ops.dense` reads the weights of modules, and skips hooks and adapters.
+:func:`native_weights` alone decides whether a kernel may be used.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class ConversionTrainer(LatteTrainer):
         return ((1 - d) * nll + d * kl) / items * self.args.world_size
 
     def loss_parts(self, loss: float) -> dict[str, float]:
-        """The parts of the transfer's loss; a likelihood only where the loss is one."""
+        """The parts of the transfer's loss. Perplexity is logged only for a plain likelihood."""
         if self.section.objective == "next-token":
             return {} if self.section.distillation else super().loss_parts(loss)
         output, mass, passes = self.accelerator.reduce(self._errors, "sum").tolist()

@@ -94,5 +94,5 @@ def number_of_parameters(config: Any) -> int | None:
 def _counted(config: Any) -> int | None:
     try:
         return count_parameters(config)
-    except Exception:  # initial values that are computed: whoever builds the model says what failed
+    except Exception:  # not on the meta device; building the model reports an error
         return None

@@ -130,7 +130,7 @@ class TrainingReport(TrainerCallback):
         """
         machine.reset_peak_memory(self._device)
         if state.global_step > self._last_step:
-            return  # a log line is due first; it cannot be told apart then
+            return  # steps without a log line yet: their time cannot be separated
         self.seconds = self._elapsed()
         self._last_time = time.perf_counter()
 

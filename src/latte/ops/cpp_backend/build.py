@@ -195,9 +195,8 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from None
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        lines = [
-            line for line in said if not line.startswith("collect2:")
-        ]  # that the linker failed
+        # Lines of collect2 only repeat that the linker failed.
+        lines = [line for line in said if not line.startswith("collect2:")]
         reason = next((line for line in lines if "error" in line), lines[0] if lines else "")
         raise BuildError(f"{command[0]} failed with status {done.returncode} {reason}".strip())
 

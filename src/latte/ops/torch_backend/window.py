@@ -356,7 +356,7 @@ class Block:
         return x_line.as_strided((self.n, M, K), (Q * K, K, 1), self.first * Q * K)
 
     def add_to_keys(self, x_line: Tensor, w: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        """The adjoint of :meth:`keys` for w^T y: every chunk of keys hears from all its readers."""
+        """The adjoint of :meth:`keys` for w^T y: a chunk of keys gets what all its readers add."""
         heard = torch.bmm(w.transpose(1, 2), y).unflatten(1, (-1, self.part.chunks.Q))
         for j in range(heard.shape[1]):
             x_line[self.first + j : self.first + j + self.n].add_(heard[:, j], alpha=scale)
