@@ -229,10 +229,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, index: int) -> bytes | None:
 
     None if the vocabulary does not tell them.
     """
-    text: str = tokenizer.decode([index], clean_up_tokenization_spaces=False)
+    text = str(tokenizer.decode([index], clean_up_tokenization_spaces=False))
     if REPLACEMENT not in text:
         return text.encode()
-    piece = tokenizer.convert_ids_to_tokens(index)
+    piece = str(tokenizer.convert_ids_to_tokens(index))
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
     if all(character in byte_of for character in piece):
         return bytes(byte_of[character] for character in piece)
