@@ -52,6 +52,8 @@ def test_clusters_are_found():
     torch.manual_seed(1)
     centres = torch.nn.functional.normalize(torch.randn(3, 16), dim=-1)
     q = 5 * centres.repeat_interleave(50, 0) + 0.1 * torch.randn(150, 16)
+    with pytest.raises(LatteError, match="queries are not finite"):
+        clusters(torch.full_like(q, torch.nan), 3, torch.Generator())
     u, c = clusters(q, 3, torch.Generator().manual_seed(0))
     nearest = (u @ centres.T).max(1)
     assert sorted(nearest.indices.tolist()) == [0, 1, 2]

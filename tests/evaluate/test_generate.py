@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -47,6 +48,15 @@ def test_it_ends_where_the_model_says_too(words_with_spaces):
     first = words_with_spaces.convert_tokens_to_ids("▁" + free.split()[0])
     ended = generate(model([first]), words_with_spaces, "once", max_new_tokens=6, temperature=0)
     assert ended.split() == free.split()[:1]
+
+
+def test_a_model_that_is_not_finite_is_one_line(words_with_spaces):
+    broken = model()
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0}):
+        with pytest.raises(LatteError, match="logits are NaN after the prompt"):
+            generate(broken, words_with_spaces, "the cat", max_new_tokens=3, **sampling)
 
 
 def test_bytes_of_the_command_line_that_are_no_utf_8_are_replaced(words_with_spaces):

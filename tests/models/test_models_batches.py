@@ -57,6 +57,15 @@ def test_positions_that_start_anew_need_a_single_row(build, tokens):
         model(ids, position_ids=torch.zeros(2, 8, dtype=torch.long))
 
 
+@pytest.mark.parametrize("preset", ["latte-r-swa++", "latte++", "latte-conv++"])
+def test_positions_that_do_not_fit_are_refused(build, tokens, preset):
+    model, ids = build(preset), tokens(2, 8)
+    for wrong in (torch.arange(8), torch.zeros(2, 5).long(), torch.arange(8)[None, None], [[0]]):
+        with pytest.raises(ValueError, match=r"position_ids must be a tensor \(B=2, T=8\) or"):
+            model(ids, position_ids=wrong)
+    assert model(ids, position_ids=torch.arange(8)[None]).logits.shape[:2] == (2, 8)
+
+
 def test_positions_that_leave_some_out_are_of_one_sequence(build, tokens):
     model, ids = build("latte-r-swa++"), tokens(2, 8)
     places = torch.tensor([[0, 1, 5, 6, 7, 20, 21, 22]])

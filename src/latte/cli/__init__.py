@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_code(
             "latte",
             lambda: options.run(options),
-            "a training run continues from its last checkpoint when run again",
+            "a training run continues from its last checkpoint, if it has one, when run again",
         )
     except BrokenPipeError:  # such as `latte generate ... | head`
         sys.stderr.close()

@@ -111,7 +111,16 @@ def turned(c_LK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def clusters(q_SK: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Spherical k-means of queries: directions u (L, K) and the clusters' mean queries c (L, K)."""
+    """Spherical k-means of queries: directions u (L, K) and the clusters' mean queries c (L, K).
+
+    Raises:
+        LatteError: A query is NaN or infinite.
+    """
+    if not bool(q_SK.isfinite().all()):
+        raise LatteError(
+            "the base's queries are not finite on the calibration text: its weights are damaged, or"
+            " too large for their dtype"
+        )
     u_SK = F.normalize(q_SK, dim=-1)
     first = torch.randint(len(u_SK), (1,), generator=generator)
     u_LK = u_SK[first]

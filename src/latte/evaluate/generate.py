@@ -103,6 +103,11 @@ def generate(
 
     def after_prompt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] == len(ids):
+            if bool(scores.isnan().any()):
+                raise LatteError(
+                    "the model's logits are NaN after the prompt: its weights, or the state that it"
+                    " continues, are damaged"
+                )
             save()
         return scores
 

@@ -77,6 +77,7 @@ def prepare_inputs(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("expected exactly one of input_ids and inputs_embeds")
+    check_positions(position_ids, input_ids if inputs_embeds is None else inputs_embeds)
     if cu_seq_lens is None:
         cu_seq_lens = packed_bounds(position_ids, attention_mask, past_key_values)
     cache = choose_cache(decoder, past_key_values, use_cache, cu_seq_lens, causal=causal)
@@ -96,6 +97,20 @@ def prepare_inputs(
         position_ids = buffers[0].clock.position[:, None]
     earlier = decoder.earlier or MixerState()
     return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier, buffers)
+
+
+def check_positions(position_ids: Any, inputs: Any) -> None:
+    """Raise ValueError unless there is one position for each token of the inputs, or none at all.
+
+    One row of positions may be for all rows of the inputs.
+    """
+    if position_ids is None or getattr(inputs, "ndim", 0) < 2:
+        return
+    B, T = inputs.shape[:2]
+    shape = tuple(getattr(position_ids, "shape", ()))
+    if shape not in ((B, T), (1, T)):
+        found = shape if isinstance(position_ids, Tensor) else type(position_ids).__name__
+        raise ValueError(f"position_ids must be a tensor (B={B}, T={T}) or (1, T={T}), got {found}")
 
 
 def embed(table: nn.Module, input_ids: Any) -> Tensor:
