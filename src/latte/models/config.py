@@ -143,7 +143,7 @@ class LatteConfig(LatentFields, PreTrainedConfig):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
-                f"pad_token_id must be a token id from 0 to {self.vocab_size - 1}, got"
+                f"pad_token_id must be in the vocabulary, from 0 to {self.vocab_size - 1}, got"
                 f" {self.pad_token_id}"
             )
         if self.head_dim is None:
