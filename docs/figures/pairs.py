@@ -73,7 +73,11 @@ FORGETTING_PAIRS = (
     ("griffin", "swa++"),
 )
 FORGETTING_EQUAL_PAIRS = (*FORGETTING_PAIRS, ("r-swa++", "swa++"))
-
+RECURRENCE_PAIRS = (
+    ("r-swa++", "swa++"),
+    ("latte-r-swa++", "r-swa++"),
+    (NARROW, "r-swa++"),
+)
 HYBRID_PAIRS = (
     *((HYBRID, name) for name in ("griffin", "mamba2", NARROW, "swa++", "transformer++")),
     (HYBRID, RECURRENT),
@@ -190,6 +194,7 @@ def all_rows() -> list[dict[str, str]]:
             past_parts,
             "%",
         ),
+        *rows_of("past, recurrence", past, RECURRENCE_PAIRS, past_parts, "%"),
         *rows_of(
             "past, hybrid",
             past,

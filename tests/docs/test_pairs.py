@@ -74,7 +74,7 @@ def test_a_pair_is_seen_over_the_seeds_that_both_have(script):
 
 def test_where_the_past_matters(read, pairs):
     tables = table_with(read("docs/results/books.md"), "control", *PAST_PARTS)
-    names = ("past", "past, equal parameters", "past, hybrid", "past, on a GPU")
+    names = ("past", "past, equal parameters", "past, recurrence", "past, hybrid", "past, on a GPU")
     for name, table in zip(names, tables, strict=True):
         expected = [key for key in pairs if key[0] == name]
         assert len(table) * len(PAST_PARTS) == len(expected)
