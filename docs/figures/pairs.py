@@ -150,6 +150,7 @@ def all_rows() -> list[dict[str, str]]:
     past_gpu |= read("past_gpu_positions.csv", "preset", "perplexity", "length")
     shakespeare = read("shakespeare.csv", "preset", "loss", "length")
     listops = read("lra_listops.csv", "model", "test_accuracy")
+    rivals = read("lra_listops_rivals.csv", "model", "test_accuracy")
     text = read("lra_text_scratch.csv", "model", "test_accuracy")
     others = [name for name, part in ablation if part == "256"]
     past_parts = ("1024", "1024: 0 to 63", "1024: 64 to 255", "1024: 256 to 1023", "4096")
@@ -207,6 +208,13 @@ def all_rows() -> list[dict[str, str]]:
             "listops",
             listops,
             itertools.combinations(lra, 2),
+            ["all"],
+            "accuracy",
+        ),
+        *rows_of(
+            "listops, other models",
+            listops | rivals,
+            [(name, own) for name, _ in rivals for own in ("latte++", "latte-r++")],
             ["all"],
             "accuracy",
         ),

@@ -106,3 +106,15 @@ def test_the_claims_of_long_range_arena(read, pairs):
             assert line["difference"] == shown(row, 3, sign=-1)
             assert line["p"] == f"{float(row['p_holm']):.3f}"
             assert line["verdict"] == ("holds" if float(row["p_holm"]) < 0.05 else "undecided")
+
+
+def test_other_models_on_listops(read, pairs):
+    (table,) = table_with(read("docs/lra.md"), "model", "minus `latte++`", "minus `latte-r++`")
+    name = "listops, other models"
+    assert 2 * len(table) == sum(key[0] == name for key in pairs)
+    for line in table:
+        for own in ("latte++", "latte-r++"):
+            row = pairs[name, name_of(line["model"]), own, "all"]
+            text = shown(row, 3)
+            bold = f"**{text}**" if float(row["p_holm"]) < 0.05 else text
+            assert line[f"minus `{own}`"] == bold
