@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from latte.cli import main
-from latte.conversion import apply_latents, save_latents
+from latte.conversion import apply_latents, convert, save_latents
 from latte.errors import LatteError
 from tests.conversion.bases import base, converted, tokens
 
@@ -114,6 +114,19 @@ def test_another_base_is_refused(folder, tmp_path):
     with pytest.raises(LatteError, match="are for another base: .* has other weights"):
         apply_latents(folder, file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_of_another_shape_is_refused(folder, tmp_path):
+    file = tmp_path / "latents.safetensors"
+    last = base("qwen3").config.num_hidden_layers - 1
+    save_latents(convert(folder, window=5, keep_layers=[last]), file)
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.layer_types = last, config.layer_types[:last]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "smaller")
+    with pytest.raises(LatteError, match="latents .* are for another base, base: keep_layers"):
+        apply_latents(tmp_path / "smaller", file)
+    with pytest.raises(LatteError, match="^base .*gone does not exist"):
+        apply_latents(tmp_path / "gone", file)
 
 
 def test_files_that_are_no_latents(folder, tmp_path):

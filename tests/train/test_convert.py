@@ -108,6 +108,22 @@ def test_base_controls_and_result_are_compared(converted):
     assert window == held
 
 
+def test_the_result_says_from_which_base_it_is(converted):
+    assert AutoConfig.from_pretrained(converted).converted_from == "base"
+
+
+def test_stages_are_announced(base, small, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert_and_train(str(base), out, small("transfer.max_steps=1", "training.max_steps=1"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("stage", "finished"))] == [
+        f"stage 1 of 2: transfer, in {out}/transfer",
+        f"finished: {out}/transfer holds the model",
+        f"stage 2 of 2: next-token, in {out}/next-token",
+        f"finished: {out}/next-token holds the model",
+    ]
+
+
 def test_the_transfer_logs_its_errors(converted, small):
     recipe = small()
     records = [json.loads(line) for line in (converted / "transfer" / "metrics.jsonl").open()]
@@ -369,6 +385,7 @@ def test_a_folder_of_something_else_is_left_alone(base, small, tmp_path):
 def test_recipes_load():
     expected = {
         "ablation.yaml": ["layers"],
+        "own-base.yaml": ["layers", "next-token"],
         "gemma2-2b.yaml": ["transfer", "next-token"],
         "gemma3-270m.yaml": ["layers"],
         "small.yaml": ["transfer", "next-token"],

@@ -42,7 +42,7 @@ class MacchiatoFields(ConvertedFields):
         None, "layers with a window and latents, by number from 0", none="all"
     )
     converted_from: str | None = option(
-        None, "GGUF file of the base's weights, and its quantisation"
+        None, "the base: its name on the Hub, its folder, or its GGUF file and the quantisation"
     )
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -170,13 +170,17 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
     for name in ("model_type", "architectures", "transformers_version"):
         inherited.pop(name, None)
     file = gguf_at(base)
-    if file is not None:
-        inherited["converted_from"] = open_gguf(file).note
+    inherited["converted_from"] = _origin(base) if file is None else open_gguf(file).note
     if values.get("num_latents", 0) is None:
         values["num_latents"] = LATENTS_PER_HEAD * config.num_attention_heads
     made = CONFIGS[kind](**inherited, **values)
     made.converted_layers = _to_convert(base, made, keep)
     return made
+
+
+def _origin(base: str | Path) -> str:
+    """A base's name on the Hub, or of its folder alone: the way to it is its user's."""
+    return Path(base).resolve().name if Path(base).exists() else str(base)
 
 
 def _to_convert(base: str | Path, config: Any, keep: Sequence[int]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from latte.conversion.pretrained import (
     converted_config,
     load_base,
     load_tokenizer,
+    read_config,
     save,
 )
 from latte.errors import LatteError
@@ -150,7 +151,13 @@ def apply_latents(
     """
     target = None if output is None else check_output(output)
     about, weights = _read(Path(latents).expanduser())
+    trained = about["base"] or "the one they were trained for"
     fields = json.loads(about["fields"])
+    read_config(base)  # says so if there is no base
+    try:
+        converted_config(base, fields)
+    except LatteError as error:
+        raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
     for name, width in (("local_window", window), ("kept_window", kept_window)):
         if width is not None:
@@ -162,9 +169,8 @@ def apply_latents(
     # The file's weights and these may be of one GGUF file, in different dtypes.
     rounding = max(torch.finfo(kind).eps for kind in (getattr(torch, about["dtype"]), model.dtype))
     if sample.shape != own.shape or not torch.allclose(sample, own, rtol=rounding, atol=1e-7):
-        trained = f" ({about['base']})" if about["base"] else ""
         raise LatteError(
-            f"latents {latents} are for another base{trained}: {base} has other weights"
+            f"latents {latents} are for another base: {base} has other weights than {trained}"
         )
     wanted = {name: x for name, x in model.state_dict().items() if NEW_WEIGHTS in name}
     for name, x in wanted.items():

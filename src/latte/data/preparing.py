@@ -61,6 +61,7 @@ class Text:
 
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
         """The first `count` training blocks of the order that `seed` chooses."""
+        _check_length("training", self.train, section)
         return data.PackedBlocks(
             self.train,
             section.block_length,
@@ -68,6 +69,17 @@ class Text:
             respect_documents=section.respect_documents,
             start_blocks=section.start_blocks,
             length=count,
+        )
+
+    def held_out_blocks(self, section: DataSection) -> PackedBlocks:
+        """The blocks of the held-out text, in its order."""
+        _check_length("held-out", self.validation, section)
+        return data.PackedBlocks(
+            self.validation,
+            section.block_length,
+            shuffle=False,
+            respect_documents=section.respect_documents,
+            start_blocks=section.start_blocks,
         )
 
     def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
@@ -84,6 +96,18 @@ class Text:
         if not section.respect_documents:
             return data.BlockCollator("rows")
         return data.BlockCollator("packed" if pack else "padded")
+
+
+def _check_length(which: str, tokens: TokenFile, section: DataSection) -> None:
+    """Raise LatteError if a text has no whole block of tokens."""
+    if len(tokens) < section.block_length:
+        of = "data.corpus"
+        if which == "held-out" and section.validation is not None:
+            of = "data.validation"
+        raise LatteError(
+            f"{of}: the {which} text has {len(tokens):,} tokens, too few for a single block of"
+            f" {section.block_length:,}; expected more text, or a smaller data.block_length"
+        )
 
 
 def prepare_text(section: DataSection, progress: bool = True) -> Text:

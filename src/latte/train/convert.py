@@ -23,6 +23,7 @@ from typing import Any
 
 from latte.conversion.pretrained import check_output, load_tokenizer
 from latte.errors import LatteError
+from latte.processes import is_first_process
 from latte.train import recipe as recipes
 from latte.train.converted import check_peft, starting_config
 from latte.train.layers import LayersSection, transfer_layers
@@ -129,7 +130,9 @@ def convert_and_train(
     load_tokenizer(base)
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
     owner = first_alone(lambda: _claim(folder, values))
-    for name, each in stages.items():
+    for number, (name, each) in enumerate(stages.items(), 1):
+        if is_first_process() and not quiet:
+            print(f"stage {number} of {len(stages)}: {name}, in {each.output_dir}", flush=True)
         try:
             if name == "layers":
                 section = recipe.layers

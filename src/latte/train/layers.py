@@ -33,7 +33,6 @@ from torch import Tensor
 
 from latte.conversion.pretrained import save
 from latte.conversion.recording import FitErrors, FitOptions, LayerFit, record
-from latte.data.blocks import PackedBlocks
 from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
 from latte.machine import default_device
@@ -143,8 +142,7 @@ def converted_layers(model: Any) -> list[Any]:
 def _held_out(text: Text, section: DataSection, count: int) -> list[Tensor]:
     """Rows of the validation text, in its order."""
     length = section.block_length
-    layout: Any = {"respect_documents": False, "start_blocks": section.start_blocks}
-    blocks = PackedBlocks(text.validation, length, shuffle=False, **layout)
+    blocks = text.held_out_blocks(section)
     if len(blocks) < count:
         raise LatteError(
             f"layers.held_out_rows: expected at most the {len(blocks)} blocks of {length} tokens in"

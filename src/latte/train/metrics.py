@@ -32,13 +32,13 @@ class TrainingReport(TrainerCallback):
 
     Args:
         recipe: Recipe of the run.
-        label: Name of the bar, such as the preset's name.
+        label: Name of the bar in a command of several runs, such as the preset's name.
         quiet: Whether to print no bar and no lines. The files are written anyway.
     """
 
     def __init__(self, recipe: Recipe, label: str | None = None, quiet: bool = False) -> None:
         self.recipe = recipe
-        self.label = label or recipe.name
+        self.label, self.labelled = label or recipe.name, label is not None
         self.quiet = quiet
         self.seconds = 0.0  # wall time of the run up to the last report, over all resumes
         self._writer: Any = None

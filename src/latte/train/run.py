@@ -288,8 +288,10 @@ def _finish(
             (folder / STOPPED_FILE).unlink(missing_ok=True)
         write_json(folder / (FINISHED_FILE if finished else STOPPED_FILE), result)
         if not progress.quiet:
+            # A run with a label is one of several: their command says what comes after them.
+            hint = "" if progress.labelled else f" (try: latte generate {folder})"
             print(
-                f"finished: {folder} holds the model (try: latte generate {folder})"
+                f"finished: {folder} holds the model{hint}"
                 if finished
                 else f"stopped at step {result['steps']} by training.max_minutes="
                 f"{recipe.training.max_minutes:g}; run again with more minutes to continue",
