@@ -65,6 +65,11 @@ GPU_PAIRS = (
     (SHORT, "griffin"),
     (SHORT, "latte-conv-swa-f++"),
 )
+OURS = ("latte-conv-swa-f++", "latte-r-swa++", "latte-conv-swa++")
+SHAKESPEARE_EQUAL_PAIRS = (
+    *itertools.product(OURS, ("mamba2", "griffin", "swa++", "transformer++")),
+    *itertools.combinations(OURS, 2),
+)
 FORGETTING_PAIRS = (
     ("latte-conv-swa-f++", "swa++"),
     ("latte-conv-swa-f++", "latte-conv-swa++"),
@@ -149,6 +154,7 @@ def all_rows() -> list[dict[str, str]]:
     past_gpu = read("past_gpu.csv", "preset", "perplexity", "length")
     past_gpu |= read("past_gpu_positions.csv", "preset", "perplexity", "length")
     shakespeare = read("shakespeare.csv", "preset", "loss", "length")
+    shakespeare_equal = read("shakespeare_equal.csv", "preset", "loss", "length")
     listops = read("lra_listops.csv", "model", "test_accuracy")
     rivals = read("lra_listops_rivals.csv", "model", "test_accuracy")
     text = read("lra_text_scratch.csv", "model", "test_accuracy")
@@ -176,6 +182,13 @@ def all_rows() -> list[dict[str, str]]:
             "shakespeare",
             shakespeare,
             itertools.combinations([name for name, part in shakespeare if part == "64"], 2),
+            ["64"],
+            "nats",
+        ),
+        *rows_of(
+            "shakespeare, equal parameters",
+            shakespeare | shakespeare_equal,
+            SHAKESPEARE_EQUAL_PAIRS,
             ["64"],
             "nats",
         ),
