@@ -21,6 +21,14 @@ def hub_options(name: str | Path) -> dict[str, Any]:
     return {"local_files_only": True} if Path(name).exists() or not hub_answers() else {}
 
 
+def config_errors() -> tuple[type[Exception], ...]:
+    """The exceptions with which Transformers ends where a ``config.json`` is damaged."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    damaged = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
+    return (*damaged, OSError, StrictDataclassError)
+
+
 def unreachable(name: str | Path) -> str:
     """A clause for errors if a name was not found because the Hub cannot be reached; else empty."""
     if Path(name).exists() or hub_answers():

@@ -13,6 +13,7 @@ import latte
 from latte.cli import main
 from latte.conversion import convert
 from latte.errors import LatteError
+from latte.evaluate.checkpoint import load_config
 from tests.conversion.bases import NAMES, base, tokens
 
 
@@ -270,6 +271,26 @@ def test_an_output_that_exists_is_left_alone(save_base, tmp_path):
     with pytest.raises(LatteError, match="out exists; expected the name of a new folder"):
         convert(folder, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"num_hidden_layers": "two"},
+        {"num_attention_heads": 0},
+        {"dtype": "float99"},
+        {"layer_types": ["x"]},
+    ],
+)
+def test_a_base_whose_configuration_is_damaged(field, save_base, tmp_path):
+    file = save_base("llama") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | field))
+    with pytest.raises(LatteError, match="base .* cannot be read: ") as caught:
+        convert(file.parent, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(LatteError, match="config.json is damaged or was edited: ") as caught:
+        load_config(file.parent)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_such_base(tmp_path, monkeypatch):

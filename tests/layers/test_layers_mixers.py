@@ -253,6 +253,16 @@ def test_the_state_of_another_mixer_is_refused(mixer, name, other, part):
         mixer(name)(inputs(2, 5), state=state)
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "part"),
+    [("latte", "macchiato", "window"), ("window", "macchiato", "latent")],
+)
+def test_a_state_with_more_than_a_mixer_reads_is_refused(mixer, name, other, part):
+    _, state = mixer(other)(inputs(2, 5), output_final_state=True)
+    with pytest.raises(ValueError, match=f"state must not hold '{part}', got another mixer's"):
+        mixer(name)(inputs(2, 5), state=state)
+
+
 def test_every_parameter_can_be_reset_after_meta():
     with torch.device("meta"):
         layer = LatteMacchiato(**SIZE, num_latents=12, window=4, latent_input="rglru",

@@ -14,7 +14,7 @@ import torch
 
 from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import hub_options, unreachable
+from latte.hub import config_errors, hub_options, unreachable
 from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.results import check_writable
 
@@ -235,7 +235,7 @@ def read_config(base: str | Path) -> Any:
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
     try:
         return AutoConfig.from_pretrained(base, **hub_options(base))
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except config_errors() as error:
         reason = unreachable(base) or one_line(error)
         raise LatteError(
             f"base {base} cannot be read: {reason}; expected a folder, a GGUF file, or a name on"

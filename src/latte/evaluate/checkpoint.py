@@ -13,6 +13,7 @@ from latte.data.tokenfile import checksum
 from latte.data.tokenizers import check_fits
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
+from latte.hub import config_errors
 from latte.machine import default_device
 from latte.models.registry import make_known
 from latte.ops.widened import widen_calls
@@ -193,7 +194,7 @@ def load_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except LatteError:
         raise
-    except (ValueError, TypeError, OSError, KeyError) as error:
+    except config_errors() as error:
         raise LatteError(
             f"{folder / 'config.json'} is damaged or was edited: {one_line(error)}"
         ) from None

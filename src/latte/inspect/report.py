@@ -28,7 +28,7 @@ import numpy as np
 from torch import Tensor
 
 from latte.data.sources import first_document, without_lone_surrogates
-from latte.data.tokenizers import REPLACEMENT, document_ends, token_bytes
+from latte.data.tokenizers import document_ends, token_bytes
 from latte.errors import LatteError, is_out_of_memory
 from latte.evaluate.checkpoint import (
     contents_of,
@@ -160,12 +160,12 @@ def labels(tokenizer: Any, ids: list[int]) -> list[str]:
     """What each token says; a token that is part of a character is shown by its bytes."""
     found = []
     for number in ids:
-        label = tokenizer.decode([number], clean_up_tokenization_spaces=False)
-        if REPLACEMENT in label:
-            raw = token_bytes(tokenizer, number)
-            piece = tokenizer.convert_ids_to_tokens(number)
-            label = piece if raw is None else "".join(f"<{byte:02X}>" for byte in raw)
-        found.append(label)
+        raw = token_bytes(tokenizer, number)
+        try:
+            label = None if raw is None else raw.decode()
+        except UnicodeDecodeError:
+            label = "".join(f"<{byte:02X}>" for byte in raw or b"")
+        found.append(tokenizer.convert_ids_to_tokens(number) if label is None else label)
     return found
 
 

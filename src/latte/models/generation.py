@@ -9,6 +9,7 @@ from transformers.generation import GenerationMixin
 
 from latte.errors import LatteError
 from latte.models.cache import LatteCache
+from latte.models.inputs import check_mask_shape
 
 
 class StateGenerationMixin(GenerationMixin):
@@ -105,11 +106,8 @@ class StateGenerationMixin(GenerationMixin):
         """
         if attention_mask is None:
             return None
-        T = inputs_embeds.shape[1]
-        past = past_key_values.get_seq_length() if past_key_values is not None and T > 1 else 0
-        if T > 1 and attention_mask.shape[1] != past + T:
-            raise ValueError(
-                f"attention_mask must be (B={inputs_embeds.shape[0]}, past + T={past} + {T}), got"
-                f" {tuple(attention_mask.shape)}"
-            )
+        B, T = inputs_embeds.shape[:2]
+        if T > 1:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            check_mask_shape(attention_mask, B, past, T)
         return attention_mask[:, -T:]

@@ -191,12 +191,17 @@ def new_key_mask(
     if cache is not None and cache.is_static and attention_mask.shape == (B, T):
         return attention_mask.bool()
     past = 0 if cache is None else cache.get_seq_length()
+    check_mask_shape(attention_mask, B, past, T)
+    return attention_mask[:, past:].bool()
+
+
+def check_mask_shape(attention_mask: Tensor, B: int, past: int, T: int) -> None:
+    """Raise ValueError if a mask does not have a place for each token of B rows."""
     if attention_mask.shape != (B, past + T):
         raise ValueError(
             f"attention_mask must be (B={B}, past + T={past} + {T}), "
             f"got {tuple(attention_mask.shape)}"
         )
-    return attention_mask[:, past:].bool()
 
 
 def packed_bounds(

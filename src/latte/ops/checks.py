@@ -103,7 +103,7 @@ def check_tangents(op: str, *tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
+    if _differentiates():
         raise NotImplementedError(
             f"{op}: gradients by torch.func need backend='reference', the others have none;"
             " torch.autograd.grad works with all of them"
@@ -254,14 +254,12 @@ def check_window_state(
             f"{op}: initial_state must be a tuple (keys, values, mask), got {type(state).__name__}"
         )
     P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
-    width = k_BTGK.shape[2:] if v_BTGD is None else v_BTGD.shape[2:]
-    if v_BTGD is None and isinstance(state[1], Tensor):
-        width = state[1].shape[2:]
-    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *width), (N, P))
+    if v_BTGD is None:
+        v_BTGD = state[1] if isinstance(state[1], Tensor) else k_BTGK
+    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *v_BTGD.shape[2:]), (N, P))
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
-    wide = k_BTGK.dtype if v_BTGD is None else v_BTGD.dtype
-    return WindowState(keys.to(k_BTGK.dtype), values.to(wide), mask)
+    return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
 
 
 def check_sinks(
