@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention, Projections
+from latte.conversion.pretrained import quiet_transformers
 from latte.conversion.transfer import (
     SAMPLE_EVERY,
     Watcher,
@@ -220,7 +221,8 @@ def calibration_rows(
         from pydoc_data.topics import topics
 
         text = "\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text[:CALIBRATION_LETTERS], add_special_tokens=False).input_ids
+    with quiet_transformers():  # the text may be longer than the base's context: it is cut below
+        ids = tokenizer(text[:CALIBRATION_LETTERS], add_special_tokens=False).input_ids
     if not ids:
         raise LatteError("calibration: expected some text, got none")
     starts = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
