@@ -110,6 +110,13 @@ def test_shapes_that_do_not_fit_are_refused(build, tokens):
         model()
     with pytest.raises(ValueError, match="packed sequences cannot be carried on"):
         model(ids[:1], cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32), use_cache=True)
+    for name, value in (
+        ("input_ids", ids.tolist()),
+        ("attention_mask", [[1] * 6] * 2),
+        ("cu_seq_lens_q", [0, 6]),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be a tensor, got list"):
+            model(**{"input_ids": ids, name: value})
     with pytest.raises(TypeError, match="atention_mask"):
         model(ids, atention_mask=torch.ones(2, 6))
     bidirectional = build("latte-r-swa++", "model", is_causal=False)

@@ -160,6 +160,26 @@ CASES = [
     ),
     case(
         sliding_window_attention,
+        "scale must be None or a finite number, got nan",
+        *MACCHIATO[2:],
+        window=3,
+        scale=math.nan,
+    ),
+    case(
+        macchiato_attention,
+        "scale must be None or a finite number, got 'x'",
+        *MACCHIATO,
+        window=3,
+        scale="x",
+    ),
+    case(
+        sliding_window_attention,
+        "window must be at most 9,223,372,036,854,775,807 keys, got 9,223,372,036,854,775,808",
+        *MACCHIATO[2:],
+        window=2**63,
+    ),
+    case(
+        sliding_window_attention,
         "softcap must be None or a positive number, got inf",
         *MACCHIATO[2:],
         window=3,

@@ -77,6 +77,12 @@ def prepare_inputs(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("expected exactly one of input_ids and inputs_embeds")
+    check_tensors(
+        input_ids=input_ids,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        cu_seq_lens_q=cu_seq_lens,
+    )
     check_positions(position_ids, input_ids if inputs_embeds is None else inputs_embeds)
     if cu_seq_lens is None:
         cu_seq_lens = packed_bounds(position_ids, attention_mask, past_key_values)
@@ -97,6 +103,13 @@ def prepare_inputs(
         position_ids = buffers[0].clock.position[:, None]
     earlier = decoder.earlier or MixerState()
     return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier, buffers)
+
+
+def check_tensors(**inputs: Any) -> None:
+    """Raise ValueError unless each of these inputs is a tensor or None."""
+    for name, x in inputs.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_positions(position_ids: Any, inputs: Any) -> None:

@@ -37,12 +37,12 @@ from latte.ops.checks import (
     check_inputs,
     check_latent_queries,
     check_latte_state,
+    check_local,
     check_log_decay,
     check_parameters,
     check_sequences,
     check_shape,
     check_sinks,
-    check_softcap,
     check_state,
     check_tangents,
     check_widths,
@@ -278,7 +278,7 @@ def macchiato_attention(
     B, T, H, L, G, K, D = (sizes[c] for c in "BTHLGKD")
     check_groups(op, H, G, "k and v")
     check_window(op, window)
-    check_softcap(op, softcap)
+    check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
     N = check_sequences(op, B, T, q.device, sequences)
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
@@ -406,7 +406,7 @@ def window_log_mass(
     sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
     check_groups(op, sizes["H"], sizes["G"], "k")
     check_window(op, window)
-    check_softcap(op, softcap)
+    check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens)
     N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
     if cu_seqlens is not None and initial_state is not None:
@@ -461,7 +461,7 @@ def sliding_window_attention(
     B, T, H, G, K, D = (sizes[c] for c in "BTHGKD")
     check_groups(op, H, G, "k and v")
     check_window(op, window, optional=True)
-    check_softcap(op, softcap)
+    check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
     N = check_sequences(op, B, T, q.device, sequences)
     carried = initial_state is not None or output_final_state
@@ -723,7 +723,7 @@ def attention_weights(
     check_latent_queries(op, latent_q, sizes, window=bool(local))
     if local:
         check_window(op, window)
-        check_softcap(op, softcap)
+        check_local(op, scale, softcap)
         check_groups(op, sizes["H"], sizes["G"], "k")
     sequences = Sequences(key_mask, cu_seqlens, causal)
     check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)

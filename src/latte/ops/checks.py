@@ -15,6 +15,7 @@ from latte.ops.state import LatteState, Sinks, WindowState
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LARGEST_WINDOW = 2**63 - 1  # that the kernels take
 
 
 def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
@@ -127,10 +128,18 @@ def check_window(op: str, window: int | None, *, optional: bool = False) -> None
         return
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f"{op}: window must be a positive number of keys, got {window!r}")
+    if window > LARGEST_WINDOW:
+        raise ValueError(f"{op}: window must be at most {LARGEST_WINDOW:,} keys, got {window:,}")
 
 
-def check_softcap(op: str, softcap: float | None) -> None:
-    """``softcap`` is None or positive."""
+def check_local(op: str, scale: float | None, softcap: float | None) -> None:
+    """Of the local logits: ``scale`` is None or finite, ``softcap`` is None or positive."""
+    try:
+        finite = scale is None or math.isfinite(scale)
+    except TypeError:  # no number
+        finite = False
+    if not finite:
+        raise ValueError(f"{op}: scale must be None or a finite number, got {scale!r}")
     if softcap is None:
         return
     if not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
