@@ -2,8 +2,8 @@
 
 A recipe is one YAML file with the sections `data`, `models`, `shared`, `training`, the sizes to
 sweep and an `output_dir`; `base: other.yaml` starts from another recipe, and every key can be
-overridden by its dotted name. A cell is a pair (length, key-value pairs). This module imports no
-torch, so that a mistake shows at once.
+overridden by its dotted name. A cell is a pair (length, key-value pairs). `plugins` are imported
+first: they register models. This module imports no torch, so that a mistake shows at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError, check_seed
-from latte.train.recipe import read_overridden
+from latte.train.recipe import located, read_overridden
 from latte.train.typed import build
 from replication.grids import (
     check_different,
@@ -87,6 +87,7 @@ class MQARRecipe:
     init_scale: float | None = None
     training: MQARTraining = field(default_factory=MQARTraining)
     output_dir: str = "runs/mqar"
+    plugins: list[str] = field(default_factory=list)  # files or modules, imported first
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> MQARRecipe:
     """
     tree = read_overridden(path, overrides)
     recipe = build(MQARRecipe, tree)
+    if recipe.plugins:
+        from latte.models.registry import load_plugin
+
+        for plugin in recipe.plugins:
+            load_plugin(located(plugin))
     _check_values(recipe)
     tasks(recipe)
     return recipe
