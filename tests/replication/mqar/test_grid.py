@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import yaml
 
 from latte.errors import LatteError
+from latte.models import registry
 from replication.mqar import training as mqar_training
 from replication.mqar.data import MQAR, MQARTable, shifted_labels
 from replication.mqar.recipe import Cell, load, runs
@@ -336,6 +337,24 @@ def test_a_tiny_cell_is_learned(tmp_path: Path) -> None:
     (file,) = (tmp_path / "out").rglob(RESULT_FILE)
     outcome = json.loads(file.read_text())["outcome"]
     assert outcome["cells"][0]["accuracy"] > 0.9, outcome["curve"]
+
+
+def test_plugins_register_models(recipe_file: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    registry.find_model("latte++")  # with it the library's presets are registered
+    monkeypatch.setattr(registry, "_presets", dict(registry._presets))
+    plugin = tmp_path / "mine.py"  # beside the recipe
+    plugin.write_text(
+        "from latte.models.registry import register_preset\n"
+        "register_preset('mqar-mine', mixer='latte', latent_input='conv', position='none')\n"
+    )
+    models = "models={mine: {preset: mqar-mine}}"
+    with pytest.raises(LatteError, match="models.mine: unknown preset 'mqar-mine'"):
+        runs(load(recipe_file, [models]))
+    values = yaml.safe_load(recipe_file.read_text()) | {"plugins": ["mine.py"]}
+    recipe_file.write_text(yaml.safe_dump(values))
+    assert runs(load(recipe_file, [models, "select=[mine]"]))[0].config["num_latents"] == 4
+    with pytest.raises(LatteError, match="plugins: gone.py is not a file"):
+        load(recipe_file, ["plugins=[gone.py]"])
 
 
 # ---- recipes and documents
