@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub answers, asked once and quickly.
+"""What Hugging Face's libraries say, and whether the Hub answers, which is asked once and quickly.
 
 Without a network the Hub's client tries five times, for half a minute, and prints every attempt.
 Files that are on the disk already need no Hub: the client then reads only the disk.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,22 @@ def hub_options(name: str | Path) -> dict[str, Any]:
     does not answer.
     """
     return {"local_files_only": True} if Path(name).exists() or not hub_answers() else {}
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within it, Transformers' warnings and progress bars are off, such as of new weights."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def config_errors() -> tuple[type[Exception], ...]:

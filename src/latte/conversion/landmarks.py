@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention, Projections
-from latte.conversion.pretrained import quiet_transformers
 from latte.conversion.transfer import (
     SAMPLE_EVERY,
     Watcher,
@@ -44,6 +43,7 @@ from latte.conversion.transfer import (
     watch,
 )
 from latte.errors import LatteError
+from latte.hub import quiet_transformers
 from latte.layers.state import Piece
 
 SHARPNESS = 4.0  # beta: logit of a query of mean length in the direction of a cluster

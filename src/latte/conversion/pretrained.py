@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import config_errors, hub_options, unreachable
+from latte.hub import config_errors, hub_options, quiet_transformers, unreachable
 from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.results import check_writable
 
@@ -368,19 +367,3 @@ def save(model: Any, tokenizer: Any, target: Path) -> None:
         raise LatteError(f"output {target} cannot be written: {reason}") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Within it, Transformers' reports of new weights (which are expected) are off."""
-    from transformers.utils import logging
-
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
