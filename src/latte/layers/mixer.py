@@ -347,8 +347,8 @@ class Mixer(Drawn):
         lacking = [part for part in self.carries if part not in held]
         if held and lacking:
             raise ValueError(f"{name}: state must hold {lacking[0]!r}, got another mixer's")
-        # A subclass may have a state of its own besides.
-        surplus = sorted(held - {*self.carries, "own"}) if self.carries else []
+        # A subclass may have a state of its own besides, or a convolution.
+        surplus = sorted(held - {*self.carries, "own", "short_conv"}) if self.carries else []
         if surplus:
             raise ValueError(f"{name}: state must not hold {surplus[0]!r}, got another mixer's")
         if state is not None and state.recording and cu_seqlens is not None:
