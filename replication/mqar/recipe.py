@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError, check_seed
-from latte.train.recipe import located, read_overridden
+from latte.train.recipe import import_plugins, located, read_overridden
 from latte.train.typed import build
 from replication.grids import (
     check_different,
@@ -162,11 +162,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> MQARRecipe:
     """
     tree = read_overridden(path, overrides)
     recipe = build(MQARRecipe, tree)
-    if recipe.plugins:
-        from latte.models.registry import load_plugin
-
-        for plugin in recipe.plugins:
-            load_plugin(located(plugin))
+    import_plugins([located(plugin) for plugin in recipe.plugins])
     _check_values(recipe)
     tasks(recipe)
     return recipe

@@ -62,25 +62,12 @@ class Text:
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
         """The first `count` training blocks of the order that `seed` chooses."""
         _check_length("training", self.train, section)
-        return data.PackedBlocks(
-            self.train,
-            section.block_length,
-            seed=seed,
-            respect_documents=section.respect_documents,
-            start_blocks=section.start_blocks,
-            length=count,
-        )
+        return _blocks(self.train, section, seed=seed, length=count)
 
     def held_out_blocks(self, section: DataSection) -> PackedBlocks:
         """The blocks of the held-out text, in its order."""
         _check_length("held-out", self.validation, section)
-        return data.PackedBlocks(
-            self.validation,
-            section.block_length,
-            shuffle=False,
-            respect_documents=section.respect_documents,
-            start_blocks=section.start_blocks,
-        )
+        return _blocks(self.validation, section, shuffle=False)
 
     def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
@@ -96,6 +83,16 @@ class Text:
         if not section.respect_documents:
             return data.BlockCollator("rows")
         return data.BlockCollator("packed" if pack else "padded")
+
+
+def _blocks(tokens: TokenFile, section: DataSection, **order: Any) -> PackedBlocks:
+    return data.PackedBlocks(
+        tokens,
+        section.block_length,
+        respect_documents=section.respect_documents,
+        start_blocks=section.start_blocks,
+        **order,
+    )
 
 
 def _check_length(which: str, tokens: TokenFile, section: DataSection) -> None:

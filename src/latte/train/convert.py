@@ -123,7 +123,7 @@ def convert_and_train(
 
     folder = Path(output)
     stages = recipe.stages(base, folder)
-    list(stages.values())[0].import_plugins()
+    recipes.import_plugins(recipe.plugins)
     if any(stage.conversion.trainable == "lora" for stage in stages.values()):
         check_peft()  # now, not after the stages before
     starting_config(dataclasses.replace(recipe.conversion, base=base))

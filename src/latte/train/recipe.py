@@ -149,15 +149,8 @@ class Recipe:
         return values
 
     def import_plugins(self) -> None:
-        """Import the plugins, which register models or mixers in `latte.models.registry`.
-
-        Raises:
-            LatteError: A file or module does not exist, or its import fails.
-        """
-        from latte.models.registry import load_plugin
-
-        for plugin in self.plugins:
-            load_plugin(plugin)
+        """Call :func:`import_plugins` for the plugins of the recipe."""
+        import_plugins(self.plugins)
 
     @property
     def name(self) -> str:
@@ -200,6 +193,18 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     recipe = check(build(Recipe, read_overridden(path, overrides)))
     recipe.plugins = [located(plugin) for plugin in recipe.plugins]
     return recipe
+
+
+def import_plugins(plugins: Sequence[str]) -> None:
+    """Import files or modules, which register models or mixers in `latte.models.registry`.
+
+    Raises:
+        LatteError: A file or module does not exist, or its import fails.
+    """
+    from latte.models.registry import load_plugin
+
+    for plugin in plugins:
+        load_plugin(plugin)
 
 
 def plugin_names(plugins: list[str]) -> list[str]:
