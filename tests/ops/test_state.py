@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from latte.ops import LatteState, latte_attention
+from latte.ops import LatteState, cpp_backend, latte_attention
 from tests.ops.helpers import F64, assert_same, latte_inputs, latte_state, randn
 
 FORGETTING = pytest.mark.parametrize("forgetting", [False, True])
@@ -63,6 +63,22 @@ def test_a_compiled_call_takes_merges_and_returns_states(forgetting_before, forg
     for a, b in zip(found, call(*arguments), strict=True):
         assert type(a) is LatteState
         assert_same([*a], [*b], 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_log_mass_that_is_not_finite_gives_no_number(backend, bad):
+    """In the outputs of its own head, and in the next state."""
+    if backend == "cpu" and cpp_backend.ABSENT is not None:
+        pytest.skip(cpp_backend.ABSENT)
+    before, alone = latte_state(2, 3, 4, 5), torch.zeros(2, 3, dtype=torch.bool)
+    before.log_mass[0, 1, 2], alone[0, 1] = bad, True
+    options = {"initial_state": before, "output_final_state": True, "backend": backend}
+    out, after = latte_attention(*latte_inputs(2, 9, 3, 4, 5), **options)
+    lost = out.isnan().transpose(1, 2).flatten(2)
+    assert torch.equal(lost.all(2), alone) and torch.equal(lost.any(2), alone)
+    assert after.log_mass.isnan().nonzero().tolist() == [[0, 1, 2]]
+    assert torch.equal(after.mean.isnan().flatten(2).any(2), alone)
 
 
 @FORGETTING

@@ -97,6 +97,37 @@ def test_latte(dtype, masked, scale, groups):
     close(out, state, run(F64), dtype, run(dtype))
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_keys_of_minus_infinity(dtype):
+    """A latent does not see such a source, nor does one that has seen nothing."""
+    q, k, v = (x.to(dtype) for x in latte_inputs(B, T, H, L, D))
+    k[:, : T // 2, :, 1] = -torch.inf
+    k[..., 2] = -torch.inf
+    state = empty(dtype)
+    out = stepped(lambda t, *x, real: latte_step(*x, *state, real), q, k, v, mask=None)
+
+    def run(to):
+        y, after = reference.latte_attention(
+            *(x.to(to) for x in (q, k, v)), Sequences(None, None), None
+        )
+        return y, *after
+
+    close(out, state, run(F64), dtype, run(dtype))
+    assert (state.log_mass[..., 2] == -torch.inf).all() and not state.mean[:, :, 2].any()
+
+
+@pytest.mark.parametrize("key", [0.0, -torch.inf])
+def test_a_state_that_is_not_a_number_stays_so(key):
+    q, k, v = (x[:, 0] for x in latte_inputs(B, 1, H, L, D))
+    state = LatteState(torch.zeros(B, H, L, dtype=F64), torch.zeros(B, H, L, D, dtype=F64))
+    state.log_mass[0, 1, 2] = torch.nan
+    y = latte_step(q, k + key, v, *state)
+    alone = torch.zeros(B, H, dtype=torch.bool)
+    alone[0, 1] = True
+    assert torch.equal(y.isnan().all(-1), alone) and torch.equal(y.isnan().any(-1), alone)
+    assert state.log_mass[0, 1, 2].isnan() and state.mean[0, 1, 2].isnan().all()
+
+
 @cases
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (4, None), (4, 2.0), (20, None)])
 def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap):

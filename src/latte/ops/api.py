@@ -136,7 +136,7 @@ def latte_attention(
 
     Args:
         q: Query logits over the latents, (B, T, H, L).
-        k: Key logits over the sources, (B, T, H, L).
+        k: Key logits over the sources, (B, T, H, L). A latent does not see a source of -inf.
         v: Values, (B, T, H, D), or (B, T, G, D) with G dividing H.
         initial_state: ``LatteState`` of (B or N, H, L) and (B or N, H, L, D).
         log_decay: Log of the factor by which each latent's past decays at a token, g <= 0. Shape
@@ -237,7 +237,7 @@ def macchiato_attention(
 
     Args:
         latent_q: Latent query logits, (B, T, H, L+1). Column 0 is the window's logit.
-        latent_k: Latent key logits, (B, T, H, L).
+        latent_k: Latent key logits, (B, T, H, L). A latent does not see a source of -inf.
         q: Local queries, (B, T, H, K), after the position encoding.
         k: Local keys, (B, T, G, K), after the position encoding.
         v: Values of both branches, (B, T, G, D).

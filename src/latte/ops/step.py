@@ -332,7 +332,8 @@ def _read_source(k: Tensor, v: Tensor, log_mass: Tensor, mean: Tensor, real: Ten
     """
     (B, H, L, D), G = mean.shape, v.shape[1]
     k, v = in_dtype(k, mean.dtype), in_dtype(v, mean.dtype)
-    gain = torch.sigmoid(k - log_mass)
+    # The clamp: a source of log-weight -inf is not seen, not even by the empty state.
+    gain = torch.sigmoid(k - log_mass.clamp_min(torch.finfo(log_mass.dtype).min))
     mass = torch.logaddexp(log_mass, k)
     if real is not None:
         # where, not a product: what stands at padding must not matter, even if it is not finite.

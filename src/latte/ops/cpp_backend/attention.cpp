@@ -404,7 +404,9 @@ inline void Head<T>::begin_task(const HeadTask& given) {
     for (int64_t l = 0; l < L; ++l) {
         state.top[l] = op.log_mass.at<T>()[at + l];
         if (state.top[l] == lowest) continue;
-        state.mass[l] = 1;
+        // Without a finite log-mass there is no mean: its queries and the next state are NaN.
+        const bool finite = state.top[l] < std::numeric_limits<T>::infinity();
+        state.mass[l] = finite ? T(1) : std::numeric_limits<T>::quiet_NaN();
         std::memcpy(state.sum + l * Dp, op.mean.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
     }
 }

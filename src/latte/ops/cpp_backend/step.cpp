@@ -263,7 +263,9 @@ static void gain_mass(const Step& step, int64_t b, int64_t head, const T* k, con
     T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
     for (int64_t c = 0; c < L; c += width<T>) {
         const V<T> before = load(log_mass + c, 1, L - c);
-        const V<T> key = load(k + c, 1, L - c), gap = key - before;
+        const V<T> key = load(k + c, 1, L - c);
+        // A source of log-weight -inf is not seen, not even by the empty state.
+        const V<T> gap = key - larger(before, all(std::numeric_limits<T>::lowest()));
         const V<T> small = decay(smaller(gap, -gap)).kept, both = small + T(1);
         const Mask<T> below = gap < T(0);
         store(log_mass + c, select(below, before, key) + log_one_plus(small), L - c);

@@ -168,6 +168,8 @@ class LatteSegment:
             run = KernelRun(self, span, state, g)
             gauge = run.gauge(size)
             length = gauge.length()
+            if length == 0:
+                return KernelRun(self, careful, state, g)
             if length < run.length:
                 run = KernelRun(self, slice(start, start + length), state, g)
                 gauge = run.gauge(size)
@@ -177,6 +179,8 @@ class LatteSegment:
             k, seen = k[:, start:stop], None if seen is None else seen[:, start:stop]
         reference, top = linear_domain.reference_logits(k, state, seen), k.amax(1)
         length = linear_domain.run_length(k, top, reference)
+        if length == 0:
+            return KernelRun(self, careful, state, None)
         if length < k.shape[1]:
             top = k[:, :length].amax(1)
         run = KernelRun(self, slice(start, start + length), state, None)

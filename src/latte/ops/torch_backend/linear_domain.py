@@ -55,7 +55,9 @@ class Scaled(NamedTuple):
 def reference_logits(k_XSL: Tensor, start: Carry | None, seen_XS: Tensor | None) -> Tensor:
     """(X, L): the largest logit up to the first token, or the first one that is visible.
 
-    ``seen_XS`` is True from the first visible source on; None if all sources are visible.
+    It is 0 in rows without visible sources, and -inf where that logit is -inf: such a latent has
+    no reference. ``seen_XS`` is True from the first visible source on; None if all sources are
+    visible.
     """
     first_XL = k_XSL[:, 0] if start is None else torch.maximum(k_XSL[:, 0], start.top)
     if seen_XS is None:
@@ -63,11 +65,13 @@ def reference_logits(k_XSL: Tensor, start: Carry | None, seen_XS: Tensor | None)
     index_X = seen_XS.to(torch.uint8).argmax(1)
     later_XL = k_XSL[torch.arange(k_XSL.shape[0], device=k_XSL.device), index_X]
     first_XL = torch.where(torch.isneginf(first_XL), later_XL, first_XL)
-    return torch.where(torch.isneginf(first_XL), 0.0, first_XL)
+    return first_XL.masked_fill(torch.isneginf(first_XL) & ~seen_XS[:, -1:], 0.0)
 
 
 def run_length(k_XSL: Tensor, top_XL: Tensor, reference_XL: Tensor) -> int:
     """How many tokens this reference can serve; ``top_XL`` is the largest logit of all of them."""
+    if torch.isneginf(reference_XL).any():
+        return 0
     limit_XL = reference_XL + REACH
     if not (top_XL > limit_XL).any():
         return k_XSL.shape[1]
@@ -135,11 +139,14 @@ class Gauge(NamedTuple):
             index = seen_XS.view(X, S // C, C).to(torch.uint8).argmax(2)
             later = own.gather(2, index[:, :, None, None].expand(-1, -1, 1, L))[:, :, 0]
             reference = torch.where(torch.isneginf(reference), later, reference)
-            reference = torch.where(torch.isneginf(reference), 0.0, reference)
+            unseen = ~seen_XS.view(X, S // C, C)[:, :, -1:]
+            reference = reference.masked_fill(torch.isneginf(reference) & unseen, 0.0)
         return cls(lost, top, reference, total, tops[:, -1], own)
 
     def length(self) -> int:
-        """How many tokens these references can serve."""
+        """How many tokens these references can serve. A reference of -inf is none."""
+        if torch.isneginf(self.reference_XNL).any():
+            return 0
         if not (self.top_XNL - self.reference_XNL > FORGETTING_REACH).any():
             return self.own_XNCL.shape[1] * self.own_XNCL.shape[2]
         reach = self.reference_XNL[:, :, None] + FORGETTING_REACH
