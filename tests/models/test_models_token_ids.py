@@ -1,4 +1,4 @@
-"""Token ids that the vocabulary does not have."""
+"""Token ids and labels that the vocabulary does not have."""
 
 import pytest
 import torch
@@ -28,3 +28,21 @@ def test_a_wrong_id_is_named(make_model, kind, wrong):
         cache = model(ids[:, :2]).past_key_values
         with pytest.raises(ValueError, match=f"got {wrong}$"):  # at one token too
             model(ids[:, 2:3], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("wrong", [259, -1])
+@pytest.mark.parametrize("given", ["labels", "shift_labels"])
+@pytest.mark.parametrize("kind", ["latte-r-swa++", "chunked", "converted"])
+def test_a_wrong_label_is_named(make_model, kind, given, wrong):
+    chunked = kind == "chunked"
+    model = llama() if kind == "converted" else make_model("latte-r-swa++", vocab_size=259)
+    model.train(chunked).chunked_loss = chunked
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with pytest.raises(ValueError, match=rf"labels: .* from 0 to 258 .*, or -100, got {wrong}$"):
+        model(ids, **{"labels": ids, given: torch.tensor([[1, -100, wrong, 4]])})
+    for labels, found in ((ids.float(), "torch.float32"), (ids.int(), "torch.int32")):
+        with pytest.raises(ValueError, match=f"labels must be a tensor of int64, got {found}$"):
+            model(ids, **{"labels": ids, given: labels})
+    if kind != "converted":  # whose forward is the base's own
+        with pytest.raises(ValueError, match=f"^{given} must be a tensor, got list$"):
+            model(ids, **{given: ids.tolist()})

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from latte.errors import LatteError
+from latte.ops.tensors import on_cpu
 
 IGNORED = -100  # Hugging Face's label of a token that is not to be predicted
 
@@ -24,6 +25,24 @@ def check_chunked_loss() -> None:
             f"training.chunked_loss needs PyTorch 2.13 or newer, this is {torch.__version__};"
             " leave it out"
         )
+
+
+def check_labels(labels: Any, vocabulary: int) -> None:
+    """Raise ValueError unless labels are an int64 tensor of token ids and :data:`IGNORED`.
+
+    The ids are looked at on a CPU only: on a GPU that would wait for the device.
+    """
+    dtype = getattr(labels, "dtype", None)
+    if dtype != torch.int64:
+        found = type(labels).__name__ if dtype is None else dtype
+        raise ValueError(f"labels must be a tensor of int64, got {found}")
+    if on_cpu(labels):
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
+        if wrong.numel():
+            raise LatteError(
+                f"labels: expected ids from 0 to {vocabulary - 1} (a vocabulary of"
+                f" {vocabulary:,}), or {IGNORED}, got {int(wrong[0])}"
+            )
 
 
 def next_labels(labels_BT: Tensor | None) -> Tensor:
@@ -41,6 +60,7 @@ def next_token_loss(
     **options: Any,
 ) -> Tensor:
     """Transformers' own, which rounds logits to fp32; in fp64 where they are fp64."""
+    check_labels(labels if shift_labels is None else shift_labels, logits.shape[-1])
     if logits.dtype != torch.float64:
         given: dict[str, Any] = {
             "num_items_in_batch": num_items_in_batch,
@@ -66,6 +86,7 @@ def chunked_loss(
     The sum over ``num_items``, or over the labels that are predicted where that is None. Under
     autocast the products are in its dtype; sums are fp32.
     """
+    check_labels(target_BT, len(weight_VE))
     kind = hidden_BTE.device.type
     dtype = hidden_BTE.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

@@ -40,7 +40,7 @@ from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 from latte.models.config import LatteConfig
 from latte.models.generation import StateGenerationMixin
-from latte.models.inputs import DecoderInputs, prepare_inputs
+from latte.models.inputs import DecoderInputs, check_tensors, prepare_inputs
 from latte.models.loss import IGNORED, chunked_loss, next_labels, next_token_loss
 from latte.models.registry import find_mixer
 
@@ -386,6 +386,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         Raises:
             ValueError: The arguments do not fit together.
         """
+        check_tensors(labels=labels, shift_labels=shift_labels)
         scored = labels if shift_labels is None else shift_labels
         if scored is not None and use_cache is None and past_key_values is None:
             use_cache = False  # a loss needs no states
