@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import cpp_backend, reference, triton_backend
+from latte.ops.arguments import NO_SINKS, NO_WINDOW
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
     check_floats,
@@ -39,6 +40,7 @@ from latte.ops.checks import (
     check_latte_state,
     check_local,
     check_log_decay,
+    check_macchiato_state,
     check_parameters,
     check_sequences,
     check_shape,
@@ -291,22 +293,11 @@ def macchiato_attention(
             f"{op}: joint takes cu_seqlens or initial_state, got both: carry packed sequences on "
             "one by one"
         )
-    parts = 2 + bool(delay)
-    if initial_state is not None and (
-        not isinstance(initial_state, tuple) or len(initial_state) != parts
-    ):
-        kind, came = "(LatteState, WindowState)", type(initial_state).__name__
-        if isinstance(initial_state, tuple):
-            came = f"{len(initial_state)} parts"
-        if delay:
-            kind = "(LatteState, WindowState, WindowState), as delay=True makes it,"
-        raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
     if not causal and (initial_state is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    latents, tail, earlier_pending = (*(initial_state or (None, None)), None)[:3]
-    latents = check_latte_state(op, latents, (N, H, L, D), q)
-    tail = check_window_state(op, tail, window, N, k, v)
-    earlier_pending = check_window_state(op, earlier_pending, window + 1, N, latent_k, v)
+    latents, tail, unread = check_macchiato_state(
+        op, initial_state, (N, H, L, D), window, delay, latent_k, k, v
+    )
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
     start = latents or LatteState.empty(
@@ -316,7 +307,7 @@ def macchiato_attention(
     as_given = latents or start, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
-    every = (*every, *(earlier_pending or ()), *(sinks or ()))
+    every = (*every, *(unread or ()), *(sinks or ()))
 
     def refusal() -> str | None:
         if not step:
@@ -335,45 +326,60 @@ def macchiato_attention(
     if joint and not fused:
         mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
         latent_q = torch_log_mass.with_log_mass(latent_q, mass)
+    inputs = (latent_q, latent_k, q, k, v)
+    held: list[WindowState] = []  # the windows' states after the call
     if step and chosen == "triton":
-        from latte.ops.triton_backend.step import macchiato_step_op
-
-        before = tail or WindowState.empty(k, v, window)
-        (A, mu, *_), decay = as_given
-        step_inputs = (latent_q, latent_k, q, k, v, key_mask, A, mu, *before)
-        waiting = earlier_pending
-        if delay and waiting is None:
-            waiting = WindowState.empty(latent_k, v, window + 1)
-        more = (*(seen_sinks or (None,) * 5), *(waiting or (None,) * 3), joint)
-        out, A, mu, *after = macchiato_step_op(*step_inputs, local.scale, softcap, decay, *more)
-        both = (LatteState(A, mu, forgotten), WindowState(*after[:3]))
-        step_state = (*both, WindowState(*after[3:])) if delay else both
-        return out, step_state if output_final_state else None
-    window_state = pending = None
-    if output_final_state:
-        window_state = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
+        before, decay = as_given  # this kernel does the whole step
+        tail = tail or WindowState.empty(k, v, window)
         if delay:
-            late = (latent_k, v, window + 1, key_mask, cu_seqlens)
-            pending = final_window_state(*late, earlier_pending)
-    if B * T == 0:
-        inputs = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
-        out = nothing_out(v.repeat_interleave(H // G, 2), *inputs, log_decay)
+            unread = unread or WindowState.empty(latent_k, v, window + 1)
+        out, latte_state, *held = _macchiato_step(
+            inputs, local, key_mask, before, tail, unread, decay, seen_sinks, joint
+        )
+    elif B * T == 0:
+        there = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
+        out = nothing_out(v.repeat_interleave(H // G, 2), *there, log_decay)
         latte_state = start
     else:
-        inputs = (latent_q, latent_k, q, k, v)
         earlier = None if latents is None else latents[:2]
         options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
         if seen_sinks is not None:
             options["sinks"] = seen_sinks
         if delay:
-            options |= {"delay": True, "pending": earlier_pending}
+            options |= {"delay": True, "pending": unread}
         if joint and fused:
             options["joint"] = True
         out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
-    if window_state is None:
+    if not output_final_state:
         return out, None
-    after = LatteState(latte_state.log_mass, latte_state.mean, forgotten), window_state
-    return out, after if pending is None else (*after, pending)
+    if not held:
+        held.append(final_window_state(k, v, window, key_mask, cu_seqlens, tail))
+        if delay:
+            held.append(final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread))
+    after: Any = (LatteState(latte_state.log_mass, latte_state.mean, forgotten), *held)
+    return out, after
+
+
+def _macchiato_step(
+    inputs: tuple[Tensor, ...],
+    local: Local,
+    key_mask: Tensor | None,
+    latents: LatteState,
+    tail: WindowState,
+    unread: WindowState | None,
+    log_decay: Tensor | None,
+    sinks: SeenSinks | None,
+    joint: bool,
+) -> tuple[Any, ...]:
+    """One token by Triton's kernel: the output, then latents, tail and ``unread`` after it."""
+    from latte.ops.triton_backend.step import macchiato_step_op
+
+    before = (key_mask, *latents[:2], *tail)
+    options = (local.scale, local.softcap or None, log_decay, *(sinks or NO_SINKS))
+    late = (*(unread or NO_WINDOW), joint)
+    out, log_mass, mean, *held = macchiato_step_op(*inputs, *before, *options, *late)
+    after = out, LatteState(log_mass, mean), WindowState(*held[:3])
+    return after if unread is None else (*after, WindowState(*held[3:]))
 
 
 @full_precision

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.state import LatteState, Sinks, WindowState
+from latte.ops.state import LatteState, MacchiatoState, Sinks, WindowState
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -269,6 +269,36 @@ def check_window_state(
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
     return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
+
+
+def check_macchiato_state(
+    op: str,
+    state: MacchiatoState | None,
+    sizes: tuple[int, int, int, int],
+    window: int,
+    delay: bool,
+    latent_k_BTHL: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+) -> tuple[LatteState | None, WindowState | None, WindowState | None]:
+    """The parts of a state, which fit N, H, L, D and the inputs; as wide as these.
+
+    Latents, the window's tail and, with ``delay``, the sources that the latents have not read.
+    """
+    if state is None:
+        return None, None, None
+    if not isinstance(state, tuple) or len(state) != 2 + delay:
+        came = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
+        kind = "(LatteState, WindowState)"
+        if delay:
+            kind = "(LatteState, WindowState, WindowState), as delay=True makes it,"
+        raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
+    latents, tail, unread = (*state, None)[:3]
+    return (
+        check_latte_state(op, latents, sizes, k_BTGK),
+        check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD),
+        check_window_state(op, unread, window + 1, sizes[0], latent_k_BTHL, v_BTGD),
+    )
 
 
 def check_sinks(
