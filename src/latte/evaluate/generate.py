@@ -59,7 +59,7 @@ def generate(
             state, or a state is of another model.
     """
     from latte.data.sources import without_lone_surrogates
-    from latte.models import state_file
+    from latte.models import LatteCache, state_file
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
     if (state or save_state) and not keeps_state(model):
@@ -68,11 +68,10 @@ def generate(
         raise LatteError(f"state {save_state} cannot be written: its folder does not exist")
     if compiled and not has_steps(model):
         raise LatteError("compile: this model has no step of decoding that can be compiled")
-    start, _ = document_ends(tokenizer)
     prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
-    before = [] if state else [start]
-    before += tokenizer.encode(document, add_special_tokens=False) if document else []
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    start = [] if state else [document_ends(tokenizer)[0]]
+    before = tokenizer.encode(document, add_special_tokens=False) if document else []
+    before, ids = start + before, tokenizer.encode(prompt, add_special_tokens=False)
     if not document or not keeps_state(model):
         before, ids = [], before + ids
     elif not ids and max_new_tokens:
@@ -80,14 +79,11 @@ def generate(
     if not before + ids:
         raise LatteError("prompt: expected some text to continue with after the state, got none")
     cache: Any = None
-    if state or save_state or before or compiled:
-        room = len(before) + len(ids) + max_new_tokens if compiled else None
-        if state:
-            cache = state_file.load_state(state, model, static_room=room)
-        else:
-            from latte.models import LatteCache
-
-            cache = LatteCache(model.config, max_cache_len=room)
+    room = len(before) + len(ids) + max_new_tokens if compiled else None
+    if state:
+        cache = state_file.load_state(state, model, static_room=room)
+    elif save_state or before or compiled:
+        cache = LatteCache(model.config, max_cache_len=room)
     sampling = sampling_options(temperature, top_k, top_p)
     if compiled and max_new_tokens:
         sampling["compile_config"] = compile_step(model, cache.max_cache_len)
