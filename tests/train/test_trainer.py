@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import load_recipe
 from latte.train.run import Result, train
 from latte.train.run_folder import checkpoints
-from latte.train.trainer import learning_rate_factor
+from latte.train.trainer import LatteTrainer, learning_rate_factor
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -81,6 +83,68 @@ def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any, whole: Resu
     resumed = train(make_recipe(name="parts"), quiet=True)
     assert resumed.finished
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: Any) -> list[int]:
+    """Steps in whose middle Ctrl-C is pressed, once each time that the step is listed."""
+    presses: list[int] = []
+    step = LatteTrainer.training_step
+
+    def training_step(self: Any, *arguments: Any) -> torch.Tensor:
+        for _ in range(presses.count(self.state.global_step + 1)):
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(LatteTrainer, "training_step", training_step)
+    return presses
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_ctrl_c_saves_after_the_step(
+    make_recipe: Any, whole: Result, ctrl_c: list[int], capsys: Any, at: int
+) -> None:
+    ctrl_c[:] = [at]
+    recipe = make_recipe(name="interrupted", save_steps=100, log_steps=5)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, quiet=True)
+    assert "stopping after this step, with a checkpoint" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    folder = Path(recipe.output_dir)
+    assert [path.name for path in checkpoints(folder)] == [f"checkpoint-{at}"]
+    ctrl_c.clear()
+    assert train(recipe, quiet=True).finished
+    assert_same(weights(whole.folder), weights(folder), atol=0)
+    logged = read_metrics(folder, "train")
+    assert sum(record["step"] for record in logged) == {2: 2 + 5 + 6, 6: 5 + 6}[at]
+
+
+def test_ctrl_c_twice_stops_at_once(make_recipe: Any, ctrl_c: list[int]) -> None:
+    ctrl_c[:] = [2, 2]
+    recipe = make_recipe(name="at-once", save_steps=100)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, quiet=True)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert checkpoints(Path(recipe.output_dir)) == []
+
+
+@pytest.mark.parametrize("where", ["another thread", "a program with a handler"])
+def test_ctrl_c_is_the_program_s_own_elsewhere(
+    make_recipe: Any, monkeypatch: Any, where: str
+) -> None:
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(train(make_recipe(), quiet=True)))
+    if where == "another thread":
+        thread.start()
+        thread.join()
+    else:
+        own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            thread.run()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, own)
+    assert results[0].finished
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": 3}'])

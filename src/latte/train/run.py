@@ -26,6 +26,7 @@ from latte.parallel.context import find_decoder
 from latte.processes import is_first_process, number_of_processes, number_on_machine
 from latte.results import write_json
 from latte.train.footprint import check_memory
+from latte.train.interruption import Interruption
 from latte.train.metrics import TrainingReport, read_metrics
 from latte.train.recipe import DataSection, Recipe
 from latte.train.run_folder import FINISHED_FILE, Claim, claim, write_manifest
@@ -90,7 +91,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     kind = LatteTrainer
     if recipe.conversion.base is not None:
         from latte.train.converted import ConversionTrainer as kind
-    progress = TrainingReport(recipe, label, quiet or not first)
+    progress, interruption = TrainingReport(recipe, label, quiet or not first), Interruption()
     trainer = kind(
         recipe,
         model,
@@ -100,7 +101,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
             recipe.data, pack=recipe.model.architecture is not None or carries_state(model)
         ),
         steps=steps,
-        callbacks=[progress],
+        callbacks=[progress, interruption],
     )
     if first and not quiet:
         _announce(recipe, model, owner, steps, processes)
@@ -109,7 +110,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
     # Dropout differs between processes; a resumed run restores these states afterwards.
     torch.manual_seed(recipe.training.seed + 1_000_003 * trainer.args.process_index)
     resume = None if owner.resume is None else str(owner.resume)
-    with chosen_backend(recipe), contextlib.closing(progress):
+    with chosen_backend(recipe), contextlib.closing(progress), interruption.listening(processes):
         trainer.train(resume_from_checkpoint=resume)
     finished = trainer.state.global_step >= steps
     return _finish(trainer, recipe, progress, finished)
