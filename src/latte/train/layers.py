@@ -41,7 +41,7 @@ from latte.progress import progress
 from latte.results import write_json
 from latte.train.converted import starting_model
 from latte.train.recipe import Recipe
-from latte.train.run import calibration_rows, data_section, repetition
+from latte.train.run import calibration_blocks, data_section, repetition
 
 COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "seconds")
 
@@ -100,7 +100,7 @@ def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fal
     blocks = text.blocks(recipe.data, section.rows, section.seed)
     rows = [blocks[i]["input_ids"] for i in range(section.rows)]
     judges = _held_out(text, recipe.data, section.held_out_rows)
-    samples = calibration_rows(text, recipe.data)
+    samples = calibration_blocks(text, recipe.data)
     model = starting_model(recipe.conversion, section.seed, samples, default_device()).eval()
     text.train.check_vocabulary(model.config.vocab_size)
     every = len(rows) + len(judges)

@@ -229,7 +229,7 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     if recipe.conversion.base is not None:
         from latte.train.converted import starting_model
 
-        rows = calibration_rows(text, recipe.data)
+        rows = calibration_blocks(text, recipe.data)
         model = starting_model(recipe.conversion, recipe.training.seed, rows)
         text.train.check_vocabulary(model.config.vocab_size)
         return model
@@ -257,7 +257,7 @@ def repetition(tokens: int, wanted: int) -> str:
     )
 
 
-def calibration_rows(text: Text, section: DataSection) -> list[torch.Tensor]:
+def calibration_blocks(text: Text, section: DataSection) -> list[torch.Tensor]:
     """Blocks of training text, (T,) each, of some 8,000 tokens: what landmarks are made of."""
     from latte.conversion.landmarks import CALIBRATION_TOKENS
 
