@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ from transformers.utils import logging
 from latte.errors import LatteError
 from latte.models import count_parameters, preset_config
 from latte.models.registry import find_model
+from latte.rivals import dropout
 from latte.rivals.__main__ import main
 from latte.rivals.catalogue import COMPARATORS, Comparator
+from latte.train.metrics import read_metrics
 from latte.train.trainer import LatteTrainer, decayed_names
 from replication.loop import adamw
 from replication.lra.pairs import check_pairs
@@ -49,6 +52,7 @@ SMALL = {
 HERE = [name for name, comparator in COMPARATORS.items() if not comparator.missing()]
 CAUSAL = [name for name in HERE if COMPARATORS[name].causal]
 READS_BOTH_WAYS = [name for name in HERE if not COMPARATORS[name].causal]
+OF_TRANSFORMERS = [name for name in CAUSAL if COMPARATORS[name].library == "transformers"]
 ON_A_GPU = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
 
 
@@ -162,6 +166,39 @@ def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
+    """In training alone: of embeddings, and of all that the blocks add."""
+    rates: list[float] = []
+
+    def all_of_it(x: torch.Tensor, rate: float) -> torch.Tensor:
+        rates.append(rate)
+        return x * 0
+
+    monkeypatch.setattr(dropout, "F", SimpleNamespace(dropout=all_of_it))
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+    others = torch.cat([ids[:, :1] ^ 1, ids[:, 1:]], 1)
+    plain = build(name).eval()
+    wanted = logits(plain, ids)
+    assert not torch.equal(wanted[:, -1], logits(plain, others)[:, -1])
+    for rate in ("hidden_dropout", "embedding_dropout"):
+        model = build(name, **{rate: 0.25}).eval()
+        COMPARATORS[name].add_dropout(model)
+        assert torch.equal(logits(model, ids), wanted) and not rates
+        model.train()
+        found = logits(model, ids)
+        assert set(rates) == {0.25}
+        rates.clear()
+        if rate == "hidden_dropout":  # no token sees another
+            assert torch.equal(found[:, 1:], logits(model, others)[:, 1:])
+        else:  # all tokens are alike
+            assert torch.equal(found[0], found[1])
+        rates.clear()
+    COMPARATORS[name].add_dropout(plain)
+    logits(plain.train(), ids)
+    assert not rates
+
+
 @pytest.mark.parametrize("name", READS_BOTH_WAYS)
 def test_a_few_steps_teach_a_classifier(name: str) -> None:
     model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
@@ -177,7 +214,6 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
     from latte.compare.compare import Comparison
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import generate
-    from latte.train.metrics import read_metrics
 
     recipe = make_recipe("latte++", name="table", max_steps=2)
     for field in ("num_latents", "sliding_window"):
@@ -198,6 +234,20 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
     for name in names[1:]:  # and they write
         model, tokenizer = load_checkpoint(Path(recipe.output_dir, name))
         generate(model, tokenizer, "of the", max_new_tokens=3, seed=0, stream=False)
+
+
+def test_a_run_gives_the_libraries_models_its_dropout(make_recipe: Any) -> None:
+    from latte.train.run import train
+
+    first = {}
+    for rate in (0.0, 0.5):
+        recipe = make_recipe("mamba2", name=str(rate), max_steps=1)
+        for field in ("num_latents", "sliding_window"):
+            recipe.model.overrides.pop(field, None)
+        recipe.model.overrides["hidden_dropout"] = rate
+        train(recipe, quiet=True)
+        first[rate] = read_metrics(Path(recipe.output_dir), "train")[0]["grad_norm"]
+    assert first[0.0] != first[0.5]
 
 
 def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:

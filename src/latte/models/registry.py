@@ -106,6 +106,9 @@ class ModelEntry:
     def prepare(self) -> None:
         """Let Transformers' Auto classes know its model type. Raises LatteError if they cannot."""
 
+    def add_dropout(self, model: Any) -> None:
+        """Let a model of this entry drop out in training what its code does not drop out itself."""
+
     def check(self, *, causal: bool | None = None) -> None:
         """Raise LatteError if it cannot run here, or is to be causal and is not."""
         if causal and not self.causal:

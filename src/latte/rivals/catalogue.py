@@ -100,6 +100,13 @@ class Comparator(ModelEntry):
 
             scans.install(self.model_type)
 
+    def add_dropout(self, model: Any) -> None:
+        """That of the recipe's sizes, which the libraries' models do not have."""
+        if self.library != _OURS:
+            from latte.rivals.dropout import add_dropout
+
+            add_dropout(model)
+
     def own_config(self, **values: Any) -> Any:
         """A config of the model's own class."""
         from transformers.models.auto.configuration_auto import AutoConfig
@@ -144,7 +151,11 @@ class Comparator(ModelEntry):
 
         def build(matched: int) -> Any:
             values = preset_config("transformer++", size, **{**sizes, self.matched: matched})
-            return self.own_config(**{**self.fields(values), **own})
+            config = self.own_config(**{**self.fields(values), **own})
+            if self.library != _OURS:  # for latte.rivals.dropout
+                config.embedding_dropout = values.embedding_dropout
+                config.hidden_dropout = values.hidden_dropout
+            return config
 
         try:
             reference = preset_config("transformer++", size, **sizes)

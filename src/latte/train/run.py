@@ -244,7 +244,10 @@ def build_model(recipe: Recipe, text: Text) -> Any:
     config = model_config(recipe, defaults)
     text.train.check_vocabulary(config.vocab_size)
     set_seed(recipe.training.seed)
-    return language_model(config)
+    model = language_model(config)
+    if recipe.model.architecture is None:
+        find_model(recipe.model.preset).add_dropout(model)
+    return model
 
 
 def repetition(tokens: int, wanted: int) -> str:
