@@ -9,8 +9,10 @@ import argparse
 import json
 import math
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 from latte.compare.grid import Grid, RunStatus, read_json, unfinished
 from latte.compare.intervals import mean_of
 from latte.errors import LatteError, OneLineParser, check_seed, exit_code
+from latte.train.run_folder import Claim, checkpoints, claim
 
 RESULT_FILE = "result.json"
 
@@ -194,6 +197,21 @@ class Sweep(Grid):
                 f" {label}: {problem.removeprefix('failed: ')}"
             )
         return statuses, text
+
+
+@contextmanager
+def claimed(run: Any) -> Iterator[Claim]:
+    """The run's folder, locked. Its checkpoints go at the end: the run then has its result."""
+    owner = claim(run)
+    for problem in owner.skipped:
+        print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+    try:
+        yield owner
+        for folder in checkpoints(run.folder):
+            shutil.rmtree(folder)
+    finally:
+        if owner.lock is not None:
+            owner.lock.close()
 
 
 def accuracies(values: Sequence[float]) -> str:

@@ -15,7 +15,6 @@ After every run `accuracy.csv`, `accuracy.md` and `curves.png` are written anew 
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,8 +26,8 @@ from latte.evaluate.tables import table
 from latte.machine import describe
 from latte.results import write_json
 from latte.train.metrics import duration
-from latte.train.run_folder import checkpoints, claim
-from replication.grids import RESULT_FILE, Sweep, command, progress_bar
+from latte.train.run_folder import checkpoints
+from replication.grids import RESULT_FILE, Sweep, claimed, command, progress_bar
 from replication.lra.recipe import LRARecipe, LRARun, load, runs
 
 
@@ -80,11 +79,8 @@ class LRASweep(Sweep):
 
         from replication.lra.training import Training
 
-        owner = claim(run)
-        for problem in owner.skipped:
-            print(f"passing over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
+        with claimed(run) as owner:
             with torch.random.fork_rng():
                 training = Training(run, self.task, device, owner.resume)
                 start = f"resuming from {owner.resume.name}" if owner.resume else "from the start"
@@ -103,11 +99,6 @@ class LRASweep(Sweep):
                 **describe(device),
             }
             write_json(run.folder / RESULT_FILE, result)
-            for folder in checkpoints(run.folder):
-                shutil.rmtree(folder)
-        finally:
-            if owner.lock is not None:
-                owner.lock.close()
         self.say(
             f"  {outcome.stopped}: test accuracy {outcome.test.accuracy:.4f} with the state of step"
             f" {outcome.best_step} (validation {outcome.validation.accuracy:.4f})"

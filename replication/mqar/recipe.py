@@ -133,6 +133,14 @@ class MQARRun:
             f" seed {self.seed}"
         )
 
+    @property
+    def output_dir(self) -> str:
+        return str(self.folder)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The run as plain JSON."""
+        return self.identity()
+
     def identity(self) -> dict[str, Any]:
         """What decides the outcome, as plain JSON."""
         recipe, training = self.recipe, asdict(self.recipe.training)

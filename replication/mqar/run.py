@@ -2,10 +2,11 @@
 
     python -m replication.mqar recipes/mqar/cpu.yaml [key=value ...]
 
-Every run has a folder under the recipe's `output_dir` with its `result.json`; a run that has one
-is not done again, so an interrupted grid goes on where it stopped. After every run `accuracy.csv`
-(a row per run and tested cell), `accuracy.md` (the best learning rate of each model) and the
-figures `accuracy.png` and `latents.png` are written anew from all results there are.
+Every run has a folder under the recipe's `output_dir` with its `result.json`. A run that has one
+is not done again, one that was interrupted goes on from its newest checkpoint, and one that another
+process does is passed over. After every run `accuracy.csv` (a row per run and tested cell),
+`accuracy.md` (the best learning rate of each model) and the figures `accuracy.png` and
+`latents.png` are written anew from all results there are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 from latte.compare.grid import RunStatus
 from latte.machine import describe
-from latte.results import writable_folder, write_json
-from replication.grids import RESULT_FILE, Sweep, command, progress_bar
+from latte.results import write_json
+from replication.grids import RESULT_FILE, Sweep, claimed, command, progress_bar
 from replication.mqar.recipe import Cell, MQARRecipe, MQARRun, load, runs, tasks
 
 
@@ -32,6 +33,7 @@ class MQARSweep(Sweep):
     """Cells, models, sizes, seeds and learning rates."""
 
     files = "accuracy.csv, accuracy.md and figures"
+    goes_on = "after the last finished run, from the newest checkpoint of the next"
     runs_of = staticmethod(runs)
 
     def __init__(self, recipe: MQARRecipe, *, quiet: bool = False) -> None:
@@ -61,7 +63,7 @@ class MQARSweep(Sweep):
             for cell in cells:
                 if (cell, split) not in self.tables:
                     self.tables[cell, split] = make_table(cell, self.recipe.data, split)
-        with progress_bar(self.quiet) as bar:
+        with claimed(run) as owner, progress_bar(self.quiet) as bar:
 
             def evaluated(point: dict[str, float]) -> None:
                 found = " ".join(f"{k} {v:.4f}" for k, v in point.items() if "x" in k)
@@ -75,9 +77,10 @@ class MQARSweep(Sweep):
                 device,
                 None if self.quiet else evaluated,
                 bar.update,
+                owner,
             )
-        result = {"identity": run.identity(), "outcome": asdict(outcome), **describe(device)}
-        write_json(writable_folder(run.folder) / RESULT_FILE, result)
+            result = {"identity": run.identity(), "outcome": asdict(outcome), **describe(device)}
+            write_json(run.folder / RESULT_FILE, result)
 
     def report(self, found: Sequence[tuple[MQARRun, dict[str, Any]]]) -> str:
         from replication.mqar.report import write_report

@@ -1,7 +1,6 @@
 """One MQAR run: train a small model until it answers, and count its answers.
 
-Only the queries are asked, so the vocabulary's logits are needed at N of T positions. A run is
-minutes long and ends when it succeeds, and a grid has hundreds of them: there are no checkpoints.
+Only the queries are asked, so the vocabulary's logits are needed at N of T positions.
 
 B: examples of a batch, T: tokens, N: queries of an example, E: hidden size, V: vocabulary.
 """
@@ -11,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from latte.train.run_folder import Claim
 from replication.grids import model_config
 from replication.loop import Loop, autocast
 from replication.mqar.data import MQAR, MQARTable
@@ -76,12 +77,23 @@ def count_correct(
 
 
 class Training(Loop):
-    """A run from scratch; tables by the cells' names. `step` counts the batches of all epochs."""
+    """A run; tables by the cells' names. `step` counts the batches of all epochs.
+
+    Args:
+        owner: The run's folder, for a checkpoint after each evaluation; it goes on from the newest.
+    """
 
     end = "epochs"
 
-    def __init__(self, run: MQARRun, train: Tables, test: Tables, device: torch.device) -> None:
-        self.run, self.train_tables, self.test_tables = run, train, test
+    def __init__(
+        self,
+        run: MQARRun,
+        train: Tables,
+        test: Tables,
+        device: torch.device,
+        owner: Claim | None = None,
+    ) -> None:
+        self.run, self.train_tables, self.test_tables, self.owner = run, train, test, owner
         section = run.recipe.training
         self.sizes = {cell.name: _batch_size(cell, run.recipe) for cell in (*run.train, *run.tests)}
         per_epoch = sum(-(-len(train[c.name]) // self.sizes[c.name]) for c in run.train)
@@ -101,10 +113,12 @@ class Training(Loop):
             return run.learning_rate * share
 
         steps = per_epoch * section.max_epochs, per_epoch
-        super().__init__(model, section, rate, steps=steps, device=device)
+        resume = None if owner is None else owner.resume
+        super().__init__(model, section, rate, steps=steps, device=device, resume=resume)
 
     def batches(self, start: int) -> Iterator[tuple[str, Tensor]]:
-        return _batches(self.run, self.train_tables, self.sizes, self.section.max_epochs)
+        every = _batches(self.run, self.train_tables, self.sizes, self.section.max_epochs)
+        return islice(every, start, None)
 
     def loss(self, batch: tuple[str, Tensor]) -> tuple[Tensor, Tensor]:
         name, rows = batch
@@ -124,6 +138,10 @@ class Training(Loop):
 
     def is_solved(self) -> bool:
         return self.complete and self._worst() >= self.section.stop_at
+
+    def keep(self) -> None:
+        if self.owner is not None and not self.is_solved():
+            self.save(self.owner.folder)
 
     def score(self, everything: bool = False) -> None:
         """Accuracies by cell.
@@ -162,10 +180,11 @@ def train_run(
     device: torch.device,
     on_evaluation: Callable[[dict[str, float]], Any] | None = None,
     on_step: Callable[[], Any] | None = None,
+    owner: Claim | None = None,
 ) -> MQAROutcome:
-    """Train one model from scratch, and score it; the global random state is left as it was."""
+    """Train one model, and score it; the global random state is left as it was."""
     with torch.random.fork_rng():
-        training = Training(run, train, test, device)
+        training = Training(run, train, test, device, owner)
         stopped = training.train(on_evaluation=on_evaluation, on_step=on_step)
         seconds = training.seconds()
         if stopped != "accuracy":

@@ -16,6 +16,9 @@ import yaml
 
 from latte.errors import LatteError
 from latte.models import registry
+from latte.train.run_folder import checkpoints
+from replication import loop
+from replication.grids import claimed
 from replication.mqar import training as mqar_training
 from replication.mqar.data import MQAR, MQARTable, shifted_labels
 from replication.mqar.recipe import Cell, load, runs
@@ -247,6 +250,45 @@ def test_an_interrupted_grid_keeps_what_it_has(
     assert len((tmp_path / "out" / "accuracy.csv").read_text().splitlines()) == 3
     assert main([str(recipe_file), "--quiet"]) == 0
     assert len(calls) == 3 + 6
+
+
+def test_a_killed_run_goes_on_to_the_same_result(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the checkpoint of its newest evaluation, which is gone at the end."""
+    one = ["select=[both]", "data.cells=[[8,2]]", "training.learning_rates=[1e-2]"]
+    one.append("training.evaluations_per_epoch=2")  # after steps 2, 3, 5 and 6
+    sweep(load(recipe_file, [*one, f"output_dir={tmp_path / 'whole'}"]))
+    plain, calls = loop.take_step, []
+
+    def killed(*arguments: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(loop, "take_step", killed)
+    assert main([str(recipe_file), *one, "--quiet"]) == 130
+    (run,) = runs(load(recipe_file, one))
+    assert [path.name for path in checkpoints(run.folder)] == ["checkpoint-2", "checkpoint-3"]
+    assert main([str(recipe_file), *one, "--quiet"]) == 0
+    assert len(calls) == 5 + 3 and checkpoints(run.folder) == []
+    (whole,) = (tmp_path / "whole").rglob(RESULT_FILE)
+    outcomes = []
+    for file in (whole, run.folder / RESULT_FILE):
+        outcome = json.loads(file.read_text())["outcome"]
+        for times in (outcome, *outcome["curve"]):
+            del times["seconds"]
+        outcomes.append(outcome)
+    assert outcomes[0] == outcomes[1] and len(outcomes[0]["curve"]) == 4
+
+
+def test_a_run_that_another_process_does_is_passed_over(recipe_file: Path, capsys: Any) -> None:
+    first, *others = runs(load(recipe_file))
+    with claimed(first):
+        assert main([str(recipe_file), "--quiet"]) == 0
+    assert not (first.folder / RESULT_FILE).exists()
+    assert all((run.folder / RESULT_FILE).exists() for run in others)
 
 
 def test_solved_cells_need_no_more_learning_rates(
