@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import threading
@@ -26,13 +27,14 @@ class Interruption(TrainerCallback):
     def listening(self, processes: int) -> Iterator[None]:
         """Handle Ctrl-C inside the block, and raise KeyboardInterrupt at its end if it came.
 
-        It stays Python's own where a run has several processes, because each could stop after
-        another step; where the program has a handler of its own; and in other threads, which
-        cannot have one.
+        Ctrl-C has its usual effect where a run has several processes, because each could stop
+        after another step; in a process that another one started, which ends it then; where the
+        program has a handler of its own; and in other threads, which cannot have one.
         """
-        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        alone = processes == 1 and multiprocessing.parent_process() is None
         main = threading.current_thread() is threading.main_thread()
-        if processes > 1 or not main or not usual:
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not (alone and main and usual):
             yield
             return
         signal.signal(signal.SIGINT, self._handle)
