@@ -26,6 +26,7 @@ from latte.conversion.pretrained import (
 )
 from latte.conversion.transfer import run_teacher
 from latte.errors import LatteError
+from latte.models.loss import IGNORED, next_labels
 from latte.train.distillation import divergence
 from latte.train.recipe import ConversionSection
 from latte.train.trainer import LatteTrainer, full_state_dict
@@ -221,7 +222,7 @@ class ConversionTrainer(LatteTrainer):
 
     def _share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         """This batch's part of the step's tokens, times the processes that will be averaged."""
-        own = (inputs["labels"] != -100).sum()
+        own = (inputs["labels"] != IGNORED).sum()
         return own / num_items_in_batch * self.args.world_size
 
     def _transfer_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
@@ -237,12 +238,12 @@ class ConversionTrainer(LatteTrainer):
             base = model(**given, use_cache=False).logits
         logits = model(**given, use_cache=False).logits
         d = self.section.distillation
-        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)  # the last has no next token
-        own, teacher, targets = logits.flatten(0, 1), base.flatten(0, 1), targets.flatten()
+        own, teacher = logits.flatten(0, 1), base.flatten(0, 1)
+        targets = next_labels(inputs["labels"]).flatten()
         nll = torch.zeros((), device=own.device)
         if d < 1:
             nll = F.cross_entropy(own.float(), targets, reduction="sum")
-        kl = divergence(own, teacher, targets != -100)
+        kl = divergence(own, teacher, targets != IGNORED)
         return ((1 - d) * nll + d * kl) / items * self.args.world_size
 
     def loss_parts(self, loss: float) -> dict[str, float]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from latte.data.blocks import EvaluationText, bits_per_byte, perplexity
+from latte.data.blocks import IGNORE, EvaluationText, bits_per_byte, perplexity
 from latte.models.registry import carries_state
 from latte.parallel import context_parallel, shard_batch
 from latte.parallel.batch import context_group
@@ -124,7 +124,7 @@ def score(
                 if mine:
                     total += scored
                 if on_batch is not None:
-                    on_batch(int((batch["targets"] != -100).sum()))
+                    on_batch(int((batch["targets"] != IGNORE).sum()))
     finally:
         model.train(was_training)
     if processes > 1 or group is not None:
@@ -177,7 +177,7 @@ def _score_part(
     part = shard_batch(
         {
             "input_ids": F.pad(batch["input_ids"], short).to(device),
-            "shift_labels": F.pad(batch["targets"], short, value=-100).to(device),
+            "shift_labels": F.pad(batch["targets"], short, value=IGNORE).to(device),
         },
         group,
     )
@@ -198,7 +198,7 @@ def _between(
     length = targets_RT.shape[1]
     cuts = [min(max(edge - first, 0), length) for edge in edges] + [length]
     parts = [(logits_RTV[:, a:b], targets_RT[:, a:b]) for a, b in pairwise(cuts)]
-    return torch.stack([torch.stack([_summed_nll(*x), (x[1] != -100).sum()]) for x in parts])
+    return torch.stack([torch.stack([_summed_nll(*x), (x[1] != IGNORE).sum()]) for x in parts])
 
 
 def _summed_nll(logits_RTV: torch.Tensor, targets_RT: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _summed_nll(logits_RTV: torch.Tensor, targets_RT: torch.Tensor) -> torch.Ten
     for start in range(0, len(targets_N), rows):
         part = slice(start, start + rows)
         losses = F.cross_entropy(
-            logits_NV[part].float(), targets_N[part], ignore_index=-100, reduction="none"
+            logits_NV[part].float(), targets_N[part], ignore_index=IGNORE, reduction="none"
         )
         nll += losses.double().sum()
     return nll
