@@ -463,7 +463,9 @@ def test_a_conversation_about_a_book_reads_the_book_once(client, tmp_path, monke
     (first, none), (second, reused) = (
         tuple(int(x.replace(",", "")) for x in pair) for pair in found
     )
-    assert none == 0 and 1200 < first <= reused < second
+    # The state after an answer is kept when its stream has ended. Before that there is the state of
+    # the prompt without its last token.
+    assert none == 0 and 1200 < first <= reused + 1 <= second
     assert printed.count("> ") == 2
 
 
