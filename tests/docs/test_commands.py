@@ -131,11 +131,9 @@ def test_the_tour_has_snippets(read):
     assert counts["README.md"] >= 8 and counts["docs/guide.md"] >= 8
 
 
-def test_the_figure_is_what_its_script_draws(root, tmp_path):
+def test_the_figure_is_what_its_script_draws(root, script_of, tmp_path):
     """Fonts may differ from machine to machine, the picture does not."""
-    spec = importlib.util.spec_from_file_location("weights", root / "docs/figures/weights.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = script_of("docs/figures/weights.py")
     p_TL, window_TS, latents_TLS = script.probabilities()
     rows_T = (window_TS + latents_TLS.sum(1)).sum(-1)
     torch.testing.assert_close(rows_T, torch.ones_like(rows_T))

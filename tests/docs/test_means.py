@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import defaultdict
 
@@ -15,13 +14,8 @@ MEASURED = ("loss", "perplexity", "test_accuracy", "validation_accuracy", "accur
 
 
 @pytest.fixture(scope="module")
-def script():
-    from tests.docs.conftest import ROOT
-
-    spec = importlib.util.spec_from_file_location("means", ROOT / "docs/figures/means.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(script_of):
+    return script_of("docs/figures/means.py")
 
 
 @pytest.fixture(scope="module")

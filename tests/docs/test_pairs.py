@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 
 import pytest
@@ -31,11 +30,8 @@ PAST_PARTS = {
 
 
 @pytest.fixture
-def script(root):
-    spec = importlib.util.spec_from_file_location("pairs", root / "docs/figures/pairs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(script_of):
+    return script_of("docs/figures/pairs.py")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import re
 import tomllib
@@ -123,12 +122,9 @@ def test_converted_models_are_those_of_the_code(read):
 
 
 @pytest.fixture(scope="module")
-def tables():
+def tables(script_of):
     """The script that writes the tables of options and recipe keys."""
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_of("docs/tables.py")
 
 
 def test_tables_of_options_and_keys_are_fresh(tables):

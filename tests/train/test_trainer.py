@@ -129,9 +129,7 @@ def test_ctrl_c_twice_stops_at_once(make_recipe: Any, ctrl_c: list[int]) -> None
 
 
 @pytest.mark.parametrize("where", ["another thread", "a program with a handler"])
-def test_ctrl_c_is_the_program_s_own_elsewhere(
-    make_recipe: Any, monkeypatch: Any, where: str
-) -> None:
+def test_ctrl_c_is_the_program_s_own_elsewhere(make_recipe: Any, where: str) -> None:
     results: list[Result] = []
     thread = threading.Thread(target=lambda: results.append(train(make_recipe(), quiet=True)))
     if where == "another thread":

@@ -61,13 +61,11 @@ class Text:
 
     def blocks(self, section: DataSection, count: int, seed: int) -> PackedBlocks:
         """The first `count` training blocks of the order that `seed` chooses."""
-        _check_length("training", self.train, section)
-        return _blocks(self.train, section, seed=seed, length=count)
+        return _blocks("training", self.train, section, seed=seed, length=count)
 
     def held_out_blocks(self, section: DataSection) -> PackedBlocks:
         """The blocks of the held-out text, in its order."""
-        _check_length("held-out", self.validation, section)
-        return _blocks(self.validation, section, shuffle=False)
+        return _blocks("held-out", self.validation, section, shuffle=False)
 
     def held_out(self, max_tokens: int | None = None, *, join: bool = False) -> EvaluationText:
         """The held-out documents, or about `max_tokens` of them, spread evenly."""
@@ -85,7 +83,8 @@ class Text:
         return data.BlockCollator("packed" if pack else "padded")
 
 
-def _blocks(tokens: TokenFile, section: DataSection, **order: Any) -> PackedBlocks:
+def _blocks(which: str, tokens: TokenFile, section: DataSection, **order: Any) -> PackedBlocks:
+    _check_length(which, tokens, section)
     return data.PackedBlocks(
         tokens,
         section.block_length,

@@ -283,7 +283,7 @@ def test_a_killed_run_goes_on_to_the_same_result(
     assert outcomes[0] == outcomes[1] and len(outcomes[0]["curve"]) == 4
 
 
-def test_a_run_that_another_process_does_is_passed_over(recipe_file: Path, capsys: Any) -> None:
+def test_a_run_that_another_process_does_is_passed_over(recipe_file: Path) -> None:
     first, *others = runs(load(recipe_file))
     with claimed(first):
         assert main([str(recipe_file), "--quiet"]) == 0
