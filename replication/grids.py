@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from latte.compare.grid import Grid, RunStatus, read_json, unfinished
 from latte.compare.intervals import mean_of
@@ -121,8 +121,8 @@ class Sweep(Grid):
     """
 
     identity_key = "identity"  # of a result's file: what it is the result of
-    files = ""  # of the report
-    goes_on = "after the last finished run"  # when run again
+    files: ClassVar[str]  # of the report
+    goes_on: ClassVar[str]  # from where, when run again
 
     def __init__(self, recipe: Any, *, quiet: bool = False) -> None:
         super().__init__(recipe, self.runs_of(recipe), quiet=quiet)
