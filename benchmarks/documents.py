@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.records import say, use_all_threads
-from latte.data.sources import first_document
+from latte.data.files import first_document
 from latte.data.tokenizers import document_ends
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.generate import read

@@ -215,7 +215,7 @@ class Conversation:
 
 def documents(tokenizer: Any, file: str, tokens: int, count: int) -> list[str]:
     """Texts of so many tokens each, one after the other from the documents of a file."""
-    from latte.data.sources import read_documents
+    from latte.data.files import read_documents
 
     found: list[str] = []
     ids: list[int] = []

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from latte.data.sources import FileSource, find_files
+from latte.data.files import FileSource, find_files
 from latte.errors import LatteError, OneLineParser, exit_code
 
 BLANK_LINE = "\n\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from latte.data.sources import file_digest, find_files, read_documents
+from latte.data.files import file_digest, find_files, read_documents
 from latte.data.tokenizers import Encoder, document_ends
 from latte.errors import LatteError
 from latte.evaluate.sides import named_path

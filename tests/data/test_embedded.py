@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 from latte.data import open_corpus
-from latte.data.sources import embedded_files, families
+from latte.data.embedded import embedded_files, families
 
 
 def test_sizes_and_both_kinds_of_text():

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from latte.data.sources import PREFIX, load_split, require_columns
+from latte.data.hub_datasets import PREFIX, load_split, require_columns
 from latte.errors import LatteError
 from replication.lra.data.examples import Examples, Task, check_counts, check_share
 

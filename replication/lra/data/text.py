@@ -19,17 +19,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from latte.data.sources import (
+from latte.data.files import (
     JSON_SUFFIXES,
-    PREFIX,
     find_files,
     json_rows,
     kind_of,
-    load_split,
     numbered_lines,
-    require_columns,
     text_field,
 )
+from latte.data.hub_datasets import PREFIX, load_split, require_columns
 from latte.errors import LatteError
 from replication.lra.data.examples import Examples, Task, check_counts, check_share
 

@@ -48,7 +48,7 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
-    from latte.data.sources import first_document
+    from latte.data.files import first_document
     from latte.data.tokenizers import document_ends
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling
@@ -69,7 +69,7 @@ def generate(options: Namespace) -> int:
 
 def chat(options: Namespace) -> int:
     """latte chat CHECKPOINT"""
-    from latte.data.sources import first_document
+    from latte.data.files import first_document
     from latte.evaluate.chat import Chat, converse
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import check_sampling

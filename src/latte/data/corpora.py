@@ -16,18 +16,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from latte.data.sources import (
-    PREFIX,
-    TEXT_SUFFIXES,
-    EmbeddedSource,
-    FileSource,
-    HubSource,
-    Meter,
-    Source,
-    find_files,
-    kind_of,
-    no_meter,
-)
+from latte.data.embedded import EmbeddedSource
+from latte.data.files import TEXT_SUFFIXES, FileSource, find_files, kind_of
+from latte.data.hub_datasets import PREFIX, HubSource
+from latte.data.sources import Meter, Source, no_meter
 from latte.errors import LatteError
 from latte.progress import Progress, progress
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from latte import data
 from latte.data.corpora import Corpus, open_corpus, sample_text
-from latte.data.sources import FileSource, find_files
+from latte.data.files import FileSource, find_files
 from latte.data.tokenfile import TokenFile, made_once, tokenize_corpus
 from latte.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from latte.errors import LatteError

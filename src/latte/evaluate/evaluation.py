@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from latte.data.files import find_files
+from latte.data.hub_datasets import PREFIX
 from latte.data.preparing import evaluation_text, held_out_text
-from latte.data.sources import PREFIX, find_files
 from latte.errors import LatteError
 from latte.evaluate import tasks
 from latte.evaluate.checkpoint import (

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from latte.data.sources import first_document, without_lone_surrogates
+from latte.data.files import first_document
+from latte.data.sources import without_lone_surrogates
 from latte.data.tokenizers import document_ends, token_bytes
 from latte.errors import LatteError, is_out_of_memory
 from latte.evaluate.checkpoint import (

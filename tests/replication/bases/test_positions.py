@@ -10,7 +10,7 @@ import torch
 
 from latte.compare.intervals import mean_of
 from latte.data import byte_tokenizer
-from latte.data.sources import read_documents
+from latte.data.files import read_documents
 from latte.evaluate.sides import side
 from replication.bases import paired, positions
 from replication.bases.positions import Plan
