@@ -66,8 +66,9 @@ GPU_PAIRS = (
     (SHORT, "latte-conv-swa-f++"),
 )
 OURS = ("latte-conv-swa-f++", "latte-r-swa++", "latte-conv-swa++")
+OTHERS = ("mamba2", "griffin", "swa++", "transformer++")
 SHAKESPEARE_EQUAL_PAIRS = (
-    *itertools.product(OURS, ("mamba2", "griffin", "swa++", "transformer++")),
+    *itertools.product(OURS, OTHERS),
     *itertools.combinations(OURS, 2),
 )
 FORGETTING_PAIRS = (
@@ -93,7 +94,9 @@ HYBRID_PAIRS = (
 Scores = dict[tuple[str, str], dict[int, float]]  # (model, part) -> seed -> score
 
 
-def read(file: str, model: str, score: str, part: str | None = None) -> Scores:
+def read(
+    file: str, model: str, score: str, part: str | None = None, rate: str | None = None
+) -> Scores:
     """The scores of a file by model, part and seed.
 
     Args:
@@ -102,12 +105,15 @@ def read(file: str, model: str, score: str, part: str | None = None) -> Scores:
         score: Name of the column with the score.
         part: Name of the column that divides the scores, such as `length`. Without one, and without
             a column `first`, all scores are of one part, "all".
+        rate: Value of the column `rate` of the rows to read. None: all rows.
     """
     found: Scores = {}
     with open(FIGURES / file, newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             if not row[score]:
                 continue  # a run without a result
+            if rate is not None and row["rate"] != rate:
+                continue
             name = row[part] if part else "all"
             if "first" in row:
                 name += f": {row['first']} to {row['last']}"
@@ -155,6 +161,9 @@ def all_rows() -> list[dict[str, str]]:
     past_gpu |= read("past_gpu_positions.csv", "preset", "perplexity", "length")
     shakespeare = read("shakespeare.csv", "preset", "loss", "length")
     shakespeare_equal = read("shakespeare_equal.csv", "preset", "loss", "length")
+    searched = read("shakespeare_searched.csv", "preset", "loss", "length")
+    ingredients = read("ingredients_shakespeare.csv", "model", "loss_at_64", rate="0.003")
+    searched |= {(name, "64"): ingredients[name, "all"] for name in ("slim", "mamba2")}
     listops = read("lra_listops.csv", "model", "test_accuracy")
     rivals = read("lra_listops_rivals.csv", "model", "test_accuracy")
     text = read("lra_text_scratch.csv", "model", "test_accuracy")
@@ -189,6 +198,13 @@ def all_rows() -> list[dict[str, str]]:
             "shakespeare, equal parameters",
             shakespeare | shakespeare_equal,
             SHAKESPEARE_EQUAL_PAIRS,
+            ["64"],
+            "nats",
+        ),
+        *rows_of(
+            "shakespeare, searched rates",
+            searched,
+            [*itertools.product(["slim"], OTHERS), *SHAKESPEARE_EQUAL_PAIRS],
             ["64"],
             "nats",
         ),
