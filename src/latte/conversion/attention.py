@@ -26,6 +26,7 @@ from latte.layers.native import linear_maps
 from latte.layers.parts import token_positions
 from latte.layers.state import Piece, TokenLog
 from latte.layers.step import StepState
+from latte.models.cache_name import one_cache
 from latte.ops import (
     Sinks,
     WindowState,
@@ -124,6 +125,7 @@ class MacchiatoAttention(nn.Module):
         *,
         tokens: Tokens,
         teacher: Any = None,
+        cache: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """The base's forward, with ``tokens`` instead of its mask, and with a LatteCache.
@@ -131,8 +133,9 @@ class MacchiatoAttention(nn.Module):
         With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is that of the
         base's own attention. If this layer is converted, the teacher measures its error.
         """
-        carry = past_key_values is not None and teacher is None
-        state = past_key_values.state(self.layer_idx) if carry else tokens.earlier
+        cache = one_cache(past_key_values, cache)
+        carry = cache is not None and teacher is None
+        state = cache.state(self.layer_idx) if carry else tokens.earlier
         if state.recording and (self.num_sinks or self.delay_latents):
             raise ValueError(
                 "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
@@ -149,7 +152,7 @@ class MacchiatoAttention(nn.Module):
             out_BTHK, after, log = self.mix(local, piece)
             if carry:
                 ended = piece.end(after, log)
-                past_key_values.update(ended, hidden_states.shape[1], self.layer_idx)
+                cache.update(ended, hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
 
     @property

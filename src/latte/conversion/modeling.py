@@ -26,6 +26,7 @@ from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
 from latte.models.cache import LatteCache
+from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.generation import StateGenerationMixin
 from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import next_token_loss
@@ -84,6 +85,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: LatteCache | None = None,
         **kwargs: Any,
     ) -> Any:
         """The base's forward.
@@ -98,6 +100,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             use_cache: Whether to return the cache.
             cu_seq_lens_q: Bounds of N sequences packed into one row (B = 1), (N + 1,) int32.
                 Without it, a single row without a mask is split where its positions start again.
+            cache: The same as ``past_key_values``, by its name since Transformers 5.24.
 
         Raises:
             ValueError: The arguments do not fit together, or ``output_attentions`` is set.
@@ -113,7 +116,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             inputs_embeds,
             attention_mask,
             position_ids,
-            past_key_values,
+            one_cache(past_key_values, cache),
             use_cache,
             cu_seq_lens_q,
             steps=self.steps and not self._asks_base(kwargs),
@@ -133,9 +136,9 @@ class MacchiatoDecoder(MacchiatoPreTrained):
                 inputs_embeds=x_BTE,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 tokens=Tokens(inputs.key_mask, inputs.cu_seq_lens, sinks, inputs.earlier),
+                **{CACHE_NAME: cache},
                 **kwargs,
             )
         if cache is not None:

@@ -27,6 +27,7 @@ from latte.errors import LatteError, is_out_of_memory, one_line
 from latte.evaluate.benchmark_ops import OPS, op_call, op_table
 from latte.machine import Times, WorkFailed, in_fresh_process, interleave
 from latte.models import PRESETS, SIZES
+from latte.models.cache_name import CACHE_NAME
 from latte.models.registry import find_model, other_models
 from latte.ops.backend import watch_choices
 from latte.progress import progress
@@ -344,12 +345,12 @@ def _model(case: Case, settings: Settings) -> Callable[[int], Call]:
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
             return step
-        cache = None
+        cache: dict[str, Any] = {CACHE_NAME: None}
 
         @torch.no_grad()
         def read(piece: Tensor) -> None:
-            nonlocal cache
-            cache = model(input_ids=piece, past_key_values=cache, use_cache=True).past_key_values
+            output = model(input_ids=piece, use_cache=True, **cache)
+            cache[CACHE_NAME] = getattr(output, CACHE_NAME)
 
         for piece in ids.split(PREFILL, dim=1):
             read(piece)

@@ -129,6 +129,8 @@ class Chat:
         """Sample an answer. Its tokens are appended to the conversation's."""
         from transformers import StoppingCriteriaList, TextStreamer
 
+        from latte.models.cache_name import CACHE_NAME
+
         class Pieces(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 told(text)
@@ -149,7 +151,7 @@ class Chat:
             **self.ends,
             **self.sampling,
             use_cache=carries_state(self.model),
-            past_key_values=self.cache,
+            **{CACHE_NAME: self.cache},
             stopping_criteria=StoppingCriteriaList([stops]),
             streamer=Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
         )

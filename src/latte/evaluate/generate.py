@@ -60,6 +60,7 @@ def generate(
     """
     from latte.data.sources import without_lone_surrogates
     from latte.models import LatteCache, state_file
+    from latte.models.cache_name import CACHE_NAME
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
     if (state or save_state) and not keeps_state(model):
@@ -120,7 +121,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         **text_ends(model, tokenizer),
         use_cache=carries_state(model),
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         logits_processor=[after_prompt],
         streamer=_streamer(tokenizer) if stream else None,
         **sampling,
@@ -133,11 +134,13 @@ def generate(
 @torch.no_grad()
 def read(model: Any, ids: list[int], cache: Any) -> None:
     """Read tokens into a cache, in pieces; prints the progress if it takes long."""
+    from latte.models.cache_name import CACHE_NAME
+
     device = next(model.parameters()).device
     with progress(len(ids), "token", shown=len(ids) > READ_AT_ONCE) as bar:
         for first in range(0, len(ids), READ_AT_ONCE):
             piece = torch.tensor([ids[first : first + READ_AT_ONCE]], device=device)
-            model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
             bar.update(piece.shape[1])
 
 
@@ -168,6 +171,7 @@ def compile_step(model: Any, room: int) -> Any:
     from transformers import CompileConfig
 
     from latte.models import LatteCache
+    from latte.models.cache_name import CACHE_NAME
 
     compile_config = CompileConfig(fullgraph=True)
     compile_config._compile_all_devices = True  # type: ignore[assignment]
@@ -178,8 +182,8 @@ def compile_step(model: Any, room: int) -> Any:
         attention_mask=torch.ones_like(ids),
         min_new_tokens=2,
         max_new_tokens=2,
-        past_key_values=LatteCache(model.config, max_cache_len=room),
         compile_config=compile_config,
+        **{CACHE_NAME: LatteCache(model.config, max_cache_len=room)},
     )
     seconds = time.perf_counter() - begun
     print(f"compiled a step of decoding in {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
 from latte.latent_fields import LatentFields, window_option
+from latte.models.cache_name import KEYWORDS
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -60,7 +61,7 @@ class LatteConfig(LatentFields, PreTrainedConfig):
     """
 
     model_type = "latte"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = list(KEYWORDS)
 
     vocab_size: int = 50267
     hidden_size: int = 768

@@ -9,6 +9,7 @@ from transformers.generation import GenerationMixin
 
 from latte.errors import LatteError
 from latte.models.cache import LatteCache
+from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.inputs import check_mask_shape
 
 
@@ -29,7 +30,7 @@ class StateGenerationMixin(GenerationMixin):
     ) -> None:
         """Make the cache for ``generate``, unless the user passed one."""
         kind = generation_config.cache_implementation
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, mode, batch_size, max_cache_length
             )
@@ -56,7 +57,7 @@ class StateGenerationMixin(GenerationMixin):
         cache = LatteCache(self.config, offloading=kind == "offloaded", max_cache_len=room)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_NAME] = cache
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -96,6 +97,7 @@ class StateGenerationMixin(GenerationMixin):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
         past_key_values: Any = None,
+        cache: Any = None,
         **_: Any,
     ) -> Tensor | None:
         """The mask of the new tokens, (B, T), for a static cache: its shape does not grow.
@@ -108,6 +110,7 @@ class StateGenerationMixin(GenerationMixin):
             return None
         B, T = inputs_embeds.shape[:2]
         if T > 1:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            cache = one_cache(past_key_values, cache)
+            past = 0 if cache is None else cache.get_seq_length()
             check_mask_shape(attention_mask, B, past, T)
         return attention_mask[:, -T:]

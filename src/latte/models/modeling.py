@@ -38,6 +38,7 @@ from latte.layers.native import is_hooked, linear_maps
 from latte.layers.parts import of_single_tokens
 from latte.layers.step import StepState
 from latte.models.cache import LatteCache
+from latte.models.cache_name import CACHE_NAME, KEYWORDS, one_cache
 from latte.models.config import LatteConfig
 from latte.models.generation import StateGenerationMixin
 from latte.models.inputs import DecoderInputs, check_tensors, prepare_inputs
@@ -145,7 +146,7 @@ class LattePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LatteBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(KEYWORDS)
     # Transformers' own context parallelism would divide rows without passing the states on.
     _supports_context_parallel = False
 
@@ -214,6 +215,7 @@ class LatteModel(LattePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: LatteCache | None = None,
     ) -> DecoderOutput:
         """Compute the hidden states of a batch, of its next tokens, or of packed sequences.
 
@@ -235,6 +237,7 @@ class LatteModel(LattePreTrainedModel):
             cu_seq_lens_q: Bounds of N sequences packed into one row (B = 1), (N + 1,) int32. The
                 sequences do not see each other. Without it, a single row without mask and cache
                 is split where its positions start again (but not under ``torch.compile``).
+            cache: The same as ``past_key_values``, by its name since Transformers 5.24.
 
         Raises:
             ValueError: The arguments do not fit together, or a token id is not in the vocabulary
@@ -250,7 +253,7 @@ class LatteModel(LattePreTrainedModel):
             inputs_embeds,
             attention_mask,
             position_ids,
-            past_key_values,
+            one_cache(past_key_values, cache),
             use_cache,
             cu_seq_lens_q,
             causal=self.config.is_causal,
@@ -281,10 +284,10 @@ class LatteModel(LattePreTrainedModel):
         hidden_states.append(hidden)
         return DecoderOutput(
             last_hidden_state=hidden,
-            past_key_values=cache,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
             cu_seq_lens_q=bounds,
+            **{CACHE_NAME: cache},
         )
 
     def step(self, inputs: DecoderInputs, hidden_states: list[Tensor] | None = None) -> Tensor:
@@ -365,6 +368,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        cache: LatteCache | None = None,
     ) -> CausalLMOutputWithPast:
         """Compute logits (B, T, vocabulary), and the loss if there are labels.
 
@@ -388,13 +392,14 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         """
         check_tensors(labels=labels, shift_labels=shift_labels)
         scored = labels if shift_labels is None else shift_labels
-        if scored is not None and use_cache is None and past_key_values is None:
+        cache = one_cache(past_key_values, cache)
+        if scored is not None and use_cache is None and cache is None:
             use_cache = False  # a loss needs no states
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_attentions=output_attentions,
@@ -436,9 +441,9 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from latte.errors import LatteError
+from latte.models.cache_name import KEYWORDS
 from latte.models.inputs import packed_bounds
 from latte.models.loss import IGNORED, next_labels
 
@@ -97,7 +98,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
             " token each"
         )
     bounds = next((whole[name] for name in BOUNDS if whole.get(name) is not None), None)
-    if bounds is None and whole.get("past_key_values") is None:
+    if bounds is None and all(whole.get(name) is None for name in KEYWORDS):
         bounds = packed_bounds(whole.get("position_ids"), whole.get("attention_mask"), None)
         if bounds is not None:
             whole["cu_seq_lens_q"] = bounds

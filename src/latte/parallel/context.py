@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from latte.errors import LatteError
 from latte.layers import MixerState
+from latte.models.cache_name import KEYWORDS
 from latte.models.loss import IGNORED
 from latte.parallel.batch import Group, process_group
 from latte.parallel.handover import Shard, Shards, all_gather
@@ -111,7 +112,7 @@ def _connect(decoder: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
 
     def connect(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         given = signature.bind(*args, **kwargs).arguments
-        for name in ("past_key_values", "use_cache", "output_attentions"):
+        for name in (*KEYWORDS, "use_cache", "output_attentions"):
             if given.get(name):
                 raise LatteError(f"context_parallel: {name} goes with whole sequences alone")
         tokens = given["input_ids" if given.get("input_ids") is not None else "inputs_embeds"]

@@ -30,6 +30,7 @@ from transformers.cli.serving.utils import (
 )
 
 from latte.errors import one_line
+from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
 from latte.serve.engine import Engine, Request
 from latte.serve.prompts import Prompt, Prompts
@@ -370,7 +371,7 @@ class _Turn:
             self.reused = reading.reused
             while reading.left:
                 self.counters.read(reading.read())
-            given["past_key_values"] = reading.cache
+            given[CACHE_NAME] = reading.cache
         self.counters.prompt(len(self.ids), self.reused)
         ids_BT, mask_BT = (given.pop(name).to(device) for name in ("input_ids", "attention_mask"))
         return model.generate(

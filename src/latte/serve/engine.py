@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from latte.models.cache import LatteCache
+from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
 from latte.serve.reading import Reader, Reading
 from latte.serve.requests import BadRequest
@@ -283,7 +284,7 @@ class Engine:
     def _forward(self, tokens: list[int], cache: Any) -> Tensor:
         """Logits (B, V) in fp32 after one token more of every row."""
         ids = torch.tensor(tokens, device=self._model.device)[:, None]
-        logits = self._model(ids, past_key_values=cache, use_cache=True).logits
+        logits = self._model(ids, use_cache=True, **{CACHE_NAME: cache}).logits
         return logits[:, -1].float()
 
     def _keep(self, kept: list[int]) -> None:

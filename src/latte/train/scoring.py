@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from latte.data.blocks import IGNORE, EvaluationText, bits_per_byte, perplexity
+from latte.models.cache_name import CACHE_NAME
 from latte.models.registry import carries_state
 from latte.parallel import context_parallel, shard_batch
 from latte.parallel.batch import context_group
@@ -160,10 +161,10 @@ def score_batch(
         end = min(start + segment, length)
         output = model(
             input_ids=inputs_RT[:, start:end],
-            past_key_values=cache,
             use_cache=length > segment,
+            **{CACHE_NAME: cache},
         )
-        cache = output.past_key_values if length > segment else None
+        cache = getattr(output, CACHE_NAME) if length > segment else None
         found[:, :2] += _between(edges, start, output.logits, targets_RT[:, start:end])
     return found
 
