@@ -190,8 +190,10 @@ def make_server(
         def __init__(self) -> None:
             super().__init__(model_timeout=-1)
 
-        def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             return [{"id": name, "object": "model", "created": 0, "owned_by": "latte"}]
+
+        get_gen_models = list_models  # type: ignore[assignment]  # its name before Transformers 5.24
 
         @staticmethod
         def get_model_modality(*_: Any, **__: Any) -> Any:
