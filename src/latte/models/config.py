@@ -11,7 +11,6 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
 from latte.latent_fields import LatentFields, window_option
-from latte.models.cache_name import KEYWORDS
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -61,7 +60,8 @@ class LatteConfig(LatentFields, PreTrainedConfig):
     """
 
     model_type = "latte"
-    keys_to_ignore_at_inference = list(KEYWORDS)
+    # Both names of the cache in Transformers (latte.models.cache_name).
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     vocab_size: int = 50267
     hidden_size: int = 768
