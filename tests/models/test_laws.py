@@ -385,3 +385,39 @@ def test_compiled_decoding_is_one_graph(row):
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = generate(model, ids * mask, mask, max_new_tokens=24, **static)
         assert torch.equal(found, expected)
+
+
+def scaled(_module, _inputs, output):
+    """A hook that changes what a module gives: its output, and none of the states beside it."""
+
+    def of(x):
+        half = torch.linspace(0.5, 1.5, (x.shape[-1] + 1) // 2, dtype=x.dtype)
+        return x * half.repeat(2)[: x.shape[-1]]  # a rotary table has each angle twice
+
+    if isinstance(output, torch.Tensor):
+        return of(output)
+    parts = (of(output[0]), *output[1:])
+    return type(output)(*parts) if hasattr(output, "_fields") else parts
+
+
+@over(named([*OF_PRESETS, *PLAIN, "llama: both, conv", "gemma2: joint, both"]))
+def test_a_hook_acts_in_steps_as_in_a_whole_forward(row):
+    """Whatever a forward calls, a step calls too, or it is not taken."""
+    model, ids = copy.deepcopy(row.model()), tokens(1, 7)
+    plain, called = whole(model, ids), []
+    parts = [*model.model.children(), model.lm_head, *model.model.layers[1].modules()]
+    seen = [part.register_forward_hook(lambda m, *_: called.append(m)) for part in parts]
+    whole(model, ids)
+    for hook in seen:
+        hook.remove()
+    assert len(called) > 8
+    for part in dict.fromkeys(called):
+        hook = part.register_forward_hook(scaled)
+        expected, cache = whole(model, ids), LatteCache(model.config)
+        found = read(model, cache, ids, [4, 1, 1, 1])
+        hook.remove()
+        assert (expected - plain).abs().max() > 1e-7, part  # a hundred times the tolerance
+        torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(
+        read(model, LatteCache(model.config), ids, [4, 1, 1, 1]), plain, **EXACT
+    )

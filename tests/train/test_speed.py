@@ -137,6 +137,15 @@ def test_the_loss_in_chunks_is_the_loss(items):
 
 
 @chunks
+def test_a_head_that_is_more_than_a_linear_map_is_called():
+    model, ids = make_model("latte++", vocab_size=300), torch.arange(24).view(1, 24)
+    model.lm_head.register_forward_hook(lambda _module, _inputs, out: 9 * out)
+    expected = model(ids, labels=ids).loss
+    model.chunked_loss = True
+    assert torch.equal(model(ids, labels=ids).loss, expected)
+
+
+@chunks
 def test_the_loss_in_chunks_under_autocast():
     model = make_model("latte++", vocab_size=300)
     with torch.autocast("cpu", torch.bfloat16):

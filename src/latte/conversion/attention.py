@@ -72,6 +72,7 @@ class MacchiatoAttention(nn.Module):
         softcap: Cap of the local logits, if the base has one.
     """
 
+    stepped = ("latents",)
     # Sub-modules of the base, under the same names.
     q_proj: nn.Module
     k_proj: nn.Module
@@ -185,7 +186,7 @@ class MacchiatoAttention(nn.Module):
         logits = None
         if self.mixing not in ("base", "window"):
             latents: Any = parts["latents"]
-            logits = latents.step(in_dtype(x_BE, latents.k_proj.weight.dtype), state)
+            logits = latents.step(in_dtype(x_BE, latents.dtype), state)
         given: Any = (q, k, v), self.scale, self.softcap, *rotations
         return state.attend(*given, latents=logits, joint=self.joint_softmax).view(B, -1)
 
@@ -229,7 +230,7 @@ class MacchiatoAttention(nn.Module):
         self, local: Projections, piece: Piece
     ) -> tuple[MixingLogits, Tensor | None, LatentInputs]:
         """The latent and local logits, ``log_decay``, and the latent input's states."""
-        wide = piece.x.to(self.latents.k_proj.weight.dtype)  # the logits' weights may stay fp32
+        wide = piece.x.to(self.latents.dtype)  # the logits' weights may stay fp32
         latent_q, latent_k, log_decay, inputs = self.latents(piece._replace(x=wide))
         latent_q, latent_k = latent_q.to(local.v.dtype), latent_k.to(local.v.dtype)
         return MixingLogits(latent_q, latent_k, local.q, local.k), log_decay, inputs

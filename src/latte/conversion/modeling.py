@@ -25,6 +25,7 @@ from latte.conversion.step import Table
 from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
+from latte.layers.plan import StepPlan, stepped_over
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.generation import StateGenerationMixin
@@ -119,7 +120,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             one_cache(past_key_values, cache),
             use_cache,
             cu_seq_lens_q,
-            steps=self.steps and not self._asks_base(kwargs),
+            steps=not self._asks_base(kwargs),
         )
         x_BTE, cache, position_ids = inputs.x_BTE, inputs.cache, inputs.positions()
         if cache is not None and inputs.buffers is not None:
@@ -148,7 +149,9 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     @property
     def steps(self) -> bool:
         """Whether all layers can decode a token in place."""
-        return all(step.is_own(layer, HOOKS) for layer in self.layers)  # type: ignore[attr-defined]
+        layers: Any = self.layers  # type: ignore[attr-defined]
+        parts = (x for layer in layers for x in (layer, *stepped_over(layer.self_attn)))
+        return StepPlan.able_now(self, lambda: StepPlan(parts, step.LAYERS, HOOKS))  # type: ignore[arg-type]
 
     def _asks_base(self, asked: dict[str, Any]) -> bool:
         """Whether more is asked for than last hidden states: only the base's forward gives it."""

@@ -6,7 +6,8 @@
 The base's own forward computes the same. ``post`` is a norm in Gemma 2 and 3, and the identity in
 others. The modules and their weights stay those of the base. Native kernels stand in their place
 where :func:`latte.layers.native.native_weights` says so; other modules are called. If a layer is
-not the base's own or has hooks (:func:`is_own`), the decoder runs the base's forward.
+not the base's own or has hooks (:class:`latte.layers.plan.StepPlan`), the decoder runs the base's
+forward.
 
 Shape suffixes: B batch, E hidden size, K head width.
 """
@@ -14,7 +15,7 @@ Shape suffixes: B batch, E hidden size, K head width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from latte.conversion.bases import BASES
-from latte.layers.native import READ, is_hooked, linear_add, linear_maps, native_weights
+from latte.layers.native import READ, linear_add, linear_maps, native_weights
 from latte.layers.parts import Rotary, of_single_tokens
 from latte.layers.step import StepState
 from latte.ops import dense
@@ -62,25 +63,6 @@ GATES: dict[type[nn.Module], Callable[..., Tensor]] = {
     type(ACT2FN["gelu_pytorch_tanh"]): dense.geglu,
 }
 READ |= dict.fromkeys(NORM_OFFSETS, ("weight",)) | dict.fromkeys((*MLPS, *GATES), ())
-
-
-def is_own(layer: nn.Module, ignored: Collection[Any]) -> bool:
-    """Whether :func:`run_layer` computes what a call of this decoder layer does.
-
-    It does for a base's layer with Latte's attention in it, without hooks on either.
-
-    Args:
-        ignored: Hooks that have no effect in a step.
-    """
-    own = layer.__dict__
-    if type(layer) not in LAYERS or "forward" in own:
-        return False
-    for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
-        for hook in hooks.values():
-            if hook not in ignored:
-                return False
-    attention = own["_modules"]["self_attn"]
-    return getattr(attention, "steps", False) and not is_hooked(attention)
 
 
 def run_layer(

@@ -43,6 +43,7 @@ class SlidingWindowAttention(Mixer):
 
     carries = ("window",)
     splits = True
+    stepped = ("input",)
     uses: ClassVar[tuple[str, ...]] = ("latent_input", "sliding_window", "rope_theta")
 
     def __init__(

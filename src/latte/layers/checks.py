@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,17 +30,17 @@ def check_choice(layer: str, name: str, value: str, choices: tuple[str, ...]) ->
         raise ValueError(f"{layer}: {name} must be one of {choices}, got {value!r}")
 
 
-def check_input(layer: str, x: Tensor, hidden_size: int, weight: Tensor | None = None) -> None:
+def check_input(layer: str, x: Tensor, hidden_size: int, weight: Any = None) -> None:
     """The shape of a layer's input; beside one of the layer's weights, its dtype and device too.
 
-    Under autocast a layer casts for itself. Quantised weights have a dtype of their own, and those
-    that are loaded when they are needed lie on the device "meta" until then.
+    Under autocast a layer casts for itself. Quantised weights have a dtype of their own, or are no
+    tensors. Weights that are loaded when they are needed are on the device "meta" until then.
     """
     if x.ndim != 3 or x.shape[-1] != hidden_size:
         raise ValueError(
             f"{layer}: x must have shape (B, T, hidden_size={hidden_size}), got {tuple(x.shape)}"
         )
-    if weight is None or not weight.is_floating_point():
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(

@@ -21,7 +21,6 @@ from latte.layers.native import linear_maps
 from latte.layers.parts import CausalConv1d, RMSNorm, Rotary
 from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
-from latte.ops.step import conv_step
 
 
 class GatedMacchiato(LatteMacchiato):
@@ -39,6 +38,7 @@ class GatedMacchiato(LatteMacchiato):
 
     carries: ClassVar[tuple[str, ...]] = ("latent", "window", "short_conv")
     splits = True
+    stepped = ("latents", "short_conv")
     uses = (*LatteMacchiato.uses, "value_dim", "short_conv_size")
     undecayed: tuple[str, ...] = ("skip",)
 
@@ -123,8 +123,7 @@ class GatedMacchiato(LatteMacchiato):
         local, rotary = super()._local_step(x_BE, state, rotary)
         assert state.short_conv is not None
         given_BC = torch.cat([part.flatten(1) for part in local], -1)
-        conv, tail, real = self.short_conv, state.short_conv, state.clock.real
-        mixed_BC = F.silu(conv_step(given_BC, conv.weight, conv.bias, tail, real))
+        mixed_BC = F.silu(self.short_conv.step(given_BC, state.short_conv, state.clock.real))
         parts = mixed_BC.split([part[0].numel() for part in local], -1)
         q, k, v = (flat.reshape(part.shape) for flat, part in zip(parts, local, strict=True))
         return (q, k, v), rotary

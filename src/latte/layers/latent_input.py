@@ -27,7 +27,7 @@ from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.state import MixerState, Piece, TokenLog
 from latte.layers.step import StepState
 from latte.ops import dense
-from latte.ops.step import conv_step, in_dtype
+from latte.ops.step import in_dtype
 
 HALF_LIFE_RANGE = LatentFields.half_life_range
 
@@ -40,12 +40,14 @@ class LatentInputs(NamedTuple):
     log: TokenLog = TokenLog()
 
 
-class LatentInput(nn.Module):
+class LatentInput(Drawn):
     """``none``: z = x. ``conv``: z = conv(x). ``rglru``: z = RMSNorm(RG-LRU(x)).
 
     If not causal, one RG-LRU runs in each direction, and their outputs are added before the norm.
     The convolution is always causal. ``rglru_decay_range`` is that of :class:`RGLRU`.
     """
+
+    stepped = ("conv", "rglru")
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class LatentInput(nn.Module):
         real = state.clock.real
         if self.kind == "conv":
             assert state.conv is not None
-            return conv_step(x_BE, self.conv.weight, self.conv.bias, state.conv, real)
+            return self.conv.step(x_BE, state.conv, real)
         if self.kind == "rglru":
             assert state.rglru is not None
             parts: Any = self._modules  # ten times as fast as a module's attributes
@@ -136,6 +138,7 @@ class LatentLogits(Drawn):
     """
 
     undecayed: tuple[str, ...] = ("decay_proj.weight",)
+    stepped = ("input",)
 
     def __init__(
         self,
@@ -197,6 +200,14 @@ class LatentLogits(Drawn):
         """The constructor's arguments from a model's configuration, without the window's."""
         own = ("num_latents", "latent_input", "forgetting", "half_life_range")
         return {name: getattr(config, name) for name in own} | LatentInput.options(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the inputs that the maps of this module take."""
+        weight = self.k_proj.weight
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            return weight.dtype
+        return torch.float32  # quantised maps
 
     def forward(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None, LatentInputs]:
         """Logits q (B, T, H, L or L+1) and k (B, T, H, L), ``log_decay``, and the input's states.

@@ -36,6 +36,7 @@ class LatteAttention(Mixer):
 
     carries = ("latent",)
     splits = True
+    stepped = ("latents",)
     uses = ("num_latents", "latent_input", "forgetting")
 
     def __init__(
@@ -122,6 +123,7 @@ class LatteMacchiato(Mixer):
     window: int
     carries: ClassVar[tuple[str, ...]] = ("latent", "window")
     splits = True
+    stepped: ClassVar[tuple[str, ...]] = ("latents",)
     uses: ClassVar[tuple[str, ...]] = (
         *("num_latents", "latent_input", "forgetting"),
         *("sliding_window", "rope_theta", "window_probability"),

@@ -89,7 +89,6 @@ class Mixer(Drawn):
         uses: Fields of a model's configuration that the mixer reads, among those that not every
             mixer reads: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
             ``window_probability``.
-        steps: Whether the mixer has a :meth:`step` for what it computes. Set automatically.
         splits: Whether every op that reads earlier tokens is called through :meth:`Piece.across`,
             so that a sequence can be divided among processes. A subclass that changes the
             computation does not inherit it.
@@ -100,18 +99,12 @@ class Mixer(Drawn):
     carries: ClassVar[tuple[str, ...]] = ()
     grows: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
-    steps: ClassVar[bool] = False
     splits: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own = vars(cls)
-        computes = bool({"forward", "_project", "_attend"} & own.keys())
-        if {"step", "_step"} & own.keys():
-            cls.steps = True
-        elif computes:
-            cls.steps = False  # the inherited step computes another mixer
-        if computes and "splits" not in own:
+        if {"forward", "_project", "_attend"} & own.keys() and "splits" not in own:
             cls.splits = False
 
     def __init__(
@@ -199,7 +192,7 @@ class Mixer(Drawn):
     def step(self, x_BE: Tensor, state: StepState, *, rotary: Rotary | None = None) -> Tensor:
         """Mix the next token of each row: :meth:`forward` in fewer operations, if :attr:`steps`.
 
-        Hooks of this module itself are not called; those of its submodules are.
+        Hooks of this module are not called, nor those of the modules in :attr:`stepped`.
 
         Args:
             x_BE: Input, (B, E), contiguous.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_positive
 from latte.layers.native import READ, linear_maps, native_weights
 from latte.ops import causal_conv1d, dense, pointwise
+from latte.ops.step import conv_step
 from latte.ops.tensors import token_positions as token_positions
 
 LayerNorm = nn.LayerNorm
@@ -38,7 +39,26 @@ READ[RMSNorm] = ("weight",)
 
 
 class Drawn(nn.Module):
-    """A module with initial values of its own, which PyTorch and Transformers both use."""
+    """A module with initial values of its own, which PyTorch and Transformers both use.
+
+    Attributes:
+        steps: Whether the module has a step that computes what its ``forward`` does, for one
+            token per row. Set automatically: a subclass that changes the computation and not the
+            step has none. A step of decoding calls ``step`` in the place of the module. It does so
+            where :class:`latte.layers.plan.StepPlan` has found that nothing is passed over.
+        stepped: Names of the sub-modules whose steps belong to this module's step.
+    """
+
+    steps: ClassVar[bool] = False
+    stepped: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls).keys()
+        if {"step", "_step"} & own:
+            cls.steps = True
+        elif {"forward", "_project", "_attend"} & own:
+            cls.steps = False
 
     def initial_values(self) -> dict[str, Tensor]:
         """Newly drawn values, by name, of the parameters that are not in a plain linear layer."""
@@ -132,6 +152,10 @@ class CausalConv1d(Drawn):
             initial_state=state,
             output_final_state=output_final_state,
         )
+
+    def step(self, x_BE: Tensor, state: Tensor, real_B: Tensor | None) -> Tensor:
+        """Output (B, E) of one token per row; the last inputs (B, K-1, E) are overwritten."""
+        return conv_step(x_BE, self.weight, self.bias, state, real_B)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, kernel_size={self.weight.shape[1]}"

@@ -74,6 +74,8 @@ class RGLRU(Drawn):
             averages over about 1 / (1 - a) tokens.
     """
 
+    stepped = ("recurrence_gate", "input_gate")
+
     def __init__(
         self,
         hidden_size: int,

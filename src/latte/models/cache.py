@@ -301,13 +301,15 @@ class LatteCache(Cache):
 
     # --- single tokens, in place ---------------------------------------------------------------
 
-    def begin(self, x_BTE: Tensor, key_mask: Tensor | None, steps: bool) -> list[StepState] | None:
+    def begin(
+        self, x_BTE: Tensor, key_mask: Tensor | None, decoder: Any = None
+    ) -> list[StepState] | None:
         """Decide, before the layers run, whether this forward is a step that is done in place.
 
         Args:
             x_BTE: Embeddings of the new tokens, (B, T, E).
             key_mask: Mask of the real tokens, (B, T) bool or None.
-            steps: Whether the model's layers can do a step, and nothing else is wanted of them.
+            decoder: The decoder, with its ``steps``; None if a step would not be enough.
 
         Returns:
             The buffers of all layers; None if this is not a step.
@@ -322,7 +324,8 @@ class LatteCache(Cache):
                 " expected a new cache, or reset() on this one"
             )
         self.step = None
-        if not steps or x_BTE.shape[1] != 1 or torch.is_grad_enabled() or self.offload_layers:
+        single = decoder is not None and x_BTE.shape[1] == 1
+        if not single or torch.is_grad_enabled() or self.offload_layers or not decoder.steps:
             return None
         if torch.compiler.is_compiling() and not self.is_static:
             return None  # moving buffers and a changing length would be compiled again and again

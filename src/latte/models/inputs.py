@@ -70,7 +70,7 @@ def prepare_inputs(
     Args:
         decoder: The decoder, with ``embed_tokens`` and ``earlier``.
         causal: Whether its layers are causal. Others take no cache.
-        steps: Whether the decoder can do a step in place that gives all that is wanted.
+        steps: Whether a step in place would give all that is wanted.
 
     Raises:
         ValueError: The arguments do not fit together, or a token id is not in the vocabulary.
@@ -98,7 +98,9 @@ def prepare_inputs(
             f"the cache holds a batch of {cache.batch_size}, got a batch of {x_BTE.shape[0]}"
         )
     key_mask = new_key_mask(x_BTE, attention_mask, cache)
-    buffers = None if cache is None else cache.begin(x_BTE, key_mask, steps)
+    buffers = None
+    if cache is not None:
+        buffers = cache.begin(x_BTE, key_mask, decoder if steps else None)
     if buffers is not None and position_ids is None:
         position_ids = buffers[0].clock.position[:, None]
     earlier = decoder.earlier or MixerState()

@@ -6,7 +6,7 @@ Shape suffixes: B batch, T tokens, E hidden size, P past tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from latte.layers import (
 )
 from latte.layers.native import is_hooked, linear_maps
 from latte.layers.parts import of_single_tokens
+from latte.layers.plan import StepPlan, stepped_over
 from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, KEYWORDS, one_cache
@@ -78,6 +79,7 @@ class LatteBlock(GradientCheckpointingLayer):
     """``x + mixer(norm(x))``, then ``x + mlp(norm(x))`` if there is an MLP."""
 
     make_mixer: Any = staticmethod(make_mixer)
+    stepped = ("mixer",)
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__()
@@ -112,10 +114,8 @@ class LatteBlock(GradientCheckpointingLayer):
 
     @property
     def steps(self) -> bool:
-        """Whether the mixer has a step, and no hook or other ``forward`` asks to be called."""
-        mixer: Any = self._modules["mixer"]
-        able = getattr(mixer, "steps", False) and type(self).forward is LatteBlock.forward
-        return able and not is_hooked(self) and not is_hooked(mixer)
+        """Whether the block has a step. A subclass with another ``forward`` has none."""
+        return type(self).forward is LatteBlock.forward
 
     def step(self, x_BE: Tensor, state: StepState, *, rotary: Rotary | None = None) -> Tensor:
         """Hidden states (B, E) after the block, from those of the next token of each row.
@@ -201,7 +201,9 @@ class LatteModel(LattePreTrainedModel):
     @property
     def steps(self) -> bool:
         """Whether all layers can decode a token in place."""
-        return all(layer.steps for layer in self.layers)
+        return StepPlan.able_now(
+            self, lambda: StepPlan(chain.from_iterable(map(stepped_over, self.layers)))
+        )
 
     @can_return_tuple
     def forward(
@@ -257,7 +259,7 @@ class LatteModel(LattePreTrainedModel):
             use_cache,
             cu_seq_lens_q,
             causal=self.config.is_causal,
-            steps=not output_attentions and self.steps,
+            steps=not output_attentions,
         )
         cache, key_mask, bounds = inputs.cache, inputs.key_mask, inputs.cu_seq_lens
         if output_attentions and cache is not None:
@@ -413,6 +415,8 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
             hidden = hidden[:, -logits_to_keep:]
         loss = logits = None
         in_chunks = self.chunked_loss and self.training and scored is not None
+        # The loss in chunks reads the head's weight, which is all of a plain linear map.
+        in_chunks = in_chunks and type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
         if not in_chunks:
             logits = linear_maps(hidden, self.lm_head)[0]
         if scored is not None:

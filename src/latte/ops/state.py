@@ -57,6 +57,10 @@ class LatteState(tuple[Tensor, ...]):
         """The names of the parts, as of a named tuple."""
         return ("log_mass", "mean", "log_decay")[: len(self)]
 
+    def _asdict(self) -> dict[str, Tensor]:
+        """The parts by their names. By this method libraries know a named tuple."""
+        return dict(zip(self._fields, self, strict=True))
+
     @property
     def log_mass(self) -> Tensor:
         """Log-masses, (B, H, L)."""
