@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from latte.layers import Mixer, MixerState, Piece, Projected
 from latte.layers.checks import check_positive
-from latte.layers.state import TokenLog
 from latte.models.registry import register_mixer, register_preset
 
 CHUNK = 64  # tokens whose weights on each other are held at once
@@ -78,7 +77,7 @@ class ExponentialAverage(Mixer):
         return {"theta": torch.logit(0.5 ** (1.0 / halves_N)).expand_as(self.theta).clone()}
 
     def _project(self, piece: Piece) -> Projected:
-        """The averages after each token stand in the log: they are the state's past."""
+        """The values, the averages after each token (``extra``), and the state after the last."""
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
         wide = v.to(torch.promote_types(v.dtype, torch.float32))
@@ -93,7 +92,7 @@ class ExponentialAverage(Mixer):
                 rows.append(row)
                 lasts.append(last)
             averages, last = torch.cat(rows, 1), torch.cat(lasts)
-        return Projected(v, after=MixerState(own=last), log=TokenLog(own=averages))
+        return Projected(v, after=MixerState(own=last), extra=averages)
 
     def _average(
         self, v_BTHD: Tensor, real_BT: Tensor, own_BHND: Tensor | None
@@ -120,8 +119,7 @@ class ExponentialAverage(Mixer):
         return torch.cat(found, 1), own_BHND
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        averages = projected.log.own
-        assert averages is not None
+        averages = projected.extra
         p_BTHN = self._heads(self.q_proj(piece.x), self.num_heads).to(averages.dtype).softmax(-1)
         out_BTHD = torch.einsum("bthn,bthnd->bthd", p_BTHN, averages)
         return out_BTHD.to(projected.v.dtype), MixerState()

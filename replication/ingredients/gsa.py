@@ -50,13 +50,10 @@ def gated_slots_reference(
     return torch.einsum("bthm,bthmd->bthd", p_BTHM, V_BTHMD)
 
 
-def slot_states(
-    k_BTHK: Tensor, v_BTHD: Tensor, log_decay_BTHM: Tensor, initial: Tensor | None = None
-) -> Tensor:
+def slot_states(k_BTHK: Tensor, v_BTHD: Tensor, log_decay_BTHM: Tensor) -> Tensor:
     """The slots after each token, (B, T, H, M, W): their keys, then their values."""
     kv_BTHW = torch.cat([k_BTHK, v_BTHD], -1)
-    slots = _empty(kv_BTHW, log_decay_BTHM) if initial is None else initial
-    found = []
+    slots, found = _empty(kv_BTHW, log_decay_BTHM), []
     for kv_BHW, log_decay_BHM in zip(kv_BTHW.unbind(1), log_decay_BTHM.unbind(1), strict=True):
         kept, written = log_decay_BHM.exp(), -torch.expm1(log_decay_BHM)
         slots = kept[..., None] * slots + written[..., None] * kv_BHW[..., None, :]
@@ -228,11 +225,5 @@ class GatedSlotAttention(Mixer):
         return self._heads(out, self.num_heads), MixerState(own=slots)
 
     def _end(self, projected: Projected, after: MixerState, piece: Piece) -> MixerState | None:
-        """The state; if tokens may be taken back, with the slots after each of them."""
-        log = projected.log
-        if piece.state.recording:
-            assert projected.features is not None and projected.log_decay is not None
-            given = projected.features[1], projected.v, projected.log_decay
-            log = log._replace(own=slot_states(*given, initial=piece.state.own))
         own = projected.after._replace(own=after.own)
-        return super()._end(projected._replace(after=own, log=log), after, piece)
+        return super()._end(projected._replace(after=own), after, piece)

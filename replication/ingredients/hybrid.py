@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from latte.layers import RGLRU, CausalConv1d, Mixer, MixerState, Piece, Projected
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.state import TokenLog
 
 TAPS = 4  # of Griffin's convolution
 
@@ -61,19 +60,10 @@ class RecurrentBlock(Mixer):
         v, state = self.v_proj(piece.x), piece.state
         shared = piece.key_mask, piece.cu_seqlens
         mixed, tail = self.short_conv(v, *shared, state.short_conv, piece.output_final_state)
-        h, last = self.rglru(
-            mixed,
-            *shared,
-            state.rglru,
-            piece.output_final_state,
-            full_precision=state.recording,
-        )
+        h, last = self.rglru(mixed, *shared, state.rglru, piece.output_final_state)
         after = MixerState(short_conv=tail, rglru=last)
-        log = TokenLog(short_conv=v, rglru=h)
-        return Projected(self._heads(v, self.num_heads), after=after, log=log)
+        return Projected(self._heads(v, self.num_heads), after=after, extra=h)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        h_BTE = projected.log.rglru
-        assert h_BTE is not None
-        out_BTE = h_BTE.to(piece.x.dtype) * F.gelu(self.gate_proj(piece.x), approximate="tanh")
+        out_BTE = projected.extra * F.gelu(self.gate_proj(piece.x), approximate="tanh")
         return self._heads(out_BTE, self.num_heads), MixerState()

@@ -108,12 +108,12 @@ class TrialMixer(GatedMacchiato):
     def _project(self, piece: Piece) -> Projected:
         latent_q, latent_k, log_decay, inputs = self.latents(piece)
         q, k, v = (project(piece.x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        after, log = inputs.after, inputs.log
+        after = inputs.after
         if self.convolved != "none":
             maps = [q, k, v] if self.convolved == "qkv" else [v]
-            mixed, last, given = self._convolved(maps, piece)
+            mixed, last = self._convolved(maps, piece)
             q, k, v = (q, k, v)[: 3 - len(maps)] + tuple(mixed)
-            after, log = after._replace(short_conv=last), log._replace(short_conv=given)
+            after = after._replace(short_conv=last)
         local, latent_k = self._near(q, k, piece), self._written(latent_k)
         if self.one_softmax:
             window = self._window_log_mass(*local, piece)
@@ -121,7 +121,7 @@ class TrialMixer(GatedMacchiato):
             latent_q = latent_q + mass.to(latent_q.dtype)
         logits = MixingLogits(latent_q, latent_k, *local)
         v_BTGD = self._heads(v, self.num_key_value_heads)
-        return Projected(v_BTGD, logits, log_decay, after=after, log=log)
+        return Projected(v_BTGD, logits, log_decay, after=after)
 
     def _near(self, q: Tensor, k: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The window's queries (B, T, H, K) and keys (B, T, G, K), normed and rotated."""

@@ -35,13 +35,14 @@ def test_layers_without_a_step_have_no_static_cache():
         converted("llama", mixing="latents").generate(tokens(4), cache_implementation="static")
 
 
-@pytest.mark.parametrize("option", [{"num_sinks": 2}, {"delay_latents": True}])
-def test_options_that_cannot_take_tokens_back_say_so(option):
-    model = converted("llama", **option)
-    cache = LatteCache(model.config)
-    cache.activate_past_recording()
-    with pytest.raises(ValueError, match="cannot be taken back"):
-        model(tokens(4), past_key_values=cache)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_assisted_decoding_with_sinks_and_delay_is_greedy(family):
+    options = {"num_sinks": 2, "delay_latents": True, "joint_softmax": True}
+    model, assistant, ids = converted(family, **options), converted(family), tokens(6, 1)
+    wanted = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    greedy = model.generate(ids, **wanted)
+    for more in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(model.generate(ids, **wanted, **more), greedy)
 
 
 @pytest.mark.parametrize("family", NAMES)

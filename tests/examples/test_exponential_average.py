@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from latte.evaluate.checkpoint import load_checkpoint
-from latte.layers.state import rewind
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.models.registry import load_plugin
 from latte.train.recipe import load_recipe
@@ -77,7 +76,8 @@ def test_tokens_can_be_taken_back(layer):
     _, state = layer(x[:, :5], output_final_state=True)
     _, later = layer(x[:, 5:], state=state.record(), output_final_state=True)
     _, expected = layer(x[:, :12], output_final_state=True)
-    torch.testing.assert_close(rewind(later, 8)._replace(undo=None), expected, **TOLERANCE)
+    found = layer.rollback(later, 8)._replace(recorded=None)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
     with pytest.raises(ValueError, match="expected causal=True"):
         type(layer)(16, 4, causal=False)
 

@@ -12,7 +12,7 @@ from latte.layers import (
     SlidingWindowAttention,
     SoftmaxAttention,
 )
-from latte.layers.state import map_tensors, rewind
+from latte.layers.state import map_tensors
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 SIZE = {"hidden_size": 16, "num_heads": 4}
@@ -156,7 +156,7 @@ def test_packed_sequences_are_separate(mixer, name):
 
 
 @pytest.mark.parametrize("name", [name for name in MIXERS if name != "softmax"])
-def test_rewinding_gives_the_earlier_state_back(mixer, name):
+def test_rollback_gives_the_earlier_state_back(mixer, name):
     layer, x, mask = mixer(name), inputs(2, 11), half_masked()
     _, state = layer(x[:, :3], mask[:, :3], output_final_state=True)
     recording = state.record()
@@ -164,13 +164,13 @@ def test_rewinding_gives_the_earlier_state_back(mixer, name):
         _, recording = layer(x[:, a:b], mask[:, a:b], state=recording, output_final_state=True)
     for length in range(3, 12):
         _, expected = layer(x[:, :length], mask[:, :length], output_final_state=True)
-        rewound = rewind(recording, 11 - length)
-        assert rewound.undo.tokens.length == 0
-        torch.testing.assert_close(rewound._replace(undo=None), expected, **TOLERANCE)
+        found = layer.rollback(recording, 11 - length)
+        assert found.recorded.length == 0
+        torch.testing.assert_close(found._replace(recorded=None), expected, **TOLERANCE)
     with pytest.raises(ValueError, match="cannot take 9 tokens back: 8 have been recorded"):
-        rewind(recording, 9)
+        layer.rollback(recording, 9)
     with pytest.raises(ValueError, match="0 have been recorded"):
-        rewind(state, 1)
+        layer.rollback(state, 1)
 
 
 @pytest.mark.parametrize("name", ["macchiato", "window", "softmax"])

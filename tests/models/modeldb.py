@@ -74,14 +74,12 @@ class Row:
         make: Function that makes the model.
         grows: Whether some layer's state grows with every token.
         steps: Whether single tokens are decoded in place.
-        rewinds: Whether tokens can be taken back.
     """
 
     name: str
     make: Callable[[], Any]
     grows: bool = False
     steps: bool = True
-    rewinds: bool = True
 
     def model(self, dtype: torch.dtype = torch.float64) -> Any:
         """The model, shared between tests: do not train it."""
@@ -139,7 +137,6 @@ def conversion(family: str, option: str) -> Row:
         functools.partial(bases.converted, family, **fields),
         grows=(family, option) in GROWING,
         steps=option != "latents",
-        rewinds=not {"num_sinks", "delay_latents"} & fields.keys(),
     )
 
 

@@ -26,7 +26,6 @@ def over(rows):
 
 
 STEPPING = [row for row in ROWS if row.steps]
-REWINDING = [row for row in ROWS if row.rewinds]
 OF_PRESETS = [*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated"]
 PLAIN = [f"{family}: plain" for family, option in CONVERSIONS if option == "plain"]
 HYBRIDS = ["llama: kept", "gemma3_text: kept", "gemma2: hybrid"]
@@ -299,7 +298,7 @@ def buffers_of(layer):
     return tensors_in(layer.buffers.parts)
 
 
-@over(REWINDING)
+@over(ROWS)
 def test_tokens_are_taken_back(row):
     model, ids, other = row.model(), tokens(2, 20), tokens(2, 9, seed=1)
     cache = LatteCache(model.config)
@@ -314,7 +313,7 @@ def test_tokens_are_taken_back(row):
     torch.testing.assert_close(read(model, cache, ids[:, 8:], [12]), expected, **EXACT)
 
 
-@over(REWINDING)
+@over(ROWS)
 def test_any_number_of_tokens_is_taken_back(row):
     model, ids = row.model(), tokens(1, 9)
     expected, cache = whole(model, ids), LatteCache(model.config)

@@ -1,6 +1,7 @@
 """The cache: what it shows and refuses, and tokens that are taken back (its laws: test_laws.py)."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -92,6 +93,11 @@ def test_crop_refuses_what_it_cannot_do(build, tokens):
         cache.crop(-9)
     cache.crop(0)
     assert cache.get_seq_length() == 8
+    cache = LatteCache(model.config)
+    cache.activate_past_recording()
+    run(model, ids, cache, [8])
+    with pytest.raises(ValueError, match="needs the model that has filled this cache: it is gone"):
+        pickle.loads(pickle.dumps(cache)).crop(-2)
     growing = build("transformer++")
     cache = LatteCache(growing.config)
     run(growing, ids, cache, [8])

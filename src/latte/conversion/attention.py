@@ -24,7 +24,7 @@ from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.mixer import remembered
 from latte.layers.native import linear_maps
 from latte.layers.parts import token_positions
-from latte.layers.state import Piece, TokenLog
+from latte.layers.state import PastKeys, Piece, rollback
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
 from latte.ops import (
@@ -137,22 +137,17 @@ class MacchiatoAttention(nn.Module):
         cache = one_cache(past_key_values, cache)
         carry = cache is not None and teacher is None
         state = cache.state(self.layer_idx) if carry else tokens.earlier
-        if state.recording and (self.num_sinks or self.delay_latents):
-            raise ValueError(
-                "tokens cannot be taken back (assisted decoding, crop) with num_sinks or "
-                f"delay_latents, got num_sinks={self.num_sinks}, "
-                f"delay_latents={self.delay_latents}"
-            )
-        piece = Piece(hidden_states, tokens.key_mask, tokens.cu_seqlens, state, carry)
-        local = self.project(hidden_states, position_embeddings, tokens)
+        rotary = self.rotary(position_embeddings, tokens)
+        piece = Piece(hidden_states, tokens.key_mask, tokens.cu_seqlens, state, carry, rotary)
+        local = self.rotated(hidden_states, rotary)
         if teacher is not None and self.converted:
             return teacher(self, local, piece), None
         if teacher is not None:
             out_BTHK = self.full_attention(local, piece)[0]
         else:
-            out_BTHK, after, log = self.mix(local, piece)
+            out_BTHK, after, keys = self.mix(local, piece)
             if carry:
-                ended = piece.end(after, log)
+                ended = piece.end(after, keys)
                 cache.update(ended, hidden_states.shape[1], self.layer_idx)
         return self.o_proj(out_BTHK.flatten(-2)), None
 
@@ -202,29 +197,47 @@ class MacchiatoAttention(nn.Module):
         self, x_BTE: Tensor, embeddings: tuple[Tensor, Tensor], tokens: Tokens
     ) -> Projections:
         """The base's queries, keys and values: normalised if the base does so, then rotated."""
+        return self.rotated(x_BTE, self.rotary(embeddings, tokens))
+
+    def rotary(self, embeddings: tuple[Tensor, Tensor], tokens: Tokens) -> tuple[Tensor, ...]:
+        """The rotary tables of this layer: cosines and sines, and if it has sinks, theirs."""
+        if self.num_sinks and tokens.sink_embeddings is not None:
+            return *embeddings, *tokens.sink_embeddings[self.table]
+        return embeddings
+
+    def rotated(self, x_BTE: Tensor, rotary: tuple[Tensor, ...]) -> Projections:
+        """The base's queries, keys and values, rotated by the tables of :meth:`rotary`."""
         q, k, v = self.heads(x_BTE)
         # Autocast lowers the projections but not the rotation, so the results are cast to the
         # values' dtype.
-        turned = self._apply_rotary(q, k, *embeddings, unsqueeze_dim=2)
+        turned = self._apply_rotary(q, k, *rotary[:2], unsqueeze_dim=2)
         rotated_q, rotated_k = (x.to(v.dtype) for x in turned)
         sink_q = None
-        if self.num_sinks and tokens.sink_embeddings is not None:
-            table = tokens.sink_embeddings[self.table]
-            sink_q = self._apply_rotary(q, k, *table, unsqueeze_dim=2)[0].to(v.dtype)
+        if rotary[2:]:
+            sink_q = self._apply_rotary(q, k, *rotary[2:], unsqueeze_dim=2)[0].to(v.dtype)
         return Projections(rotated_q, rotated_k, v, sink_q)
 
-    def mix(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState, TokenLog]:
-        """The output of each head (B, T, H, K), the parts of the state that change, and the log."""
-        log = TokenLog(v=local.v, local_k=local.k)
+    def rollback(self, state: MixerState, tokens: int) -> MixerState:
+        """As :meth:`latte.layers.Mixer.rollback`."""
+        return rollback(state, tokens, self._read)
+
+    def _read(self, piece: Piece) -> MixerState | None:
+        """The state after a piece, without the output."""
+        assert piece.rotary is not None
+        _, after, keys = self.mix(self.rotated(piece.x, piece.rotary), piece)
+        return piece.end(after, keys)
+
+    def mix(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState, PastKeys]:
+        """The output of each head (B, T, H, K), the changed parts of the state, and the keys."""
+        keys = PastKeys(local_k=local.k)
         if self.mixing == "base":
-            return *self.full_attention(local, piece), log
+            return *self.full_attention(local, piece), keys
         if self.mixing == "window":
-            return *self.window_branch(local, piece), log
+            return *self.window_branch(local, piece), keys
         logits, log_decay, inputs = self.logits(local, piece)
         out, after = self.combine(logits, log_decay, local, piece)
         after = after._replace(rglru=inputs.after.rglru, conv=inputs.after.conv)
-        log = inputs.log._replace(k=logits.latent_k, log_decay=log_decay)
-        return out, after, log._replace(v=local.v, local_k=local.k)
+        return out, after, keys._replace(k=logits.latent_k, log_decay=log_decay)
 
     def logits(
         self, local: Projections, piece: Piece

@@ -153,6 +153,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         parts = (x for layer in layers for x in (layer, *stepped_over(layer.self_attn)))
         return StepPlan.able_now(self, lambda: StepPlan(parts, step.LAYERS, HOOKS))  # type: ignore[arg-type]
 
+    @property
+    def mixers(self) -> list[Any]:
+        """The layers' attention modules."""
+        return [layer.self_attn for layer in self.layers]  # type: ignore[attr-defined]
+
     def _asks_base(self, asked: dict[str, Any]) -> bool:
         """Whether more is asked for than last hidden states: only the base's forward gives it."""
         config: Any = self.config  # type: ignore[attr-defined]

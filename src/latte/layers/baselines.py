@@ -85,7 +85,7 @@ class SlidingWindowAttention(Mixer):
         inputs = self.input(piece)
         q, k = self._local(inputs.z, piece)
         v = self._heads(self.v_proj(inputs.z), self.num_key_value_heads)
-        return Projected(v, MixingLogits(q=q, k=k), after=inputs.after, log=inputs.log)
+        return Projected(v, MixingLogits(q=q, k=k), after=inputs.after)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out, window = piece.across(sliding_window_attention)(

@@ -83,7 +83,7 @@ class GatedMacchiato(LatteMacchiato):
     def _project(self, piece: Piece) -> Projected:
         latent_q, latent_k, log_decay, inputs = self.latents(piece)
         maps = [project(piece.x) for project in (self.q_proj, self.k_proj, self.v_proj)]
-        (q, k, v), tail, given = self._convolved(maps, piece)
+        (q, k, v), tail = self._convolved(maps, piece)
         H, G = self.num_heads, self.num_key_value_heads
         local = self._rotated(self._heads(q, H), self._heads(k, G), piece)
         return Projected(
@@ -91,17 +91,15 @@ class GatedMacchiato(LatteMacchiato):
             MixingLogits(latent_q, latent_k, *local),
             log_decay,
             after=inputs.after._replace(short_conv=tail),
-            log=inputs.log._replace(short_conv=given),
         )
 
     def _convolved(
         self, maps: list[Tensor], piece: Piece
-    ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
-        """silu(conv(maps)) by parts, the last S-1 inputs (B, S-1, C), and all of them (B, T, C)."""
-        given_BTC = torch.cat(maps, -1)
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """silu(conv(maps)) by parts, and the last S-1 inputs (B, S-1, C)."""
         packed = piece.key_mask, piece.cu_seqlens, piece.state.short_conv, piece.output_final_state
-        mixed_BTC, tail = self.short_conv(given_BTC, *packed, shards=piece.state.shards)
-        return F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1), tail, given_BTC
+        mixed_BTC, tail = self.short_conv(torch.cat(maps, -1), *packed, shards=piece.state.shards)
+        return F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1), tail
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out_BTHD, after = super()._attend(projected, piece)

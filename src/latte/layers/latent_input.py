@@ -24,7 +24,7 @@ from latte.layers.checks import check_choice, check_multiple
 from latte.layers.native import linear_maps, native_weights
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
-from latte.layers.state import MixerState, Piece, TokenLog
+from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 from latte.ops import dense
 from latte.ops.step import in_dtype
@@ -33,11 +33,10 @@ HALF_LIFE_RANGE = LatentFields.half_life_range
 
 
 class LatentInputs(NamedTuple):
-    """``z`` (B, T, E), the next state's ``rglru`` and ``conv``, and their log of tokens."""
+    """``z`` (B, T, E), and the next state's ``rglru`` and ``conv``."""
 
     z: Tensor
     after: MixerState = MixerState()
-    log: TokenLog = TokenLog()
 
 
 class LatentInput(Drawn):
@@ -88,14 +87,11 @@ class LatentInput(Drawn):
         shards = state.shards
         if self.kind == "conv":
             y, tail = self.conv(x, key_mask, cu_seqlens, state.conv, carry, shards=shards)
-            return LatentInputs(y, MixerState(conv=tail), TokenLog(conv=x))
-        recording = state.recording
-        options: Any = {"full_precision": recording, "shards": shards}
-        h, last = self.rglru(x, key_mask, cu_seqlens, state.rglru, carry, **options)
-        log = TokenLog(rglru=h)
+            return LatentInputs(y, MixerState(conv=tail))
+        h, last = self.rglru(x, key_mask, cu_seqlens, state.rglru, carry, shards=shards)
         if not self.causal:
             h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]
-        return LatentInputs(self.norm(h.to(x.dtype)), MixerState(rglru=last), log)
+        return LatentInputs(self.norm(h), MixerState(rglru=last))
 
     def step(self, x_BE: Tensor, state: StepState) -> Tensor:
         """z (B, E) of one token per row; the state is written in place."""

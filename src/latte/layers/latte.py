@@ -80,7 +80,7 @@ class LatteAttention(Mixer):
     def _project(self, piece: Piece) -> Projected:
         q, k, log_decay, inputs = self.latents(piece)
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
-        return Projected(v, MixingLogits(q, k), log_decay, after=inputs.after, log=inputs.log)
+        return Projected(v, MixingLogits(q, k), log_decay, after=inputs.after)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out, latent = piece.across(latte_attention)(
@@ -182,7 +182,7 @@ class LatteMacchiato(Mixer):
         latent_q, latent_k, log_decay, inputs = self.latents(piece)
         logits = MixingLogits(latent_q, latent_k, *self._local(piece.x, piece))
         v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
-        return Projected(v, logits, log_decay, after=inputs.after, log=inputs.log)
+        return Projected(v, logits, log_decay, after=inputs.after)
 
     def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
         out, carried = piece.across(macchiato_attention)(

@@ -21,7 +21,7 @@ from latte.layers.parts import (
     of_single_tokens,
     token_positions,
 )
-from latte.layers.state import MixerState, Piece, TokenLog
+from latte.layers.state import MixerState, PastKeys, Piece, rollback
 from latte.layers.step import StepState
 from latte.ops import attention_weights
 from latte.ops.reference import visible_sources
@@ -59,7 +59,7 @@ class Projected(NamedTuple):
         features: Features phi(q) and phi(k) of linear attention, (B, T, H, F).
         after: Parts of the next state that are already known: ``rglru``, ``conv``,
             ``short_conv``, ``own``.
-        log: Contribution of each token to those parts.
+        extra: What else :meth:`Mixer._attend` needs, of any type.
     """
 
     v: Tensor
@@ -67,7 +67,7 @@ class Projected(NamedTuple):
     log_decay: Tensor | None = None
     features: tuple[Tensor, Tensor] | None = None
     after: MixerState = MixerState()
-    log: TokenLog = TokenLog()
+    extra: Any = None
 
 
 class Mixer(Drawn):
@@ -218,6 +218,17 @@ class Mixer(Drawn):
         output: Any = self._modules["o_proj"]  # ten times as fast as a module's attribute
         return linear_maps(out_BHD.view(len(x_BE), -1), output)[0]
 
+    def rollback(self, state: MixerState, tokens: int) -> MixerState:
+        """The state ``tokens`` tokens earlier, which goes on recording.
+
+        Args:
+            state: State after tokens that were read from a state with :meth:`MixerState.record`.
+
+        Raises:
+            ValueError: Fewer tokens have been recorded than are to be taken back.
+        """
+        return rollback(state, tokens, self._read)
+
     def with_weights(
         self, x_BTE: Tensor, *given: Any, **named: Any
     ) -> tuple[Tensor, MixerState | None, Tensor]:
@@ -344,7 +355,7 @@ class Mixer(Drawn):
         surplus = sorted(held - {*self.carries, "own", "short_conv"}) if self.carries else []
         if surplus:
             raise ValueError(f"{name}: state must not hold {surplus[0]!r}, got another mixer's")
-        if state is not None and state.recording and cu_seqlens is not None:
+        if state is not None and state.recorded is not None and cu_seqlens is not None:
             raise ValueError(f"{name}: packed sequences cannot be recorded for taking back")
         state = state or MixerState()
         return Piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
@@ -353,14 +364,18 @@ class Mixer(Drawn):
         """The state after a piece; None if it is not wanted."""
         if not piece.output_final_state:
             return None
-        early, log = projected.after, projected.log
+        early = projected.after
         after = after._replace(
             rglru=early.rglru, conv=early.conv, short_conv=early.short_conv, own=early.own
         )
         k = projected.logits.latent_k if projected.features is None else projected.features[1]
-        log = log._replace(k=k, v=projected.v, local_k=projected.logits.k)
-        log = log._replace(log_decay=projected.log_decay)
-        return piece.end(after, log)
+        keys = PastKeys(k=k, local_k=projected.logits.k, log_decay=projected.log_decay)
+        return piece.end(after, keys)
+
+    def _read(self, piece: Piece) -> MixerState | None:
+        """The state after a piece, without the output."""
+        projected = self._project(piece)
+        return self._end(projected, self._attend(projected, piece)[1], piece)
 
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
@@ -415,8 +430,8 @@ class Mixer(Drawn):
         )
 
 
-def _with_past(projected: Projected, piece: Piece, past: TokenLog) -> tuple[Projected, Piece]:
-    """The whole row that a piece ends: past keys come from the log, past queries are zeros."""
+def _with_past(projected: Projected, piece: Piece, past: PastKeys) -> tuple[Projected, Piece]:
+    """The whole row that a piece ends, with past keys; past queries are zeros."""
     P = past.length
 
     def blank(x: Tensor | None) -> Tensor | None:

@@ -109,17 +109,11 @@ class RGLRU(Drawn):
         state: Tensor | None = None,
         output_final_state: bool = False,
         *,
-        full_precision: bool = False,
         shards: ShardedOps | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, T, E) and the state (B, E) fp32 (None unless ``output_final_state``).
-
-        With ``full_precision`` the output is at least fp32, as the state is.
-        """
+        """Output (B, T, E) and the state (B, E) fp32 (None unless ``output_final_state``)."""
         check_input("RGLRU", x_BTE, self.hidden_size, self.recurrence_gate.weight)
         dtype = x_BTE.dtype
-        if full_precision:
-            dtype = torch.promote_types(dtype, torch.float32)
 
         def recurrence_gate() -> Tensor:
             return self.recurrence_gate(x_BTE).to(dtype)  # autocast may have lowered it
@@ -133,7 +127,7 @@ class RGLRU(Drawn):
         plain = tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts))
         with made_again(*again if plain else ()):
             return across(rg_lru, shards)(
-                x_BTE.to(dtype),
+                x_BTE,
                 *gates,
                 self.theta,
                 key_mask=key_mask,

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from latte.layers.across import ShardedOps, across
-from latte.layers.parts import Rotary
-from latte.ops import LatteState, latte_attention, linear_attention
-from latte.ops.state import LinearState, MacchiatoState, WindowState, final_window_state
+from latte.ops import LatteState
+from latte.ops.state import LinearState, MacchiatoState, WindowState
 
 T = TypeVar("T")
 
@@ -35,31 +34,21 @@ def real_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x.new_ones(x.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
 
 
-class TokenLog(NamedTuple):
-    """The contribution of each recorded token to the state.
+class PastKeys(NamedTuple):
+    """The keys of all tokens so far, for weights over the past.
 
-    A field is None if the mixer has no such part.
+    A field is None if the mixer has no such keys.
 
     Attributes:
         mask: Mask, (B, S) bool, True = a real token; None before the first token.
         k: Latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
-        v: Values, (B, S, G, D).
         local_k: Keys of the window, after the position encoding, (B, S, G, K).
-        rglru: State of the RG-LRU after each token, (B, S, E).
-        conv: Inputs of the convolution, (B, S, E).
-        short_conv: Inputs of the convolution of q, k and v, (B, S, C).
-        own: State of a mixer of another kind after each token, (B, S, ...).
         log_decay: Log-decay of the latents, (B, S, H, L).
     """
 
     mask: Tensor | None = None
     k: Tensor | None = None
-    v: Tensor | None = None
     local_k: Tensor | None = None
-    rglru: Tensor | None = None
-    conv: Tensor | None = None
-    short_conv: Tensor | None = None
-    own: Tensor | None = None
     log_decay: Tensor | None = None
 
     @property
@@ -67,30 +56,40 @@ class TokenLog(NamedTuple):
         """S, the number of tokens."""
         return 0 if self.mask is None else self.mask.shape[1]
 
-    def append(self, tokens: TokenLog) -> TokenLog:
-        """The log of these tokens followed by ``tokens``."""
-        if self.mask is None:
-            return tokens
-        pairs: Any = zip(self, tokens, strict=True)
-        return TokenLog(*(None if x is None else torch.cat([old, x], 1) for old, x in pairs))
 
-    def first(self, tokens: int) -> TokenLog:
-        """The log of the first ``tokens`` tokens."""
-        return map_tensors(lambda x: x[:, :tokens], self)
+class Recorded(NamedTuple):
+    """The state before the first recorded token, and what the layer was given for each token.
 
+    A token cannot be subtracted from a state. To take tokens back, the layer reads the others
+    again from the earlier state (:func:`rollback`).
 
-class UndoLog(NamedTuple):
-    """The state before the first recorded token, and the recorded tokens themselves.
-
-    A token cannot be subtracted from a state. Instead the state is rebuilt from the earlier one:
-    the log holds the tokens of all calls since, and the tokens to keep are read again, at once.
+    Attributes:
+        before: State before the first recorded token.
+        x: Inputs of the layer, (B, S, E); None before the first token.
+        mask: Mask, (B, S) bool, True = a real token.
+        rotary: Rotary tables, (B, S, ...) each; None if the layer computes its own or has none.
     """
 
-    base: Any
-    tokens: TokenLog = TokenLog()
+    before: Any
+    x: Tensor | None = None
+    mask: Tensor | None = None
+    rotary: tuple[Tensor, ...] | None = None
 
-    def append(self, tokens: TokenLog) -> UndoLog:
-        return self._replace(tokens=self.tokens.append(tokens))
+    @property
+    def length(self) -> int:
+        """S, the number of recorded tokens."""
+        return 0 if self.mask is None else self.mask.shape[1]
+
+
+def joined(before: T, after: T) -> T:
+    """The same (nested) tuple over the tokens of both, (B, S1 + S2, ...)."""
+    if before is None or after is None:
+        return after
+    if isinstance(before, Tensor):
+        return torch.cat([before, after], 1)  # type: ignore[return-value, list-item]
+    pairs: Any = zip(before, after, strict=True)  # type: ignore[call-overload]
+    parts = [joined(*pair) for pair in pairs]
+    return type(before)(*parts) if hasattr(before, "_fields") else tuple(parts)  # type: ignore
 
 
 class MixerState(NamedTuple):
@@ -113,7 +112,7 @@ class MixerState(NamedTuple):
             all but the oldest.
         sinks: Local keys and values of a sequence's first tokens, if those stay visible.
         sources: Keys of all tokens so far, if set, for weights over the past: O(T) memory.
-        undo: Log of recorded tokens for :func:`rewind`, if set.
+        recorded: Tokens that can be taken back, if set.
         shards: Processes that hold the tokens before, if set. All parts but ``position`` then come
             from them, op by op.
     """
@@ -128,13 +127,9 @@ class MixerState(NamedTuple):
     own: Tensor | None = None
     pending: WindowState | None = None
     sinks: WindowState | None = None
-    sources: TokenLog | None = None
-    undo: UndoLog | None = None
+    sources: PastKeys | None = None
+    recorded: Recorded | None = None
     shards: ShardedOps | None = None
-
-    @property
-    def recording(self) -> bool:
-        return self.undo is not None
 
     def macchiato(self, delay: bool = False) -> MacchiatoState | None:
         """The state of :func:`latte.ops.macchiato_attention`; None before the first token."""
@@ -162,8 +157,8 @@ class MixerState(NamedTuple):
         return cls(latent=latent, window=window, pending=beside_window(pending))
 
     def record(self) -> MixerState:
-        """This state, with an empty undo log that starts here."""
-        return self._replace(undo=UndoLog(base=self._replace(undo=None)))
+        """This state, which records the tokens that are read from here on."""
+        return self._replace(recorded=Recorded(self._replace(recorded=None)))
 
 
 class Piece(NamedTuple):
@@ -175,7 +170,7 @@ class Piece(NamedTuple):
         cu_seqlens: Bounds of N sequences packed into one row (B = 1), (N+1,) int32.
         state: State after the piece before.
         output_final_state: Whether to return the state after this piece.
-        rotary: Rotary table of these tokens, if the model shares one among its layers.
+        rotary: Rotary tables of these tokens, if the model shares them among its layers.
     """
 
     x: Tensor
@@ -183,7 +178,7 @@ class Piece(NamedTuple):
     cu_seqlens: Tensor | None = None
     state: MixerState = MixerState()
     output_final_state: bool = False
-    rotary: Rotary | None = None
+    rotary: Any = None
 
     @property
     def real(self) -> Tensor:
@@ -203,24 +198,29 @@ class Piece(NamedTuple):
         """The op, wrapped so that the tokens before this piece may be in other processes."""
         return across(op, self.state.shards)
 
-    def end(self, after: MixerState, log: TokenLog) -> MixerState | None:
+    def end(self, after: MixerState, keys: PastKeys) -> MixerState | None:
         """The whole state after these tokens, from the parts they changed; None if not wanted.
 
         Args:
-            after: Changed parts, without position and undo log.
-            log: Contribution of each token, without the mask. It is kept if tokens are recorded.
+            after: Changed parts, without position, sources and recorded tokens.
+            keys: Keys of these tokens, without the mask. They are kept if weights are wanted.
         """
         if not self.output_final_state:
             return None
-        state, sources, undo = self.state, self.state.sources, self.state.undo
+        state, sources, recorded = self.state, self.state.sources, self.state.recorded
         if sources is not None:
-            parts = {"k": log.k, "local_k": log.local_k, "log_decay": log.log_decay}
-            sources = sources.append(TokenLog(self.real, **parts))
-        if undo is not None:
-            undo = undo.append(log._replace(mask=self.real))
+            sources = joined(sources, keys._replace(mask=self.real))
+        if recorded is not None:
+            B = self.x.shape[0]
+            rotary = None
+            if self.rotary is not None:
+                rotary = tuple(x.expand(B, *x.shape[1:]) for x in self.rotary)
+            before, given = recorded.before, Recorded(None, self.x, self.real, rotary)
+            recorded = joined(recorded._replace(before=None), given)._replace(before=before)
         position = advance_position(state.position, self.key_mask, self.cu_seqlens, self.x)
         latent = _without_decay(after.latent)
-        return after._replace(position=position, latent=latent, sources=sources, undo=undo)
+        parts: Any = {"position": position, "latent": latent, "sources": sources}
+        return after._replace(recorded=recorded, **parts)
 
 
 def beside_window(pending: WindowState | None) -> WindowState | None:
@@ -253,25 +253,34 @@ def advance_position(
     return seen if position is None else position + seen
 
 
-def rewind(state: MixerState, tokens: int) -> MixerState:
-    """Remove the last ``tokens`` tokens. The result keeps recording, with an empty log.
+def rollback(
+    state: MixerState, tokens: int, read: Callable[[Piece], MixerState | None]
+) -> MixerState:
+    """Take the last ``tokens`` tokens back. The result goes on recording, from where it stands.
+
+    Args:
+        state: State that has recorded these tokens.
+        read: The layer's function from a piece to the state after it.
 
     Raises:
-        ValueError: Fewer tokens have been recorded than are to be removed.
+        ValueError: Fewer tokens have been recorded than are to be taken back.
     """
-    undo = state.undo
-    recorded = 0 if undo is None else undo.tokens.length
-    if undo is None or not 0 <= tokens <= recorded:
+    recorded = state.recorded
+    length = 0 if recorded is None else recorded.length
+    if recorded is None or not 0 <= tokens <= length:
         raise ValueError(
-            f"cannot take {tokens} tokens back: {recorded} have been recorded since recording "
+            f"cannot take {tokens} tokens back: {length} have been recorded since recording "
             "began or tokens were last taken back"
         )
     if tokens == 0:
         return state.record()
-    if tokens == recorded:
-        return undo.base.record()
-    earlier = _replay(undo.base, undo.tokens.first(recorded - tokens), like=state)
-    return earlier._replace(sources=_without_last(state.sources, tokens)).record()
+    if tokens == length:
+        return recorded.before.record()
+    kept = map_tensors(lambda x: x[:, : length - tokens], recorded._replace(before=None))
+    assert kept.x is not None
+    earlier = read(Piece(kept.x, kept.mask, None, recorded.before, True, kept.rotary))
+    assert earlier is not None
+    return earlier.record()
 
 
 def drop_newest(state: MixerState, tokens: int) -> MixerState:
@@ -283,60 +292,5 @@ def drop_newest(state: MixerState, tokens: int) -> MixerState:
         raise ValueError(f"cannot take {tokens} tokens back: the state holds {held}")
     removed = state.window.mask[:, held - tokens :].sum(1)
     window = WindowState(*(x[:, : held - tokens] for x in state.window))
-    sources = _without_last(state.sources, tokens)
+    sources = map_tensors(lambda x: x[:, : held - tokens], state.sources)
     return state._replace(position=state.position - removed, window=window, sources=sources)
-
-
-def _without_last(log: TokenLog | None, tokens: int) -> TokenLog | None:
-    return None if log is None else log.first(log.length - tokens)
-
-
-def _replay(base: MixerState, log: TokenLog, like: MixerState) -> MixerState:
-    """The state after ``base`` and the logged tokens, with the parts that ``like`` has."""
-    mask = log.mask
-    assert mask is not None
-    position = mask.sum(1) if base.position is None else base.position + mask.sum(1)
-    latent, linear, window = base.latent, base.linear, base.window
-    if like.window is not None and log.local_k is not None and log.v is not None:
-        width = like.window.mask.shape[1] + 1
-        window = final_window_state(log.local_k, log.v, width, mask, None, base.window)
-    conv, short_conv = (
-        before if after is None or inputs is None else _last_inputs(inputs, mask, before, after)
-        for inputs, before, after in (
-            (log.conv, base.conv, like.conv),
-            (log.short_conv, base.short_conv, like.short_conv),
-        )
-    )
-    if log.k is not None and log.v is not None:
-        # The state does not depend on the queries, so they can be zeros.
-        q, k, v = torch.zeros_like(log.k), log.k, log.v
-        options: dict[str, Any] = {"key_mask": mask, "output_final_state": True}
-        if like.latent is not None:
-            before: dict[str, Any] = {"initial_state": base.latent, "log_decay": log.log_decay}
-            latent = _without_decay(latte_attention(q, k, v, **before, **options)[1])
-        if like.linear is not None:
-            _, linear = linear_attention(q, k, v.to(k.dtype), initial_state=base.linear, **options)
-    rglru, own = (
-        before if after is None else _last_real(after, mask, before)
-        for after, before in ((log.rglru, base.rglru), (log.own, base.own))
-    )
-    return MixerState(position, latent, linear, window, rglru, conv, short_conv, own)
-
-
-def _last_inputs(inputs: Tensor, mask: Tensor, base: Tensor | None, like: Tensor) -> Tensor:
-    """The last inputs of a convolution (B, K-1, C), as many as ``like`` has, after the base's."""
-    start = torch.zeros_like(like) if base is None else base
-    inputs = torch.cat([start, inputs * mask.unsqueeze(-1)], 1)
-    return inputs[:, inputs.shape[1] - start.shape[1] :]
-
-
-def _last_real(h_BS: Tensor, mask_BS: Tensor, base_B: Tensor | None) -> Tensor:
-    """The last real entry of ``h`` (B, S, ...) in each row, or the base if there is none."""
-    h_BS = h_BS.float() if h_BS.dtype in (torch.bfloat16, torch.float16) else h_BS
-    steps = torch.arange(1, mask_BS.shape[1] + 1, device=mask_BS.device)
-    last_B = (mask_BS * steps).amax(1)
-    rows = torch.arange(h_BS.shape[0], device=h_BS.device)
-    newest = h_BS[rows, (last_B - 1).clamp_min(0)]
-    start = torch.zeros_like(newest) if base_B is None else base_B
-    some = (last_B > 0).view(-1, *[1] * (newest.ndim - 1))
-    return torch.where(some, newest, start)

@@ -9,6 +9,7 @@ While single tokens are decoded, the states are buffers that are written in plac
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from latte.layers.state import MixerState, TokenLog, drop_newest, map_tensors, rewind
+from latte.layers.state import MixerState, PastKeys, drop_newest, map_tensors
 from latte.layers.step import Clock, StepState
 from latte.ops.backend import steps_in_place
 
@@ -142,7 +143,7 @@ class LatteCacheLayer(CacheLayerMixin):
     def update(self, state: MixerState, num_tokens: int) -> MixerState:  # type: ignore[override]
         """Replace the state by the one after ``num_tokens`` more tokens."""
         if not self.record_past:
-            state = state._replace(undo=None)
+            state = state._replace(recorded=None)
         assert state.position is not None, "a mixer's final state always has a position"
         self.device = state.position.device
         self.state = state
@@ -160,7 +161,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         keeps_sources = self.state.sources is not None
-        self.state = MixerState(sources=TokenLog() if keeps_sources else None)
+        self.state = MixerState(sources=PastKeys() if keeps_sources else None)
         self._seen = 0
         if self.record_past:
             self.activate_past_recording()
@@ -178,7 +179,7 @@ class LatteCacheLayer(CacheLayerMixin):
                     "on, since a state does not tell its tokens apart: pass use_cache=False, or "
                     "ask for it with a new cache"
                 )
-            self.state = self.state._replace(sources=TokenLog())
+            self.state = self.state._replace(sources=PastKeys())
 
     # --- the batch dimension -------------------------------------------------------------------
 
@@ -207,18 +208,14 @@ class LatteCacheLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Record every further token, so that :meth:`crop` can remove it.
 
-        The log grows with every forward. ``crop`` empties it.
+        The record grows with every forward. ``crop`` empties it.
         """
         self.record_past = True
-        if not self.grows and not self.state.recording:
+        if not self.grows and self.state.recorded is None:
             self.state = self.state.record()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. 0 empties the log of recorded tokens.
-
-        Raises:
-            ValueError: The number is positive, there are fewer tokens, or they were not recorded.
-        """
+    def crop(self, tokens_to_remove: int, mixer: Callable[[], Any] | None = None) -> None:
+        """As :meth:`LatteCache.crop`; ``mixer`` gives the layer that has read the tokens."""
         count = -tokens_to_remove
         if not 0 <= count <= self.seen_tokens:
             raise ValueError(
@@ -231,8 +228,8 @@ class LatteCacheLayer(CacheLayerMixin):
         if self.grows:
             if count:
                 self.state = drop_newest(self.state, count)
-        elif self.state.recording:
-            self.state = rewind(self.state, count)
+        elif self.state.recorded is not None and mixer is not None:
+            self.state = mixer().rollback(self.state, count)
         elif count:
             raise ValueError(
                 "tokens were not recorded, so they cannot be taken back: call "
@@ -377,7 +374,7 @@ class LatteCache(Cache):
         states = [layer.state for layer in self.layers]
         seen, position = self.layers[0].seen_tokens, states[0].position
         for layer, state in zip(self.layers, states, strict=True):
-            special = state.undo is not None or state.sources is not None or layer.record_past
+            special = state.sources is not None or layer.record_past
             if special or state.position is None or layer.seen_tokens != seen:
                 return False
         # A row that has read only padding has an empty state, which buffers do not represent.
@@ -460,6 +457,26 @@ class LatteCache(Cache):
         if self.is_static:
             raise ValueError("a static cache records nothing: no tokens can be taken back")
         super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens. 0 forgets which tokens were recorded.
+
+        A state of constant size cannot give tokens back. Its layer reads the recorded tokens that
+        stay once more, from the state before them.
+
+        Raises:
+            ValueError: The number is positive, there are fewer tokens, they were not recorded, or
+                the model that read them is gone.
+        """
+
+        def mixer(index: int) -> Any:
+            decoder = None if self.model is None else self.model()
+            if decoder is None:
+                raise ValueError("crop needs the model that has filled this cache: it is gone")
+            return decoder.mixers[index]
+
+        for index, layer in enumerate(self.layers):
+            layer.crop(tokens_to_remove, functools.partial(mixer, index))
 
     @property
     def position(self) -> Tensor | None:

@@ -312,6 +312,11 @@ class LatteModel(LattePreTrainedModel):
             x_BE = layer.step(x_BE, state, rotary=rotary)
         return self.norm(x_BE)
 
+    @property
+    def mixers(self) -> list[Any]:
+        """The layers' mixers."""
+        return [layer.mixer for layer in self.layers]
+
     def _layers(self) -> Iterator[Any]:
         """The layers to run. ``generate`` lowers their number for drafts by early exit."""
         return islice(self.layers, self.config.num_hidden_layers)

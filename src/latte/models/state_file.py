@@ -34,7 +34,7 @@ TUPLES: dict[str, Any] = {
     "sinks": WindowState,
 }
 OF_ACTIVATIONS = ("window", "pending", "sinks", "conv", "short_conv")  # in the model's dtype
-NOT_KEPT = ("sources", "undo")  # they grow with the number of tokens
+NOT_KEPT = ("sources", "recorded")  # they grow with the number of tokens
 # Fields of every Transformers configuration do not change how a model reads a text.
 IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from latte.layers.state import rewind
 from latte.models import LatteCache
 from latte.models.modeling import language_model
 from latte.models.registry import find_model, load_plugin
@@ -73,7 +72,7 @@ def check_taken_back(layer: Any) -> None:
     _, state = layer(x[:, :10], output_final_state=True)
     _, recorded = layer(x[:, 10:30], state=state.record(), output_final_state=True)
     _, wanted = layer(x[:, :25], output_final_state=True)
-    again, _ = layer(x[:, 25:], state=rewind(recorded, 5))
+    again, _ = layer(x[:, 25:], state=layer.rollback(recorded, 5))
     torch.testing.assert_close(again, layer(x[:, 25:], state=wanted)[0], **TOLERANCE)
 
 
