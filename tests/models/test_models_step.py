@@ -175,6 +175,31 @@ def test_a_block_or_mixer_that_is_watched_is_called(build, tokens, part, how):
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 6:], **TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "part", ["mixer.q_proj", "mixer.latents.k_proj", "mlp.up_proj", "mlp_norm"]
+)
+def test_weights_that_are_replaced_are_read(build, tokens, part):
+    """A plan keeps the weights that kernels read, until another parameter is in their place."""
+    model, ids = copy.deepcopy(build("latte-r-swa++")), tokens(1, 9)
+    cache = decoded(model, ids[:, :7], 5)
+    twin = copy.deepcopy(cache)
+    module = model.model.layers[1].get_submodule(part)
+    module.weight = torch.nn.Parameter(1.5 * module.weight)
+    found = read(model, cache, ids[:, 7:8])
+    assert cache.layers[0].is_written_in_place
+    assert not torch.equal(found, read(build("latte-r-swa++"), copy.deepcopy(twin), ids[:, 7:8]))
+    expected = read(copy.deepcopy(model), twin, ids[:, 7:8])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_models_in_training_mode_take_no_step(config, tokens):
+    """A step has no dropout."""
+    model, ids = LatteForCausalLM(config("latte-r-swa++", hidden_dropout=0.5)).train(), tokens(1, 8)
+    cache = decoded(model, ids, 5)
+    assert not cache.layers[0].is_written_in_place
+    assert decoded(model.eval(), ids, 5).layers[0].is_written_in_place
+
+
 def parametrised(model):
     for layer in model.model.layers:
         for linear in (layer.mixer.q_proj, layer.mlp.down_proj):

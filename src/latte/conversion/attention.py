@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.sources import late_latents, sink_keys
-from latte.conversion.step import Rotations, Table, norm
+from latte.conversion.step import Rotations, Table
 from latte.layers import MixerState, MixingLogits
 from latte.layers.latent_input import LatentInputs, LatentLogits
 from latte.layers.mixer import remembered
-from latte.layers.native import linear_maps
 from latte.layers.parts import token_positions
 from latte.layers.state import PastKeys, Piece, rollback
 from latte.layers.step import StepState
@@ -167,23 +166,20 @@ class MacchiatoAttention(nn.Module):
         """Whether a token can be decoded in place. This needs the window."""
         return self.mixing not in ("latents", "hidden")
 
-    def step(self, x_BE: Tensor, state: StepState, rotations: Rotations, served: bool) -> Tensor:
-        """The output of the heads, (B, H * K), for one token per row. Overwrites the state.
-
-        ``served`` says whether kernels serve x.
-        """
+    def _step(self, x_BE: Tensor, state: StepState, rotations: Rotations) -> Tensor:
+        """The output of the heads, (B, H, K), for one token per row. Overwrites the state."""
         # For one token every Python call takes a noticeable time, and module attributes are slow.
-        parts, B = self._modules, x_BE.shape[0]
+        parts, B, plan = self._modules, x_BE.shape[0], state.clock.plan
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        q, k, v = (x.view(B, -1, self.head_dim) for x in linear_maps(x_BE, *maps, served=served))
+        q, k, v = (x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
         if "q_norm" in parts:
-            q, k = norm(parts["q_norm"], q, served), norm(parts["k_norm"], k, served)
+            q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
         logits = None
         if self.mixing not in ("base", "window"):
             latents: Any = parts["latents"]
             logits = latents.step(in_dtype(x_BE, latents.dtype), state)
         given: Any = (q, k, v), self.scale, self.softcap, *rotations
-        return state.attend(*given, latents=logits, joint=self.joint_softmax).view(B, -1)
+        return state.attend(*given, latents=logits, joint=self.joint_softmax)
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""

@@ -6,7 +6,6 @@ sequences.
 """
 
 import re
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,14 +24,14 @@ from latte.conversion.step import Table
 from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
-from latte.layers.plan import StepPlan, stepped_over
+from latte.layers.plan import LayerParts, StepPlan
+from latte.layers.step import run_layers
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.generation import StateGenerationMixin
 from latte.models.inputs import DecoderInputs, prepare_inputs
 from latte.models.loss import next_token_loss
 from latte.models.modeling import initialise
-from latte.ops import dense
 from latte.ops.widened import widened
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
@@ -149,9 +148,16 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     @property
     def steps(self) -> bool:
         """Whether all layers can decode a token in place."""
+        return StepPlan.of(self).able
+
+    def make_step_plan(self) -> StepPlan:
+        """What a step of the layers as they are now calls and reads."""
+        model: Any = self
+        return StepPlan(self._layer_parts(), [model.norm], step.LAYERS, HOOKS)
+
+    def _layer_parts(self) -> list[LayerParts]:
         layers: Any = self.layers  # type: ignore[attr-defined]
-        parts = (x for layer in layers for x in (layer, *stepped_over(layer.self_attn)))
-        return StepPlan.able_now(self, lambda: StepPlan(parts, step.LAYERS, HOOKS))  # type: ignore[arg-type]
+        return [step.parts_of(layer) for layer in layers]
 
     @property
     def mixers(self) -> list[Any]:
@@ -171,12 +177,10 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if inputs.buffers is None:
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         model: Any = self
-        x_BE = inputs.x_BTE[:, 0]
-        served, rotations = dense.serves(x_BE), step.rotations_of(model, x_BE, inputs.positions())
-        layers = islice(model.layers, model.config.num_hidden_layers)
-        for layer, state in zip(layers, inputs.buffers, strict=False):
-            x_BE = step.run_layer(layer, x_BE, state, rotations, served)
-        return step.norm(model.norm, x_BE, served)
+        x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].clock.plan
+        rotations = step.rotations_of(model, x_BE, inputs.positions())
+        layers = (plan.layers or self._layer_parts())[: model.config.num_hidden_layers]
+        return plan.norm(model.norm, run_layers(layers, x_BE, inputs.buffers, rotations))
 
     def _sink_embeddings(
         self, x_BTE: Tensor, position_ids: Tensor

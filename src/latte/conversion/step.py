@@ -1,13 +1,7 @@
 """A step of a converted decoder: one token per row through the base's layers, in few calls.
 
-    for each layer:  h += post(attention(norm(h))),  h += post(mlp(norm(h)))
-    h = norm(h)
-
-The base's own forward computes the same. ``post`` is a norm in Gemma 2 and 3, and the identity in
-others. The modules and their weights stay those of the base. Native kernels stand in their place
-where :func:`latte.layers.native.native_weights` says so; other modules are called. If a layer is
-not the base's own or has hooks (:class:`latte.layers.plan.StepPlan`), the decoder runs the base's
-forward.
+The base's own forward computes the same as :func:`latte.layers.step.run_layers`. The modules and
+their weights stay those of the base. This file says which they are, and makes the rotary tables.
 
 Shape suffixes: B batch, E hidden size, K head width.
 """
@@ -15,7 +9,6 @@ Shape suffixes: B batch, E hidden size, K head width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +17,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from latte.conversion.bases import BASES
-from latte.layers.native import READ, linear_add, linear_maps, native_weights
+from latte.layers.native import ACTIVATIONS, GATED, NORMS, READ, NormKind
 from latte.layers.parts import Rotary, of_single_tokens
-from latte.layers.step import StepState
+from latte.layers.plan import LayerParts
 from latte.ops import dense
 from latte.ops.tensors import computation_dtype
 from latte.ops.widened import widened
@@ -52,72 +45,32 @@ def _of_bases(name: str) -> dict[str, type[nn.Module]]:
 
 
 LAYERS = frozenset(_of_bases("DecoderLayer").values())
-MLPS = frozenset(_of_bases("MLP").values())
-# Gemma's norms multiply by 1 + weight.
-NORM_OFFSETS = {
-    kind: 1.0 if family.startswith("gemma") else 0.0
+# Gemma's norms multiply by 1 + weight. Like the others, they compute in fp32 even for fp64 inputs.
+NORMS |= {
+    kind: NormKind(1.0 if family.startswith("gemma") else 0.0, in_fp32=True)
     for family, kind in _of_bases("RMSNorm").items()
 }
-GATES: dict[type[nn.Module], Callable[..., Tensor]] = {
+GATED |= dict.fromkeys(_of_bases("MLP").values())
+ACTIVATIONS |= {
     type(ACT2FN["silu"]): dense.swiglu,
     type(ACT2FN["gelu_pytorch_tanh"]): dense.geglu,
 }
-READ |= dict.fromkeys(NORM_OFFSETS, ("weight",)) | dict.fromkeys((*MLPS, *GATES), ())
+READ |= dict.fromkeys(_of_bases("RMSNorm").values(), ("weight",))
+READ |= dict.fromkeys((*_of_bases("MLP").values(), *ACTIVATIONS), ())
 
 
-def run_layer(
-    layer: Any, x_BE: Tensor, state: StepState, rotations: dict[Table, Rotations], served: bool
-) -> Tensor:
-    """Hidden states (B, E) after a decoder layer, from those before it. Overwrites the state.
+def parts_of(layer: Any) -> LayerParts:
+    """The modules of a base's decoder layer, for a step.
 
-    ``served`` says whether kernels serve x, here and below.
+    Gemma 2 and 3 have a norm after the attention and after the feed-forward network, too.
     """
-    parts = layer._modules
-    attention, mlp = parts["self_attn"], parts["mlp"]
-    before_mlp = parts.get("pre_feedforward_layernorm")
-    normed = norm(parts["input_layernorm"], x_BE, served)
-    mixed = attention.step(normed, state, rotations[attention.table], served)
-    output = attention._modules["o_proj"]
-    if before_mlp is None:
-        x_BE = linear_add(mixed, output, x_BE, served)
-        inner = norm(parts["post_attention_layernorm"], x_BE, served)
-        return _add_mlp(mlp, inner, x_BE, served)
-    out = linear_maps(mixed, output, served=served)[0]
-    x_BE = x_BE + norm(parts["post_attention_layernorm"], out, served)
-    out = _add_mlp(mlp, norm(before_mlp, x_BE, served), None, served)
-    return x_BE + norm(parts["post_feedforward_layernorm"], out, served)
-
-
-def _add_mlp(mlp: Any, x_BE: Tensor, residual_BE: Tensor | None, served: bool) -> Tensor:
-    """``residual + down(act(gate(x)) * up(x))``, or the network's output without a residual."""
-    parts = mlp._modules
-    act, gate, up = (parts.get(name) for name in ("act_fn", "gate_proj", "up_proj"))
-    weights: list[Tensor] = []
-    if type(mlp) in MLPS and type(act) in GATES:
-        kinds = type(mlp), type(act), nn.Linear, nn.Linear
-        weights = native_weights(x_BE, (mlp, act, gate, up), kinds, served=served)
-    if not weights:
-        out = mlp(x_BE)
-        return out if residual_BE is None else residual_BE + out
-    inner = GATES[type(act)](x_BE, *weights)
-    if residual_BE is None:
-        return linear_maps(inner, parts["down_proj"], served=served)[0]
-    return linear_add(inner, parts["down_proj"], residual_BE, served)
-
-
-def norm(module: Any, x: Tensor, served: bool) -> Tensor:
-    """A base's RMSNorm of single tokens, in one call if possible.
-
-    Like the bases, it computes in fp32 even for fp64 inputs.
-    """
-    kind = type(module)
-    if served and kind in NORM_OFFSETS and x.dtype != torch.float64:
-        weights = native_weights(x, (module,), (kind,), served=served)
-        if weights:
-            own = module.__dict__
-            eps: float = own["variance_epsilon"] if "variance_epsilon" in own else own["eps"]
-            return dense.rms_norm(x, weights[0], eps, NORM_OFFSETS[kind])
-    return module(x)
+    attention, mlp = layer.self_attn, layer.mlp
+    after = layer.post_attention_layernorm
+    names: Any = {"table": attention.table, "block": layer}
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        return LayerParts(layer.input_layernorm, attention, after, mlp, **names)
+    norms = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+    return LayerParts(layer.input_layernorm, attention, norms[0], mlp, after, norms[1], **names)
 
 
 def sink_positions(config: Any, position_ids: Tensor) -> list[Tensor]:

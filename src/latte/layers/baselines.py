@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from latte.layers.checks import check_choice, check_multiple
 from latte.layers.latent_input import LatentInput
 from latte.layers.mixer import Mixer, MixingLogits, Projected
-from latte.layers.native import linear_maps
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
@@ -198,7 +197,7 @@ class LinearAttention(Mixer):
         assert state.linear is not None
         phi, wide = FEATURE_MAPS[self.feature_map], state.linear.memory.dtype
         heads = (len(x_BE), self.num_heads, -1)
-        q, k, v = linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = state.clock.plan.linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
         q, k = (phi(in_dtype(x, wide).view(heads)) for x in (q, k))
         v = v.view(len(x_BE), self.num_key_value_heads, -1)
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)

@@ -21,7 +21,6 @@ from latte.latent_fields import (
     check_probability,
 )
 from latte.layers.checks import check_choice, check_multiple
-from latte.layers.native import linear_maps, native_weights
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.state import MixerState, Piece
@@ -104,7 +103,8 @@ class LatentInput(Drawn):
             parts: Any = self._modules  # ten times as fast as a module's attributes
             rglru, norm = parts["rglru"], parts["norm"]
             gates = rglru._modules["recurrence_gate"], rglru._modules["input_gate"]
-            weights = native_weights(x_BE, (*gates, rglru, norm), STEP_KINDS, len(x_BE))
+            modules = (*gates, rglru, norm)
+            weights = state.clock.plan.weights(x_BE, modules, STEP_KINDS, len(x_BE))
             if weights and norm.eps is not None:
                 return dense.rg_lru(x_BE, weights, norm.eps, state.rglru, real)
             return norm(in_dtype(rglru.step(x_BE, state.rglru, real), x_BE.dtype))
@@ -234,7 +234,8 @@ class LatentLogits(Drawn):
         z, B = parts["input"].step(x_BE, state), x_BE.shape[0]
         heads = (B, self.num_heads, -1)
         gates = [parts["decay_proj"]] if self.forgetting == "gated" else []
-        q_BX, k_BX, *gate = linear_maps(z, parts["q_proj"], parts["k_proj"], *gates)
+        maps = parts["q_proj"], parts["k_proj"], *gates
+        q_BX, k_BX, *gate = state.clock.plan.linear_maps(z, *maps)
         q_BHL, k_BHL = q_BX.view(heads), k_BX.view(heads)
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)

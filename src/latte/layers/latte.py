@@ -14,7 +14,6 @@ from torch import Tensor
 from latte.layers.checks import check_positive
 from latte.layers.latent_input import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import Mixer, MixingLogits, Projected
-from latte.layers.native import linear_maps
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.state import MixerState, Piece
@@ -98,7 +97,8 @@ class LatteAttention(Mixer):
         latent, real = state.latent, state.clock.real
         assert latent is not None
         q, k, log_decay = self.latents.step(x_BE, state)
-        v = linear_maps(x_BE, self.v_proj)[0].view(len(x_BE), self.num_key_value_heads, -1)
+        v = state.clock.plan.linear_maps(x_BE, self.v_proj)[0]
+        v = v.view(len(x_BE), self.num_key_value_heads, -1)
         return latte_step(q, k, v, latent.log_mass, latent.mean, real, log_decay=log_decay)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_multiple, check_positive
-from latte.layers.native import linear_maps
 from latte.layers.parts import (
     Drawn,
     Rotary,
@@ -106,6 +105,8 @@ class Mixer(Drawn):
         own = vars(cls)
         if {"forward", "_project", "_attend"} & own.keys() and "splits" not in own:
             cls.splits = False
+        if "step" in own and "_step" not in own:
+            cls.steps = False  # a decoder calls _step
 
     def __init__(
         self,
@@ -215,8 +216,7 @@ class Mixer(Drawn):
                 f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
             )
         out_BHD = self._step(x_BE, state, rotary)
-        output: Any = self._modules["o_proj"]  # ten times as fast as a module's attribute
-        return linear_maps(out_BHD.view(len(x_BE), -1), output)[0]
+        return state.clock.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
 
     def rollback(self, state: MixerState, tokens: int) -> MixerState:
         """The state ``tokens`` tokens earlier, which goes on recording.
@@ -416,7 +416,8 @@ class Mixer(Drawn):
         """q (B, H, K), k (B, G, K), v (B, G, D) of one token per row, and the table to rotate."""
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
         parts: Any = self._modules
-        q, k, v = linear_maps(x_BE, parts["q_proj"], parts["k_proj"], parts["v_proj"])
+        maps = parts["q_proj"], parts["k_proj"], parts["v_proj"]
+        q, k, v = state.clock.plan.linear_maps(x_BE, *maps)
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
         if self.rotary is not None and rotary is None:
             rotary = of_single_tokens(self.rotary(state.clock.position[:, None], q.dtype))

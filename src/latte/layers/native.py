@@ -6,8 +6,8 @@ A kernel of :mod:`latte.ops.dense` reads the weights of modules, and skips hooks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
@@ -16,6 +16,19 @@ from latte.ops import dense
 
 # The parameters that kernels read, of each class in whose place they stand.
 READ: dict[type[nn.Module], tuple[str, ...]] = {nn.Linear: ("weight",)}
+
+
+class NormKind(NamedTuple):
+    """An RMSNorm, ``(offset + w) x / sqrt(mean(x^2) + eps)``, and whether it computes in fp32."""
+
+    offset: float = 0.0
+    in_fp32: bool = False
+
+
+NORMS: dict[type[nn.Module], NormKind] = {}
+# The kernels in the place of gated networks, by class; None: the class of ``act_fn`` says which.
+GATED: dict[type[nn.Module], Callable[..., Tensor] | None] = {}
+ACTIVATIONS: dict[type[nn.Module], Callable[..., Tensor]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -31,8 +44,6 @@ def native_weights(
     modules: Iterable[Any],
     kinds: Iterable[type[nn.Module]],
     most_rows: int = dense.MOST_ROWS,
-    *,
-    served: bool | None = None,
 ) -> list[Tensor]:
     """The parameters that a kernel reads in the place of these modules; empty if they are called.
 
@@ -43,9 +54,8 @@ def native_weights(
         x: Input, (..., E).
         kinds: The class that each module must have exactly, one of :data:`READ`.
         most_rows: Number of rows of x up to which the kernel pays.
-        served: Whether kernels serve x, if the caller has asked already for many calls.
     """
-    if not (dense.serves(x, most_rows) if served is None else served):
+    if not dense.serves(x, most_rows):
         return []
     weights: list[Any] = []
     for module, kind in zip(modules, kinds, strict=True):
@@ -59,16 +69,7 @@ def native_weights(
     return weights if dense.fits(x, *weights) else []
 
 
-def linear_maps(x: Tensor, *maps: nn.Module, served: bool | None = None) -> tuple[Tensor, ...]:
+def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
     """The output of up to three linear maps for x (..., E), in one call if possible."""
-    weights = native_weights(x, maps, (nn.Linear,) * len(maps), served=served)
+    weights = native_weights(x, maps, (nn.Linear,) * len(maps))
     return dense.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
-
-
-def linear_add(x: Tensor, linear: nn.Module, residual: Tensor, served: bool) -> Tensor:
-    """``residual + linear(x)`` for x (..., E), in one call if possible."""
-    if residual.dtype == x.dtype and residual.is_contiguous():
-        weights = native_weights(x, (linear,), (nn.Linear,), served=served)
-        if weights:
-            return dense.linear_add(x, weights[0], residual)
-    return residual + linear(x)

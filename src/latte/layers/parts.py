@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from latte.layers.across import ShardedOps, across
 from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_positive
-from latte.layers.native import READ, linear_maps, native_weights
+from latte.layers.native import GATED, NORMS, READ, NormKind, linear_maps, native_weights
 from latte.ops import causal_conv1d, dense, pointwise
 from latte.ops.step import conv_step
 from latte.ops.tensors import token_positions as token_positions
@@ -35,7 +35,7 @@ class RMSNorm(nn.RMSNorm):
         return pointwise.rms_norm(x_BTE, weight, eps)
 
 
-READ[RMSNorm] = ("weight",)
+READ[RMSNorm], NORMS[RMSNorm] = ("weight",), NormKind()
 
 
 class Drawn(nn.Module):
@@ -113,6 +113,9 @@ class SwiGLU(nn.Module):
         inner = product()
         with made_again((inner, product)):
             return self.down_proj(inner)
+
+
+READ[SwiGLU], GATED[SwiGLU] = (), dense.swiglu
 
 
 class CausalConv1d(Drawn):

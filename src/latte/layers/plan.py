@@ -1,24 +1,51 @@
-"""Whether a decoder can take a step, asked once.
+"""What a step of decoding calls and what it reads, decided once.
 
-A step of decoding (:mod:`latte.layers.step`) does not call every module of a layer. In the place
-of some it calls their ``step``, which reads their parameters. A hook of such a module would not
-run, and accelerate's hooks are what loads offloaded parameters. So a decoder takes steps only
-while each of these modules is nothing but its class. All other modules, such as linear maps, are
-called, or :func:`latte.layers.native.native_weights` checks them.
+A step (:mod:`latte.layers.step`) does not call every module of a layer. In the place of some it
+calls their ``step``, which reads their parameters; native kernels read the weights of linear maps,
+norms and gated networks. A hook of such a module would not run, and accelerate's hooks are what
+loads offloaded parameters. So a module is passed over only while it is nothing but its class.
+
+These questions have the same answers for every token. A :class:`StepPlan` keeps the answers, and
+what they rest on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from latte.layers.native import ACTIVATIONS, GATED, NORMS, is_hooked, native_weights
 from latte.layers.parts import Drawn
+from latte.ops import dense
+
+
+class LayerParts(NamedTuple):
+    """The modules of a decoder layer.
+
+        x = x + post_mixer(mixer(mixer_norm(x))),   x = x + post_mlp(mlp(mlp_norm(x)))
+
+    Attributes:
+        mixer: Mixer, with a ``_step`` and an ``o_proj``.
+        mlp_norm, mlp: Norm and feed-forward network; None if there is none.
+        post_mixer, post_mlp: Norms of the outputs; None if there are none.
+        table: Which of the model's rotary tables the mixer takes; None if there is one for all.
+        block: The layer itself.
+    """
+
+    mixer_norm: Any
+    mixer: Any
+    mlp_norm: Any
+    mlp: Any
+    post_mixer: Any = None
+    post_mlp: Any = None
+    table: Any = None
+    block: Any = None
 
 
 def stepped_over(module: nn.Module) -> Iterator[nn.Module]:
@@ -30,76 +57,190 @@ def stepped_over(module: nn.Module) -> Iterator[nn.Module]:
             yield from stepped_over(child)
 
 
-class _Found(NamedTuple):
-    """Classes of the modules, whether they step, keys of their hooks (unique), sub-modules."""
+class _Watched(NamedTuple):
+    """What the answers rest on. No two hooks have the same key."""
 
     kinds: list[type]
-    steps: list[bool]
     hooks: list[int]
+    hooks_of_all: int
+    patched: list[bool]
     children: list[nn.Module | None]
+    parameters: list[int]
+    dtypes: list[torch.dtype]
+    steps: list[bool]
 
 
 class StepPlan:
-    """Whether steps may pass these modules over, and whether that still holds.
+    """The answers for some layers. A plan without layers keeps none and asks anew each time.
 
     Args:
-        modules: Modules that a step does not call.
-        kinds: Classes that have a step, besides those with ``steps``.
-        ignored: Hooks that have no effect in a step.
+        layers: Parts of a decoder's layers.
+        others: Modules outside of the layers that a step asks about.
+        kinds: Classes of layers whose calls a step may take the place of.
+        ignored: Hooks of layers that have no effect in a step.
     """
 
     def __init__(
         self,
-        modules: Iterable[nn.Module],
+        layers: Sequence[LayerParts] = (),
+        others: Iterable[nn.Module] = (),
         kinds: Collection[type] = (),
         ignored: Collection[Any] = (),
     ) -> None:
-        self._modules = [*modules]
+        self.layers = layers
+        self.able = all(_is_able(parts, kinds, ignored) for parts in layers)
+        self._kept: dict[tuple[Any, ...], Any] = {}
+        self._like: tuple[Any, ...] = ()
+        self._found: _Watched | None = None
+        if torch.compiler.is_compiling() or not layers:
+            return
+        modules = chain(others, *(parts.block.modules() for parts in layers))
+        self._modules = [*dict.fromkeys(modules)]
         self._own = [module.__dict__ for module in self._modules]
         names = "_forward_hooks", "_forward_pre_hooks"
         self._hooks = [own[name] for own in self._own for name in names]
         self._children = [own["_modules"] for own in self._own]
-        self._steppers = [x for x in self._modules if type(x) not in kinds]
-        self._found = None
-        if all(hasattr(x, "steps") for x in self._steppers):
-            hooks = chain.from_iterable(hooks.values() for hooks in self._hooks)
-            if all(x in ignored for x in hooks) and not self._patched():
-                self._found = self._state()
-        self.able: bool = self._found is not None and all(self._found.steps)
+        self._held = [own["_parameters"] for own in self._own]
+        # The plan keeps the parameters, so that no later one has the id of one of these.
+        parameters = chain.from_iterable(map(dict.values, self._held))
+        self._parameters = [x for x in parameters if x is not None]
+        steppers = chain.from_iterable(stepped_over(parts.mixer) for parts in layers)
+        self._steppers = [x for x in steppers if hasattr(x, "steps")]
+        self._found = self._state()
 
     def holds(self) -> bool:
-        """Whether steps are still possible: the modules, their hooks and sub-modules are the same.
+        """Whether the layers, and all modules in them, are as they were.
 
         This is asked for every token, so all loops are those of built-in functions.
         """
-        return self.able and self._state() == self._found and not self._patched()
+        return self._found is not None and self._state() == self._found
 
-    def _state(self) -> _Found:
-        return _Found(
+    def _state(self) -> _Watched:
+        return _Watched(
             [*map(type, self._modules)],
-            [*map(attrgetter("steps"), self._steppers)],
             [*chain.from_iterable(self._hooks)],
+            len(_global_forward_hooks) + len(_global_forward_pre_hooks),
+            [*map(contains, self._own, repeat("forward"))],
             [*chain.from_iterable(map(dict.values, self._children))],
+            [*map(id, chain.from_iterable(map(dict.values, self._held)))],
+            [*map(attrgetter("dtype"), self._parameters)],
+            [*map(attrgetter("steps"), self._steppers)],
         )
 
-    def _patched(self) -> bool:
-        """Whether a module has a ``forward`` of its own, or all modules of the process a hook."""
-        if _global_forward_hooks or _global_forward_pre_hooks:
-            return True
-        return any(map(contains, self._own, repeat("forward")))
-
     @staticmethod
-    def able_now(decoder: nn.Module, make: Callable[[], StepPlan]) -> bool:
-        """Whether a decoder can take a step. Its plan is made when there is none that holds."""
+    def of(decoder: Any) -> StepPlan:
+        """A decoder's plan. It is made when there is none that holds (``make_step_plan``)."""
         plan = decoder.__dict__.get("_step_plan")
         if plan is None or not plan.holds():
-            plan = make()
+            plan = decoder.make_step_plan()
             if not torch.compiler.is_compiling():
                 decoder.__dict__["_step_plan"] = plan
-        return plan.able
+        return plan
+
+    def begin(self, x: Tensor) -> StepPlan:
+        """The plan of a token, for inputs like x (B, 1, E)."""
+        if self._found is None or torch.compiler.is_compiling():
+            return UNPLANNED
+        like = x.dtype, dense.serves(x), dense.serves(x, x.numel())
+        if like != self._like:  # other kernels serve
+            self._like, self._kept = like, {}
+        return self
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the decoder makes its own plan."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+    # --- modules, or kernels in their place -----------------------------------------------------
+
+    def weights(
+        self,
+        x: Tensor,
+        modules: tuple[Any, ...],
+        kinds: Iterable[type[nn.Module]],
+        most_rows: int = dense.MOST_ROWS,
+    ) -> list[Tensor]:
+        """As :func:`latte.layers.native.native_weights`."""
+        found = self._kept.get(modules)
+        if found is None:
+            found = self._keep(modules, native_weights(x, modules, kinds, most_rows))
+        return found
+
+    def _keep(self, modules: tuple[Any, ...], answer: Any) -> Any:
+        if self._found is not None:
+            self._kept[modules] = answer
+        return answer
+
+    def linear_maps(self, x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
+        """The output of up to three linear maps for x (B, E)."""
+        weights = self.weights(x, maps, (nn.Linear,) * len(maps))
+        return dense.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
+
+    def linear_add(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor:
+        """``residual + linear(x)`` for x (B, E)."""
+        weights = self.weights(x, (linear,), (nn.Linear,))
+        if weights and residual.dtype == x.dtype and residual.is_contiguous():
+            return dense.linear_add(x, weights[0], residual)
+        return residual + linear(x)
+
+    def norm(self, module: Any, x: Tensor) -> Tensor:
+        """A norm's output for x (B, ..., E)."""
+        asked = self._kept.get((module, x.dtype))
+        if asked is None:
+            asked = self._keep((module, x.dtype), _norm_arguments(module, x))
+        return dense.rms_norm(x, *asked) if asked else module(x)
+
+    def feed_forward(self, mlp: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``residual + mlp(x)`` for x (B, E), or without a residual."""
+        asked = self._kept.get((mlp,))
+        if asked is None:
+            asked = self._keep((mlp,), _gated_arguments(mlp, x))
+        if not asked:
+            out = mlp(x)
+            return out if residual is None else residual + out
+        kernel, weights = asked
+        inner, down = kernel(x, *weights), mlp._modules["down_proj"]
+        if residual is None:
+            return self.linear_maps(inner, down)[0]
+        return self.linear_add(inner, down, residual)
+
+
+UNPLANNED = StepPlan()
+
+
+def _is_able(parts: LayerParts, kinds: Collection[type], ignored: Collection[Any]) -> bool:
+    """Whether a step may take the place of a call of this layer."""
+    own = parts.block.__dict__
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    if type(parts.block) not in kinds or "forward" in own:
+        return False
+    if not all(hook in ignored for hook in hooks):
+        return False
+    return all(getattr(x, "steps", False) and not is_hooked(x) for x in stepped_over(parts.mixer))
+
+
+def _norm_arguments(module: Any, x: Tensor) -> tuple[Any, ...]:
+    """The arguments of the kernel in the place of an RMSNorm; empty if the norm is called."""
+    kind = type(module)
+    if kind not in NORMS or (NORMS[kind].in_fp32 and x.dtype == torch.float64):
+        return ()
+    weights = native_weights(x, (module,), (kind,))
+    own = module.__dict__
+    eps = own["variance_epsilon"] if "variance_epsilon" in own else own["eps"]
+    return (weights[0], eps, NORMS[kind].offset) if weights and eps is not None else ()
+
+
+def _gated_arguments(mlp: Any, x: Tensor) -> tuple[Any, ...]:
+    """The kernel in the place of a gated network, and its weights; empty if it is called."""
+    kernel, parts, kind = GATED.get(type(mlp)), mlp._modules, type(mlp)
+    modules, kinds = [mlp], [kind]
+    if kind in GATED and kernel is None:  # its activation says which
+        act = parts.get("act_fn")
+        kernel = ACTIVATIONS.get(type(act))
+        modules, kinds = [mlp, act], [kind, type(act)]
+    if kernel is None:
+        return ()
+    maps = parts.get("gate_proj"), parts.get("up_proj")
+    weights = native_weights(x, (*modules, *maps), (*kinds, nn.Linear, nn.Linear))
+    return (kernel, weights) if weights else ()

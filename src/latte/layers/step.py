@@ -10,13 +10,14 @@ head, W slots of a ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.state import MixerState, beside_window, map_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 from latte.ops.step import Ring, Rotary, Sinks, macchiato_step, number, window_step
@@ -33,6 +34,7 @@ class Clock:
             ring that grows.
         length: Number of used slots of a growing ring; None if all slots are read.
         real: Whether the current token of each row is a real one, (B,) bool; None if all are.
+        plan: What the current step calls and what it reads.
     """
 
     position: Tensor
@@ -40,6 +42,7 @@ class Clock:
     slots: dict[int, Tensor] = field(default_factory=dict)
     length: int | None = None
     real: Tensor | None = None
+    plan: StepPlan = UNPLANNED
 
     def advance(self) -> None:
         """Advance to the next token, after all layers have read the current one."""
@@ -196,6 +199,46 @@ class StepState:
         made = StepState(self.clock, *map_tensors(fn, self.parts))
         made.size = self.size
         return made
+
+
+def run_layer(parts: LayerParts, x_BE: Tensor, state: StepState, rotary: Any = None) -> Tensor:
+    """Hidden states (B, E) after a decoder layer, from those of one token per row before it.
+
+    Args:
+        parts: Modules of the layer.
+        state: Buffers of the layer's state, which are overwritten.
+        rotary: Rotary table; a dict of them if ``parts.table`` names one.
+    """
+    plan, mixer = state.clock.plan, parts.mixer
+    if parts.table is not None:
+        rotary = rotary[parts.table]
+    mixed = mixer._step(plan.norm(parts.mixer_norm, x_BE), state, rotary).view(len(x_BE), -1)
+    output = mixer._modules["o_proj"]  # ten times as fast as a module's attribute
+    if parts.post_mixer is None:
+        x_BE = plan.linear_add(mixed, output, x_BE)
+    else:
+        x_BE = x_BE + plan.norm(parts.post_mixer, plan.linear_maps(mixed, output)[0])
+    if parts.mlp is None:
+        return x_BE
+    inner = plan.norm(parts.mlp_norm, x_BE)
+    if parts.post_mlp is None:
+        return plan.feed_forward(parts.mlp, inner, x_BE)
+    return x_BE + plan.norm(parts.post_mlp, plan.feed_forward(parts.mlp, inner))
+
+
+def run_layers(
+    layers: Iterable[LayerParts],
+    x_BE: Tensor,
+    states: Iterable[StepState],
+    rotary: Any = None,
+    hidden_states: list[Tensor] | None = None,
+) -> Tensor:
+    """Hidden states (B, E) after decoder layers. A list gets the input of each layer, (B, 1, E)."""
+    for parts, state in zip(layers, states, strict=False):
+        if hidden_states is not None:
+            hidden_states.append(x_BE[:, None])
+        x_BE = run_layer(parts, x_BE, state, rotary)
+    return x_BE
 
 
 def _slots_first(x: Tensor) -> Tensor:

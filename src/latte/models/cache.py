@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from latte.layers.plan import StepPlan
 from latte.layers.state import MixerState, PastKeys, drop_newest, map_tensors
 from latte.layers.step import Clock, StepState
 from latte.ops.backend import steps_in_place
@@ -306,7 +307,7 @@ class LatteCache(Cache):
         Args:
             x_BTE: Embeddings of the new tokens, (B, T, E).
             key_mask: Mask of the real tokens, (B, T) bool or None.
-            decoder: The decoder, with its ``steps``; None if a step would not be enough.
+            decoder: The decoder; None if a step would not give all that is wanted.
 
         Returns:
             The buffers of all layers; None if this is not a step.
@@ -321,13 +322,17 @@ class LatteCache(Cache):
                 " expected a new cache, or reset() on this one"
             )
         self.step = None
-        single = decoder is not None and x_BTE.shape[1] == 1
-        if not single or torch.is_grad_enabled() or self.offload_layers or not decoder.steps:
+        if decoder is None or decoder.training or x_BTE.shape[1] != 1 or torch.is_grad_enabled():
+            return None
+        if self.offload_layers:
             return None
         if torch.compiler.is_compiling() and not self.is_static:
             return None  # moving buffers and a changing length would be compiled again and again
         kind = x_BTE.device.type
         if torch.is_autocast_enabled(kind) or not steps_in_place(kind, self.is_static):
+            return None
+        plan = StepPlan.of(decoder)
+        if not plan.able:
             return None
         real = None if key_mask is None else key_mask[:, 0]
         if real is not None and kind == "cpu" and not self.is_static and bool(real.all()):
@@ -336,7 +341,7 @@ class LatteCache(Cache):
             return None
         buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
         self.step = buffers[0].clock
-        self.step.real = real
+        self.step.real, self.step.plan = real, plan.begin(x_BTE)
         self.unfinished = True
         return buffers
 

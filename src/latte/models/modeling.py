@@ -6,7 +6,7 @@ Shape suffixes: B batch, T tokens, E hidden size, P past tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ from latte.layers import (
 )
 from latte.layers.native import is_hooked, linear_maps
 from latte.layers.parts import of_single_tokens
-from latte.layers.plan import StepPlan, stepped_over
-from latte.layers.step import StepState
+from latte.layers.plan import LayerParts, StepPlan
+from latte.layers.step import StepState, run_layer, run_layers
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, KEYWORDS, one_cache
 from latte.models.config import LatteConfig
@@ -79,13 +79,12 @@ class LatteBlock(GradientCheckpointingLayer):
     """``x + mixer(norm(x))``, then ``x + mlp(norm(x))`` if there is an MLP."""
 
     make_mixer: Any = staticmethod(make_mixer)
-    stepped = ("mixer",)
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__()
         self.mixer_norm = make_norm(config)
         self.mixer: Any = self.make_mixer(config)
-        self.mlp_norm = None if config.mlp == "none" else make_norm(config)
+        self.mlp_norm: Any = None if config.mlp == "none" else make_norm(config)
         self.mlp: Any = None if config.mlp == "none" else make_mlp(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         for output in (getattr(self.mixer, "o_proj", None), getattr(self.mlp, "down_proj", None)):
@@ -112,31 +111,25 @@ class LatteBlock(GradientCheckpointingLayer):
             mixed, after = self.mixer(*given, rotary=rotary)
         return self._feed_forward(x_BTE + self._drop(mixed)), after, weights
 
+    def _feed_forward(self, x_BTE: Tensor) -> Tensor:
+        """``x + mlp(norm(x))``, or x if the block has no MLP."""
+        return x_BTE if self.mlp is None else x_BTE + self._drop(self.mlp(self.mlp_norm(x_BTE)))
+
+    def _drop(self, x_BTE: Tensor) -> Tensor:
+        """Dropout in training."""
+        return self.dropout(x_BTE) if self.training else x_BTE
+
     @property
-    def steps(self) -> bool:
-        """Whether the block has a step. A subclass with another ``forward`` has none."""
-        return type(self).forward is LatteBlock.forward
+    def parts(self) -> LayerParts:
+        """The modules of the block, for a step."""
+        return LayerParts(self.mixer_norm, self.mixer, self.mlp_norm, self.mlp, block=self)
 
     def step(self, x_BE: Tensor, state: StepState, *, rotary: Rotary | None = None) -> Tensor:
         """Hidden states (B, E) after the block, from those of the next token of each row.
 
         Arguments and errors are those of :meth:`latte.layers.Mixer.step`.
         """
-        parts: Any = self._modules  # ten times as fast as a module's attributes
-        mixed = parts["mixer"].step(parts["mixer_norm"](x_BE), state, rotary=rotary)
-        return self._feed_forward(x_BE + self._drop(mixed))
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        """``x + mlp(norm(x))`` (..., E), or x if the block has no MLP."""
-        parts: Any = self._modules
-        if "mlp" not in parts:
-            return x
-        return x + self._drop(parts["mlp"](parts["mlp_norm"](x)))
-
-    def _drop(self, x_BTE: Tensor) -> Tensor:
-        """Dropout in training. A no-op call is measurable when decoding, so it is skipped."""
-        dropout: Any = self._modules["dropout"]
-        return dropout(x_BTE) if dropout.training else x_BTE
+        return run_layer(self.parts, x_BE, state, rotary)
 
 
 class LattePreTrainedModel(PreTrainedModel):
@@ -201,9 +194,13 @@ class LatteModel(LattePreTrainedModel):
     @property
     def steps(self) -> bool:
         """Whether all layers can decode a token in place."""
-        return StepPlan.able_now(
-            self, lambda: StepPlan(chain.from_iterable(map(stepped_over, self.layers)))
-        )
+        return StepPlan.of(self).able
+
+    def make_step_plan(self) -> StepPlan:
+        """What a step of the layers as they are now calls and reads."""
+        layers: Any = self.layers
+        own = {type(x) for x in layers if type(x).forward is LatteBlock.forward}
+        return StepPlan([layer.parts for layer in layers], [self.norm], own)
 
     @can_return_tuple
     def forward(
@@ -305,12 +302,11 @@ class LatteModel(LattePreTrainedModel):
         if inputs.buffers is None:
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         x_BTE, rotary = self._embed(inputs)
-        x_BE = x_BTE[:, 0]
-        for layer, state in zip(self._layers(), inputs.buffers, strict=False):
-            if hidden_states is not None:
-                hidden_states.append(x_BE[:, None])
-            x_BE = layer.step(x_BE, state, rotary=rotary)
-        return self.norm(x_BE)
+        plan = inputs.buffers[0].clock.plan
+        layers = plan.layers or [layer.parts for layer in self._layers()]
+        layers = layers[: self.config.num_hidden_layers]  # fewer in drafts by early exit
+        x_BE = run_layers(layers, x_BTE[:, 0], inputs.buffers, rotary, hidden_states)
+        return plan.norm(self.norm, x_BE)
 
     @property
     def mixers(self) -> list[Any]:
