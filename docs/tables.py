@@ -109,8 +109,8 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--dtype": "precision of the base's weights, such as `bfloat16`; the checkpoint's",
     },
     "generate": {
-        "--file": "document to read before the prompt; it is not printed. Of a file with several"
-        " documents, the first",
+        "--file": "document to read before the prompt, not printed. A file with several documents"
+        " gives its first",
         "--force": "replace the file of `--save-state` if it exists",
         "--state": "file that `--save-state` wrote: continue from it",
         "--save-state": "new file for the state after document and prompt, before the continuation",
@@ -159,7 +159,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     },
     "inspect": {
         "--text": "text to read",
-        "--file": "file with the text: plain text, or JSON lines, of which the first document",
+        "--file": "file with the text: plain text, or JSON lines, whose first document is read",
         "--layers": "layers to show, by number from 0, separated by commas; all",
         "--tokens": "number of tokens shown on the page with all their weights, at most 1024",
         "--statistics-tokens": "number of tokens read for means, tables and figures",
@@ -312,7 +312,8 @@ def option_rows(name: str, parser: argparse.ArgumentParser) -> list[tuple[str, .
         meaning = words.get(names(action)[0]) or (action.help or "").replace("%(default)s", "")
         optional = action.option_strings and has_default(action)
         shown = f"`{spelled(action.default)}`" if optional else ""
-        if not shown and action.nargs != 0 and "; " in meaning:  # words say what happens without it
+        # Words say what happens without the option.
+        if not shown and action.option_strings and action.nargs != 0 and "; " in meaning:
             meaning, shown = meaning.split("; ", 1)
             shown = shown.removeprefix("by default ")
         for option in names(action):

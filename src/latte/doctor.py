@@ -22,7 +22,7 @@ from latte.version import __version__
 Section = dict[str, Any]
 
 PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "flash-linear-attention")
-# Of the environment, what changes which code runs and how.
+# Variables of the environment that change which code runs, and how.
 VARIABLES = {
     "native": ("LATTE_NATIVE", "LATTE_CACHE", "CXX", "CXXFLAGS", "LDFLAGS"),
     "backends": ("LATTE_BACKEND", "TRITON_INTERPRET"),

@@ -78,9 +78,9 @@ def option(
     """A dataclass field that is an option.
 
     Args:
-        default: Default. A configuration's never changes: a file that was saved before the option
-            existed has it.
-        help: Meaning, for help texts and pages. Names of values stand in backticks.
+        default: Default value. In configurations it must never change: it is what a file means
+            that was saved before the option existed.
+        help: Meaning, for help texts and pages. Values are in backticks.
         check: Check of the name and the value, unless the value is None and the type has None.
         none: Meaning of a default that is None or empty.
     """

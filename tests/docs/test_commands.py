@@ -127,8 +127,8 @@ def test_python_snippets_run(document, tmp_path, monkeypatch):
 
 
 def test_the_tour_has_snippets(read):
-    counts = {name: len(read(name).blocks("python")) for name in ("README.md", "docs/guide.md")}
-    assert counts["README.md"] >= 8 and counts["docs/guide.md"] >= 8
+    counts = {name: len(read(name).blocks("python")) for name in ("docs/tour.md", "docs/guide.md")}
+    assert counts["docs/tour.md"] >= 8 and counts["docs/guide.md"] >= 8
 
 
 def test_the_figure_is_what_its_script_draws(root, script_of, tmp_path):

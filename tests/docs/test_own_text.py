@@ -1,4 +1,4 @@
-"""The five commands of README and of the page "Your own text", run on a small text."""
+"""The five commands of the page "Your own text", run on a small text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def five(document):
 
 
 def test_the_five_commands(read, root, tmp_path, monkeypatch, capsys):
-    block = five(read("README.md"))
-    assert block == five(read("docs/own-text.md"))
+    block = five(read("docs/own-text.md"))
     lines = [line for line in block.splitlines() if line]
     assert len(lines) == 5
     monkeypatch.chdir(tmp_path)

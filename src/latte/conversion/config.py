@@ -25,8 +25,8 @@ MIXINGS = get_args(Mixing)
 class MacchiatoFields(ConvertedFields):
     """Fields that every ``macchiato_*`` configuration adds to its base's."""
 
-    # Of converted layers. The base's `sliding_window` is still its own: of the layers that are not
-    # converted, and of the teacher of those that are.
+    # The window of converted layers. `sliding_window` is still the base's: layers that are not
+    # converted use it, and so does the base's attention in converted layers, as a teacher.
     local_window: int = window_option()
     # The base's own attention, as `mixing="base"` has it, has quadratic cost.
     mixing: Mixing = option(

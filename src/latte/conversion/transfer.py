@@ -64,9 +64,9 @@ class Teacher:
         return x_BTE.detach()
 
     def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
-        """A layer's output, connected to its errors and to all errors before them.
+        """A layer's output, connected in autograd to the layer's errors and to all earlier errors.
 
-        A layer that is not converted has no error.
+        Layers that are not converted have no errors.
         """
         if not converted:
             assert self._hidden is not None  # a layer that is left has been entered

@@ -148,7 +148,7 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
 def contents_of(files: Iterable[str | Path]) -> str | None:
     """A short digest of files, by name and content, on which their results depend.
 
-    Of a large file it reads samples. None if there are no files.
+    It reads samples of large files, and returns None if there are no files.
     """
     paths = [Path(file).expanduser() for file in files]
     found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]

@@ -259,7 +259,7 @@ def write_report(inspection: Inspection, folder: Path) -> list[str]:
 
 
 def page_size(folder: Path) -> str:
-    """Of the page in ``folder``, for people: ``1.3 MB``, or ``84 kB`` below a megabyte."""
+    """The size of the page in ``folder``, for people, such as ``1.3 MB`` or ``84 kB``."""
     size = (folder / "index.html").stat().st_size
     return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(1, round(size / 1e3))} kB"
 

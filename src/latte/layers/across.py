@@ -1,4 +1,4 @@
-"""An op of which other processes hold the earlier tokens."""
+"""Context parallelism: an op on the tokens of one process, where others hold the earlier ones."""
 
 from __future__ import annotations
 

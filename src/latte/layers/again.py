@@ -1,4 +1,4 @@
-"""Tensors that the backward pass makes again, where that is cheaper than keeping them till then."""
+"""Recomputation: the backward pass computes some tensors again, and autograd does not save them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from latte.ops.tensors import on_cpu
 
 
 class SavedMaker(NamedTuple):
-    """A tensor in the place of which its maker was saved, and as what view of it."""
+    """What autograd saves in place of a tensor: how to compute the tensor, and which view of it."""
 
     make: Callable[[], Tensor]
     view: tuple[Any, Any, Any]  # sizes, strides, offset
@@ -23,12 +23,13 @@ class SavedMaker(NamedTuple):
 
 @contextlib.contextmanager
 def made_again(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
-    """Operations within save no tensor of these pairs, contiguous ones, but how to make it.
+    """Within the block, autograd saves functions in place of these tensors.
 
-    A maker gives the same tensor, bit by bit, from tensors that stay in memory anyway. It is called
-    in the backward pass, without gradients and under the autocast of now, once for each operation
-    that had saved the tensor or a view of it. Nothing changes on a GPU, in graphs and transforms,
-    and where somebody else already decides what is saved (gradient checkpointing, offloading).
+    Each pair is a contiguous tensor and a function that computes the same tensor, bit by bit, from
+    tensors that stay in memory. The backward pass calls this function once for each operation that
+    needs the tensor or a view of it, without gradients and under the block's autocast. Tensors are
+    saved as usual on a GPU, in graphs and transforms, and where other hooks decide what is saved
+    (gradient checkpointing, offloading).
     """
     if not pairs or not pairs[0][0].requires_grad or not on_cpu(pairs[0][0]) or _are_hooked():
         yield

@@ -39,7 +39,7 @@ MACCHIATO_GRADIENTS = ("latent_q", "latent_k", "q", "k", "v", *_STATE, *_NEAR)
 
 
 class Latte(NamedTuple):
-    """Of :func:`latte.ops.latte_attention`, on every head with its own values."""
+    """Arguments of :func:`latte.ops.latte_attention`; every head has values of its own."""
 
     q: Tensor
     k: Tensor
@@ -77,7 +77,7 @@ class Latte(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Of :func:`latte.ops.sliding_window_attention` with a window."""
+    """Arguments of :func:`latte.ops.sliding_window_attention` with a window."""
 
     q: Tensor
     k: Tensor
@@ -133,10 +133,10 @@ class Window(NamedTuple):
 
 
 class Macchiato(NamedTuple):
-    """Of :func:`latte.ops.macchiato_attention`.
+    """Arguments of :func:`latte.ops.macchiato_attention`.
 
-    If latents are late, ``latent_k``, ``late_v`` and ``late_mask`` are those of the sources that
-    they read at each token, and ``begun`` says whether they have read any.
+    With delayed latents, ``latent_k``, ``late_v`` and ``late_mask`` belong to the tokens that the
+    latents read at each time, and ``begun`` says whether they have read any.
     """
 
     latent_q: Tensor  # column 0 is the window's logit
@@ -223,7 +223,7 @@ class Macchiato(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Of :func:`latte.ops.causal_conv1d`."""
+    """Arguments of :func:`latte.ops.causal_conv1d`."""
 
     x: Tensor
     weight: Tensor

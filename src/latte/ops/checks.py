@@ -133,7 +133,7 @@ def check_window(op: str, window: int | None, *, optional: bool = False) -> None
 
 
 def check_local(op: str, scale: float | None, softcap: float | None) -> None:
-    """Of the local logits: ``scale`` is None or finite, ``softcap`` is None or positive."""
+    """Check the local logits' ``scale`` (None or finite) and ``softcap`` (None or positive)."""
     try:
         finite = scale is None or math.isfinite(scale)
     except TypeError:  # no number

@@ -21,7 +21,7 @@ from latte.ops.tensors import full_precision
 # A tensor that the op overwrites.
 Written = Annotated[Tensor, "written"]
 
-# The types of arguments as a schema writes them. The place of a written one stands for {}.
+# The types of arguments in an op's schema. "{}" becomes the index of an argument that is written.
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -110,12 +110,12 @@ def differentiable_op(
         gradients: Names of the arguments that have gradients.
         saves: Names of the outputs that the backward pass needs. Those that are not in ``returns``
             come after them in the op's outputs.
-        stand_ins: Arguments that the backward pass does not read, and for each the output that it
-            gets in its place, which has its shape and dtype.
-        again: Function of the arguments that computes ``returns`` by operations that can be
-            differentiated twice.
-        differentiable_backward: The same as ``backward``, by operations that can be differentiated.
-            Without it and without ``again`` the gradients cannot be differentiated.
+        stand_ins: Arguments that the backward pass does not read. Each is mapped to an output of
+            the same shape and dtype, which the backward pass gets instead.
+        again: Function of the arguments that computes ``returns``. PyTorch can differentiate its
+            operations twice.
+        differentiable_backward: The same as ``backward``, by operations that PyTorch can
+            differentiate. Second derivatives need either ``again`` or this function.
     """
     inputs = [f"{kind} {field}" for field, kind in _types(arguments).items()]
     count = sum(x.startswith("Tensor") for x in inputs)  # of tensors

@@ -1,9 +1,8 @@
-"""What a token of decoding needs besides mixing, each one call of a native CPU kernel.
+"""Native CPU kernels for the dense parts of a decoding step: linear maps, SwiGLU, RMSNorm, RG-LRU.
 
-Few rows are bound by the weights that come from memory, and small models by the calls that they
-make: linear maps of one input, a gated network's product, the RMSNorm, and the RG-LRU from its
-gates' maps to the norm after it. Nothing here has gradients; :func:`serves` says who may call it.
-Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
+With few rows the time of a step is that of reading the weights, and in small models that of Python
+calls. So each function is one call of a kernel. The functions have no gradients; :func:`serves`
+says whether they can be called. Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
 
 Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.
 """

@@ -1,8 +1,8 @@
-"""The ops' results once more, by operations whose gradients can be differentiated too.
+"""Double backward: the ops by PyTorch operations that can be differentiated twice.
 
-A kernel's backward pass has no gradient of its own. Where the gradients of an op are to be
-differentiated, these functions are differentiated in the place of the op. They are the reference's
-equations, with memory O(T^2).
+The backward passes of the kernels cannot be differentiated. For second derivatives, autograd
+differentiates these functions instead. They compute the equations of the reference, with memory
+O(T^2).
 """
 
 from __future__ import annotations

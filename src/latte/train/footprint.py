@@ -16,8 +16,8 @@ from latte.processes import number_of_processes
 from latte.train.recipe import Recipe
 from latte.train.speed import autocasts
 
-# Of each parameter that is trained, fp32: itself, its gradient and AdamW's two averages; of one
-# that is not, at least half precision.
+# Bytes of a parameter. A trained one is in fp32, with its gradient and AdamW's two averages. A
+# frozen one has at least half precision.
 TRAINED_BYTES, FROZEN_BYTES = 16, 2
 TOKEN_BYTES = 24  # a batch's ids, labels and positions, int64
 MOST_LAYERS = 256  # that are built to count parameters

@@ -34,7 +34,7 @@ from latte.train.speed import autocasts, check_speed, chosen_backend
 from latte.train.trainer import LatteTrainer
 
 T = TypeVar("T")
-# Of a finished run: what is looked at before it is used.
+# Files of a finished run that are checked before it is used.
 MANIFEST_FILES = ("*.safetensors", "tokenizer*", "special_tokens*", "chat_template*")
 # Longest time that processes wait for one another: the first may train layers alone for hours.
 PATIENCE = timedelta(days=7)

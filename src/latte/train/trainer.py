@@ -394,7 +394,7 @@ def training_arguments(recipe: Recipe, steps: int) -> TrainingArguments:
         save_steps=section.save_steps,
         eval_strategy="steps",
         eval_steps=section.eval_steps,
-        # Of a layer whose window is hidden, the window has no gradient.
+        # The window of a layer has no gradient in a step that hides it.
         ddp_find_unused_parameters=recipe.conversion.window_dropout > 0,
         average_tokens_across_devices=True,
         remove_unused_columns=False,

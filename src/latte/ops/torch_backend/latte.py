@@ -124,7 +124,8 @@ class LatteSegment:
         if real is not None:
             k = k.masked_fill(~real[:, :, None, None], -torch.inf)
             v = without_masked(real, v)
-            # Masked queries forget nothing already, and a mask may be that of late sources.
+            # The log-decay of masked tokens is 0 already, and `key_mask` may be that of delayed
+            # tokens. So only the padding of the segment is masked here.
             g = None if g is None else without_masked(rows.visible(None, span), g)
             seen_nt = real.cumsum(1) > 0
             seen_nS = torch.cat([seen_nt, seen_nt[:, -1:].expand(-1, self.S - self.t)], 1)
@@ -154,7 +155,7 @@ class LatteSegment:
             # To compute the reach of a reference would wait for the device.
             return KernelRun(self, slice(start, stop), state, g)
         if g is not None and not g[:, start].any():
-            # Up to the first token that forgets, as where none does: to the same bits.
+            # Tokens before the first decay use the kernel without decay, so they have its bits.
             forgets_S = g[:, start:].count_nonzero((0, 2)) > 0
             if forgets_S.any():
                 stop = start + int(forgets_S.to(torch.uint8).argmax())
@@ -228,7 +229,7 @@ class KernelRun:
     def __init__(
         self, segment: LatteSegment, span: slice, state: Carry | None, g_XSL: Tensor | None
     ) -> None:
-        """Of the pairwise kernel, unless :meth:`scaled` says otherwise.
+        """A run of the pairwise kernel; :meth:`scaled` makes it one of the linear-domain kernel.
 
         Args:
             state: State before these tokens.
@@ -254,19 +255,19 @@ class KernelRun:
         self.keys: linear_domain.Scaled | None = None
 
     def gauge(self, size: int) -> linear_domain.Gauge:
-        """Of tokens that forget, in chunks of ``size``."""
+        """The gauge of tokens with decay, in chunks of ``size``."""
         assert self.g is not None
         return linear_domain.Gauge.of(self.k, self.g, self.state, self.seen, size)
 
     def scaled(self, keys: linear_domain.Scaled, level: int = 0) -> KernelRun:
-        """The same, of the linear-domain kernel."""
+        """The same run, with the linear-domain kernel."""
         self.keys = keys
         self.level = level + 1 if self.length < keys.size else 0
         return self
 
     @property
     def mean(self) -> Tensor | None:
-        """Of the state before, if there is one."""
+        """The mean of the state before these tokens, if there is one."""
         return None if self.state is None else self.state.mean
 
     @property
@@ -344,9 +345,10 @@ def put_state(target: tuple[Tensor, Tensor], rows: Rows, A_XL: Tensor, mu_XLD: T
 def walks(
     q: Tensor, v: Tensor, sequences: Sequences, width: int = 0
 ) -> Iterator[tuple[Rows, list[slice]]]:
-    """Rows computed together, with their segments of time. ``width``: of an intermediate, per head.
+    """Groups of rows that are computed together, each with its segments of time.
 
-    It counts where it is wider than the latents and the values.
+    ``width`` is the width per head of the largest intermediate tensor. It limits the number of rows
+    if it is larger than the number of latents and the width of the values.
     """
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)

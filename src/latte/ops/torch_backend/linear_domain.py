@@ -103,15 +103,15 @@ def scaled_keys(
 
 
 class Gauge(NamedTuple):
-    """References of the chunks of a run whose latents forget, and of what they are relative to.
+    """Running maxima of the chunks of a run with decay. They are subtracted before an exponential.
 
-    ``G`` is what has been forgotten since the chunk's start, the token's own part included. All
-    that is summed over chunks is in fp64: it is 1/32 of the tokens.
+    ``G`` is the sum of the log-decays since the chunk's start, the token's own included. Sums over
+    chunks are in fp64. They are few: a chunk has 32 tokens.
     """
 
     lost_XNCL: Tensor  # G
     top_XNL: Tensor  # the largest k - G of a chunk
-    reference_XNL: Tensor  # of what is before the chunk, or of its first key
+    reference_XNL: Tensor  # maximum of what is before the chunk and of its first key
     total_XNL: Tensor  # G at the chunk's end, fp64
     last_XL: Tensor  # the largest logit by the end of the run, seen from there, fp64
     own_XNCL: Tensor  # k - G
@@ -120,7 +120,7 @@ class Gauge(NamedTuple):
     def of(
         cls, k_XSL: Tensor, g: Tensor, start: Carry | None, seen_XS: Tensor | None, size: int
     ) -> Gauge:
-        """Of chunks of ``size`` tokens, or of all if these are fewer."""
+        """The gauge of chunks of ``size`` tokens, or of one chunk if there are fewer."""
         X, S, L = k_XSL.shape
         C = min(size, S)
         shape = (X, S // C, C, L)
@@ -181,7 +181,7 @@ def forgetting_keys(k_XSL: Tensor, gauge: Gauge, start: Carry | None, masked: bo
 
 
 def decay_gradient(dk_XSL: Tensor, dlog_mass_XL: Tensor | None) -> Tensor:
-    """Of ``log_decay``: what a token forgets weighs on all sources before it.
+    """The gradient of ``log_decay``. The decay of a token acts on all tokens before it.
 
     dg_u = dA_0 + sum_{s<u} dk_s, with dA_0 the gradient of the log-mass before the first token.
     """
@@ -211,9 +211,9 @@ def running_states(
 ) -> tuple[Tensor, Tensor]:
     """Exclusive running sum over the chunks, (X, N, ...), and what follows the last one (X, ...).
 
-    From zero where there is no start. Of few chunks by a product, else by a plain loop (``cumsum``
-    over a strided dimension takes ten times as long). ``back`` sums from the end. ``rescale``
-    (X, N-1, ...), if there is one, multiplies what goes from a chunk to the next, or back.
+    The sum starts from zero if ``start`` is None. A product computes it for few chunks, a loop for
+    many (``cumsum`` over a strided dimension takes ten times as long). ``back`` sums from the end.
+    ``rescale`` (X, N-1, ...), if there is one, multiplies what goes from a chunk to the next.
     """
     X, N = sums_XN.shape[:2]
     last = 0 if back else N - 1

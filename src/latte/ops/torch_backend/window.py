@@ -477,10 +477,10 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Of a window's inputs; in the dtype of the sums but for q.
+    """Gradients of the inputs of a window. ``dq`` has the dtype of q, the others that of the sums.
 
-    ``dtail_k`` and ``dtail_v`` are empty where there is no tail, those of the sinks where there are
-    none; ``dshare`` (B, T, H, 1) is the share times its gradient, None without a share.
+    ``dtail_k`` and ``dtail_v`` are empty without a tail, and ``dsink_*`` are empty without sinks.
+    ``dshare`` (B, T, H, 1) is the share times its gradient, or None without a share.
     """
 
     dq: Tensor
