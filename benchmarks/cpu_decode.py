@@ -43,13 +43,7 @@ RIVALS_LONGEST = 10000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNK = 500
 SIDES = ("size", "dtype", "how", "model")
-SHOWN = {
-    "median_ms": "Milliseconds per token, by tokens of context:",
-    "aten_calls": "ATen calls of a step per layer:",
-    "aten_torch": "The same without native kernels:",
-    "cache_bytes": "Bytes of the cache:",
-    "peak_net_mb": "Peak memory beyond the model, MB:",
-}
+SHOWN = {"median_ms": "Milliseconds per token, by tokens of context:"}
 
 
 def make_model(name: str, size: str, dtype: str = "float32") -> LatteForCausalLM:

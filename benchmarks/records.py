@@ -269,7 +269,9 @@ def report_goals(
     rows = sorted(kept, key=lambda row: row["script"])
     write_rows(path, rows)
     if device is None:
-        document(path.parent, "goals", rows, goals_table(rows))
+        missed = [row for row in rows if row["verdict"] == "miss"]
+        text = f"{len(rows) - len(missed)} of {len(rows)} goals are met. Those that are missed:"
+        document(path.parent, "goals", rows, text, goals_table(missed))
     say(f"\n{goals_table(rows)}")
 
 
