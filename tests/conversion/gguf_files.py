@@ -24,6 +24,18 @@ TOKENIZER = {
     "token_types": [3] * len(MARKS) + [1] * (len(TOKENS) - len(MARKS)),
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "add_bos_token": False,
 }  # fmt: skip
+# SentencePiece's kind: bytes, characters, and what is merged by scores. Here "to" comes before
+# "ot" and "▁t", a user's token is matched first, and nothing makes the control token </s> of text.
+PIECES = (
+    *("<unk>", "<s>", "</s>", "<pad>"), *(f"<0x{byte:02X}>" for byte in range(256)),
+    *("▁", *"abehotrx</s>"[:8], "<", "/", ">", "s"), *("to", "ot", "▁t", "▁▁", "oto", "▁x", "</s"),
+    "<b>",
+)  # fmt: skip
+SENTENCEPIECE = {
+    "model": "llama", "pre": "default", "token_list": list(PIECES),
+    "token_scores": [0.0] * 260 + [-float(i) for i in range(len(PIECES) - 260)],
+    "token_types": [2, 3, 3, 3, *[6] * 256, *[1] * (len(PIECES) - 261), 4],
+}  # fmt: skip
 
 
 def small_base(family: str, **fields):
