@@ -21,6 +21,10 @@ TURN_ENDS = (
     "<｜end▁of▁sentence｜>",
 )
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
+SPLIT = "tokenizer.ggml.pre"  # how a byte-level vocabulary splits text
+# Those that take a word that is a token as it is, and that begin every text with a bos token.
+TAKES_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
+               "lfm2", "jina-v5-nano", "tekken")  # fmt: skip
 # The ids of SentencePiece's vocabularies, where a file does not give them.
 DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
@@ -60,6 +64,19 @@ def special_token(file: GgufFile, name: str) -> int | None:
     return found
 
 
+def adds_token(file: GgufFile, name: str) -> bool:
+    """Whether `bos` or `eos` is added to every text.
+
+    Raises:
+        LatteError: It is, and there is no such token.
+    """
+    begins = is_sentencepiece(file) or file.metadata.get(SPLIT) in TAKES_WORDS
+    adds = file.flag(f"tokenizer.ggml.add_{name}_token", name == "bos" and begins)
+    if adds and special_token(file, name) is None:
+        file.refuse(f"tokenizer.ggml.{name}_token_id", "a token: it is added to every text")
+    return adds
+
+
 def token_types(file: GgufFile) -> list[int]:
     """The type of each token. A mark that ends turns is CONTROL, whatever the file says of it."""
     key, count = "tokenizer.ggml.token_type", len(file.tokens)
@@ -86,14 +103,13 @@ def document_ends(file: GgufFile) -> Ends:
     end = next((marks[name] for name in DOCUMENT_ENDS if name in marks), None)
     stops = [eos, special_token(file, "eot"), special_token(file, "eom")]
     stops += [marks[name] for name in (*DOCUMENT_ENDS, *TURN_ENDS) if name in marks]
-    adds_bos = file.flag("tokenizer.ggml.add_bos_token", False)
 
     def is_of_chat(token: int | None) -> bool:
         name = None if token is None else tokens[token]
         known = (*DOCUMENT_ENDS, *DOCUMENT_STARTS)
         return name is not None and name not in known and any(name in x for x in templates.values())
 
-    if end is not None and bos is not None and is_of_chat(bos) and not adds_bos:
+    if end is not None and bos is not None and is_of_chat(bos) and not adds_token(file, "bos"):
         templates, bos = _with_token(templates, "bos_token", tokens[bos]), end
     if end is not None and eos is not None and is_of_chat(eos):
         templates, eos = _with_token(templates, "eos_token", tokens[eos]), end

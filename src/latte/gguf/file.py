@@ -71,7 +71,7 @@ class GgufFile:
         if key in self.metadata:
             value = repr(self.metadata[key])
             found = f"is {value if len(value) <= 80 else value[:77] + '...'}"
-        raise LatteError(f"{self.path}: {key} {found}; expected {expected}")
+        raise LatteError(f"{self.path}: {shown(key)} {found}; expected {expected}")
 
     def whole(self, key: str, default: int | None = None, *, least: int = 0) -> Any:
         """A whole number. Without a default the key must be there."""
@@ -146,6 +146,11 @@ class GgufFile:
         plain = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
         found = {plain.get(kind, "bfloat16") for kind in self.kinds}
         return next(name for name in ("bfloat16", "float16", "float32") if name in found)
+
+
+def shown(name: str) -> str:
+    """A name that a file gives, for a message of one line."""
+    return repr(name)[1:-1]
 
 
 def gguf_at(place: str | Path) -> Path | None:
@@ -262,8 +267,8 @@ def _header(path: Path, x: Any) -> tuple[GgufFile, int]:
             raise ValueError(f"{name} begins at byte {offset} of the weights, expected {end}")
         if _block(kind) is None:
             raise LatteError(
-                f"{path}: {name} is of type {_name(kind)}; expected one that the package gguf"
-                f" {importlib.metadata.version('gguf')} can dequantise"
+                f"{path}: {shown(name)} is of type {_name(kind)}; expected one that the package"
+                f" gguf {importlib.metadata.version('gguf')} can dequantise"
             )
         block, block_bytes = _block(kind)
         if not 0 < len(shape) <= 4 or shape[-1] % block:

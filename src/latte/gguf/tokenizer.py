@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from latte.errors import LatteError, one_line
 from latte.gguf.documents import (
     BYTE,
     CONTROL,
+    SPLIT,
+    TAKES_WORDS,
     UNKNOWN,
     USER_DEFINED,
+    adds_token,
     document_ends,
     is_sentencepiece,
     special_token,
@@ -17,14 +21,11 @@ from latte.gguf.documents import (
 )
 from latte.gguf.file import GgufFile
 
-MODEL, SPLIT, MERGES = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "merges"))
+MODEL, MERGES = "tokenizer.ggml.model", "tokenizer.ggml.merges"
 SPACE = "▁"  # in SentencePiece's vocabularies
 NO_TEXT = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)  # types of tokens that are never merged from text
 # How byte-level tokenizers split text. Of the last, Transformers does not know the digits.
 PLAIN_SPLITS, DIGIT_SPLITS = ("gpt-2", "gpt2"), ("smollm", "starcoder", "refact", "codeshell")
-# Those that take a word that is a token as it is, and that begin every text with a bos token.
-LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
-                 "lfm2", "jina-v5-nano", "tekken")  # fmt: skip
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
@@ -40,11 +41,11 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     if not tokens:
         raise LatteError(f"{file.path} has no tokenizer")
     if len(set(tokens)) != len(tokens):
-        twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
+        twice = Counter(tokens).most_common(1)[0][0]
         raise LatteError(f"{file.path}: tokenizer.ggml.tokens has {twice!r} twice; expected once")
     types, ends = token_types(file), document_ends(file)
     try:
-        backend = (_sentencepiece if is_sentencepiece(file) else _byte_level)(file, types)
+        backend = (_sentencepiece if is_sentencepiece(file) else _byte_level)(file)
     except LatteError:
         raise
     except Exception as error:  # the tokenizers package raises bare Exception
@@ -54,32 +55,21 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
         added = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
         backend.add_tokens([AddedToken(each, normalized=False, special=special) for each in added])
-    starts = is_sentencepiece(file) or file.metadata.get(SPLIT) in LLAMA3_SPLITS
     named = {"bos": ends.bos, "eos": ends.eos}
     named |= {"unk": special_token(file, "unknown"), "pad": special_token(file, "padding")}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        add_bos_token=_adds(file, "bos", starts, ends.bos),
-        add_eos_token=_adds(file, "eos", False, ends.eos),
+        add_bos_token=adds_token(file, "bos"),
+        add_eos_token=adds_token(file, "eos"),
         **{f"{name}_token": tokens[i] for name, i in named.items() if i is not None},
     )
-    templates = ends.templates
-    tokenizer.chat_template = (
-        templates["default"] if list(templates) == ["default"] else (templates or None)
-    )
+    is_one = list(ends.templates) == ["default"]
+    tokenizer.chat_template = ends.templates["default"] if is_one else ends.templates or None
     return tokenizer
 
 
-def _adds(file: GgufFile, name: str, default: bool, token: int | None) -> bool:
-    """Whether a token is added to every text. Raises LatteError if there is no such token."""
-    adds = file.flag(f"tokenizer.ggml.add_{name}_token", default)
-    if adds and token is None:
-        file.refuse(f"tokenizer.ggml.{name}_token_id", "a token: it is added to every text")
-    return adds
-
-
-def _sentencepiece(file: GgufFile, types: list[int]) -> Any:
+def _sentencepiece(file: GgufFile) -> Any:
     """Pairs are merged by the score of the token that they make, the highest first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.tokenization_utils_base import generate_merges
@@ -89,7 +79,8 @@ def _sentencepiece(file: GgufFile, types: list[int]) -> Any:
     if not isinstance(given, list) or len(given) < len(tokens):
         file.refuse(key, f"one number for each of the {len(tokens)} tokens")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    apart = {token for token, kind in zip(tokens, types, strict=True) if kind in NO_TEXT}
+    pairs = zip(tokens, token_types(file), strict=True)
+    apart = {token for token, kind in pairs if kind in NO_TEXT}
     merges = generate_merges(vocabulary, dict(zip(tokens, given, strict=False)), apart)
     made = {left + right for left, right in merges}
     if len(made) > 1 and len({given[vocabulary[token]] for token in made}) == 1:
@@ -116,7 +107,7 @@ def _sentencepiece(file: GgufFile, types: list[int]) -> Any:
     return backend
 
 
-def _byte_level(file: GgufFile, _: list[int]) -> Any:
+def _byte_level(file: GgufFile) -> Any:
     """Text is split into words, whose bytes are merged in the order of the file's pairs."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -138,7 +129,7 @@ def _byte_level(file: GgufFile, _: list[int]) -> Any:
             raise LatteError(f"{file.path}: {MERGES} has {pair!r}; expected a pair of tokens")
         merges.append((left, right))
     backend = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in LLAMA3_SPLITS)
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in TAKES_WORDS)
     )
     plain = split in PLAIN_SPLITS or split in DIGIT_SPLITS
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from latte.errors import LatteError, one_line
-from latte.gguf.file import GgufFile
+from latte.gguf.file import GgufFile, shown
 from latte.hub import quiet_transformers
 
 ROTATION = "rope_freqs.weight"  # read as part of the configuration
@@ -77,7 +77,7 @@ def _places(
     if unknown:
         raise LatteError(
             f"{file.path} has weights that a {file.architecture} decoder of Transformers does not"
-            f" know: {unknown[0]}" + f" and {len(unknown) - 1} more" * (len(unknown) > 1)
+            f" know: {shown(unknown[0])}" + f" and {len(unknown) - 1} more" * (len(unknown) > 1)
         )
     for name, shape in places.values():
         if name not in file.tensors and not name.endswith(".bias"):
