@@ -216,7 +216,7 @@ REFUSED = {
         r"token_embd.weight has the shape \[263, 64\]; expected \[263, 128\], by its metadata",
     ),
     "block_count": (
-        "llama", {"add_block_count": 10**9}, "llama.block_count is 1000000000; expected 1",
+        "qwen2", {"add_block_count": 10**9}, "qwen2.block_count is 1000000000; expected 1",
     ),
     "fewer than block_count": (
         "llama", {"extra": {"blk.1.attn_norm.weight": torch.zeros(64)}},
@@ -607,7 +607,7 @@ def test_a_vocabulary_without_weights_is_a_tokenizer(tmp_path):
     writer.write_kv_data_to_file()
     writer.close()
     assert document_ends(load_tokenizer(tmp_path / "a.gguf")) == (1, 2)
-    with pytest.raises(LatteError, match="llama.embedding_length is missing; expected a whole"):
+    with pytest.raises(LatteError, match="llama.block_count is missing; expected a whole"):
         load_checkpoint(tmp_path / "a.gguf")
 
 

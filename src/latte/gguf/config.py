@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from typing import Any
 
@@ -10,8 +11,11 @@ from latte.errors import LatteError, one_line
 from latte.gguf.documents import document_ends, special_token
 from latte.gguf.file import ARCHITECTURES, GgufFile
 
-# Keys of features that no decoder here has -> the value at which the feature is off.
-ABSENT = {"expert_count": 0, "expert_used_count": 0, "nextn_predict_layers": 0}
+# Keys of features that no decoder here has: experts, and heads that predict further tokens.
+ABSENT = ("expert_count", "expert_used_count", "nextn_predict_layers")
+# Widths that must be that of a head: values are as wide as keys, and heads are rotated whole.
+WIDTHS = ("attention.key_length_swa", "attention.value_length", "attention.value_length_swa",
+          "rope.dimension_count", "rope.dimension_count_swa")  # fmt: skip
 # The number of layers of the models whose queries are scaled by another width than their heads'.
 SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 # Windows: architecture -> how many layers there are to each without one.
@@ -30,23 +34,20 @@ def gguf_config(file: GgufFile) -> Any:
     from transformers import AutoConfig
 
     own = file.key
-    for name, off in ABSENT.items():
-        if file.metadata.get(own(name), off) != off:
-            file.refuse(own(name), f"{off}: only decoders without experts and extra heads are read")
+    for name in ABSENT:
+        if file.metadata.get(own(name), 0) != 0:
+            file.refuse(own(name), "0: only decoders without experts and extra heads are read")
     if not file.flag(own("attention.causal"), True):
         file.refuse(own("attention.causal"), "True: only causal decoders are read")
-    hidden, layers = (file.whole(own(x), least=1) for x in ("embedding_length", "block_count"))
+    layers, hidden = _layers(file), file.whole(own("embedding_length"), least=1)
     heads = _of_all_layers(file, "attention.head_count", layers)
     key_heads = _of_all_layers(file, "attention.head_count_kv", layers, heads)
     if heads % key_heads:
         file.refuse(own("attention.head_count_kv"), f"a divisor of the {heads} heads")
     width = file.whole(own("attention.key_length"), hidden // heads, least=1)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        for key in (own(name), own(f"{name}_swa")):
-            if file.whole(key, width) != width:
-                file.refuse(key, f"{width}, the width of a head: keys and values are rotated whole")
-    if file.whole(own("attention.key_length_swa"), width) != width:
-        file.refuse(own("attention.key_length_swa"), f"{width}, as in layers without a window")
+    for name in WIDTHS:
+        if file.whole(own(name), width) != width:
+            file.refuse(own(name), f"{width}, the width of a head")
     ends = document_ends(file)
     values = {
         "vocab_size": _vocabulary(file),
@@ -59,20 +60,33 @@ def gguf_config(file: GgufFile) -> Any:
         "max_position_embeddings": file.whole(own("context_length"), least=1),
         "rms_norm_eps": file.number(own("attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": _has_bias(file, "attn_"),
-        "mlp_bias": _has_bias(file, "ffn_"),
         "rope_parameters": _rotation(file, width),
         "bos_token_id": ends.bos,
         "eos_token_id": ends.stops,
         "pad_token_id": special_token(file, "padding"),
-        **(_gemma(file, hidden // heads, width, layers) if file.architecture in WINDOWS else {}),
     }
+    if file.architecture != "qwen2":  # which always has them
+        values["attention_bias"] = _has_bias(file, "attn_")
+    if file.architecture == "llama":
+        values["mlp_bias"] = _has_bias(file, "ffn_")
+    if file.architecture in WINDOWS:
+        values |= _gemma(file, hidden // heads, width, layers)
     try:
         return AutoConfig.for_model(ARCHITECTURES[file.architecture], **values)
     except Exception as error:  # of the checks of the configuration's class
         raise LatteError(
             f"the configuration of {file.path} cannot be read: {one_line(error)}"
         ) from None
+
+
+def _layers(file: GgufFile) -> int:
+    """The number of layers, which must be that of the weights."""
+    key, numbers = file.key("block_count"), re.compile(r"blk\.(\d+)\.")
+    found = {int(match[1]) for match in map(numbers.match, file.tensors) if match}
+    layers: int = file.whole(key, least=1)
+    if found and found != set(range(len(found))) or len(found) != layers:
+        file.refuse(key, f"{len(found)}, the number of layers with weights")
+    return layers
 
 
 def _of_all_layers(file: GgufFile, name: str, layers: int, default: int | None = None) -> int:
@@ -139,7 +153,8 @@ def _layer_types(file: GgufFile, layers: int) -> list[str]:
 def _rotation(file: GgufFile, width: int) -> dict[str, Any]:
     """The rotary parameters. Gemma 3 has them twice, and those under a window are not scaled."""
     base = file.number(file.key("rope.freq_base"), 10000.0)
-    local = file.number(file.key("rope.freq_base_swa"), _local_base(file, base))
+    default = 10000.0 if file.architecture == "gemma3" else base
+    local = file.number(file.key("rope.freq_base_swa"), default)
     rotation = {"rope_type": "default", "rope_theta": base, **_scaling(file, base, width)}
     if file.architecture == "gemma3":
         under_window = {"rope_type": "default", "rope_theta": local}
@@ -147,10 +162,6 @@ def _rotation(file: GgufFile, width: int) -> dict[str, Any]:
     if file.architecture == "gemma2" and local != base:
         file.refuse(file.key("rope.freq_base_swa"), f"{base}, as in layers without a window")
     return rotation
-
-
-def _local_base(file: GgufFile, base: float) -> float:
-    return 10000.0 if file.architecture == "gemma3" else base
 
 
 def _scaling(file: GgufFile, base: float, width: int) -> dict[str, Any]:
@@ -200,18 +211,19 @@ def _yarn(file: GgufFile, factor: float, scale: float, length: int) -> dict[str,
 def _llama3(file: GgufFile, theta: float, width: int) -> dict[str, Any]:
     """The rotary parameters of Llama 3, of which a file has the frequencies' divisors alone."""
     kind, shape = file.tensors["rope_freqs.weight"]
-    half, found = width // 2, ()
+    half = width // 2
+    found: tuple[float, ...] = ()
     if file.architecture == "llama" and kind == 0 and shape == (half,):
         with file.path.open("rb") as opened:
             opened.seek(file.offsets["rope_freqs.weight"])
             found = struct.unpack(f"<{half}f", opened.read(4 * half))
     factor = round(max(found, default=1.0), 3)
     expected = []
-    for i in range(half):
+    for i in range(len(found)):
         turns = PRETRAINED_LENGTH * theta ** (-i / half) / (2 * math.pi)
         smooth = min(max((turns - LOW) / (HIGH - LOW), 0.0), 1.0)
         expected.append(1 / ((1 - smooth) / factor + smooth))
-    pairs = zip(found, expected, strict=bool(found))
+    pairs = zip(found, expected, strict=True)
     if not found or not all(math.isclose(x, y, rel_tol=1e-3) for x, y in pairs):
         raise LatteError(
             f"{file.path} has rotary frequencies of its own (rope_freqs) that are not Llama 3's,"

@@ -55,7 +55,7 @@ def special_token(file: GgufFile, name: str) -> int | None:
         LatteError: The vocabulary has no such token.
     """
     key, count = f"tokenizer.ggml.{name}_token_id", len(file.tokens)
-    if key not in file.metadata:
+    if key not in file.metadata or not count:
         default = DEFAULT_IDS.get(name, count) if is_sentencepiece(file) else count
         return default if default < count else None
     found = file.metadata[key]

@@ -39,7 +39,7 @@ class Texts(NamedTuple):
     """Where a list of texts is in a file: the first byte after its header, and how many."""
 
     start: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class GgufFile:
             self.refuse(key, "a list of texts")
         found, at = [], place.start
         with _readable(self.path) as x:
-            for _ in range(place.count):
+            for _ in range(place.length):
                 text, at = _text(x, at)
                 found.append(text)
         return found
