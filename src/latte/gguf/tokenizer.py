@@ -60,6 +60,8 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
+        # As Transformers' classes of these vocabularies.
+        padding_side="left" if is_sentencepiece(file) else "right",
         add_bos_token=adds_token(file, "bos"),
         add_eos_token=adds_token(file, "eos"),
         **{f"{name}_token": tokens[i] for name, i in named.items() if i is not None},
@@ -129,7 +131,13 @@ def _byte_level(file: GgufFile) -> Any:
             raise LatteError(f"{file.path}: {MERGES} has {pair!r}; expected a pair of tokens")
         merges.append((left, right))
     backend = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in TAKES_WORDS)
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges,
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+            ignore_merges=split in TAKES_WORDS,
+        )
     )
     plain = split in PLAIN_SPLITS or split in DIGIT_SPLITS
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain)
