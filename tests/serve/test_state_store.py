@@ -1,17 +1,21 @@
 """States that are kept: found by their tokens alone, bounded, and the same to the bit."""
 
+import json
 import multiprocessing
 import signal
+import struct
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from latte.errors import LatteError
 from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
-from latte.models.state_file import load_ids
+from latte.models.state_file import read_state
 from latte.serve import state_folder
 from latte.serve.counters import Counters
 from latte.serve.engine import Ahead, Engine, Request
@@ -230,7 +234,7 @@ def test_states_survive_a_restart(tmp_path):
     assert len(files) == len(folder) == 2
     assert folder.nbytes == sum(file.stat().st_size for file in files)
     assert sorted(load_state(file, model).get_seq_length() for file in files) == [20, 40]
-    assert sorted(len(load_ids(file)) for file in files) == [20, 40]
+    assert sorted(len(read_state(file, model)[1]) for file in files) == [20, 40]
 
     again = StateFolder(tmp_path, model, 10**8)
     reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
@@ -242,20 +246,62 @@ def test_states_survive_a_restart(tmp_path):
     assert read(Reader(other, PIECE, StateStore(10**7, elsewhere)), text(40), (20,)).reused == 0
 
 
-def test_broken_files_are_no_states(tmp_path):
+def truncated(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flipped(name):
+    """Harm: one bit of a tensor."""
+
+    def harm(file):
+        whole = bytearray(file.read_bytes())
+        (length,) = struct.unpack("<Q", whole[:8])
+        begin, _ = json.loads(whole[8 : 8 + length])[name]["data_offsets"]
+        whole[8 + length + begin + 3] ^= 4
+        file.write_bytes(whole)
+
+    return harm
+
+
+def of_another_shape(file):
+    """Harm: a file of the first format, without a checksum, whose rows cannot join others."""
+    with safe_open(file, framework="pt") as opened:
+        about, held = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}
+    del about["sha256"]
+    held["layers.0.window.keys"] = torch.cat([held["layers.0.window.keys"]] * 2, -1)
+    save_file(held, file, about | {"format": "latte state 1"})
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [truncated, flipped("ids"), flipped("layers.0.latent.mean"), of_another_shape],
+    ids=["truncated", "tokens", "values", "shape"],
+)
+def test_a_damaged_file_is_set_aside_and_its_text_read_anew(tmp_path, harm):
     model = build()
     folder = StateFolder(tmp_path, model, 10**8)
     read(Reader(model, PIECE, StateStore(10**7, folder)), text(40), (20,))
     folder.close()
-    for file in tmp_path.rglob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    left = next(tmp_path.rglob("*.safetensors")).with_suffix(".safetensors.tmp-999999999")
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    for file in files:
+        harm(file)
+    left = files[0].with_suffix(".safetensors.tmp-999999999")
     left.write_bytes(b"half")
     again = StateFolder(tmp_path, model, 10**8)
     assert not left.exists()
-    assert read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,)).reused == 0
+    wanted = logits(model, read(Reader(model, PIECE), text(40), (20,)).cache)
+    reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
+    assert reading.reused == 0
+    assert torch.equal(logits(model, reading.cache), wanted)
     again.close()
-    assert read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,)).reused == 40
+    # The new states are in the place of the damaged ones, which are still there.
+    assert sorted(tmp_path.rglob("*.safetensors")) == files
+    aside = sorted(tmp_path.rglob("*.damaged"))
+    assert [file.stem for file in aside] == [file.stem for file in files]
+    assert again.nbytes == sum(file.stat().st_size for file in (*files, *aside))
+    reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
+    assert reading.reused == 40
+    assert torch.equal(logits(model, reading.cache), wanted)
 
 
 def test_the_folder_is_bounded(tmp_path):
@@ -353,7 +399,8 @@ def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
     written = sorted(tmp_path.rglob("*.safetensors"))
     assert written
     for file in written:  # all of them are whole
-        assert load_state(file, model).get_seq_length() == len(load_ids(file))
+        cache, ids = read_state(file, model)
+        assert cache.get_seq_length() == len(ids)
     folder = StateFolder(tmp_path, model, 10**9)
     assert not list(tmp_path.rglob("*.tmp-*")) and len(folder) == len(written)
     reading = read(Reader(model, PIECE, StateStore(10**8, folder)), text(40))
