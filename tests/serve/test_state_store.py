@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 from latte.errors import LatteError
 from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
 from latte.models.state_file import read_state
+from latte.serve import engine as loop
 from latte.serve import state_folder
 from latte.serve.counters import Counters
 from latte.serve.engine import Ahead, Engine, Request
 from latte.serve.reading import Reader
+from latte.serve.requests import BadRequest
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore, pieces_of
 
@@ -220,6 +222,134 @@ def test_a_request_that_comes_after_the_end_is_told_so():
     engine.close()
     engine.submit(request(20, ends))
     assert [str(error) for error in ends] == ["the server ends"]
+
+
+class Greedy:
+    """A sampler."""
+
+    is_greedy = True
+
+    def __call__(self, logits):
+        return int(logits[0].argmax())
+
+    def took(self, token):
+        pass
+
+
+class Asked:
+    """A request to a loop of its own thread, greedy, of so many tokens."""
+
+    def __init__(self, engine, ids, tokens=3, **options):
+        self.said, self.errors, self.ended, self.began = (
+            [],
+            [],
+            threading.Event(),
+            threading.Event(),
+        )
+
+        def put(token):
+            self.said.append(token)
+            self.began.set()
+
+        def end(error):
+            self.errors.append(error)
+            self.ended.set()
+
+        options["stops"] = lambda written: len(written) >= tokens
+        engine.submit(Request(ids, sampler=Greedy(), put=put, end=end, **options))
+
+    def answer(self):
+        assert self.ended.wait(60)
+        (error,) = self.errors
+        if error is not None:
+            raise error
+        return self.said
+
+
+@pytest.fixture
+def engine():
+    engine = Engine(Reader(build(), PIECE, StateStore(10**7)), slots=4, counters=Counters())
+    yield engine
+    engine.close()
+
+
+def alone(model, ids, tokens):
+    cache = read(Reader(model, PIECE), ids[:-1]).cache
+    said = [int(logits(model, cache, int(ids[-1]))[0, -1].argmax())]
+    while len(said) < tokens:
+        said.append(int(logits(model, cache, said[-1])[0, -1].argmax()))
+    return said
+
+
+LONG = 300  # tokens of an answer that is running while another request fails
+
+
+def test_a_request_that_cannot_join_ends_no_other(engine, monkeypatch):
+    running = Asked(engine, text(20), LONG)
+    assert running.began.wait(60)
+    join, failed = loop.joined, threading.Event()
+
+    def fails_once(config, caches):
+        if failed.is_set():
+            return join(config, caches)
+        failed.set()
+        raise Broken
+
+    monkeypatch.setattr(loop, "joined", fails_once)
+    with pytest.raises(Broken):
+        Asked(engine, text(20, seed=1)).answer()
+    model = engine.reader.model
+    assert Asked(engine, text(20, seed=2)).answer() == alone(model, text(20, seed=2), 3)
+    assert running.answer() == alone(model, text(20), LONG)
+
+
+def test_a_token_that_the_model_does_not_have_ends_no_other(engine):
+    running = Asked(engine, text(20), LONG)
+    assert running.began.wait(60)
+    for token in (260, -1):
+        with pytest.raises(BadRequest, match="prompt: expected token ids below 260"):
+            Asked(engine, np.append(text(20), token).astype(np.int32))
+    assert running.answer() == alone(engine.reader.model, text(20), LONG)
+
+
+def test_a_chat_that_is_split_for_its_next_turn_delays_no_other(engine):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def follow(written):
+        begun.set()
+        assert go_on.wait(60)
+        return text(40), ()
+
+    Asked(engine, text(20), follow=follow).answer()
+    assert begun.wait(60)
+    model = engine.reader.model
+    assert Asked(engine, text(20, seed=1)).answer() == alone(model, text(20, seed=1), 3)
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while engine.reader.begin(text(40)).reused < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.reader.begin(text(40)).reused == 40
+
+
+@pytest.mark.parametrize("harm", ["shape", "values"])
+def test_a_damaged_file_of_one_prompt_ends_no_other_answer(tmp_path, harm):
+    model = build()
+    folder = StateFolder(tmp_path, model, 10**8)
+    read(Reader(model, PIECE, StateStore(10**7, folder)), text(19))
+    folder.close()
+    for file in tmp_path.rglob("*.safetensors"):
+        {"shape": of_another_shape, "values": flipped("layers.0.latent.mean")}[harm](file)
+    folder = StateFolder(tmp_path, model, 10**8)
+    engine = Engine(Reader(model, PIECE, StateStore(10**7, folder)), 4, Counters())
+    try:
+        running = Asked(engine, text(20, seed=1), LONG)
+        assert running.began.wait(60)
+        for _ in range(2):
+            assert Asked(engine, text(20)).answer() == alone(model, text(20), 3)
+        assert running.answer() == alone(model, text(20, seed=1), LONG)
+    finally:
+        engine.close()
+        folder.close()
 
 
 # ---- on disk

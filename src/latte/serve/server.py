@@ -96,7 +96,7 @@ class Serving:
         """Raise LatteError for numbers that are out of range."""
         for name, (option, least) in OPTIONS.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not value >= least:  # nor nan
                 raise LatteError(f"{option}: expected at least {least}, got {value}")
         if self.state_folder is not None and not self.state_cache:
             raise LatteError("state-cache-dir: expected a --state-cache above 0 beside it, got 0")
