@@ -1,6 +1,8 @@
 """Chats as tokens: those of the tokenizer itself, marked where other requests branch."""
 
+import concurrent.futures
 import random
+import threading
 import types
 
 import pytest
@@ -8,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from latte.data.tokenizers import byte_tokenizer
-from latte.serve.prompts import LONG, Prompts, Splits
+from latte.serve.prompts import LARGE, LONG, Prompts, Splits
+from latte.serve.requests import BadRequest
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -198,6 +201,35 @@ def test_the_work_is_in_proportion_to_the_chat(bpe, monkeypatch):
     rendered.clear()
     prompts.apply_chat_template(many)
     assert sum(rendered) <= 25 * len(many)
+
+
+def test_long_texts_are_split_one_by_one_and_short_ones_pass_them(bpe, monkeypatch):
+    prompts = Prompts(bpe(CHATML))
+    long, splits, go_on = "the captain said " * (LARGE // 10), threading.Event(), threading.Event()
+    encoding = prompts._splits._encoding
+
+    def slow(part):
+        if len(part) > LARGE:
+            splits.set()
+            assert go_on.wait(60)
+        return encoding(part)
+
+    monkeypatch.setattr(prompts._splits, "_encoding", slow)
+    chat = [{"role": "user", "content": long}]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(prompts.apply_chat_template, chat)
+            assert splits.wait(60)
+            second = pool.submit(prompts.ids, long)
+            assert ids_of(prompts.apply_chat_template([{"role": "user", "content": "the"}]))
+            assert len(prompts.ids("the captain"))
+            assert not (first.done() or second.done())
+            prompts.end()
+        finally:
+            go_on.set()
+        assert ids_of(first.result(60))
+        with pytest.raises(BadRequest, match="the server ends"):
+            second.result(60)
 
 
 def test_the_start_token_comes_by_itself_where_there_is_no_template(bpe):

@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -187,7 +186,7 @@ class Completions(Checked, CompletionHandler):
     _unused_fields = set()
 
     def _split(self, prompts: Prompts, body: Body) -> Prompt:
-        return Prompt.of(np.array(prompts.tokenizer(body["prompt"]).input_ids, np.int64))
+        return Prompt.of(prompts.ids(body["prompt"]))
 
     def _logprobs(self, scores: list[TokenScore]) -> Body:
         texts = [self._text(one.token) for one in scores]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import itertools
 import re
 import threading
@@ -37,8 +38,9 @@ PLAIN_CHAT = (
 )
 LONG = 2000  # least number of characters of a text that is remembered
 REMEMBERED = 16_000_000  # largest number of characters in all
-LARGE = 100_000  # least number of characters of a text of which few are split at the same time
-AT_ONCE = 4  # number of such texts; splitting takes some 200 bytes for a character
+# Least number of characters of a text that is split while no other such text is. Splitting takes
+# some 200 bytes for a character.
+LARGE = 100_000
 KINDS = 16  # largest number of kinds of messages of which the end is looked for
 SIGN = "\ue000"  # a character of private use, put after contents to find them in a chat's text
 Messages = list[dict[str, Any]]
@@ -72,6 +74,8 @@ class Prompts:
         if self._begins:
             tokenizer.chat_template = PLAIN_CHAT
         self._splits = Splits(tokenizer)
+        self._large = threading.Lock()
+        self._ended = False
         opens, closes = {"add_generation_prompt": True}, {"add_generation_prompt": False}
         self._splits.check(self._render([USER, ANSWER, USER], opens, strict=False))
         asked = self._render([USER], closes, strict=False)
@@ -115,14 +119,47 @@ class Prompts:
         options = {**options, "add_generation_prompt": False}
         return self._encode(self._render(messages, options), messages, options)
 
+    def ids(self, text: str) -> np.ndarray:
+        """The tokens (T,) int32 of a text that is no chat, as the tokenizer itself splits it."""
+        with self._turn(text):
+            return np.array(self.tokenizer(text, return_attention_mask=False).input_ids, np.int32)
+
+    def end(self) -> None:
+        """Refuse the long texts that wait for their turn, because the server ends."""
+        self._ended = True
+
     def _encode(self, text: str, messages: Messages, options: dict[str, Any]) -> Prompt:
-        ids, starts = self._splits.encode(text)
+        with self._turn(text):
+            ids, marks = self._marked(text, messages, options)
         prompt = Prompt.of(ids)
-        prompt.chat = messages, options
+        prompt.chat, prompt.marks = (messages, options), marks
+        return prompt
+
+    def _marked(
+        self, text: str, messages: Messages, options: dict[str, Any]
+    ) -> tuple[np.ndarray, tuple[int, ...]]:
+        ids, starts = self._splits.encode(text)
         marks = (starts(end - 1) for end in self._ends(text, messages, options))
         # The token with the last character is left out: in a longer text it may be another token.
-        prompt.marks = tuple(sorted({mark for mark in marks if mark}))
-        return prompt
+        return ids, tuple(sorted({mark for mark in marks if mark}))
+
+    @contextlib.contextmanager
+    def _turn(self, text: str) -> Iterator[None]:
+        """Wait until no other long text is split, if this is one; then give its memory back.
+
+        Raises:
+            BadRequest: The server ends.
+        """
+        if len(text) < LARGE:
+            yield
+            return
+        with self._large:
+            if self._ended:
+                raise BadRequest("the server ends", status=503)
+            yield
+            # glibc would keep what a thread has freed for that thread.
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _ends(self, text: str, messages: Messages, options: dict[str, Any]) -> Iterator[int]:
         """The end of each message in the text, or of the opening of the answer to it.
@@ -224,7 +261,6 @@ class Splits:
         self._known: OrderedDict[str, np.ndarray] = OrderedDict()
         self._length = 0
         self._lock = threading.Lock()  # of what is remembered
-        self._large = threading.Semaphore(AT_ONCE)
 
     def check(self, text: str) -> None:
         """Turn cutting off if this text gives other tokens when it is cut."""
@@ -287,8 +323,7 @@ class Splits:
         return ids, encoding
 
     def _encoding(self, text: str) -> Any:
-        with self._large if len(text) >= LARGE else contextlib.nullcontext():
-            return self._tokenizer([text], add_special_tokens=False).encodings[0]
+        return self._tokenizer([text], add_special_tokens=False).encodings[0]
 
 
 def _token_at(encoding: Any, character: int) -> int | None:

@@ -20,6 +20,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +52,7 @@ OPTIONS = {
     "characters": ("max-characters", 1),
     "patience": ("client-timeout", 1),
 }
+THREADS = 64  # number of requests that are checked and split, or wait for that, at the same time
 GRACE = 3  # number of seconds that answers have to end when the server ends
 
 
@@ -252,7 +254,14 @@ def make_server(
     class Ending(uvicorn.Server):
         """End unfinished answers with an error after some seconds, so that the server can end."""
 
+        async def startup(self, sockets: Any = None) -> None:
+            # Long texts wait for their turn in these threads, and short ones pass them.
+            threads = ThreadPoolExecutor(THREADS, "requests")
+            asyncio.get_running_loop().set_default_executor(threads)
+            await super().startup(sockets)
+
         async def shutdown(self, sockets: Any = None) -> None:
+            prompts.end()
             asyncio.get_running_loop().call_later(GRACE, manager.stop)
             await super().shutdown(sockets)
 
