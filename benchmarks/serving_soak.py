@@ -2,9 +2,11 @@
 
 Eight clients of a `latte serve` in a process of its own ask for completions and chats of random
 lengths, streamed or not, leave in the middle, wait too short, send bad JSON, drop connections, ask
-for too much or for another model. Every whole answer (greedy) is compared with `latte generate`
-in this process. The server's resident memory, its states and its places are printed, and written
-to the CSV file with the numbers of requests.
+for too much or for another model: also for 2,001 messages, for texts of 1.9 million characters and
+of 5 MB. Every whole answer (greedy) is compared with `latte generate` in this process. Another
+process asks for `/health` ten times a second. The server's resident memory, its states and its
+places are printed, and written to the CSV file with the numbers of requests and the longest time
+that `/health` has taken.
 
     python -m benchmarks.serving_soak CHECKPOINT [--minutes 30]
     python -m benchmarks.serving_soak --quick
@@ -15,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import multiprocessing
 import random
 import socket
 import tempfile
@@ -47,6 +50,7 @@ class Soak:
             *[self.chat] * 2,
             *(self.leave, self.leave, self.wait_too_short, self.bad_json),
             *(self.drop, self.too_long, self.another_model),
+            *(self.many_messages, self.many_characters, self.too_large),
         )
         self.kinds: tuple[Callable[[random.Random], None], ...] = kinds
 
@@ -117,6 +121,17 @@ class Soak:
     def too_long(self, rng: random.Random) -> None:
         self.refused(400, "completions", self.body(rng) | {"prompt": "once " * LONGEST})
 
+    def many_messages(self, rng: random.Random) -> None:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": "a"} for i in range(2001)]
+        self.refused(400, "chat/completions", {"model": self.server.model, "messages": messages})
+
+    def many_characters(self, rng: random.Random) -> None:
+        self.refused(400, "completions", self.body(rng) | {"prompt": "once " * 380_000})
+
+    def too_large(self, rng: random.Random) -> None:
+        self.refused(413, "completions", self.body(rng) | {"prompt": "once " * 1_000_000})
+
     def another_model(self, rng: random.Random) -> None:
         self.refused(404, "completions", self.body(rng) | {"model": "another"})
 
@@ -124,8 +139,18 @@ class Soak:
         port = int(self.server.url.rpartition(":")[2])
         with socket.create_connection(("localhost", port)) as connection:
             connection.send(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
             )
+
+
+def watch(url: str, ends: float, worst: Any) -> None:
+    """Ask for /health until this moment, and keep the longest time. It runs in its own process."""
+    while time.time() < ends:
+        begun = time.perf_counter()
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            answer.read()
+        worst.value = max(worst.value, time.perf_counter() - begun)
+        time.sleep(0.1)
 
 
 def resident_mb(process: int) -> float:
@@ -177,6 +202,11 @@ def run(args: Any, folder: str) -> None:
     bounds += ["--state-cache-disk", "128MiB", "--max-length", str(LONGEST)]
     with latte_server(args.checkpoint, *bounds) as server:
         soak = Soak(server, expected, 60 * minutes)
+        apart = multiprocessing.get_context("spawn")
+        worst = apart.Value("d", 0.0)
+        watched = (server.url, time.time() + 60 * minutes, worst)
+        watcher = apart.Process(target=watch, args=watched, daemon=True)
+        watcher.start()
         threads = [threading.Thread(target=soak.client, args=(i,)) for i in range(CLIENTS)]
         for thread in threads:
             thread.start()
@@ -191,7 +221,11 @@ def run(args: Any, folder: str) -> None:
             row |= {"disk_bytes": int(seen["latte_state_disk_bytes"])}
             row |= {"slots": int(seen["latte_slots_in_use"])}
             row |= {"requests": soak.done.total(), "wrong": len(soak.wrong)}
+            row |= {"longest_health_s": round(worst.value, 3)}
             table.add_and_say(row)
+        watcher.join()
+        if watcher.exitcode:
+            soak.wrong.append("/health was not answered")
     say(f"requests by kind: {dict(soak.done)}")
     for line in soak.wrong[:10]:
         say(f"wrong: {line}")

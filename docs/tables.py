@@ -139,6 +139,15 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--state-cache": "memory for states that are kept, such as `2GiB`; 0 keeps none",
         "--state-cache-dir": "folder in which states are kept as files too, for the next start",
         "--state-cache-disk": "largest size of these files together",
+        "--max-body": "largest size of a request's body, such as `16MiB`; a larger one gets status"
+        " 413",
+        "--max-messages": "largest number of messages of a chat",
+        "--max-characters": "largest number of characters of all strings of a request together",
+        "--client-timeout": "seconds after which a client is dropped that does not send the rest of"
+        " its request, or does not read its answer; it can take twice as long",
+        "--allowed-hosts": "names in URLs that the server answers to, without ports, separated by"
+        " commas: `api.example.com`, `*.example.com`, or `*` for any name. At a loopback address"
+        " those of this machine are added; at a loopback address none, elsewhere all",
         "--host": "address to listen at",
         "--port": "port; 0 takes a free one. The address is printed when the server is ready",
         "--compile": "compile one step of decoding first",
@@ -331,8 +340,9 @@ def names(action: argparse.Action) -> list[str]:
 
 def spelled(value: Any) -> str:
     """A default as it would be typed."""
-    if isinstance(value, int) and value >= 2**30 and value % 2**30 == 0:
-        return f"{value // 2**30}GiB"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if isinstance(value, int) and value >= unit and value % unit == 0:
+            return f"{value // unit}{name}"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

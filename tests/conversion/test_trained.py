@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -12,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from latte.cli import main
 from latte.conversion import apply_latents, convert, save_latents
 from latte.errors import LatteError
+from latte.models.tensor_file import read_tensors
 from tests.conversion.bases import base, converted, tokens
 
 FIELDS = {"latent_input": "none", "num_sinks": 2, "delay_latents": True, "joint_softmax": True}
@@ -131,18 +135,90 @@ def test_a_base_of_another_shape_is_refused(folder, tmp_path):
 
 def test_files_that_are_no_latents(folder, tmp_path):
     file = tmp_path / "latents.safetensors"
-    with pytest.raises(LatteError, match="do not exist; expected a file written by save_latents"):
+    with pytest.raises(LatteError, match="expected a file written by save_latents, found no file"):
         apply_latents(folder, file)
     file.write_bytes(b"no")
-    with pytest.raises(LatteError, match="are truncated or damaged"):
+    with pytest.raises(LatteError, match="truncated or damaged"):
         apply_latents(folder, file)
     save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(LatteError, match="has no latents: expected a file written by"):
+    with pytest.raises(LatteError, match="found another kind of file"):
         apply_latents(folder, file)
     with pytest.raises(LatteError, match="latents .* exists and is a file"):
         save_latents(converted("qwen3"), file)
     with pytest.raises(LatteError, match="expected a converted model, got Qwen3ForCausalLM"):
         save_latents(base("qwen3"), tmp_path / "other")
+
+
+def replace_by(change):
+    """Harm: another tensor in the place of one."""
+    return lambda held, about, name: held.update({name: change(held[name])})
+
+
+def about(**strings):
+    return lambda held, about, name: about.update(strings)
+
+
+WEIGHT = "model.layers.1.self_attn.latents.q_proj.weight"
+UPDATE = "model.layers.1.self_attn.q_proj.weight"
+HARMS = {
+    "no latents": (WEIGHT, lambda held, about, name: held.pop(name)),
+    "no sample": ("sample", lambda held, about, name: held.pop(name)),
+    "half an update": (f"{UPDATE}.down", lambda held, about, name: held.pop(name)),
+    "a name": (f"{UPDATE}.up", lambda held, about, name: held.update({"x.up": held.pop(name)})),
+    "a dtype": (WEIGHT, replace_by(lambda x: x.to(torch.int32))),
+    "an update's dtype": (f"{UPDATE}.up", replace_by(lambda x: x.to(torch.int32))),
+    "the sample's dtype": ("sample", replace_by(lambda x: x.to(torch.float64))),
+    "a shape": (WEIGHT, replace_by(lambda x: torch.cat([x, x], -1))),
+    "an update's shape": (f"{UPDATE}.up", replace_by(lambda x: torch.cat([x, x]))),
+    "an update's rank": (f"{UPDATE}.down", replace_by(lambda x: x[:1])),
+    "no dimension": (f"{UPDATE}.up", replace_by(lambda x: x[0, 0])),
+    "not a number": (WEIGHT, replace_by(lambda x: x * torch.nan)),
+    "fields that are no JSON": ("", about(fields="{")),
+    "fields that are a list": ("", about(fields="[]")),
+    "an unknown field": ("", about(fields='{"keep_layers": [], "what": 1}')),
+    "a field's type": ("", about(fields='{"keep_layers": [], "num_sinks": "two"}')),
+    "layers": ("", about(fields='{"keep_layers": "all"}')),
+    "the base's dtype": ("", about(dtype="no")),
+    "a dtype of whole numbers": ("", about(dtype="int64")),
+    "no fields": ("", lambda held, about, name: about.pop("fields")),
+}
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_damaged_latents_are_refused_in_one_line(folder, tmp_path, checksum):
+    """Also a file of format 1, which has no checksum."""
+    model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
+    with torch.no_grad():
+        matrix = model.model.layers[1].self_attn.q_proj.weight
+        matrix += 0.1 * torch.outer(
+            *(torch.ones(size, dtype=matrix.dtype) for size in matrix.shape)
+        )
+    save_latents(model, file, base=folder, rank=2, dtype=torch.float64)
+    with safe_open(file, framework="pt") as opened:
+        strings, tensors = opened.metadata(), {x: opened.get_tensor(x) for x in opened.keys()}
+    if not checksum:
+        del strings["sha256"]
+        strings["format"] = "latte latents 1"
+        save_file(tensors, file, strings)
+        assert torch.equal(
+            apply_latents(folder, file).state_dict()[WEIGHT], model.state_dict()[WEIGHT]
+        )
+    for harm, (name, change) in HARMS.items():
+        said, held = dict(strings), dict(tensors)
+        change(held, said, name)
+        save_file({name: x.contiguous() for name, x in held.items()}, file, said)
+        with pytest.raises(LatteError, match="checksum" if checksum else "latents") as error:
+            apply_latents(folder, file, tmp_path / "out")
+        assert "\n" not in str(error.value), harm
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_shipped_latents_are_whole():
+    shipped = sorted((Path(__file__).parents[2] / "recipes").rglob("*.safetensors"))
+    assert shipped
+    for file in shipped:
+        about, _ = read_tensors(file, "latents", "save_latents")
+        assert about["format"] == "latte latents 2"  # with a checksum
 
 
 def test_the_command(folder, tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Chats as tokens: those of the tokenizer itself, marked where other requests branch."""
 
+import concurrent.futures
 import random
+import threading
 import types
 
 import pytest
@@ -8,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from latte.data.tokenizers import byte_tokenizer
-from latte.serve.prompts import LONG, Prompts, Splits
+from latte.serve.prompts import LARGE, LONG, Prompts, Splits
+from latte.serve.requests import BadRequest
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -43,6 +46,13 @@ def bpe():
         return tokenizer
 
     return make
+
+
+STRIPS = CHATML.replace("message.content }}", "message.content | trim }}")
+LEAVES_OUT = CHATML.replace(
+    "{{ message.content }}<|im_end|>",
+    "{% if message.content %}{{ message.content }}<|im_end|>{% endif %}",
+)
 
 
 def text(rng, words):
@@ -120,6 +130,106 @@ def test_a_turn_begins_with_what_was_marked_in_the_turns_before(bpe, template):
         marked = places | {tuple(ids_of(then)[:end])}
         messages = [*messages, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": text(rng, 9)})
+
+
+def marks_of_every_beginning(prompts, messages):
+    """The marks of a chat, each from rendering the chat up to there."""
+    whole = prompts.apply_chat_template(messages)
+    text, ends = prompts._render(messages, {"add_generation_prompt": True}), set()
+    roles = [message["role"] for message in messages[1:]] + ["assistant"]
+    follows = "<think>" not in text  # answers do not begin as they were opened
+    for count, role in enumerate(roles, 1):
+        opens = {"add_generation_prompt": role == "assistant" and follows}
+        before = prompts._render(messages[:count], opens, strict=False)
+        if before and text.startswith(before):
+            ends.add(len(before) - 1)
+    ids, starts = prompts._splits.encode(text)
+    assert ids.tolist() == ids_of(whole)
+    return sorted(starts(end) for end in ends)
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKS, STRICT, STRIPS, LEAVES_OUT, None])
+def test_the_marks_are_where_the_chat_up_to_a_message_ends(bpe, template):
+    rng = random.Random(3)
+    prompts = Prompts(byte_tokenizer() if template is None else bpe(template))
+    for turns in (1, 2, 5, 9):
+        messages = chat(rng, turns, words=4)[template is STRICT :]
+        messages += [
+            {"role": "user", "content": content} for content in ("", " ", "  a", "b \n", "\n", "c")
+        ]
+        messages.append({"role": "tool", "content": "12"})
+        marks = prompts.apply_chat_template(messages).marks
+        every = marks_of_every_beginning(prompts, messages)
+        if template is LEAVES_OUT:  # the end of a message without content is not known
+            assert set(marks) <= set(every)
+            assert len(marks) >= sum(bool(message["content"]) for message in messages)
+        else:
+            assert list(marks) == every
+
+
+def test_the_work_is_in_proportion_to_the_chat(bpe, monkeypatch):
+    """Number of messages that are rendered, and of characters that are split, for each message."""
+    tokenizer = bpe(CHATML)
+    prompts, render = Prompts(tokenizer), tokenizer.apply_chat_template
+    rendered, split = [], []
+    monkeypatch.setattr(
+        tokenizer,
+        "apply_chat_template",
+        lambda messages, **options: rendered.append(len(messages)) or render(messages, **options),
+    )
+    encoding = prompts._splits._encoding
+    monkeypatch.setattr(
+        prompts._splits, "_encoding", lambda part: split.append(len(part)) or encoding(part)
+    )
+
+    def work(messages):
+        rendered.clear(), split.clear()
+        prompt = prompts.apply_chat_template(messages)
+        assert len(prompt.marks) == len(messages)
+        return sum(rendered) / len(messages), sum(split) / len(messages)
+
+    roles = ("user", "assistant")
+    one, ten = (
+        work([{"role": roles[i % 2], "content": "a"} for i in range(count)]) for count in (41, 401)
+    )
+    assert ten[0] <= one[0] + 1 and ten[1] <= 1.1 * one[1]
+    # However many kinds of messages there are, and whatever they call.
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    many = [
+        {"role": roles[i % 2], "content": "a", "tool_calls": calls * (i + 1)} for i in range(101)
+    ]
+    rendered.clear()
+    prompts.apply_chat_template(many)
+    assert sum(rendered) <= 25 * len(many)
+
+
+def test_long_texts_are_split_one_by_one_and_short_ones_pass_them(bpe, monkeypatch):
+    prompts = Prompts(bpe(CHATML))
+    long, splits, go_on = "the captain said " * (LARGE // 10), threading.Event(), threading.Event()
+    encoding = prompts._splits._encoding
+
+    def slow(part):
+        if len(part) > LARGE:
+            splits.set()
+            assert go_on.wait(60)
+        return encoding(part)
+
+    monkeypatch.setattr(prompts._splits, "_encoding", slow)
+    chat = [{"role": "user", "content": long}]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(prompts.apply_chat_template, chat)
+            assert splits.wait(60)
+            second = pool.submit(prompts.ids, long)
+            assert ids_of(prompts.apply_chat_template([{"role": "user", "content": "the"}]))
+            assert len(prompts.ids("the captain"))
+            assert not (first.done() or second.done())
+            prompts.end()
+        finally:
+            go_on.set()
+        assert ids_of(first.result(60))
+        with pytest.raises(BadRequest, match="the server ends"):
+            second.result(60)
 
 
 def test_the_start_token_comes_by_itself_where_there_is_no_template(bpe):

@@ -1,21 +1,27 @@
 """States that are kept: found by their tokens alone, bounded, and the same to the bit."""
 
+import json
 import multiprocessing
 import signal
+import struct
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from latte.errors import LatteError
 from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
-from latte.models.state_file import load_ids
+from latte.models.state_file import read_state
+from latte.serve import engine as loop
 from latte.serve import state_folder
 from latte.serve.counters import Counters
 from latte.serve.engine import Ahead, Engine, Request
 from latte.serve.reading import Reader
+from latte.serve.requests import BadRequest
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore, pieces_of
 
@@ -218,6 +224,134 @@ def test_a_request_that_comes_after_the_end_is_told_so():
     assert [str(error) for error in ends] == ["the server ends"]
 
 
+class Greedy:
+    """A sampler."""
+
+    is_greedy = True
+
+    def __call__(self, logits):
+        return int(logits[0].argmax())
+
+    def took(self, token):
+        pass
+
+
+class Asked:
+    """A request to a loop of its own thread, greedy, of so many tokens."""
+
+    def __init__(self, engine, ids, tokens=3, **options):
+        self.said, self.errors, self.ended, self.began = (
+            [],
+            [],
+            threading.Event(),
+            threading.Event(),
+        )
+
+        def put(token):
+            self.said.append(token)
+            self.began.set()
+
+        def end(error):
+            self.errors.append(error)
+            self.ended.set()
+
+        options["stops"] = lambda written: len(written) >= tokens
+        engine.submit(Request(ids, sampler=Greedy(), put=put, end=end, **options))
+
+    def answer(self):
+        assert self.ended.wait(60)
+        (error,) = self.errors
+        if error is not None:
+            raise error
+        return self.said
+
+
+@pytest.fixture
+def engine():
+    engine = Engine(Reader(build(), PIECE, StateStore(10**7)), slots=4, counters=Counters())
+    yield engine
+    engine.close()
+
+
+def alone(model, ids, tokens):
+    cache = read(Reader(model, PIECE), ids[:-1]).cache
+    said = [int(logits(model, cache, int(ids[-1]))[0, -1].argmax())]
+    while len(said) < tokens:
+        said.append(int(logits(model, cache, said[-1])[0, -1].argmax()))
+    return said
+
+
+LONG = 300  # tokens of an answer that is running while another request fails
+
+
+def test_a_request_that_cannot_join_ends_no_other(engine, monkeypatch):
+    running = Asked(engine, text(20), LONG)
+    assert running.began.wait(60)
+    join, failed = loop.joined, threading.Event()
+
+    def fails_once(config, caches):
+        if failed.is_set():
+            return join(config, caches)
+        failed.set()
+        raise Broken
+
+    monkeypatch.setattr(loop, "joined", fails_once)
+    with pytest.raises(Broken):
+        Asked(engine, text(20, seed=1)).answer()
+    model = engine.reader.model
+    assert Asked(engine, text(20, seed=2)).answer() == alone(model, text(20, seed=2), 3)
+    assert running.answer() == alone(model, text(20), LONG)
+
+
+def test_a_token_that_the_model_does_not_have_ends_no_other(engine):
+    running = Asked(engine, text(20), LONG)
+    assert running.began.wait(60)
+    for token in (260, -1):
+        with pytest.raises(BadRequest, match="prompt: expected token ids below 260"):
+            Asked(engine, np.append(text(20), token).astype(np.int32))
+    assert running.answer() == alone(engine.reader.model, text(20), LONG)
+
+
+def test_a_chat_that_is_split_for_its_next_turn_delays_no_other(engine):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def follow(written):
+        begun.set()
+        assert go_on.wait(60)
+        return text(40), ()
+
+    Asked(engine, text(20), follow=follow).answer()
+    assert begun.wait(60)
+    model = engine.reader.model
+    assert Asked(engine, text(20, seed=1)).answer() == alone(model, text(20, seed=1), 3)
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while engine.reader.begin(text(40)).reused < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.reader.begin(text(40)).reused == 40
+
+
+@pytest.mark.parametrize("harm", ["shape", "values"])
+def test_a_damaged_file_of_one_prompt_ends_no_other_answer(tmp_path, harm):
+    model = build()
+    folder = StateFolder(tmp_path, model, 10**8)
+    read(Reader(model, PIECE, StateStore(10**7, folder)), text(19))
+    folder.close()
+    for file in tmp_path.rglob("*.safetensors"):
+        {"shape": of_another_shape, "values": flipped("layers.0.latent.mean")}[harm](file)
+    folder = StateFolder(tmp_path, model, 10**8)
+    engine = Engine(Reader(model, PIECE, StateStore(10**7, folder)), 4, Counters())
+    try:
+        running = Asked(engine, text(20, seed=1), LONG)
+        assert running.began.wait(60)
+        for _ in range(2):
+            assert Asked(engine, text(20)).answer() == alone(model, text(20), 3)
+        assert running.answer() == alone(model, text(20, seed=1), LONG)
+    finally:
+        engine.close()
+        folder.close()
+
+
 # ---- on disk
 
 
@@ -230,7 +364,7 @@ def test_states_survive_a_restart(tmp_path):
     assert len(files) == len(folder) == 2
     assert folder.nbytes == sum(file.stat().st_size for file in files)
     assert sorted(load_state(file, model).get_seq_length() for file in files) == [20, 40]
-    assert sorted(len(load_ids(file)) for file in files) == [20, 40]
+    assert sorted(len(read_state(file, model)[1]) for file in files) == [20, 40]
 
     again = StateFolder(tmp_path, model, 10**8)
     reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
@@ -242,20 +376,62 @@ def test_states_survive_a_restart(tmp_path):
     assert read(Reader(other, PIECE, StateStore(10**7, elsewhere)), text(40), (20,)).reused == 0
 
 
-def test_broken_files_are_no_states(tmp_path):
+def truncated(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flipped(name):
+    """Harm: one bit of a tensor."""
+
+    def harm(file):
+        whole = bytearray(file.read_bytes())
+        (length,) = struct.unpack("<Q", whole[:8])
+        begin, _ = json.loads(whole[8 : 8 + length])[name]["data_offsets"]
+        whole[8 + length + begin + 3] ^= 4
+        file.write_bytes(whole)
+
+    return harm
+
+
+def of_another_shape(file):
+    """Harm: a file of the first format, without a checksum, whose rows cannot join others."""
+    with safe_open(file, framework="pt") as opened:
+        about, held = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}
+    del about["sha256"]
+    held["layers.0.window.keys"] = torch.cat([held["layers.0.window.keys"]] * 2, -1)
+    save_file(held, file, about | {"format": "latte state 1"})
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [truncated, flipped("ids"), flipped("layers.0.latent.mean"), of_another_shape],
+    ids=["truncated", "tokens", "values", "shape"],
+)
+def test_a_damaged_file_is_set_aside_and_its_text_read_anew(tmp_path, harm):
     model = build()
     folder = StateFolder(tmp_path, model, 10**8)
     read(Reader(model, PIECE, StateStore(10**7, folder)), text(40), (20,))
     folder.close()
-    for file in tmp_path.rglob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    left = next(tmp_path.rglob("*.safetensors")).with_suffix(".safetensors.tmp-999999999")
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    for file in files:
+        harm(file)
+    left = files[0].with_suffix(".safetensors.tmp-999999999")
     left.write_bytes(b"half")
     again = StateFolder(tmp_path, model, 10**8)
     assert not left.exists()
-    assert read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,)).reused == 0
+    wanted = logits(model, read(Reader(model, PIECE), text(40), (20,)).cache)
+    reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
+    assert reading.reused == 0
+    assert torch.equal(logits(model, reading.cache), wanted)
     again.close()
-    assert read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,)).reused == 40
+    # The new states are in the place of the damaged ones, which are still there.
+    assert sorted(tmp_path.rglob("*.safetensors")) == files
+    aside = sorted(tmp_path.rglob("*.damaged"))
+    assert [file.stem for file in aside] == [file.stem for file in files]
+    assert again.nbytes == sum(file.stat().st_size for file in (*files, *aside))
+    reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
+    assert reading.reused == 40
+    assert torch.equal(logits(model, reading.cache), wanted)
 
 
 def test_the_folder_is_bounded(tmp_path):
@@ -353,7 +529,8 @@ def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
     written = sorted(tmp_path.rglob("*.safetensors"))
     assert written
     for file in written:  # all of them are whole
-        assert load_state(file, model).get_seq_length() == len(load_ids(file))
+        cache, ids = read_state(file, model)
+        assert cache.get_seq_length() == len(ids)
     folder = StateFolder(tmp_path, model, 10**9)
     assert not list(tmp_path.rglob("*.tmp-*")) and len(folder) == len(written)
     reading = read(Reader(model, PIECE, StateStore(10**8, folder)), text(40))

@@ -95,6 +95,11 @@ def serve(options: Namespace) -> int:
         state_folder=options.state_cache_dir,
         state_folder_room=options.state_cache_disk,
         longest=options.max_length,
+        body=options.max_body,
+        messages=options.max_messages,
+        characters=options.max_characters,
+        patience=options.client_timeout,
+        hosts=options.allowed_hosts,
     )
     run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device"))
     return 0

@@ -308,6 +308,34 @@ def _serve(command: Any) -> None:
         metavar="SIZE",
         help="size of these files, 10GiB by default",
     )
+    add(
+        "--max-body",
+        type=size,
+        default=4 * 2**20,
+        metavar="SIZE",
+        help="largest size of a request, 4MiB by default",
+    )
+    add("--max-messages", type=int, default=4096, help="largest number of messages of a chat")
+    add(
+        "--max-characters",
+        type=int,
+        default=2_000_000,
+        help="largest number of characters of a request",
+    )
+    add(
+        "--client-timeout",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="how long to wait for the rest of a request, or for a client that reads nothing",
+    )
+    add(
+        "--allowed-hosts",
+        type=listed,
+        metavar="NAMES",
+        help="names in URLs that the server answers to, separated by commas; at a loopback address"
+        " those of this machine are added, elsewhere all are answered if none is named",
+    )
 
 
 def _compare(command: Any) -> None:

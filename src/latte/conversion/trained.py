@@ -2,16 +2,16 @@
 
 The file has a few MB. With it and the base, the converted model is made without training. It is in
 safetensors format, and holds the latents' weights, the low-rank updates of the base's projections
-if there are any, the fields of the configuration that converting adds, and a sample of the base's
-weights, so that another base is refused.
+if there are any, the fields of the configuration that converting adds, a sample of the base's
+weights, so that another base is refused, and a checksum.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from latte.conversion.pretrained import (
 )
 from latte.errors import LatteError
 from latte.models.state_file import weight_sample
-from latte.models.tensor_file import read_tensors, write_tensors
+from latte.models.tensor_file import check_finite, damaged, read_tensors, write_tensors
 from latte.ops.tensors import computation_dtype
 from latte.results import check_new_file
 
-FORMAT = "latte latents 1"
+KIND = "latents"
 # Fields that say how a model is used or where it comes from, not which weights it has.
 NOT_KEPT = ("converted_layers", "converted_from", "mixing")
 
@@ -78,7 +78,6 @@ def save_latents(
     path = check_new_file(path, "latents")
     kept = {name: fields[name] for name in OWN_FIELDS if name not in NOT_KEPT}
     about = {
-        "format": FORMAT,
         "fields": json.dumps(kept | {"keep_layers": model.config.keep_layers}),
         "base": model.config.converted_from or "",
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -89,7 +88,7 @@ def save_latents(
         plain = load_base(base, model.config, dtype=model.dtype)
         tensors["sample"] = _base_sample(plain)
         tensors |= {name: x.to(dtype) for name, x in _updates(model, plain, rank).items()}
-    write_tensors(path, tensors, about, "latents")
+    write_tensors(path, tensors, about, KIND)
 
 
 def _updates(model: Any, base: Any, rank: int) -> dict[str, Tensor]:
@@ -146,13 +145,13 @@ def apply_latents(
         The converted model, in evaluation mode.
 
     Raises:
-        LatteError: The file or the base cannot be read, the latents are for other weights, a value
-            does not fit, or ``output`` exists. Nothing has been written then.
+        LatteError: The file or the base cannot be read, the file is damaged, the latents are for
+            other weights, a value does not fit, or ``output`` exists. Nothing has been written
+            then.
     """
     target = None if output is None else check_output(output)
     about, weights = _read(Path(latents).expanduser())
-    trained = about["base"] or "the one they were trained for"
-    fields = json.loads(about["fields"])
+    trained, fields = about.base or "the one they were trained for", about.fields
     read_config(base)  # says so if there is no base
     try:
         converted_config(base, fields)
@@ -167,18 +166,16 @@ def apply_latents(
     model = load_base(base, config, dtype=dtype)
     sample, own = weights.pop("sample"), _base_sample(model)
     # The file's weights and these may be of one GGUF file, in different dtypes.
-    rounding = max(torch.finfo(kind).eps for kind in (getattr(torch, about["dtype"]), model.dtype))
+    rounding = max(torch.finfo(kind).eps for kind in (about.dtype, model.dtype))
     if sample.shape != own.shape or not torch.allclose(sample, own, rtol=rounding, atol=1e-7):
         raise LatteError(
             f"latents {latents} are for another base: {base} has other weights than {trained}"
         )
-    wanted = {name: x for name, x in model.state_dict().items() if NEW_WEIGHTS in name}
-    for name, x in wanted.items():
-        if name not in weights or weights[name].shape != x.shape:
-            raise LatteError(f"latents {latents} have no {name} of shape {tuple(x.shape)}")
-        x.copy_(weights[name])
+    _check(latents, weights, model)
     for name, x in model.state_dict().items():
-        if f"{name}.up" in weights:
+        if NEW_WEIGHTS in name:
+            x.copy_(weights[name])
+        elif f"{name}.up" in weights:
             wide = computation_dtype(x.dtype)
             up, down = (weights[f"{name}.{part}"].to(wide) for part in ("up", "down"))
             x.copy_(x.to(wide) + up @ down)
@@ -187,14 +184,61 @@ def apply_latents(
     return model
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+class _About(NamedTuple):
+    """What a file of latents says of its model.
+
+    Attributes:
+        base: Name of the base, or "".
+        dtype: Dtype of the base's weights when the sample was taken.
+        fields: Fields of the configuration that converting adds, with ``keep_layers``.
+    """
+
+    base: str
+    dtype: torch.dtype
+    fields: dict[str, Any]
+
+
+def _read(path: Path) -> tuple[_About, dict[str, Tensor]]:
     """What a file of latents says, and its tensors."""
-    if not path.is_file():
-        raise LatteError(f"latents {path} do not exist; expected a file written by save_latents")
-    about, tensors = read_tensors(path, f"latents {path} are truncated or damaged")
-    if about.get("format") != FORMAT:
-        raise LatteError(f"{path} has no latents: expected a file written by save_latents")
-    return about, tensors
+    about, tensors = read_tensors(path, KIND, "save_latents")
+    check_finite(path, KIND, tensors)
+    try:
+        said = _About(about["base"], getattr(torch, about["dtype"]), json.loads(about["fields"]))
+        layers, sample = said.fields["keep_layers"], tensors["sample"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, KIND, f"{type(error).__name__} {error}") from None
+    if not isinstance(said.dtype, torch.dtype) or not said.dtype.is_floating_point:
+        raise damaged(path, KIND, f"dtype: expected one of floating point, got {said.dtype}")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise damaged(path, KIND, f"keep_layers: expected numbers of layers, got {layers}")
+    if sample.dtype != torch.float32:
+        raise damaged(path, KIND, f"sample: expected {torch.float32}, got {sample.dtype}")
+    return said, tensors
+
+
+def _check(path: str | Path, weights: Mapping[str, Tensor], model: Any) -> None:
+    """Raise LatteError if these are not the latents of the model, and updates of its matrices."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, x in model.state_dict().items():
+        up, down = (weights.get(f"{name}.{part}") for part in ("up", "down"))
+        if NEW_WEIGHTS in name:
+            expected[name] = tuple(x.shape)
+        elif x.ndim == 2 and (up is not None or down is not None):
+            ranks = [
+                *(() if up is None else up.shape[1:2]),
+                *(() if down is None else down.shape[:1]),
+            ]
+            rank = ranks[0] if ranks else 0
+            expected |= {f"{name}.up": (x.shape[0], rank), f"{name}.down": (rank, x.shape[1])}
+    for name, shape in expected.items():
+        found = weights.get(name)
+        if found is None or tuple(found.shape) != shape or not found.is_floating_point():
+            got = "none" if found is None else f"{tuple(found.shape)} of {found.dtype}"
+            raise damaged(path, KIND, f"{name}: expected {shape} of floating point, got {got}")
+    kept = [f".layers.{layer}." for layer in model.config.keep_layers]  # more than in the file
+    for name in weights.keys() - expected.keys():
+        if NEW_WEIGHTS not in name or not any(layer in f".{name}" for layer in kept):
+            raise damaged(path, KIND, f"{name} is no weight of the latents or of the base")
 
 
 def _base_sample(model: Any) -> Tensor:

@@ -1,29 +1,28 @@
 """The state after a text as a file: read the text once, continue from it any number of times.
 
-The file is in safetensors format. It holds every tensor of every layer's state, and the identity
-of the model that read the text: its configuration and a sample of its weights.
+The file is in safetensors format. It holds every tensor of every layer's state, the identity of the
+model that read the text (its configuration and a sample of its weights), and a checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from latte.errors import LatteError, one_line
+from latte.errors import LatteError
 from latte.layers.state import MixerState
 from latte.models.cache import LatteCache
-from latte.models.tensor_file import read_tensors, write_tensors
+from latte.models.tensor_file import check_finite, damaged, read_tensors, write_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 
-FORMAT = "latte state 1"
+KIND = "state"
 SAMPLES = 16  # values of each weight that are kept
 # Parts of a layer's state that are tuples of tensors; the others are tensors.
 TUPLES: dict[str, Any] = {
@@ -34,6 +33,8 @@ TUPLES: dict[str, Any] = {
     "sinks": WindowState,
 }
 OF_ACTIVATIONS = ("window", "pending", "sinks", "conv", "short_conv")  # in the model's dtype
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+EMPTY = ("latent.log_mass", "pending.keys")  # -inf is a latent, or a key, that holds nothing
 NOT_KEPT = ("sources", "recorded")  # they grow with the number of tokens
 # Fields of every Transformers configuration do not change how a model reads a text.
 IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
@@ -54,7 +55,7 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
     Args:
         cache: Cache whose states are written.
         path: File to write.
-        ids: Tokens that were read, (B, T), to keep them in the file: see :func:`load_ids`.
+        ids: Tokens that were read, to keep them in the file: see :func:`read_state`.
 
     Raises:
         LatteError: The cache is of another kind, has read nothing, or its model was deleted; or
@@ -68,20 +69,17 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         if cache.model is None:
             what = "is of no model, since it has read nothing"
         raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
-    tensors = {"weights": weight_sample(decoder.parameters())}
+    # Copies, because safetensors refuses two names for the same memory.
+    tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in _tensors(cache)}
+    tensors["weights"] = weight_sample(decoder.parameters())
     if ids is not None:
         tensors["ids"] = ids
-    for index, layer in enumerate(cache.layers):
-        for name, x in _named(layer.state):
-            # A copy, because safetensors refuses two names for the same memory.
-            tensors[f"layers.{index}.{name}"] = x.detach().to("cpu", copy=True).contiguous()
     about = {
-        "format": FORMAT,
         "tokens": str(cache.get_seq_length()),
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "config": json.dumps(_identity(decoder)),
     }
-    write_tensors(Path(path).expanduser(), tensors, about, "state")
+    write_tensors(Path(path).expanduser(), tensors, about, KIND)
 
 
 def load_state(path: str | Path, model: Any, *, static_room: int | None = None) -> LatteCache:
@@ -106,24 +104,31 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
     Raises:
         LatteError: The file does not exist, is damaged, or is the state of another model.
     """
+    return read_state(path, model, static_room=static_room)[0]
+
+
+def read_state(
+    path: str | Path, model: Any, *, static_room: int | None = None
+) -> tuple[LatteCache, Tensor | None]:
+    """As :func:`load_state`, with the ids that :func:`save_state` was given; None if it had none.
+
+    Raises:
+        LatteError: As :func:`load_state`.
+    """
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise LatteError(f"state {path} does not exist; expected a file written by save_state")
-    about, tensors = read_tensors(path, f"state {path} is truncated or damaged")
-    if about.get("format") != FORMAT:
-        raise LatteError(f"{path} is no state: expected a file written by save_state")
+    about, tensors = read_tensors(path, KIND, "save_state")
     decoder = model.get_decoder()
+    ids = tensors.pop("ids", None)
     try:
         dtype, tokens = getattr(torch, about["dtype"]), int(about["tokens"])
         differs = _difference(about, tensors.pop("weights"), decoder)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise LatteError(f"state {path} is damaged: {type(error).__name__} {error}") from None
+        raise damaged(path, KIND, f"{type(error).__name__} {error}") from None
     if differs:
         raise LatteError(f"{path} is the state of another model: {differs}")
-    if tokens < 1:
-        raise LatteError(f"state {path} is damaged: expected a number of tokens, got {tokens}")
     room = None if static_room is None else tokens + static_room
     cache = LatteCache(decoder.config, max_cache_len=room)
+    _check(path, tensors, tokens, decoder)
     for index, (layer, module) in enumerate(zip(cache.layers, decoder.layers, strict=True)):
         device, prefix = next(module.parameters()).device, f"layers.{index}."
         parts: dict[str, Any] = {}
@@ -136,25 +141,41 @@ def load_state(path: str | Path, model: Any, *, static_room: int | None = None) 
                 parts.setdefault(part, {})[field] = x
             else:
                 parts[part] = x
-        try:
-            found = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
-            layer.update(MixerState(**found), tokens)
-        except (AssertionError, TypeError) as error:
-            raise LatteError(f"state {path} is damaged in layer {index}: {error}") from None
-    return cache
+        found = {part: TUPLES[part](**x) if part in TUPLES else x for part, x in parts.items()}
+        layer.update(MixerState(**found), tokens)
+    return cache, None if ids is None else ids.clone()
 
 
-def load_ids(path: str | Path) -> Tensor:
-    """The tokens that the state in this file has read, if :func:`save_state` was given them.
+@torch.no_grad()
+def _check(path: Path, tensors: Mapping[str, Tensor], tokens: int, decoder: Any) -> None:
+    """Raise LatteError if these cannot be the state of the decoder after so many tokens.
 
-    Raises:
-        LatteError: The file does not exist, is damaged, or has no tokens.
+    Their names, dtypes and shapes are compared with those of the state after one token. Only the
+    batch, and the window of full attention, have other sizes.
     """
-    try:
-        with safe_open(Path(path).expanduser(), framework="pt") as file:
-            return file.get_tensor("ids")
-    except (OSError, SafetensorError) as error:
-        raise LatteError(f"state {path} has no tokens to read: {one_line(error)}") from None
+    cache = LatteCache(decoder.config)
+    first = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
+    decoder(first, past_key_values=cache, use_cache=True)
+    like = dict(_tensors(cache))
+    if different := sorted(like.keys() ^ tensors.keys()):
+        said = "missing" if different[0] in like else "unknown"
+        raise damaged(path, KIND, f"{different[0]} is {said}")
+    position = tensors["layers.0.position"]
+    batch = position.shape[0] if position.ndim else 1
+    for name, x in tensors.items():
+        (_, index, part, *_), one = name.split("."), like[name]
+        shape = [batch, *one.shape[1:]]
+        if cache.layers[int(index)].grows and part == "window":
+            shape[1:2] = tensors[f"layers.{index}.window.mask"].shape[1:2]
+        dtypes = (one.dtype,)
+        if one.is_floating_point():  # autocast has activations of other dtypes than the model's
+            dtypes = FLOATS if part in OF_ACTIVATIONS else (torch.float32, torch.float64)
+        if list(x.shape) != shape or x.dtype not in dtypes:
+            expected, got = f"{tuple(shape)} of {one.dtype}", f"{tuple(x.shape)} of {x.dtype}"
+            raise damaged(path, KIND, f"{name}: expected {expected}, got {got}")
+    if tokens < 1 or not bool(((position >= 0) & (position <= tokens)).all()):
+        raise damaged(path, KIND, f"expected positions of 0 to {tokens} tokens")
+    check_finite(path, KIND, tensors, EMPTY)
 
 
 def fingerprint(model: Any) -> str:
@@ -164,14 +185,16 @@ def fingerprint(model: Any) -> str:
     return hashlib.sha256(about + weight_sample(decoder.parameters()).numpy().tobytes()).hexdigest()
 
 
-def _named(state: MixerState) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a layer's state, such as `window.keys`."""
-    for part, value in zip(MixerState._fields, state, strict=True):
-        if isinstance(value, Tensor):
-            yield part, value
-        elif value is not None and part not in NOT_KEPT:
-            fields: Any = value
-            yield from ((f"{part}.{name}", getattr(fields, name)) for name in fields._fields)
+def _tensors(cache: LatteCache) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all layers' states, with names such as `layers.0.window.keys`."""
+    for index, layer in enumerate(cache.layers):
+        for part, value in zip(MixerState._fields, layer.state, strict=True):
+            at = f"layers.{index}.{part}"
+            if isinstance(value, Tensor):
+                yield at, value
+            elif value is not None and part not in NOT_KEPT:
+                fields: Any = value
+                yield from ((f"{at}.{name}", getattr(fields, name)) for name in fields._fields)
 
 
 def _dtype_of(part: str, x: Tensor, before: torch.dtype, now: torch.dtype) -> torch.dtype:
@@ -208,7 +231,7 @@ def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | N
     here = weight_sample(decoder.parameters())
     dtypes = {getattr(torch, about["dtype"]), decoder.dtype}
     rounding = max(torch.finfo(dtype).eps for dtype in dtypes) if len(dtypes) > 1 else 0.0
-    same = weights.shape == here.shape
+    same = weights.shape == here.shape and weights.dtype == here.dtype
     if same and torch.allclose(weights, here, rtol=rounding, atol=1e-7 if rounding else 0.0):
         return None
     return "its weights are not this one's"

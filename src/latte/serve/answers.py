@@ -52,6 +52,7 @@ class Call:
             None gives no probabilities.
         scores: Tokens of the answer with their probabilities.
         longest: Largest number of tokens of prompt and answer together; None is no limit.
+        prompt: The prompt's tokens, once they are known.
         reused: Function that returns the number of tokens of the prompt that had been read
             before. It may be called after the answer has begun.
     """
@@ -62,6 +63,7 @@ class Call:
     longest: int | None = None
     most_likely: int | None = None
     scores: list[TokenScore] = field(default_factory=list)
+    prompt: Prompt | None = None
     reused: Callable[[], int] = lambda: 0
 
     def bound(self, config: GenerationConfig, prompt: int) -> None:

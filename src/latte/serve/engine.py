@@ -7,7 +7,8 @@ most. A row is removed at the next step when its answer has ended or its client 
 
 When an answer is complete, it is read once more, in the form that the next turn of the chat will
 send. This is done when there is no other work (:class:`Ahead`). The next turn then finds a state
-that has read the answer.
+that has read the answer. Another thread renders and splits that turn, because both take long for a
+long chat.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,42 +80,52 @@ class Request:
 
 
 class Ahead:
-    """Answers that are to be read, with the text that the next turn sends before them."""
+    """Answers that are to be read, with the text that the next turn sends before them.
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._waiting: deque[tuple[Request, list[int]]] = deque(maxlen=AHEAD)
+    Args:
+        reader: Reader of prompts.
+        do: Function that does some work now or later, perhaps in another thread.
+    """
+
+    def __init__(
+        self, reader: Reader, do: Callable[[Callable[[], None]], object] = lambda work: work()
+    ) -> None:
+        self._reader, self._do = reader, do
+        # Tokens and marks of a next turn, and the largest number of tokens to read of it.
+        self._waiting: deque[tuple[Ids, tuple[int, ...], int]] = deque(maxlen=AHEAD)
         self._reading: Reading | None = None
 
     def add(self, request: Request) -> None:
-        if request.follow is not None and self._reader.store.room:
-            self._waiting.append((request, list(request.written)))
+        follow, written = request.follow, list(request.written)
+        if follow is None or not self._reader.store.room:
+            return
+        prompt = len(request.ids)
+
+        def find() -> None:
+            next_turn = follow(written)
+            if next_turn is not None:
+                ids, marks = next_turn
+                # If the prompt's own state was removed, to read all again would take too long.
+                most = max(0, len(ids) - prompt) + self._reader.piece
+                self._waiting.append((ids, marks, most))
+
+        self._do(find)
 
     def __bool__(self) -> bool:
         return bool(self._waiting) or self._reading is not None
 
     def read(self) -> int:
         """Read one piece, if there is one. Returns its number of tokens."""
-        reading = self._begin() if self._reading is None else self._reading
-        self._reading = None  # so after an error: its cache may have been changed in part
-        if reading is None or not reading.left:
+        reading, self._reading = self._reading, None
+        if reading is None:
+            ids, marks, most = self._waiting.popleft()
+            reading = self._reader.begin(ids, marks, most=most)
+        if not reading.left:
             return 0
-        tokens = reading.read()
+        tokens = reading.read()  # after an error it is dropped: its cache may have changed in part
         if reading.left:
             self._reading = reading
         return tokens
-
-    def _begin(self) -> Reading | None:
-        """The next answer's reading, if its next turn is known."""
-        request, written = self._waiting.popleft()
-        assert request.follow is not None
-        next_turn = request.follow(written)
-        if next_turn is None:
-            return None
-        ids, marks = next_turn
-        # If the prompt's own state was removed, reading all of it again would take too long.
-        most = max(0, len(ids) - len(request.ids)) + self._reader.piece
-        return self._reader.begin(ids, marks, most=most)
 
 
 class Engine:
@@ -142,7 +154,9 @@ class Engine:
         self._reading: deque[Request] = deque()
         self._rows: list[Request] = []
         self._cache: LatteCache | None = None
-        self._ahead = Ahead(reader)
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._beside = ThreadPoolExecutor(1, "next turns")
+        self._ahead = Ahead(reader, self._do_beside)
         self._steps = 0
         self._ends = False
         self._closing = threading.Lock()  # no request comes while the last ones are failed
@@ -151,6 +165,13 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
+        """Answer a request.
+
+        Raises:
+            BadRequest: A token is not one of the model's. It would end the step of all rows.
+        """
+        if not 0 <= request.ids.min() <= request.ids.max() < self._vocabulary:
+            raise BadRequest(f"prompt: expected token ids below {self._vocabulary}", "prompt")
         with self._closing:
             if not self._closed:
                 self._came.put(request)
@@ -166,7 +187,21 @@ class Engine:
     def close(self, seconds: float = 10) -> None:
         """End the thread, and wait for it."""
         self.end()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         self._thread.join(seconds)
+
+    def _do_beside(self, work: Callable[[], None]) -> None:
+        """Do it in another thread than the loop's, and wake the loop."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                logger.error("an answer could not be split for its next turn", exc_info=error)
+            self._came.put(None)
+
+        with contextlib.suppress(RuntimeError):  # the server ends
+            self._beside.submit(run)
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -245,23 +280,21 @@ class Engine:
 
     def _join(self, ready: list[Request]) -> None:
         """Give requests a row. The last token of a prompt is read by a step."""
-        caches = [] if self._cache is None else [self._cache]
         for request in ready:
             assert request.reading is not None
             cache, request.reading = request.reading.cache, None
             request.next = int(request.ids[-1])
-            if not cache.get_seq_length():  # a row cannot begin with an empty state
-                try:
+            try:
+                if not cache.get_seq_length():  # a row cannot begin with an empty state
                     logits = self._forward([request.next], cache)
                     if self._write(request, request.sampler(logits), logits):
                         continue
-                except Exception as error:  # of this request alone
-                    self._fail([request], error)
-                    continue
-            caches.append(cache)
+                caches = [cache] if self._cache is None else [self._cache, cache]
+                self._cache = joined(self._model.config, caches)
+            except Exception as error:  # of this request alone
+                self._fail([request], error)
+                continue
             self._rows.append(request)
-        if caches:
-            self._cache = joined(self._model.config, caches)
 
     def _step(self) -> None:
         """One token of every row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -11,11 +12,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler
+from transformers.cli.serving.utils import BaseHandler, Modality
 
 from latte.data.tokenizers import token_bytes
 from latte.serve.answers import CALL, Call, ScoredText
-from latte.serve.prompts import Prompts
+from latte.serve.prompts import Prompt, Prompts
 from latte.serve.requests import (
     BadRequest,
     check_chat,
@@ -48,6 +49,10 @@ class Checked(BaseHandler):
         bounded = any(body.get(name) is not None for name in lengths)
         call = Call(bounded=bounded, longest=self.longest)
         CALL.set(call)
+        self._validate_request(body)
+        self._resolve_model(body)
+        # A long text is split for some time; other requests are answered meanwhile.
+        call.prompt = await asyncio.to_thread(self._split, self.one_model[2], body)
         answer = await super().handle_request(body, request_id)  # type: ignore[misc]
         if isinstance(answer, StreamingResponse):
             events: Any = answer.body_iterator
@@ -72,7 +77,17 @@ class Checked(BaseHandler):
                 status=404,
                 code="model_not_found",
             )
-        return name, model, prompts
+        prompt = CALL.get().prompt
+        return name, model, prompts if prompt is None else _Split(prompts, prompt)
+
+    def _split(self, prompts: Prompts, body: Body) -> Prompt:
+        """The prompt's tokens."""
+        raise NotImplementedError
+
+    def _split_chat(self, prompts: Prompts, messages: Any, tools: Any, body: Body) -> Prompt:
+        inputs = self.get_processor_inputs_from_messages(messages, Modality.LLM)
+        own = body.get("chat_template_kwargs") or {}
+        return prompts.apply_chat_template(inputs, tools=tools, **own)
 
     def _build_generation_config(self, body: Body, *rest: Any, **options: Any) -> Any:
         # The handlers would set one seed for all requests together.
@@ -120,12 +135,31 @@ class Checked(BaseHandler):
             await events.aclose()
 
 
+class _Split:
+    """A tokenizer for Transformers' handlers, which have it split the prompt: it has done so."""
+
+    def __init__(self, prompts: Prompts, prompt: Prompt) -> None:
+        self._prompts, self._prompt, self.tokenizer = prompts, prompt, self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prompts, name)
+
+    def __call__(self, *_: Any, **__: Any) -> Prompt:
+        return self._prompt
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> Prompt:
+        return self._prompt
+
+
 class Chats(Checked, ChatCompletionHandler):
     """/v1/chat/completions"""
 
     check = staticmethod(check_chat)
     last_event = "data: [DONE]\n\n"
     _unused_fields = set()
+
+    def _split(self, prompts: Prompts, body: Body) -> Prompt:
+        return self._split_chat(prompts, body["messages"], body.get("tools"), body)
 
     def _logprobs(self, scores: list[TokenScore]) -> Body:
         def told(token: int, logprob: float) -> Body:
@@ -151,6 +185,9 @@ class Completions(Checked, CompletionHandler):
     last_event = "data: [DONE]\n\n"
     _unused_fields = set()
 
+    def _split(self, prompts: Prompts, body: Body) -> Prompt:
+        return Prompt.of(prompts.ids(body["prompt"]))
+
     def _logprobs(self, scores: list[TokenScore]) -> Body:
         texts = [self._text(one.token) for one in scores]
         lengths = itertools.accumulate((len(text) for text in texts), initial=0)
@@ -173,6 +210,10 @@ class Responses(Checked, ResponseHandler):
 
     check = staticmethod(check_response)
     _unused_fields = set()
+
+    def _split(self, prompts: Prompts, body: Body) -> Prompt:
+        tools = self._normalize_tools(body.get("tools"))
+        return self._split_chat(prompts, self._normalize_input(body), tools, body)
 
 
 def _count(answer: Body, call: Call) -> Body:

@@ -8,6 +8,7 @@ Endpoints, requests and answers are those of ``transformers serve``. These thing
 - Requests share a step (:mod:`latte.serve.engine`).
 - A request reuses the states of text that was read before (:mod:`latte.serve.states`).
 - A request is not computed any further after its client has disconnected.
+- Requests that are too large, too slow or for another host are refused (:mod:`latte.serve.guard`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +41,18 @@ ROUTES = (
 # second.
 PIECES = {"cpu": 256, "other": 2048}
 REQUEST_ID = b"x-request-id"
+# Fields of the settings that are numbers: their options on the command line, and least values.
+OPTIONS = {
+    "slots": ("max-batch", 1),
+    "piece": ("prefill-piece", 1),
+    "state_cache": ("state-cache", 0),
+    "longest": ("max-length", 1),
+    "body": ("max-body", 1),
+    "messages": ("max-messages", 1),
+    "characters": ("max-characters", 1),
+    "patience": ("client-timeout", 1),
+}
+THREADS = 64  # number of requests that are checked and split, or wait for that, at the same time
 GRACE = 3  # number of seconds that answers have to end when the server ends
 
 
@@ -57,6 +71,13 @@ class Serving:
         state_folder_room: Largest number of bytes of files in that folder.
         longest: Largest number of tokens of prompt and answer together; None is no limit.
         threads: Number of threads that compute; None leaves PyTorch's number.
+        body: Largest number of bytes of a request.
+        messages: Largest number of messages of a chat.
+        characters: Largest number of characters of all strings of a request.
+        patience: Number of seconds after which a client is dropped that neither sends the rest of a
+            request nor reads its answer.
+        hosts: Names by which requests may call the server, without ports; None are all.
+            :func:`serve` adds those of a loopback address.
     """
 
     compiled: bool = False
@@ -67,16 +88,18 @@ class Serving:
     state_folder_room: int = 10 * 2**30
     longest: int | None = None
     threads: int | None = None
+    body: int = 4 * 2**20
+    messages: int = 4096
+    characters: int = 2_000_000
+    patience: float = 30
+    hosts: Sequence[str] | None = None
 
     def check(self) -> None:
         """Raise LatteError for numbers that are out of range."""
-        for name, least in (("slots", 1), ("piece", 1), ("state_cache", 0), ("longest", 1)):
+        for name, (option, least) in OPTIONS.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                said = {"slots": "max-batch", "piece": "prefill-piece", "longest": "max-length"}
-                raise LatteError(
-                    f"{said.get(name, 'state-cache')}: expected at least {least}, got {value}"
-                )
+            if value is not None and not value >= least:  # nor nan
+                raise LatteError(f"{option}: expected at least {least}, got {value}")
         if self.state_folder is not None and not self.state_cache:
             raise LatteError("state-cache-dir: expected a --state-cache above 0 beside it, got 0")
 
@@ -106,6 +129,9 @@ def serve(
         raise LatteError("serve needs its extra: pip install 'latte-attention[serving]'")
     serving = serving or Serving()
     serving.check()
+    from latte.serve.guard import allowed_hosts
+
+    serving = replace(serving, hosts=allowed_hosts(host, serving.hosts or ()))
     with contextlib.closing(listen(host, port)) as listening, _one_thread() as threads:
         serving = replace(serving, threads=serving.threads or threads)
         model, tokenizer = load_checkpoint(checkpoint, device)
@@ -177,6 +203,7 @@ def make_server(
     from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import GenerationState
 
+    from latte.serve.guard import Bounded, guarded, patient
     from latte.serve.handlers import Chats, Completions, Responses
     from latte.serve.prompts import Prompts
 
@@ -213,6 +240,8 @@ def make_server(
     made: dict[str, Any] = {f"{kind}_handler": own(**parts) for kind, own in handlers.items()}
     for handler in made.values():
         handler.one_model, handler.longest = (name, model, prompts), serving.longest
+    for kind, handler in made.items():
+        made[kind] = Bounded(handler, serving.messages, serving.characters)
     absent: Any = {"transcription_handler": None, "systemone_handler": None}
     app = build_server(**parts, **made, **absent)
     # The other routes load models by name, or are for other kinds of models.
@@ -225,12 +254,22 @@ def make_server(
     class Ending(uvicorn.Server):
         """End unfinished answers with an error after some seconds, so that the server can end."""
 
+        async def startup(self, sockets: Any = None) -> None:
+            # Long texts wait for their turn in these threads, and short ones pass them.
+            threads = ThreadPoolExecutor(THREADS, "requests")
+            asyncio.get_running_loop().set_default_executor(threads)
+            await super().startup(sockets)
+
         async def shutdown(self, sockets: Any = None) -> None:
+            prompts.end()
             asyncio.get_running_loop().call_later(GRACE, manager.stop)
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
-        _until_gone(app, counters), log_level="warning", timeout_graceful_shutdown=2 * GRACE
+        _until_gone(guarded(app, serving.body, serving.hosts), counters),
+        http=patient(serving.patience),
+        log_level="warning",
+        timeout_graceful_shutdown=2 * GRACE,
     )
     return Ending(config), close
 

@@ -3,7 +3,8 @@
 Each state is a file of :mod:`latte.models.state_file`, which also has its tokens. The file has the
 name of the state (:mod:`latte.serve.states`). ``latte generate --state`` can read such a file too.
 A separate thread writes the files, so that no request waits. A file is complete or absent, also
-when the process is killed. A file that cannot be read is removed, and its text is read again.
+when the process is killed. A damaged file is set aside under another name, and its text is read
+again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 from transformers.utils import logging
 
 from latte.errors import LatteError, one_line
-from latte.models.state_file import fingerprint, load_ids, load_state, save_state
+from latte.models.state_file import fingerprint, read_state, save_state
 from latte.serve.states import Ids, Kept
 
 logger = logging.get_logger(__name__)
 
+ASIDE = ".damaged"  # suffix of files that could not be read
 WAITING = 64  # largest number of states that wait for the disk; further ones are not written
 
 
@@ -77,19 +79,19 @@ class StateFolder:
         if decoder is None or not path.is_file():
             return None
         try:
-            read = load_ids(path).numpy()
-            if not np.array_equal(read, ids):
-                return None
-            cache = load_state(path, decoder)
-            os.utime(path)
-        except (LatteError, OSError, KeyError, TypeError, ValueError) as error:
-            logger.warning(f"{path} is removed, and its text read anew: {one_line(error)}")
-            self._remove(path)
+            cache, read = read_state(path, decoder)
+            if read is None or cache.batch_size != 1:
+                raise LatteError("expected the state of one text, with its tokens")
+        except (LatteError, OSError) as error:
+            self._set_aside(path, error)
             return None
-        with self._lock:
+        if not np.array_equal(read.numpy(), ids):
+            return None
+        with contextlib.suppress(OSError), self._lock:  # such as of a disk that is read alone
+            os.utime(path)
             if path.name in self._held:
                 self._held[path.name] = self._held.pop(path.name)
-        return Kept.of(cache, read)
+        return Kept.of(cache, read.numpy())
 
     def put(self, name: bytes, kept: Kept) -> None:
         """Have a state written, if the disk is fast enough. This call does not wait.
@@ -120,7 +122,7 @@ class StateFolder:
             _, part, process = path.name.partition(".safetensors.tmp-")
             if part and not _runs(process):
                 path.unlink(missing_ok=True)
-            elif path.suffix == ".safetensors":
+            elif path.suffix in (".safetensors", ASIDE):
                 about = path.stat()
                 found.append((about.st_mtime, path.name, about.st_size))
         self._held = {name: size for _, name, size in sorted(found)}
@@ -154,6 +156,20 @@ class StateFolder:
                 gone.append(name)
         for name in gone:
             self._remove(self.path / name)
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        """Rename a file that cannot be read. It still counts, and is removed when it is old."""
+        aside = path.with_suffix(ASIDE)
+        with self._lock:
+            size = self._held.pop(path.name, 0)
+            try:
+                os.replace(path, aside)
+                self._held[aside.name] = size
+            except OSError:
+                aside = path  # the next state of this name replaces it
+        logger.warning(
+            f"state file {aside} is set aside, and its text read anew: {one_line(error)}"
+        )
 
     def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
