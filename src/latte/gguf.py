@@ -244,6 +244,11 @@ def _after_strings(x: Any, at: int, count: int) -> int:
 # --- what Transformers makes of it ---------------------------------------------------------------
 
 
+def _place(file: GgufFile) -> dict[str, Any]:
+    """Options of ``from_pretrained(file.path.parent)``: the file, and no code beside it."""
+    return {"gguf_file": file.path.name, "trust_remote_code": False}
+
+
 def gguf_config(file: GgufFile) -> Any:
     """The configuration of a file's model.
 
@@ -253,7 +258,7 @@ def gguf_config(file: GgufFile) -> Any:
     from transformers import AutoConfig
 
     with quick_reader(), _one_line(file, "configuration"):
-        config: Any = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        config: Any = AutoConfig.from_pretrained(file.path.parent, **_place(file))
     for name in ("_model_name_or_path", "unk_token_id"):
         config.__dict__.pop(name, None)
     # Values that Transformers does not read: it uses its own defaults for them.
@@ -396,7 +401,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
             f" one of {', '.join(known)}"
         )
     with quick_reader(), _one_line(file, "tokenizer"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.path.parent, **_place(file))
     if split in DIGIT_SPLITS:
         from tokenizers import pre_tokenizers
 
@@ -427,7 +432,7 @@ def gguf_model(file: GgufFile, config: Any, dtype: Any = "auto") -> Any:
     with quick_reader(), _one_line(file, "weights"):
         model, found = kind.from_pretrained(
             file.path.parent,
-            gguf_file=file.path.name,
+            **_place(file),
             config=config,
             dtype=file.dtype if dtype == "auto" else dtype,
             quantization_config=GgufConfig(dequantize=True),

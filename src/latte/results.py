@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from latte.errors import LatteError
+from latte.plain_files import read_object
 
 GO_ON = "choose another name, or add --force to replace"
 
@@ -79,8 +80,8 @@ class Results:
             there = [self.path(file) for file in self.files if os.path.lexists(self.path(file))]
             return f"{there[0]} exists" if there else None
         try:
-            stored = json.loads(self.record.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            stored = read_object(self.record)
+        except LatteError:
             return f"{self.record} exists and cannot be read"
         difference = first_difference(stored, self.settings)
         if difference is None:

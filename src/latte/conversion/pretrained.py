@@ -13,8 +13,17 @@ import torch
 
 from latte.errors import LatteError, check_seed, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import config_errors, hub_options, quiet_transformers, unreachable
+from latte.hub import (
+    check_files,
+    check_no_code,
+    config_errors,
+    hub_options,
+    quiet_transformers,
+    reason,
+    unreachable,
+)
 from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
+from latte.models.parameters import number_of_parameters
 from latte.results import check_writable
 
 MULTIMODAL = ("gemma3",)
@@ -232,14 +241,18 @@ def read_config(base: str | Path) -> Any:
         )
     if folder.exists() and not (folder / "config.json").is_file():
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
+    if folder.is_dir():
+        check_files(folder)
     try:
-        return AutoConfig.from_pretrained(base, **hub_options(base))
+        config = AutoConfig.from_pretrained(base, **hub_options(base))
     except config_errors() as error:
-        reason = unreachable(base) or one_line(error)
+        why = unreachable(base) or reason(error)
         raise LatteError(
-            f"base {base} cannot be read: {reason}; expected a folder, a GGUF file, or a name on"
-            " the Hub"
+            f"base {base} cannot be read: {why}; expected a folder, a GGUF file, or a name on the"
+            " Hub"
         ) from None
+    check_no_code(config, f"base {base}")
+    return config
 
 
 def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "auto") -> Any:
@@ -252,6 +265,8 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
 
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
     file, place, options = gguf_at(base), base, {"dtype": dtype, **hub_options(base)}
+    if file is None:
+        check_size("base", base, read_config(base))
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         if file is not None:  # its weights have other names and orders, which the base undoes
             opened = open_gguf(file)
@@ -262,6 +277,26 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     if file is None and not torch.cuda.is_available():  # with a GPU they are copied there
         own_weights(model)
     return model
+
+
+def check_size(what: str, place: str | Path, config: Any) -> None:
+    """Compare a config with a folder's weights, before the model is built.
+
+    Args:
+        what: Name of the place in error messages.
+
+    Raises:
+        LatteError: The model has more parameters than the weights have bytes.
+    """
+    stored = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+    if not stored or getattr(config, "quantization_config", None) is not None:
+        return
+    wanted = number_of_parameters(config)
+    if wanted is not None and wanted > stored:
+        raise LatteError(
+            f"{what} {place}: its config describes {wanted:,} parameters, and its weights have"
+            f" {stored:,} bytes: config.json was edited, or weights are missing"
+        )
 
 
 def load_whole(
@@ -290,10 +325,10 @@ def load_whole(
             ignore_mismatched_sizes=True,  # to name them below
             **options,
         )
-    except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise LatteError(f"{what} {place} cannot be loaded: {one_line(error)}") from None
     except SafetensorError as error:
         raise LatteError(f"{what} {place} has damaged weights: {one_line(error)}") from None
+    except (*config_errors(), RuntimeError) as error:
+        raise LatteError(f"{what} {place} cannot be loaded: {reason(error)}") from None
     missing = [name for name in found["missing_keys"] if new is None or new not in name]
     for problem, names in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
@@ -304,7 +339,23 @@ def load_whole(
             first = min(name[0] if isinstance(name, tuple) else name for name in names)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise LatteError(f"{what} {place} {problem}: {first}{more}")
+    _check_defaults(model.generation_config, f"{what} {place}")
     return model.eval()
+
+
+def _check_defaults(defaults: Any, where: str) -> None:
+    """Raise LatteError for a default of ``generate`` that is of another type than it should be."""
+    for expected, kinds, names in (
+        ("the id of a token", int, ("bos_token_id", "eos_token_id", "pad_token_id")),
+        ("a number", (int, float), ("temperature", "top_p", "top_k", "repetition_penalty")),
+    ):
+        for name in names:
+            value = getattr(defaults, name, None)
+            given = value if isinstance(value, list) and kinds is int else [value]
+            if not all(one is None or isinstance(one, kinds) for one in given):
+                raise LatteError(
+                    f"{where}: generation_config.json has {name}={value!r}; expected {expected}"
+                )
 
 
 def summary(model: Any) -> str:
@@ -346,9 +397,7 @@ def load_tokenizer(base: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(base, **hub_options(base))
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
-        raise LatteError(
-            f"the tokenizer of base {base} cannot be read: {one_line(error)}"
-        ) from None
+        raise LatteError(f"the tokenizer of base {base} cannot be read: {reason(error)}") from None
 
 
 def save(model: Any, tokenizer: Any, target: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import sys
 import warnings
@@ -23,6 +22,7 @@ from latte.errors import LatteError, one_line
 from latte.models.modeling import language_model
 from latte.models.registry import carries_state, find_model
 from latte.parallel.context import find_decoder
+from latte.plain_files import read_object
 from latte.processes import is_first_process, number_of_processes, number_on_machine
 from latte.results import write_json
 from latte.train.footprint import check_memory
@@ -308,14 +308,12 @@ def _finish(
 
 def _stored_result(folder: Path) -> Result:
     name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else STOPPED_FILE
+    then = "remove it, and the run ends again from its last checkpoint"
+    stored = read_object(folder / name, then=then)
     try:
-        stored = json.loads((folder / name).read_text(encoding="utf-8"))
         return Result(folder=folder, **stored)
-    except (ValueError, TypeError) as error:
-        raise LatteError(
-            f"{folder / name} is damaged ({one_line(error)}); remove it, and the run ends again"
-            " from its last checkpoint"
-        ) from None
+    except TypeError as error:
+        raise LatteError(f"{folder / name} is damaged ({one_line(error)}); {then}") from None
 
 
 def _text_of(recipe: Recipe) -> str:

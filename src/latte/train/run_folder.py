@@ -24,7 +24,8 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
 from latte.data.tokenfile import checksum
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
+from latte.plain_files import read_object
 from latte.results import first_difference, writable_folder, write_json
 
 RUN_FILE = "run.json"
@@ -32,6 +33,7 @@ FINISHED_FILE = "finished.json"
 MANIFEST_FILE = "manifest.json"
 STAGING = ".staging"
 LOCK_FILE = ".lock"
+OTHER_FOLDER = "choose another output_dir"  # what to do, in errors
 
 
 class Identified(Protocol):
@@ -188,17 +190,18 @@ def check_same(
         what: Name of what the folder should have, for the error.
         identity: Function that gives the identity of the file's content.
     """
+    content = read_object(file, then=OTHER_FOLDER)
     try:
-        found = identity(json.loads(file.read_text(encoding="utf-8")))
+        found = identity(content)
         stored = {key: found[key] for key in wanted}
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise LatteError(f"{file} is damaged ({error}); choose another output_dir") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LatteError(f"{file} is damaged ({one_line(error)}); {OTHER_FOLDER}") from None
     difference = first_difference(stored, json.loads(json.dumps(wanted)))
     if difference:
         key, there, here = difference
         raise LatteError(
             f"output folder {file.parent} holds another {what}: {key} is {there!r} there and"
-            f" {here!r} here; choose another output_dir"
+            f" {here!r} here; {OTHER_FOLDER}"
         )
 
 
@@ -230,7 +233,7 @@ def checkpoint_problem(folder: Path, only: str = "*") -> str | None:
     """
     manifest = folder / MANIFEST_FILE
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = read_object(manifest)["files"]
         for name, (size, wanted) in files.items():
             path = folder / name
             if not PurePath(name).match(only):
