@@ -135,6 +135,18 @@ def test_a_folder_cannot_run_code(
         assert ran.exists() and "--plugins" not in capsys.readouterr().err
 
 
+def test_a_plugin_that_was_edited_ends_its_run(
+    plugin_recipe: Path, forget: Callable[[], None], capsys: Any
+) -> None:
+    train = ["train", str(plugin_recipe), "--quiet"]
+    assert main([*train, "training.max_minutes=1e-6"]) == 0
+    forget()
+    plugin = plugin_recipe.parent / "doubled.py"
+    plugin.write_text(PLUGIN.replace("2 * y", "3 * y"))
+    assert main(train) == 2
+    assert "the plugin doubled.py has changed since this run began" in capsys.readouterr().err
+
+
 def test_attention_that_is_code_of_the_hub_is_refused(
     make_model: Callable[..., Any], tmp_path: Path, capsys: Any
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from latte.errors import LatteError, check_seed, one_line
+from latte.errors import LatteError, check_seed, one_line, why_not_written
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.hub import (
     check_files,
@@ -24,9 +23,10 @@ from latte.hub import (
 )
 from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.models.parameters import number_of_parameters
-from latte.results import check_writable
+from latte.results import check_writable, staged_beside
 
 MULTIMODAL = ("gemma3",)
+WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
@@ -255,6 +255,14 @@ def read_config(base: str | Path) -> Any:
     return config
 
 
+def base_files(base: str | Path) -> list[Path]:
+    """The files of a base's weights and configuration; none where it is a name on the Hub."""
+    file = gguf_at(base)
+    if file is not None:
+        return [file]
+    return sorted(path for kind in WEIGHTS for path in Path(base).glob(kind))
+
+
 def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "auto") -> Any:
     """``from_pretrained`` of the base as a converted model; the new weights are drawn by ``seed``.
 
@@ -404,15 +412,11 @@ def save(model: Any, tokenizer: Any, target: Path) -> None:
     """Write a model and its tokeniser to a new folder, completely or not at all."""
     from safetensors import SafetensorError
 
-    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
-        staged.mkdir(parents=True)
-        with quiet_transformers():
-            model.save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
-        staged.rename(target)
+        with staged_beside(target) as staged:
+            with quiet_transformers():
+                model.save_pretrained(staged)
+            tokenizer.save_pretrained(staged)
+            staged.rename(target)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise LatteError(f"output {target} cannot be written: {reason}") from None
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        raise LatteError(f"output {target} cannot be written: {why_not_written(error)}") from None

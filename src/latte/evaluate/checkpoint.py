@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from latte.conversion.pretrained import LORA, check_size, load_whole, own_weights
-from latte.data.tokenfile import checksum
+from latte.data.tokenfile import contents_of
 from latte.data.tokenizers import check_fits
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
@@ -24,8 +23,6 @@ from latte.train.run_folder import (
     checkpoint_problem,
     newest_checkpoint,
 )
-
-SMALL_FILE = 16 << 20  # bytes of a file that is read whole to tell it from others
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -144,16 +141,6 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
             config.validate()
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
-
-
-def contents_of(files: Iterable[str | Path]) -> str | None:
-    """A short digest of files, by name and content, on which their results depend.
-
-    Of a large file it reads samples. None if there are no files.
-    """
-    paths = [Path(file).expanduser() for file in files]
-    found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:12] if found else None
 
 
 def weight_files(checkpoint: Path) -> list[Path]:

@@ -216,6 +216,17 @@ def is_loaded(plugin: str) -> bool:
     return any(name[:-8] == _of_file(Path(plugin)) for name in sys.modules)
 
 
+def plugin_files(plugin: str) -> list[Path]:
+    """The Python files of a plugin: a file, or those of a module that has been imported."""
+    if plugin.endswith(".py"):
+        return [Path(plugin).expanduser()]
+    file = getattr(sys.modules.get(plugin), "__file__", None)
+    if file is None:
+        return []
+    path = Path(file)
+    return sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+
+
 def _of_file(path: Path) -> str:
     """What the names of a file's modules begin with, before 8 digits that stand for its folder."""
     return f"latte_plugin_{path.stem}_"

@@ -1,7 +1,8 @@
 """The folder of a training run: its identity, its complete checkpoints, its result.
 
     output_dir/
-      run.json            the recipe and the number of processes: the run's identity
+      run.json            the recipe, the number of processes and digests of what is read: the
+                          run's identity
       metrics.jsonl       one line per log or evaluation step
       tensorboard/        the same for TensorBoard
       checkpoint-<step>/  everything needed to continue; appears by one rename, complete
@@ -70,6 +71,29 @@ class Claim:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lock": None}  # a lock belongs to one process
 
+    def check_inputs(self, inputs: dict[str, Any], *, begun: bool, what: str = "run") -> None:
+        """Compare what the work reads with what it read when it began; at its start, record it.
+
+        Args:
+            inputs: Names of what is read, and their digests.
+            begun: Whether the folder has a part of the work that is used.
+
+        Raises:
+            LatteError: Something has changed. The folder is as it was then.
+        """
+        file = self.folder / self.file
+        content = read_object(file, then=OTHER_FOLDER)
+        if not begun:
+            write_json(file, {**content, "inputs": inputs})
+            return
+        stored = content.get("inputs", {})  # an earlier version's folder has none
+        for name, digest in inputs.items():
+            if name in stored and stored[name] != digest:
+                raise LatteError(
+                    f"{self.folder}: {name} has changed since this {what} began; put the earlier"
+                    f" one back to continue it, or choose another output folder to begin anew"
+                )
+
     def give_back(self) -> None:
         """Remove a new folder whose run could not start.
 
@@ -135,6 +159,9 @@ def lock_folder(
     """
     made = not folder.exists()
     writable_folder(folder)
+    for path in folder.iterdir():  # to write into a pipe would not end
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise LatteError(f"{path} is a pipe, a socket or a device; {OTHER_FOLDER}")
     file, lock = folder / name, None
     if not file.exists():
         strangers = [
