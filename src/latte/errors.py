@@ -43,8 +43,10 @@ def check_seed(name: str, seed: int) -> None:
 def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -> int:
     """Do the work of a command: 0, 2 for a user's mistake, 130 when interrupted; one line each.
 
-    What the system refuses, such as to write on a full disk, is told as a mistake is.
+    What the system refuses, such as to write on a full disk, is told as a mistake is. Characters
+    that the output's encoding does not have are replaced.
     """
+    replace_unknown_characters()
     try:
         return work() or 0
     except LatteError as error:
@@ -68,6 +70,13 @@ def exit_code(program: str, work: Callable[[], int | None], how_to_go_on: str) -
     if is_first_process():  # one line, not one per process of torchrun
         print(f"{program}: {line}", file=sys.stderr, flush=True)
     return code
+
+
+def replace_unknown_characters() -> None:
+    """Read and print ``?`` for what the encoding of standard input or output does not have."""
+    for stream in (sys.stdin, sys.stdout):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _of_system(error: OSError) -> str:
