@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from latte.compare.grid import Grid, RunStatus, read_json, unfinished
+from latte.compare.grid import AGAIN, Grid, RunStatus, unfinished
 from latte.compare.intervals import mean_of
 from latte.errors import LatteError, OneLineParser, check_seed, exit_code
+from latte.plain_files import read_object
 from latte.train.run_folder import Claim, checkpoints, claim
 
 RESULT_FILE = "result.json"
@@ -156,7 +157,7 @@ class Sweep(Grid):
         file = run.folder / RESULT_FILE
         if not file.exists():
             return None
-        stored = read_json(file, self.identity_key, "outcome")
+        stored = read_object(file, self.identity_key, "outcome", then=AGAIN)
         wanted = json.loads(json.dumps(run.identity()))
         difference = first_difference(stored[self.identity_key], wanted)
         if difference:

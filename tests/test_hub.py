@@ -7,6 +7,8 @@ import pytest
 from latte import hub
 from latte.errors import LatteError
 
+DISK_ALONE = {"trust_remote_code": False, "local_files_only": True}
+
 
 @pytest.fixture
 def away(monkeypatch):
@@ -28,7 +30,7 @@ def test_names_are_looked_up_on_the_disk_alone(away, tmp_path):
     from latte.data.tokenizers import load_tokenizer
 
     began = time.perf_counter()
-    assert hub.hub_options("nope") == {"local_files_only": True}
+    assert hub.hub_options("nope") == DISK_ALONE
     with pytest.raises(LatteError, match="no folder or file nope here, and the .* Hub cannot be"):
         convert("nope", tmp_path / "out")
     with pytest.raises(LatteError, match="no folder or file nope here, and the .* Hub cannot be"):
@@ -50,5 +52,5 @@ def test_a_look_up_that_hangs_is_given_up(monkeypatch):
 
 def test_what_is_on_the_disk_asks_nobody(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "hub_answers", lambda: pytest.fail("asked"))
-    assert hub.hub_options(tmp_path) == {"local_files_only": True}
+    assert hub.hub_options(tmp_path) == DISK_ALONE
     assert hub.unreachable(tmp_path) == ""

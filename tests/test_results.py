@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from latte.errors import LatteError
-from latte.results import check_new_file, check_writable, numbered, own_file, results_at
+from latte.results import (
+    check_new_file,
+    check_writable,
+    numbered,
+    own_file,
+    results_at,
+    staged_beside,
+)
 
 FILES = ("scores.csv", "scores.png", "positions.csv")
 
@@ -117,3 +124,19 @@ def test_a_folder_to_be_made_is_not_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LatteError, match="cannot be written"):
         check_writable(tmp_path / "file" / "b")
+
+
+def test_a_folder_that_a_killed_process_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / ".out.tmp-99999999"
+    others = [tmp_path / name for name in (".out.tmp-mine", ".other.tmp-1", ".out-2.tmp-1")]
+    for folder in (left, *others):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    with staged_beside(tmp_path / "out") as staged:
+        assert not left.exists()
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        with staged_beside(tmp_path / "out"):  # of another process, beside one that is alive
+            assert staged.is_dir()
+    assert sorted(tmp_path.iterdir()) == sorted(others)

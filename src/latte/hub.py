@@ -1,7 +1,8 @@
-"""What Hugging Face's libraries say, and whether the Hub answers, which is asked once and quickly.
+"""How Hugging Face's libraries read a model: what they may read and run, and what they say.
 
 Without a network the Hub's client tries five times, for half a minute, and prints every attempt.
-Files that are on the disk already need no Hub: the client then reads only the disk.
+Files that are on the disk already need no Hub: the client then reads only the disk. Whether the
+Hub answers is asked once and quickly.
 """
 
 from __future__ import annotations
@@ -13,14 +14,53 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from latte.errors import LatteError, one_line
+from latte.plain_files import check_plain, read_object
+
 SECONDS = 2.0  # for the answer
+# Files of a model's folder that hold a JSON object, and the kinds of all that are read.
+OBJECTS = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("processor_config.json", "chat_template.json", "adapter_config.json"),
+)
+MOST_LAYERS = 100_000  # a configuration lists its layers: more of them fill the memory
+SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf", ".model", ".bin", ".txt")
 
 
 def hub_options(name: str | Path) -> dict[str, Any]:
-    """Options of ``from_pretrained(name)``: files on the disk alone, where the Hub is not needed or
-    does not answer.
+    """Options of ``from_pretrained(name)``.
+
+    No code that a model brings is run. Only the disk is read where the Hub is not needed or does
+    not answer.
     """
-    return {"local_files_only": True} if Path(name).exists() or not hub_answers() else {}
+    offline = Path(name).exists() or not hub_answers()
+    return {"trust_remote_code": False} | ({"local_files_only": True} if offline else {})
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of a model's folder before a library opens them.
+
+    Raises:
+        LatteError: A file is no plain file, or has no JSON object where one belongs.
+    """
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.name in OBJECTS:
+            layers = read_object(path).get("num_hidden_layers")
+            if isinstance(layers, int) and layers > MOST_LAYERS:
+                raise LatteError(f"{path} was edited: no model has {layers:,} layers")
+        elif path.suffix in SUFFIXES:
+            check_plain(path)
+
+
+def check_no_code(config: Any, place: str | Path) -> None:
+    """Raise LatteError for a configuration whose attention is code of the Hub (``owner/name``)."""
+    attention = getattr(config, "_attn_implementation", None)
+    if "/" in str(attention):
+        raise LatteError(
+            f"{place}: its config asks for the code {attention!r} as its attention, which is not"
+            " run; remove attn_implementation from config.json"
+        )
 
 
 @contextmanager
@@ -40,11 +80,18 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def config_errors() -> tuple[type[Exception], ...]:
-    """The exceptions with which Transformers ends where a ``config.json`` is damaged."""
+    """The exceptions with which Transformers ends where a model's JSON files are damaged."""
     from huggingface_hub.errors import StrictDataclassError
 
-    damaged = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
-    return (*damaged, OSError, StrictDataclassError)
+    damaged = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+    return (*damaged, OSError, RecursionError, StrictDataclassError)
+
+
+def reason(error: BaseException) -> str:
+    """Why Transformers did not load something, in one line."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code that it brings, which is not run"
+    return one_line(error)
 
 
 def unreachable(name: str | Path) -> str:

@@ -15,6 +15,9 @@ module does not import torch.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from latte.errors import LatteError
+from latte.plain_files import read_object
 
 GO_ON = "choose another name, or add --force to replace"
 
@@ -79,8 +83,8 @@ class Results:
             there = [self.path(file) for file in self.files if os.path.lexists(self.path(file))]
             return f"{there[0]} exists" if there else None
         try:
-            stored = json.loads(self.record.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            stored = read_object(self.record)
+        except LatteError:
             return f"{self.record} exists and cannot be read"
         difference = first_difference(stored, self.settings)
         if difference is None:
@@ -97,26 +101,24 @@ class Results:
             LatteError: The files cannot be written. Earlier files are not changed then.
         """
         writable_folder(self.folder)
-        staged = self.folder / f".{Path(self.files[0]).stem}.tmp-{os.getpid()}"
         is_new = not os.path.lexists(self.record)
         try:
-            staged.mkdir()
-            if is_new:
-                self.keep_settings()  # first, so that another process takes another place
-            yield staged
-            written = sorted(path.name for path in staged.iterdir())
-            self.keep_settings()
-            is_new = False
-            for name in written:
-                os.replace(staged / name, self.path(name))
-            for name in set(self.files) - set(written):  # of the results that were replaced
-                self.path(name).unlink(missing_ok=True)
+            with staged_beside(self.folder / Path(self.files[0]).stem) as staged:
+                if is_new:
+                    self.keep_settings()  # first, so that another process takes another place
+                yield staged
+                written = sorted(path.name for path in staged.iterdir())
+                self.keep_settings()
+                is_new = False
+                for name in written:
+                    os.replace(staged / name, self.path(name))
+                for name in set(self.files) - set(written):  # of the results that were replaced
+                    self.path(name).unlink(missing_ok=True)
         except OSError as error:
             raise LatteError(
                 f"results cannot be written into {self.folder}: {error.strerror or error}"
             ) from None
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
             if is_new:
                 self.record.unlink(missing_ok=True)
 
@@ -181,6 +183,37 @@ def own_file(path: Path, is_own: Callable[[Path], bool]) -> tuple[Path, int]:
 
 
 # ---- what all of them write with
+
+
+@contextmanager
+def staged_beside(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, removed at the end if it is still there.
+
+    Folders that killed processes have left are removed first. A process holds a lock on its own,
+    which ends with the process.
+    """
+    for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
+        if path.name.rpartition("-")[2].isdigit() and path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError), _locked(path):
+                shutil.rmtree(path)
+    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        staged.mkdir(parents=True)
+        with _locked(staged):
+            yield staged
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises BlockingIOError if another process does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_writable(folder: Path, what: str = "output folder") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -390,6 +391,43 @@ def _others() -> Iterator[Case]:
     yield Case("compare over another run",
                ("compare", "{recipe}", "output_dir={runs}", "--presets", "latte-r-swa++",
                 "training.seed=9"))  # fmt: skip
+
+
+# ---- folders whose files are not what they should be
+
+# Files of a checkpoint, or of a base, that a command may read.
+FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "recipe.json"),
+    *("manifest.json", "model.safetensors", "model.safetensors.index.json"),
+)
+CONTENTS: dict[str, bytes] = {
+    "empty": b"",
+    "bytes": b"\x00\xff\xfe" + random.Random(1).randbytes(300),
+    "no UTF-8": b'{"a": "\xff\xfe"}',
+    "list": b"[1, 2]",
+    "null": b"null",
+    "number": b"3",
+    "nesting": b"[" * 100_000,
+    "digits": b"1" * 10_000,
+    "wrong kinds": b'{"model_type": 3, "eos_token_id": "x", "temperature": "hot", "plugins": 3,'
+    b' "files": 3, "weight_map": 7, "chat_template": 5, "num_hidden_layers": "two"}',
+    "many layers": b'{"model_type": "llama", "num_hidden_layers": 1000000000, "vocab_size": 259}',
+}
+DAMAGES = (*CONTENTS, "folder", "pipe", "device", "nothing")
+
+
+def damage(file: Path, how: str) -> None:
+    """Put something else in a file's place."""
+    file.unlink(missing_ok=True)
+    if how == "folder":
+        file.mkdir()
+    elif how == "pipe":
+        os.mkfifo(file)
+    elif how in ("device", "nothing"):
+        file.symlink_to("/dev/zero" if how == "device" else "no-such-file")
+    else:
+        file.write_bytes(CONTENTS[how])
 
 
 # ---- where they are made

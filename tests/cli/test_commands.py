@@ -220,7 +220,7 @@ def test_torchrun_trains_on_two_processes(place: Any, tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr[-3000:]

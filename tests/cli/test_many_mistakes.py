@@ -7,6 +7,7 @@ that `import torch` takes are not counted.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import resource
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.many_mistakes import Case, cases, make_box
+from tests.cli.many_mistakes import DAMAGES, FILES, Case, cases, damage, make_box
 
 CASES = cases()
 QUICK = CASES[:: len(CASES) // 30]
@@ -141,6 +142,77 @@ def test_a_mistake_is_one_line(case: Case, box: Box, capsys: Any) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c not in QUICK], ids=lambda case: case.name)
 def test_every_mistake_is_one_line(case: Case, box: Box, capsys: Any) -> None:
     refuse(case, box, capsys)
+
+
+ODD = [
+    (command, file, how)
+    for how in DAMAGES
+    for file in FILES
+    for command in ("generate", "convert")
+    if command == "generate" or file not in ("recipe.json", "manifest.json")
+]
+QUICK_ODD = [
+    *(("generate", file, "pipe") for file in FILES),
+    *(("convert", file, "pipe") for file in ("config.json", "model.safetensors")),
+    *(("generate", "generation_config.json", how) for how in ("null", "wrong kinds")),
+    *(("generate", "config.json", how) for how in ("nesting", "device")),
+]
+
+
+def open_odd(command: str, file: str, how: str, places: Any, folder: Path, capsys: Any) -> None:
+    """A folder with an odd file is used, or refused in one line."""
+    from latte.cli import main
+
+    source = places["run" if command == "generate" else "base"]
+    kept = shutil.ignore_patterns("checkpoint-*", ".lock", "manifest.json", "tensorboard")
+    shutil.copytree(source, folder / "odd", ignore=kept)
+    damage(folder / "odd" / file, how)
+    arguments = {
+        "generate": ("--prompt", "a", "--max-new-tokens", "1"),
+        "convert": (str(folder / "out"), "--window", "8"),
+    }[command]
+    capsys.readouterr()
+    code = main([command, str(folder / "odd"), *arguments])
+    lines = capsys.readouterr().err.splitlines()
+    assert code in (0, 2) and (code == 0 or len(lines) == 1), lines
+    if code == 2:
+        assert "error:" in lines[0] and not (folder / "out").exists()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("command", "file", "how"), QUICK_ODD)
+def test_an_odd_file_is_one_line(
+    command: str, file: str, how: str, places: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    open_odd(command, file, how, places, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("command", "file", "how"), [c for c in ODD if c not in QUICK_ODD])
+def test_every_odd_file_is_one_line(
+    command: str, file: str, how: str, places: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    open_odd(command, file, how, places, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("layers", [50_000, 1_000_000])
+def test_a_config_that_its_weights_do_not_fit_builds_nothing(
+    layers: int, places: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    """It would take minutes for so many layers, and all of the memory."""
+    from latte.cli import main
+
+    for name, command in (("run", "generate"), ("base", "convert")):
+        folder = tmp_path / name
+        shutil.copytree(places[name], folder, ignore=shutil.ignore_patterns("check*", ".lock"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        began = time.process_time()
+        assert main([command, str(folder), *([str(tmp_path / "out")] * (name == "base"))]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and ("parameters" in line or "layers" in line)
+        assert time.process_time() - began < SECONDS
 
 
 def test_there_are_hundreds() -> None:

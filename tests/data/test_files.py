@@ -2,6 +2,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,6 +50,21 @@ def test_every_format_round_trips(tmp_path, kind, compression):
     data = {".jsonl": jsonl_bytes, ".parquet": parquet_bytes}.get(kind, lambda t: t[0].encode())
     path.write_bytes(compress(data(texts), compression))
     assert read(path) == texts
+
+
+def test_parquet_that_is_not_utf8_is_one_line(tmp_path):
+    offsets, data = pa.py_buffer(b"\0\0\0\0\3\0\0\0\6\0\0\0"), pa.py_buffer(b"abc\xff\xfed")
+    table = pa.table({"text": pa.StringArray.from_buffers(2, offsets, data)})
+    pq.write_table(table, tmp_path / "bad.parquet")
+    with pytest.raises(LatteError, match=r"bad.parquet, rows 1 to 2: expected UTF-8 text"):
+        read(tmp_path / "bad.parquet")
+
+
+def test_a_pipe_in_a_folder_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(LatteError, match=r"b.txt is a pipe, a socket or a device"):
+        open_corpus(tmp_path)
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".bz2", ".zst"])

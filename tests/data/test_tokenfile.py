@@ -89,15 +89,24 @@ def damage_index(path):
     (path / "index.json").write_text("{")
 
 
-def damage_entry(path):
-    index = json.loads((path / "index.json").read_text())
-    del index["files"]
-    (path / "index.json").write_text(json.dumps(index))
+def damage_nesting(path):
+    (path / "index.json").write_text("[" * 100_000)
 
 
-def damage_format(path):
-    index = json.loads((path / "index.json").read_text())
-    (path / "index.json").write_text(json.dumps({**index, "format": 99}))
+def damage_pipe(path):
+    (path / "index.json").unlink()
+    os.mkfifo(path / "index.json")
+
+
+def entry(**changed):
+    """The damage of other entries; None: one that is not there."""
+
+    def damage(path):
+        index = json.loads((path / "index.json").read_text()) | changed
+        kept = {name: value for name, value in index.items() if value is not None}
+        (path / "index.json").write_text(json.dumps(kept))
+
+    return damage
 
 
 DAMAGES = [
@@ -105,9 +114,18 @@ DAMAGES = [
     (damage_edit, "edited token cache: its checksum does not match"),
     (damage_offsets, "edited token cache"),
     (damage_missing, "or an incomplete one: no bytes.npy"),
-    (damage_index, "cannot be read"),
-    (damage_entry, "bad entry 'files'"),
-    (damage_format, "format 99, expected 1"),
+    (damage_index, "index.json is damaged"),
+    (damage_nesting, "index.json is damaged"),
+    (damage_pipe, "index.json is a pipe"),
+    (entry(files=None), "bad entry 'files'"),
+    (entry(files=[1]), "bad entry"),
+    (entry(files={"tokens.bin": 3}), "bad entry"),
+    (entry(tokens="many"), "bad entry"),
+    (entry(tokens=3), "bad entry tokens"),
+    (entry(bos=-1), "bad entry bos"),
+    (entry(dtype="text"), "bad entry"),
+    (entry(vocab_size=None), "bad entry 'vocab_size'"),
+    (entry(format=99), "format 99, expected 1"),
 ]
 
 
@@ -119,6 +137,13 @@ def test_damaged_cache_is_one_line(token_file, damage, message):
         with pytest.raises(LatteError, match=message) as caught:
             attempt()
         assert "\n" not in str(caught.value)
+
+
+def test_a_digest_is_of_the_tokens_alone(token_file):
+    first, other = token_file(TEXTS), token_file([*TEXTS[:-1], "else"])
+    assert first.digest != other.digest
+    entry(digest=None)(first.path)  # as an earlier version wrote it
+    assert TokenFile(first.path).digest == first.digest
 
 
 def test_no_cache_there(tmp_path):

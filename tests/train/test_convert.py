@@ -160,6 +160,32 @@ def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
     assert not any("lora" in name or "base_layer" in name for name in final)
 
 
+def test_stages_go_on_with_the_same_text_and_base(base, small, words, tmp_path):
+    text = Path(words["corpus"]).read_text(encoding="utf-8")
+    (tmp_path / "words.jsonl").write_text(text, encoding="utf-8")
+    shutil.copytree(base, tmp_path / "own", ignore=shutil.ignore_patterns("checkpoint-*"))
+    weights = tmp_path / "own" / "model.safetensors"
+    kept = weights.read_bytes()
+
+    def run(**changed):
+        given = (f"data.corpus={tmp_path}/words.jsonl", "transfer.max_steps=1")
+        recipe = small(*given, *(f"{key}={value}" for key, value in changed.items()))
+        convert_and_train(str(tmp_path / "own"), tmp_path / "out", recipe, quiet=True)
+
+    with pytest.raises(LatteError, match="next-token was stopped at step 1"):
+        run(**{"training.max_minutes": 1e-6})
+    (tmp_path / "words.jsonl").write_text(text.replace("mean", "mass", 1), encoding="utf-8")
+    with pytest.raises(LatteError, match="the training text.* since this conversion began"):
+        run()
+    (tmp_path / "words.jsonl").write_text(text, encoding="utf-8")
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with pytest.raises(LatteError, match="the base has changed since this conversion began"):
+        run()
+    weights.write_bytes(kept)
+    run()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_windows_are_hidden_at_a_falling_rate(base, small, tmp_path, monkeypatch):
     from latte.train import converted
 

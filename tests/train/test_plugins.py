@@ -1,4 +1,4 @@
-"""A recipe's `plugins`: code of a user that is imported wherever the run's model is built."""
+"""A recipe's `plugins`: code of a user, which runs where its user has named it and nowhere else."""
 
 from __future__ import annotations
 
@@ -71,10 +71,12 @@ def test_a_mixer_of_a_plugin_is_trained_and_used(
     stored = json.loads((run / "recipe.json").read_text())["plugins"]
     assert stored == [str(plugin_recipe.parent / "doubled.py")]
     whole = load_file(run / "model.safetensors")
+    plugin = plugin_recipe.parent / "doubled.py"
+    named = ["--plugins", str(plugin)]
     for arguments in (
-        ["evaluate", str(run), "--lengths", "32", "--max-tokens", "100"],
-        ["generate", str(run), "--prompt", "latent", "--max-new-tokens", "2"],
-        ["inspect", str(run), "--text", "latent mean"],
+        ["evaluate", str(run), "--lengths", "32", "--max-tokens", "100", *named],
+        ["generate", str(run), "--prompt", "latent", "--max-new-tokens", "2", *named],
+        ["inspect", str(run), "--text", "latent mean", *named],
         ["compare", str(plugin_recipe), "--presets=doubled++,latte++", "--seeds=0", "--dry-run"],
         ["train", str(plugin_recipe)],  # goes on after step 1
     ):
@@ -88,10 +90,72 @@ def test_a_mixer_of_a_plugin_is_trained_and_used(
     again = load_file(run / "model.safetensors")
     assert all(bool((again[name] == weight).all()) for name, weight in whole.items())
     forget()
-    (plugin_recipe.parent / "doubled.py").unlink()
-    assert main(["generate", str(run)]) == 2
+    moved = plugin.rename(tmp_path / "doubled.py")
+    assert main(["generate", str(run), "--max-new-tokens=1", f"--plugins={moved}"]) == 0
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "evaluate", "inspect"])
+@pytest.mark.parametrize("file", ["recipe.json", "config.json", "tokenizer_config.json"])
+def test_a_folder_cannot_run_code(
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    forget: Any,
+    capsys: Any,
+    command: str,
+    file: str,
+) -> None:
+    from latte.data.tokenizers import byte_tokenizer
+
+    folder, ran = tmp_path / "downloaded", tmp_path / "ran"
+    make_model("latte++", num_hidden_layers=1).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    plugin = str(folder / "its_own.py")
+    Path(plugin).write_text(f"open({str(ran)!r}, 'w')\n")
+    if file == "recipe.json":
+        recipe = recipe_from_dict({"training": {"max_steps": 1}, "plugins": [plugin]})
+        values = recipe.as_dict()
+    else:
+        kind, code = {
+            "config.json": ("AutoConfig", "its_own.Its"),
+            "tokenizer_config.json": ("AutoTokenizer", ["its_own.Its", None]),
+        }[file]
+        values = json.loads((folder / file).read_text())
+        values |= {"model_type": "its", "tokenizer_class": "Its", "auto_map": {kind: code}}
+        if file == "tokenizer_config.json":
+            (folder / "tokenizer.json").unlink()
+    (folder / file).write_text(json.dumps(values))
+    also = ["--text=a"] if command == "inspect" else []
+    assert main([command, str(folder), *also]) == 2
     line = capsys.readouterr().err
-    assert "doubled.py: no such file" in line and line.count("\n") == 1
+    assert line.count("\n") == 1 and "code" in line and not ran.exists()
+    if file == "recipe.json":
+        assert f"--plugins {plugin}" in line
+        named = [command, str(folder), *also, "--plugins", plugin, "--device=none"]
+        assert main(named) == 2  # the device is wrong
+        assert ran.exists() and "--plugins" not in capsys.readouterr().err
+
+
+def test_a_plugin_that_was_edited_ends_its_run(
+    plugin_recipe: Path, forget: Callable[[], None], capsys: Any
+) -> None:
+    train = ["train", str(plugin_recipe), "--quiet"]
+    assert main([*train, "training.max_minutes=1e-6"]) == 0
+    forget()
+    plugin = plugin_recipe.parent / "doubled.py"
+    plugin.write_text(PLUGIN.replace("2 * y", "3 * y"))
+    assert main(train) == 2
+    assert "the plugin doubled.py has changed since this run began" in capsys.readouterr().err
+
+
+def test_attention_that_is_code_of_the_hub_is_refused(
+    make_model: Callable[..., Any], tmp_path: Path, capsys: Any
+) -> None:
+    make_model("latte++").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["attn_implementation"] = "someone/kernel"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "the code 'someone/kernel'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,24 @@ def test_json_is_replaced_whole(tmp_path: Path) -> None:
     run_folder.write_json(tmp_path / "a.json", {"x": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_a_run_reads_belongs_to_it(tmp_path: Path) -> None:
+    read = {"the training text": "1", "the base": "2"}
+    owner = claim(recipe(tmp_path))
+    owner.check_inputs({**read, "the base": "0"}, begun=False)  # nothing of it has been used yet
+    owner.check_inputs(read, begun=False)
+    before = snapshot(tmp_path)
+    owner.check_inputs(read, begun=True)
+    with pytest.raises(LatteError, match=r": the base has changed since .* put the earlier one"):
+        owner.check_inputs({**read, "the base": "3"}, begun=True)
+    owner.check_inputs({**read, "a plugin": "4"}, begun=True)  # an earlier version's run
+    assert snapshot(tmp_path) == before
+    owner.lock.close()
+
+
+def test_a_pipe_in_a_folder_is_refused(tmp_path: Path) -> None:
+    claim(recipe(tmp_path)).lock.close()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(LatteError, match=r"config.json is a pipe"):
+        claim(recipe(tmp_path))

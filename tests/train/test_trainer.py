@@ -8,6 +8,7 @@ import math
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,33 @@ def test_a_stopped_run_goes_on_to_the_same_weights(make_recipe: Any, whole: Resu
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
+@pytest.mark.parametrize("which", ["corpus", "validation"])
+def test_a_stopped_run_goes_on_with_its_own_text_alone(
+    make_recipe: Any, words: dict[str, str], whole: Result, tmp_path: Path, which: str
+) -> None:
+    file = tmp_path / "words.jsonl"
+    text = Path(words[which]).read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    recipe = make_recipe(name="edited", max_minutes=1e-6)
+    setattr(recipe.data, which, str(file))
+    train(recipe, quiet=True)
+    folder = Path(recipe.output_dir)
+    before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+    recipe.training.max_minutes = None
+    file.write_text(text.replace("mean", "mass", 1), encoding="utf-8")
+    name = "training" if which == "corpus" else "held-out"
+    with pytest.raises(LatteError, match=f"the {name} text.* has changed since this run began"):
+        train(recipe, quiet=True)
+    assert before == {path: path.read_bytes() for path in before}
+    file.write_text(text, encoding="utf-8")  # what is in it counts, not its date
+    resumed = train(recipe, quiet=True)
+    assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
+
+
 @pytest.fixture
-def ctrl_c(monkeypatch: Any) -> list[int]:
+def ctrl_c(monkeypatch: Any) -> Iterator[list[int]]:
     """Steps in whose middle Ctrl-C is pressed, once each time that the step is listed."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     presses: list[int] = []
     step = LatteTrainer.training_step
 
@@ -97,7 +122,8 @@ def ctrl_c(monkeypatch: Any) -> list[int]:
         return step(self, *arguments)
 
     monkeypatch.setattr(LatteTrainer, "training_step", training_step)
-    return presses
+    yield presses
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("at", [2, 6])

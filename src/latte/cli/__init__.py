@@ -7,9 +7,19 @@ needs when it runs. A user's mistake (LatteError) is one line on stderr and exit
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from latte.errors import exit_code
+
+
+def run(options: Namespace) -> int:
+    """Do what the options say, with the code that they name."""
+    if plugins := getattr(options, "plugins", None):
+        from latte.train.recipe import import_plugins
+
+        import_plugins(plugins)
+    return int(options.run(options))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return exit_code(
             "latte",
-            lambda: options.run(options),
+            lambda: run(options),
             "a training run continues from its last checkpoint, if it has one, when run again",
         )
     except BrokenPipeError:  # such as `latte generate ... | head`

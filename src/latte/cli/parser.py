@@ -136,6 +136,12 @@ def names(text: str) -> list[str]:
 
 # ---- the commands
 
+PLUGINS: dict[str, Any] = {
+    "type": names,
+    "metavar": "a.py,b.module",
+    "help": "code to run first, for a model that needs it: files or modules, separated by commas",
+}
+
 
 def _train(command: Any) -> None:
     add = command(
@@ -164,6 +170,7 @@ def _evaluate(command: Any) -> None:
     )
     add = parser.add_argument
     add("checkpoint", help=RUN)
+    add("--plugins", **PLUGINS)
     add(
         "--corpus",
         nargs="+",
@@ -223,6 +230,7 @@ def _generate(command: Any) -> None:
         " a document, read it once with --file and --save-state, then use --state.",
     ).add_argument
     add("checkpoint", help=RUN)
+    add("--plugins", **PLUGINS)
     add("--prompt", default="", help="text to continue")
     add("--file", help="document to read before the prompt, not printed; the first of several")
     add("--state", help="file written by --save-state, to continue from")
@@ -248,6 +256,7 @@ def _chat(command: Any) -> None:
         " stops an answer, and Ctrl-D or /exit ends the conversation.",
     ).add_argument
     add("checkpoint", help=f"{RUN}; its tokenizer needs a chat template")
+    add("--plugins", **PLUGINS)
     add("--system", default="", help="system message; the template's own if it is left out")
     add("--file", help="document to talk about; the first of several")
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
@@ -265,6 +274,7 @@ def _serve(command: Any) -> None:
         " Needs the extra: pip install 'latte-attention[serving]'.",
     ).add_argument
     add("checkpoint", help=RUN)
+    add("--plugins", **PLUGINS)
     add("--host", default="localhost", help="address at which the server listens")
     add(
         "--port",
@@ -408,6 +418,7 @@ def _inspect(command: Any) -> None:
         " CSVs about the use of the latents, such as the collapse figure.",
     ).add_argument
     add("checkpoint", help="a folder written by latte train or latte convert")
+    add("--plugins", **PLUGINS)
     add("--text", help="text to inspect")
     add("--file", help="file with the text: plain text, or JSON lines, of which the first is used")
     add("--layers", type=numbers, help="layers by number from 0, such as 0,3; all by default")

@@ -25,14 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from latte.compare.grid import Grid, RunStatus, damaged, read_json, unfinished
+from latte.compare.grid import AGAIN, Grid, RunStatus, unfinished
 from latte.data.preparing import prepare_text
-from latte.errors import LatteError, check_seed
+from latte.errors import LatteError, check_seed, one_line
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.lengths import Row, check_positions, evaluate_lengths
 from latte.machine import describe
 from latte.models.parameters import count_parameters, nearest_size
 from latte.models.registry import find_model, other_models, preset_names
+from latte.plain_files import read_object
 from latte.processes import number_of_processes
 from latte.results import Results, own_file, results_at, write_json
 from latte.train.metrics import read_metrics
@@ -286,13 +287,13 @@ def stored_measurement(run: PresetRun, section: ComparisonSection) -> Measured |
     file = measured_file(run, section)
     if not file.exists():
         return None
-    stored = read_json(file, "wanted")
+    stored = read_object(file, "wanted", then=AGAIN)
     if stored.pop("wanted") != _wanted(run, section):
         return None
     try:
         return Measured(**{**stored, "rows": [Row(**row) for row in stored["rows"]]})
     except (KeyError, TypeError) as error:
-        raise damaged(file, error) from None
+        raise LatteError(f"{file} is damaged ({one_line(error)}); {AGAIN}") from None
 
 
 def measured_file(run: PresetRun, section: ComparisonSection) -> Path:
@@ -303,14 +304,20 @@ def measured_file(run: PresetRun, section: ComparisonSection) -> Path:
     """
     file = run.folder / MEASURED_FILE
     wanted = _wanted(run, section)
-    return own_file(file, lambda there: read_json(there, "wanted")["wanted"] == wanted)[0]
+
+    def is_own(there: Path) -> bool:
+        return bool(read_object(there, "wanted", then=AGAIN)["wanted"] == wanted)
+
+    return own_file(file, is_own)[0]
 
 
 def _training(folder: Path) -> dict[str, Any]:
     """What a finished run says about its training."""
-    result, lines = read_json(folder / FINISHED_FILE), read_metrics(folder, "train")
+    keys = ("steps", "tokens", "seconds")
+    result = read_object(folder / FINISHED_FILE, *keys, then=AGAIN)
+    lines = read_metrics(folder, "train")
     return {
-        **{key: result[key] for key in ("steps", "tokens", "seconds")},
+        **{key: result[key] for key in keys},
         "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
         "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
     }

@@ -9,7 +9,6 @@ the others continue.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+from latte.plain_files import read_object
 from latte.processes import is_first_process, number_of_processes
 from latte.results import writable_folder, write_json
 from latte.train.run_folder import FolderInUse, checkpoints
+
+AGAIN = "delete it to do that again"  # of a result's file that is damaged
 
 FAILED_FILE = "failed.json"  # why a run's folder has no result, if its last attempt failed
 
@@ -98,7 +100,7 @@ class Grid:
             return found
         problem, file = self.problems.get(run.label, ""), run.folder / FAILED_FILE
         if not problem and file.exists():
-            problem = read_json(file)["problem"]
+            problem = read_object(file, "problem", then=AGAIN)["problem"]
         return RunStatus(run, None, problem) if problem else found
 
     def sweep(self, *, report_only: bool = False) -> tuple[list[RunStatus], str]:
@@ -192,22 +194,3 @@ def unfinished(run: Any) -> str:
     if saved:
         return f"stopped at step {saved[-1].name.removeprefix('checkpoint-')}"
     return "not run yet"
-
-
-def read_json(file: Path, *needed: str) -> dict[str, Any]:
-    """The contents of a result's file, which must have the `needed` keys.
-
-    Raises:
-        LatteError: The file is damaged.
-    """
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        for key in needed:
-            stored[key]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise damaged(file, error) from None
-    return dict(stored)
-
-
-def damaged(file: Path, error: Exception) -> LatteError:
-    return LatteError(f"{file} is damaged ({error}); delete it to do that again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,23 @@ from typing import Any
 
 import torch
 
-from latte.errors import LatteError, check_seed, one_line
+from latte.errors import LatteError, check_seed, one_line, why_not_written
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import config_errors, hub_options, quiet_transformers, unreachable
+from latte.hub import (
+    check_files,
+    check_no_code,
+    config_errors,
+    hub_options,
+    quiet_transformers,
+    reason,
+    unreachable,
+)
 from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
-from latte.results import check_writable
+from latte.models.parameters import number_of_parameters
+from latte.results import check_writable, staged_beside
 
 MULTIMODAL = ("gemma3",)
+WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 LORA = ".lora_"  # in the name of every parameter that peft adds
 
 
@@ -232,14 +241,26 @@ def read_config(base: str | Path) -> Any:
         )
     if folder.exists() and not (folder / "config.json").is_file():
         raise LatteError(f"base {folder} is no model: {folder / 'config.json'} is missing")
+    if folder.is_dir():
+        check_files(folder)
     try:
-        return AutoConfig.from_pretrained(base, **hub_options(base))
+        config = AutoConfig.from_pretrained(base, **hub_options(base))
     except config_errors() as error:
-        reason = unreachable(base) or one_line(error)
+        why = unreachable(base) or reason(error)
         raise LatteError(
-            f"base {base} cannot be read: {reason}; expected a folder, a GGUF file, or a name on"
-            " the Hub"
+            f"base {base} cannot be read: {why}; expected a folder, a GGUF file, or a name on the"
+            " Hub"
         ) from None
+    check_no_code(config, f"base {base}")
+    return config
+
+
+def base_files(base: str | Path) -> list[Path]:
+    """The files of a base's weights and configuration; none where it is a name on the Hub."""
+    file = gguf_at(base)
+    if file is not None:
+        return [file]
+    return sorted(path for kind in WEIGHTS for path in Path(base).glob(kind))
 
 
 def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "auto") -> Any:
@@ -252,6 +273,8 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
 
     _, language_model = FAMILIES[config.model_type.removeprefix("macchiato_")]
     file, place, options = gguf_at(base), base, {"dtype": dtype, **hub_options(base)}
+    if file is None:
+        check_size("base", base, read_config(base))
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         if file is not None:  # its weights have other names and orders, which the base undoes
             opened = open_gguf(file)
@@ -262,6 +285,26 @@ def load_base(base: str | Path, config: Any, *, seed: int = 0, dtype: Any = "aut
     if file is None and not torch.cuda.is_available():  # with a GPU they are copied there
         own_weights(model)
     return model
+
+
+def check_size(what: str, place: str | Path, config: Any) -> None:
+    """Compare a config with a folder's weights, before the model is built.
+
+    Args:
+        what: Name of the place in error messages.
+
+    Raises:
+        LatteError: The model has more parameters than the weights have bytes.
+    """
+    stored = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+    if not stored or getattr(config, "quantization_config", None) is not None:
+        return
+    wanted = number_of_parameters(config)
+    if wanted is not None and wanted > stored:
+        raise LatteError(
+            f"{what} {place}: its config describes {wanted:,} parameters, and its weights have"
+            f" {stored:,} bytes: config.json was edited, or weights are missing"
+        )
 
 
 def load_whole(
@@ -290,10 +333,10 @@ def load_whole(
             ignore_mismatched_sizes=True,  # to name them below
             **options,
         )
-    except (ValueError, RuntimeError, OSError, KeyError) as error:
-        raise LatteError(f"{what} {place} cannot be loaded: {one_line(error)}") from None
     except SafetensorError as error:
         raise LatteError(f"{what} {place} has damaged weights: {one_line(error)}") from None
+    except (*config_errors(), RuntimeError) as error:
+        raise LatteError(f"{what} {place} cannot be loaded: {reason(error)}") from None
     missing = [name for name in found["missing_keys"] if new is None or new not in name]
     for problem, names in (
         ("has weights of another shape than its config", found["mismatched_keys"]),
@@ -304,7 +347,23 @@ def load_whole(
             first = min(name[0] if isinstance(name, tuple) else name for name in names)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise LatteError(f"{what} {place} {problem}: {first}{more}")
+    _check_defaults(model.generation_config, f"{what} {place}")
     return model.eval()
+
+
+def _check_defaults(defaults: Any, where: str) -> None:
+    """Raise LatteError for a default of ``generate`` that is of another type than it should be."""
+    for expected, kinds, names in (
+        ("the id of a token", int, ("bos_token_id", "eos_token_id", "pad_token_id")),
+        ("a number", (int, float), ("temperature", "top_p", "top_k", "repetition_penalty")),
+    ):
+        for name in names:
+            value = getattr(defaults, name, None)
+            given = value if isinstance(value, list) and kinds is int else [value]
+            if not all(one is None or isinstance(one, kinds) for one in given):
+                raise LatteError(
+                    f"{where}: generation_config.json has {name}={value!r}; expected {expected}"
+                )
 
 
 def summary(model: Any) -> str:
@@ -346,24 +405,18 @@ def load_tokenizer(base: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(base, **hub_options(base))
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
-        raise LatteError(
-            f"the tokenizer of base {base} cannot be read: {one_line(error)}"
-        ) from None
+        raise LatteError(f"the tokenizer of base {base} cannot be read: {reason(error)}") from None
 
 
 def save(model: Any, tokenizer: Any, target: Path) -> None:
     """Write a model and its tokeniser to a new folder, completely or not at all."""
     from safetensors import SafetensorError
 
-    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
-        staged.mkdir(parents=True)
-        with quiet_transformers():
-            model.save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
-        staged.rename(target)
+        with staged_beside(target) as staged:
+            with quiet_transformers():
+                model.save_pretrained(staged)
+            tokenizer.save_pretrained(staged)
+            staged.rename(target)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise LatteError(f"output {target} cannot be written: {reason}") from None
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        raise LatteError(f"output {target} cannot be written: {why_not_written(error)}") from None

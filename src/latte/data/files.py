@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from latte.data.sources import Meter, Source, no_meter, without_lone_surrogates
 from latte.errors import LatteError
+from latte.plain_files import check_plain
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -67,7 +68,7 @@ def find_files(spec: str | os.PathLike[str]) -> list[Path]:
         raise LatteError(
             f"{text}: no such file or folder (expected 'embedded', a path, a glob or 'hub:NAME')"
         )
-    known = sorted(file for file in found if kind_of(file)[0])
+    known = [check_plain(file) for file in sorted(found) if kind_of(file)[0]]
     if not known:
         seen = Counter(file.suffix or "(none)" for file in found)
         listing = ", ".join(suffix for suffix, _ in seen.most_common(5)) or "no files at all"
@@ -208,7 +209,7 @@ def _parquet_documents(path: Path, column: str, meter: Meter) -> Iterator[str]:
             stream = unpacked
         try:
             file = pq.ParquetFile(stream)
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise LatteError(f"{path}: not a Parquet file, or a truncated one") from error
         schema = file.schema_arrow
         if column not in schema.names:
@@ -222,7 +223,12 @@ def _parquet_documents(path: Path, column: str, meter: Meter) -> Iterator[str]:
         size, done, rows = path.stat().st_size, 0, max(1, file.metadata.num_rows)
         try:
             for batch in file.iter_batches(batch_size=256, columns=[column]):
-                for value in batch.column(0).to_pylist():
+                try:
+                    values = batch.column(0).to_pylist()
+                except UnicodeDecodeError as error:
+                    where = f"{path}, rows {done + 1} to {done + batch.num_rows}"
+                    raise LatteError(f"{where}: expected UTF-8 text, found other bytes") from error
+                for value in values:
                     done += 1
                     if value is None:
                         where = f"{path}, row {done}"

@@ -112,10 +112,15 @@ class HubSource(Source):
 
     def documents(self, meter: Meter = no_meter) -> Iterator[str]:
         done = 0
-        for batch in self.load().iter(batch_size=256):
-            for value in batch[self.column]:
-                done += 1
-                if value is None:
-                    raise LatteError(f"{self.name}, row {done}: column {self.column!r} is null")
-                meter(done)
-                yield without_lone_surrogates(value)
+        try:
+            for batch in self.load().iter(batch_size=256):
+                for value in batch[self.column]:
+                    done += 1
+                    if value is None:
+                        where = f"{self.name}, row {done}"
+                        raise LatteError(f"{where}: column {self.column!r} is null")
+                    meter(done)
+                    yield without_lone_surrogates(value)
+        except UnicodeDecodeError as error:
+            where = f"{self.name}, after row {done}"
+            raise LatteError(f"{where}: expected UTF-8 text, found other bytes") from error

@@ -27,6 +27,7 @@ import shutil
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from latte.data.tokenizers import (
     tokenizer_fingerprint,
 )
 from latte.errors import LatteError
+from latte.plain_files import check_plain, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +50,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+# Entries of index.json that count or number something.
+COUNTS = ("tokens", "documents", "bytes", "vocab_size", "largest_id", "bos", "eos")
 # Files up to this size are checksummed whole, larger ones by 256 samples of 64 KiB.
 FULL_CHECK_BYTES = 128 << 20
 BATCH_CHARACTERS = 2 << 20
+SMALL_FILE = 16 << 20  # bytes of a file that is read whole to tell it from others
 
 
 def checksum(path: Path, whole: float = math.inf) -> int:
@@ -66,6 +71,16 @@ def checksum(path: Path, whole: float = math.inf) -> int:
                 file.seek((size - (1 << 16)) * i // 255)
                 value = zlib.crc32(file.read(1 << 16), value)
     return value
+
+
+def contents_of(files: Iterable[str | Path]) -> str | None:
+    """A short digest of files, by name and content, on which their results depend.
+
+    Of a large file it reads samples. None if there are no files.
+    """
+    paths = [Path(file).expanduser() for file in files]
+    found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:12] if found else None
 
 
 class TokenFile:
@@ -112,6 +127,12 @@ class TokenFile:
         """The number of tokens."""
         return int(self.index["tokens"])
 
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all tokens. Other text has another, whatever its file's name and date."""
+        stored = self.index.get("digest")  # older caches have none
+        return str(stored or _digest(self.tokens).hexdigest())
+
     @property
     def num_documents(self) -> int:
         return int(self.index["documents"])
@@ -136,34 +157,46 @@ class TokenFile:
 
 
 def _checked_index(path: Path) -> dict[str, Any]:
-    try:
-        index = json.loads((path / "index.json").read_text("utf-8"))
-        if index["format"] != FORMAT:
-            raise LatteError(
-                f"{path}: token cache of format {index['format']}, expected {FORMAT}; delete it"
-            )
-        for name, (size, wanted) in index["files"].items():
-            found = (path / name).stat().st_size
-            if found != size:
-                raise LatteError(
-                    f"{path / name}: truncated or edited token cache: expected {size} bytes, found "
-                    f"{found}; delete the folder to make it again"
-                )
-            if checksum(path / name, FULL_CHECK_BYTES) != wanted:
-                raise LatteError(
-                    f"{path / name}: edited token cache: its checksum does not match; delete the "
-                    "folder to make it again"
-                )
-    except FileNotFoundError as error:
-        missing = Path(error.filename).name
+    """The index of a token cache, once its entries and the files that it names are as they were.
+
+    Raises:
+        LatteError: They are not.
+    """
+    file, again = path / "index.json", "delete the folder to make it again"
+    if not file.exists():
+        raise LatteError(f"{path}: not a token cache, or an incomplete one: no index.json")
+    index = read_object(file, "format", then=again)
+    if index["format"] != FORMAT:
         raise LatteError(
-            f"{path}: not a token cache, or an incomplete one: no {missing}"
-        ) from error
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LatteError(f"{path}: token cache cannot be read ({error})") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise LatteError(f"{path}/index.json: edited token cache: bad entry {error}") from error
+            f"{path}: token cache of format {index['format']}, expected {FORMAT}; delete it"
+        )
+    try:
+        entries = [(name, int(size), int(crc)) for name, (size, crc) in index["files"].items()]
+        width = np.dtype(index["dtype"]).itemsize
+        counts = {name: index[name] for name in COUNTS}
+        wrong = [name for name, count in counts.items() if type(count) is not int or count < 0]
+        if wrong or width * index["tokens"] != dict(index["files"])["tokens.bin"][0]:
+            raise ValueError(wrong[0] if wrong else "tokens")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise LatteError(f"{file}: edited token cache: bad entry {error}; {again}") from None
+    for name, size, wanted in entries:
+        if not (path / name).exists():
+            raise LatteError(f"{path}: not a token cache, or an incomplete one: no {name}")
+        found = check_plain(path / name).stat().st_size
+        if found != size:
+            raise LatteError(
+                f"{path / name}: truncated or edited token cache: expected {size} bytes, found "
+                f"{found}; {again}"
+            )
+        if checksum(path / name, FULL_CHECK_BYTES) != wanted:
+            raise LatteError(
+                f"{path / name}: edited token cache: its checksum does not match; {again}"
+            )
     return index
+
+
+def _digest(start: Any = b"") -> Any:
+    return hashlib.blake2b(start, digest_size=16)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -193,7 +226,7 @@ def _write(
     vocab_size = model_vocab_size(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     encode = Encoder(tokenizer, special_tokens)
-    offsets, sizes = array("q", [0]), array("q")
+    offsets, sizes, digest = array("q", [0]), array("q"), _digest()
     largest = max(bos, eos)
     source = corpus.source(split)
     shown = corpus_bar(f"Tokenising {split}", source, progress)
@@ -204,6 +237,7 @@ def _write(
                 document[0], document[1:-1], document[-1] = bos, ids, eos
                 largest = max(largest, int(ids.max(initial=0)))
                 file.write(document.tobytes())
+                digest.update(document)
                 offsets.append(offsets[-1] + len(document))
                 sizes.append(len(text.encode()))
             bar.note(f"{offsets[-1] / 1e6:.1f}M tokens")
@@ -231,6 +265,7 @@ def _write(
         "largest_id": largest,
         "bos": bos,
         "eos": eos,
+        "digest": digest.hexdigest(),
         "files": {
             path.name: [path.stat().st_size, checksum(path, FULL_CHECK_BYTES)] for path in files
         },

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from latte.errors import LatteError, one_line
+from latte.errors import LatteError
 from latte.gguf import gguf_at, gguf_tokenizer, open_gguf
-from latte.hub import hub_options, unreachable
+from latte.hub import check_files, hub_options, reason, unreachable
 from latte.progress import progress as show_progress
 
 if TYPE_CHECKING:
@@ -136,12 +136,16 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         return tokenizer
     try:
         place = str(path) if path.is_dir() else name
+        if path.is_dir():
+            check_files(path)
         tokenizer = AutoTokenizer.from_pretrained(place, **hub_options(place))
+    except LatteError as error:
+        raise LatteError(f"tokenizer {name}: {error}") from None
     # The hub, the network and every tokeniser class raise their own errors. All mean a failure.
     except Exception as error:
-        reason = unreachable(place) or one_line(error, first=True)
+        why = unreachable(place) or reason(error)
         raise LatteError(
-            f"tokenizer {name}: expected 'byte', a folder or a Hugging Face name: {reason}"
+            f"tokenizer {name}: expected 'byte', a folder or a Hugging Face name: {why}"
         ) from error
     document_ends(tokenizer)
     return tokenizer

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.data.sources import without_lone_surrogates
 from latte.errors import LatteError
 from latte.evaluate.generate import (
     check_sampling,
@@ -178,7 +179,8 @@ def converse(chat: Chat) -> None:
         elif line:
             handler = signal.signal(signal.SIGINT, lambda *_: chat.stop())
             try:
-                chat.say(line, lambda piece: print(piece, end="", flush=True))
+                message = without_lone_surrogates(line)  # bytes that are no UTF-8
+                chat.say(message, lambda piece: print(piece, end="", flush=True))
             finally:
                 signal.signal(signal.SIGINT, handler)
             print("\n", flush=True)

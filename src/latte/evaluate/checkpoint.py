@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from latte.conversion.pretrained import LORA, load_whole, own_weights
-from latte.data.tokenfile import checksum
+from latte.conversion.pretrained import LORA, check_size, load_whole, own_weights
+from latte.data.tokenfile import contents_of
 from latte.data.tokenizers import check_fits
 from latte.errors import LatteError, one_line
 from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import config_errors
+from latte.hub import check_files, check_no_code, config_errors, hub_options, reason
 from latte.machine import default_device
 from latte.models.registry import make_known
 from latte.ops.widened import widen_calls
-from latte.train.recipe import Recipe, recipe_from_dict
+from latte.plain_files import check_plain, read_object
+from latte.train.recipe import Recipe, check_plugins, recipe_from_dict
 from latte.train.run_folder import (
     FINISHED_FILE,
     MANIFEST_FILE,
     checkpoint_problem,
     newest_checkpoint,
 )
-
-SMALL_FILE = 16 << 20  # bytes of a file that is read whole to tell it from others
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -108,7 +105,8 @@ def load_checkpoint(
                 f"checkpoint {folder} is of a run whose low-rank updates are not merged yet;"
                 " expected a finished one: run its training again to continue it"
             )
-        options = {"config": config, "local_files_only": True}
+        check_size("checkpoint", folder, config)
+        options = {"config": config, **hub_options(folder)}
         if dtype is not None:
             options["dtype"] = dtype
         model = load_whole(AutoModelForCausalLM, "checkpoint", folder, **options)
@@ -145,16 +143,6 @@ def _override(config: Any, overrides: Mapping[str, Any], folder: Path) -> None:
             raise LatteError(f"{name}: {one_line(error.__cause__ or error)}") from None
 
 
-def contents_of(files: Iterable[str | Path]) -> str | None:
-    """A short digest of files, by name and content, on which their results depend.
-
-    It reads samples of large files, and returns None if there are no files.
-    """
-    paths = [Path(file).expanduser() for file in files]
-    found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:12] if found else None
-
-
 def weight_files(checkpoint: Path) -> list[Path]:
     """The files of a checkpoint's weights, in order: those of a folder, or a GGUF file itself."""
     return sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
@@ -170,34 +158,42 @@ def training_recipe(path: str | Path) -> Recipe | None:
     file = find_checkpoint(path) / "recipe.json"
     if not file.exists():
         return None
+    values = read_object(file)
     try:
-        return recipe_from_dict(json.loads(file.read_text(encoding="utf-8")))
+        return recipe_from_dict(values)
     except ValueError as error:
         raise LatteError(f"{file} is damaged: {one_line(error)}") from None
 
 
 def load_config(folder: Path) -> Any:
-    """The configuration in a checkpoint's folder. Raises LatteError if it is damaged."""
+    """The configuration in a checkpoint's folder.
+
+    Raises:
+        LatteError: A file of the folder is damaged, or the folder asks for code that its user has
+            not imported (:func:`latte.models.registry.load_plugin`).
+    """
     from transformers import AutoConfig
 
+    check_files(folder)
+    file = folder / "config.json"
+    values = read_object(file)
+    if "model_type" not in values:
+        raise LatteError(f"{file} names no model_type: it was edited")
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or "model_type" not in values:
-            raise LatteError(f"{folder / 'config.json'} names no model_type: it was edited")
-        try:
-            recipe = training_recipe(folder)
-        except LatteError:
-            recipe = None  # damaged: code that needs it reports the error
-        if recipe is not None:
-            recipe.import_plugins()  # the config may name what they register
+        recipe = training_recipe(folder)
+    except LatteError:
+        recipe = None  # damaged: code that needs it reports the error
+    if recipe is not None:
+        check_plugins(recipe, folder / "recipe.json")  # the config may name what they register
+    try:
         make_known(values["model_type"])
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, **hub_options(folder))
     except LatteError:
         raise
     except config_errors() as error:
-        raise LatteError(
-            f"{folder / 'config.json'} is damaged or was edited: {one_line(error)}"
-        ) from None
+        raise LatteError(f"{file} is damaged or was edited: {reason(error)}") from None
+    check_no_code(config, folder)
+    return config
 
 
 def check_weights(folder: Path) -> list[str]:
@@ -210,10 +206,12 @@ def check_weights(folder: Path) -> list[str]:
     names: list[str] = []
     for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(check_plain(file), framework="pt") as tensors:
                 names += tensors.keys()
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise LatteError(f"{file} is truncated or damaged: {one_line(error)}") from None
+        except OSError as error:
+            raise LatteError(f"{file} cannot be read: {one_line(error)}") from None
     if (folder / MANIFEST_FILE).exists():
         problem = checkpoint_problem(folder, only="*.safetensors")
         if problem is not None:
@@ -231,8 +229,8 @@ def _load_tokenizer(folder: Path) -> Any:
         if problem is not None:
             raise LatteError(f"checkpoint is damaged: {problem}")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, **hub_options(folder))
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
         file = folder / "tokenizer.json"
         what = "damaged" if file.exists() else "missing"
-        raise LatteError(f"{file} is {what}: {one_line(error)}") from None
+        raise LatteError(f"{file} is {what}: {reason(error)}") from None

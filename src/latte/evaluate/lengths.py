@@ -8,7 +8,6 @@ number of earlier tokens that a prediction may use differs.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,6 +23,7 @@ from latte.evaluate import tables
 from latte.evaluate.checkpoint import load_checkpoint
 from latte.evaluate.plots import conversion_figure
 from latte.machine import default_device, peak_memory_bytes
+from latte.plain_files import read_object
 from latte.progress import progress as show_progress
 from latte.results import numbered, own_file, write_json, write_text
 from latte.train.convert import ConversionRecipe
@@ -226,8 +226,8 @@ def report(
 
 def _read(file: Path) -> dict[str, Any]:
     """The scores of an earlier call. Raises LatteError if the file is damaged."""
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        return {"wanted": stored["wanted"], "rows": dict(stored["rows"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LatteError(f"{file} is damaged ({error}); delete it to score again") from None
+    again = "delete it to score again"
+    stored = read_object(file, "wanted", "rows", then=again)
+    if not isinstance(stored["rows"], dict):
+        raise LatteError(f"{file} is damaged (its rows are no object); {again}")
+    return stored

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+MOST_LAYERS = 256  # that are built to count parameters
 
 
 def count_parameters(config: Any) -> int:
@@ -19,6 +22,27 @@ def count_parameters(config: Any) -> int:
     with torch.device("meta"):
         model = language_model(config)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def number_of_parameters(config: Any) -> int | None:
+    """Count a model's parameters without making them; None if they cannot be counted."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or layers <= MOST_LAYERS:
+        return _counted(config)
+    few = []
+    for number in (1, 2):
+        short = copy.deepcopy(config)
+        short.num_hidden_layers = number
+        few.append(_counted(short))
+    one, two = few
+    return None if one is None or two is None else one + (layers - 1) * (two - one)
+
+
+def _counted(config: Any) -> int | None:
+    try:
+        return count_parameters(config)
+    except Exception:  # not on the meta device; building the model reports an error
+        return None
 
 
 def nearest_size(count: Callable[[int], int], target: int, step: int = 1) -> int:

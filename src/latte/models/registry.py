@@ -209,6 +209,29 @@ def _load_providers() -> None:
 # --- code of a user ----------------------------------------------------------------------------
 
 
+def is_loaded(plugin: str) -> bool:
+    """Whether a plugin has been imported here. A file may be in another folder than it was."""
+    if not plugin.endswith(".py"):
+        return plugin in sys.modules
+    return any(name[:-8] == _of_file(Path(plugin)) for name in sys.modules)
+
+
+def plugin_files(plugin: str) -> list[Path]:
+    """The Python files of a plugin: a file, or those of a module that has been imported."""
+    if plugin.endswith(".py"):
+        return [Path(plugin).expanduser()]
+    file = getattr(sys.modules.get(plugin), "__file__", None)
+    if file is None:
+        return []
+    path = Path(file)
+    return sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+
+
+def _of_file(path: Path) -> str:
+    """What the names of a file's modules begin with, before 8 digits that stand for its folder."""
+    return f"latte_plugin_{path.stem}_"
+
+
 def load_plugin(path_or_module: str | Path) -> Any:
     """Import a user's module, by its name or as a ``.py`` file, for what it registers.
 
@@ -224,7 +247,7 @@ def load_plugin(path_or_module: str | Path) -> Any:
         path = Path(text).expanduser().resolve()
         if not path.is_file():
             raise LatteError(f"plugin {text}: no such file")
-        name = f"latte_plugin_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+        name = _of_file(path) + hashlib.sha1(str(path).encode()).hexdigest()[:8]
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, path)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from latte.conversion.pretrained import check_output, load_tokenizer
+from latte.data.preparing import prepare_text
 from latte.errors import LatteError
 from latte.processes import is_first_process
 from latte.train import recipe as recipes
@@ -119,7 +120,7 @@ def convert_and_train(
     Raises:
         LatteError: The base, the recipe or the text cannot be used, or `output` has other files.
     """
-    from latte.train.run import first_alone, train
+    from latte.train.run import data_section, first_alone, inputs, train
 
     folder = Path(output)
     stages = recipe.stages(base, folder)
@@ -130,6 +131,15 @@ def convert_and_train(
     load_tokenizer(base)
     values = {"base": base, "recipe": dataclasses.asdict(recipe)}
     owner = first_alone(lambda: _claim(folder, values))
+    begun = any(Path(stage.output_dir).exists() for stage in stages.values())
+    start = next(iter(stages.values()))  # the stages read the same text, with the base's tokens
+    try:
+        text = prepare_text(data_section(start), progress=is_first_process() and not quiet)
+        read = inputs(start, text)
+        first_alone(lambda: owner.check_inputs(read, begun=begun, what="conversion"))
+    except ValueError:
+        owner.give_back()
+        raise
     for number, (name, each) in enumerate(stages.items(), 1):
         if is_first_process() and not quiet:
             print(f"stage {number} of {len(stages)}: {name}, in {each.output_dir}", flush=True)

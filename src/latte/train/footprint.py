@@ -6,12 +6,11 @@ its layers keep values for the backward pass.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from latte.errors import LatteError
 from latte.machine import default_device, memory_there_is, size_text
-from latte.models.parameters import count_parameters
+from latte.models.parameters import number_of_parameters
 from latte.processes import number_of_processes
 from latte.train.recipe import Recipe
 from latte.train.speed import autocasts
@@ -20,7 +19,6 @@ from latte.train.speed import autocasts
 # frozen one has at least half precision.
 TRAINED_BYTES, FROZEN_BYTES = 16, 2
 TOKEN_BYTES = 24  # a batch's ids, labels and positions, int64
-MOST_LAYERS = 256  # that are built to count parameters
 
 
 def check_memory(recipe: Recipe, config: Any) -> None:
@@ -75,24 +73,3 @@ def vocabulary(recipe: Recipe, config: Any) -> int:
         return given
     known = {"byte": 259, "bpe": recipe.data.vocab_size}
     return min(known.get(recipe.data.tokenizer, 1), getattr(config, "vocab_size", 1))
-
-
-def number_of_parameters(config: Any) -> int | None:
-    """Count a model's parameters without making them; None if they cannot be counted."""
-    layers = getattr(config, "num_hidden_layers", None)
-    if not isinstance(layers, int) or layers <= MOST_LAYERS:
-        return _counted(config)
-    few = []
-    for number in (1, 2):
-        short = copy.deepcopy(config)
-        short.num_hidden_layers = number
-        few.append(_counted(short))
-    one, two = few
-    return None if one is None or two is None else one + (layers - 1) * (two - one)
-
-
-def _counted(config: Any) -> int | None:
-    try:
-        return count_parameters(config)
-    except Exception:  # not on the meta device; building the model reports an error
-        return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import csv
 import functools
-import json
 import multiprocessing
 import os
 import shutil
@@ -37,6 +36,7 @@ from latte.data.preparing import DataSection, Text, prepare_text
 from latte.errors import LatteError
 from latte.machine import default_device
 from latte.memory import keep_memory
+from latte.plain_files import read_object
 from latte.progress import progress
 from latte.results import write_json
 from latte.train.converted import starting_model
@@ -170,7 +170,8 @@ def _fit_all(
     for index, layer in layers.items():
         scores = _fitted(folder, index).with_suffix(".json")
         if scores.is_file():
-            yield index, [FitErrors(*score) for score in json.loads(scores.read_text())["scores"]]
+            kept = read_object(scores, "scores", then="delete it to fit this layer again")
+            yield index, [FitErrors(*score) for score in kept["scores"]]
             continue
         table = _Table(model.model, layer.layer_kind)
         given = (layer, table, files, section.held_out_rows, options, folder)
@@ -218,7 +219,7 @@ def _write_scores(folder: Path) -> None:
         writer = csv.writer(opened, lineterminator="\n")
         writer.writerow(COLUMNS)
         for file in sorted((folder / "fitted").glob("layer-*.json")):
-            kept = json.loads(file.read_text())
+            kept = read_object(file)
             for step, output, mass, window in kept["scores"]:
                 numbers = (f"{x:.6f}" for x in (output, mass, window))
                 writer.writerow((int(file.stem[6:]), step, *numbers, kept["seconds"]))

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from latte import machine
+from latte.plain_files import check_plain
 from latte.progress import progress
 from latte.results import write_text
 from latte.train.recipe import Recipe
@@ -236,10 +237,12 @@ def drop_lines_after(path: Path, step: int) -> float:
 def _records(path: Path) -> list[dict[str, Any]]:
     """The readable lines of a file of metrics; none if there is no file."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # half-written
+    if not path.exists():
+        return found
+    for line in check_plain(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):  # half-written
             record = json.loads(line)
-            if isinstance(record, dict) and "step" in record:
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
                 found.append(record)
     return found
 

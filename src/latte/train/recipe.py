@@ -207,6 +207,22 @@ def import_plugins(plugins: Sequence[str]) -> None:
         load_plugin(plugin)
 
 
+def check_plugins(recipe: Recipe, file: Path) -> None:
+    """Check that the plugins of a folder's recipe have been imported: a folder may only ask.
+
+    Raises:
+        LatteError: One has not.
+    """
+    from latte.models.registry import is_loaded
+
+    asked = [plugin for plugin in recipe.plugins if not is_loaded(plugin)]
+    if asked:
+        raise LatteError(
+            f"{file} asks to run code, which is run only if you name it: add --plugins"
+            f" {','.join(asked)} if you trust it, or remove it from the file's plugins"
+        )
+
+
 def plugin_names(plugins: list[str]) -> list[str]:
     """The names of plugins in a run's identity, without folders: a file may be moved."""
     return [Path(plugin).name if plugin.endswith(".py") else plugin for plugin in plugins]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import sys
 import warnings
@@ -19,10 +18,12 @@ from transformers.utils import logging as transformers_logging
 
 from latte.data.blocks import SharedBlocks
 from latte.data.preparing import Text, prepare_text
+from latte.data.tokenfile import contents_of
 from latte.errors import LatteError, one_line
 from latte.models.modeling import language_model
-from latte.models.registry import carries_state, find_model
+from latte.models.registry import carries_state, find_model, plugin_files
 from latte.parallel.context import find_decoder
+from latte.plain_files import read_object
 from latte.processes import is_first_process, number_of_processes, number_on_machine
 from latte.results import write_json
 from latte.train.footprint import check_memory
@@ -76,6 +77,8 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         return result
     try:
         text = prepare_text(data_section(recipe), progress=first and not quiet)
+        read = inputs(recipe, text)
+        first_alone(lambda: owner.check_inputs(read, begun=owner.resume is not None))
         blocks: Any = text.blocks(
             recipe.data,
             steps * recipe.tokens_per_step(processes) // recipe.data.block_length,
@@ -180,6 +183,23 @@ def data_section(recipe: Recipe) -> DataSection:
     if recipe.conversion.base is None:
         return recipe.data
     return dataclasses.replace(recipe.data, tokenizer=recipe.conversion.base)
+
+
+def inputs(recipe: Recipe, text: Text) -> dict[str, str | None]:
+    """Digests of all that a run reads beside its recipe, by names that errors use."""
+    found: dict[str, str | None] = {
+        "the training text (data.corpus)": text.train.digest,
+        "the held-out text": text.validation.digest,
+    }
+    if recipe.conversion.base is not None:
+        from latte.conversion.pretrained import base_files, read_config
+
+        base = recipe.conversion.base
+        commit = getattr(read_config(base), "_commit_hash", None)  # of a name on the Hub
+        found["the base"] = contents_of(base_files(base)) or commit
+    for plugin in recipe.plugins:
+        found[f"the plugin {Path(plugin).name}"] = contents_of(plugin_files(plugin))
+    return found
 
 
 def model_config(recipe: Recipe, defaults: dict[str, Any]) -> Any:
@@ -308,14 +328,12 @@ def _finish(
 
 def _stored_result(folder: Path) -> Result:
     name = FINISHED_FILE if (folder / FINISHED_FILE).exists() else STOPPED_FILE
+    then = "remove it, and the run ends again from its last checkpoint"
+    stored = read_object(folder / name, then=then)
     try:
-        stored = json.loads((folder / name).read_text(encoding="utf-8"))
         return Result(folder=folder, **stored)
-    except (ValueError, TypeError) as error:
-        raise LatteError(
-            f"{folder / name} is damaged ({one_line(error)}); remove it, and the run ends again"
-            " from its last checkpoint"
-        ) from None
+    except TypeError as error:
+        raise LatteError(f"{folder / name} is damaged ({one_line(error)}); {then}") from None
 
 
 def _text_of(recipe: Recipe) -> str:

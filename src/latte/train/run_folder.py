@@ -1,7 +1,8 @@
 """The folder of a training run: its identity, its complete checkpoints, its result.
 
     output_dir/
-      run.json            the recipe and the number of processes: the run's identity
+      run.json            the recipe, the number of processes and digests of what is read: the
+                          run's identity
       metrics.jsonl       one line per log or evaluation step
       tensorboard/        the same for TensorBoard
       checkpoint-<step>/  everything needed to continue; appears by one rename, complete
@@ -24,7 +25,8 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
 from latte.data.tokenfile import checksum
-from latte.errors import LatteError
+from latte.errors import LatteError, one_line
+from latte.plain_files import read_object
 from latte.results import first_difference, writable_folder, write_json
 
 RUN_FILE = "run.json"
@@ -32,6 +34,7 @@ FINISHED_FILE = "finished.json"
 MANIFEST_FILE = "manifest.json"
 STAGING = ".staging"
 LOCK_FILE = ".lock"
+OTHER_FOLDER = "choose another output_dir"  # what to do, in errors
 
 
 class Identified(Protocol):
@@ -67,6 +70,29 @@ class Claim:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lock": None}  # a lock belongs to one process
+
+    def check_inputs(self, inputs: dict[str, Any], *, begun: bool, what: str = "run") -> None:
+        """Compare what the work reads with what it read when it began; at its start, record it.
+
+        Args:
+            inputs: Names of what is read, and their digests.
+            begun: Whether the folder has a part of the work that is used.
+
+        Raises:
+            LatteError: Something has changed. The folder is as it was then.
+        """
+        file = self.folder / self.file
+        content = read_object(file, then=OTHER_FOLDER)
+        if not begun:
+            write_json(file, {**content, "inputs": inputs})
+            return
+        stored = content.get("inputs", {})  # an earlier version's folder has none
+        for name, digest in inputs.items():
+            if name in stored and stored[name] != digest:
+                raise LatteError(
+                    f"{self.folder}: {name} has changed since this {what} began; put the earlier"
+                    f" one back to continue it, or choose another output folder to begin anew"
+                )
 
     def give_back(self) -> None:
         """Remove a new folder whose run could not start.
@@ -133,6 +159,9 @@ def lock_folder(
     """
     made = not folder.exists()
     writable_folder(folder)
+    for path in folder.iterdir():  # to write into a pipe would not end
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise LatteError(f"{path} is a pipe, a socket or a device; {OTHER_FOLDER}")
     file, lock = folder / name, None
     if not file.exists():
         strangers = [
@@ -188,17 +217,18 @@ def check_same(
         what: Name of what the folder should have, for the error.
         identity: Function that gives the identity of the file's content.
     """
+    content = read_object(file, then=OTHER_FOLDER)
     try:
-        found = identity(json.loads(file.read_text(encoding="utf-8")))
+        found = identity(content)
         stored = {key: found[key] for key in wanted}
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise LatteError(f"{file} is damaged ({error}); choose another output_dir") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LatteError(f"{file} is damaged ({one_line(error)}); {OTHER_FOLDER}") from None
     difference = first_difference(stored, json.loads(json.dumps(wanted)))
     if difference:
         key, there, here = difference
         raise LatteError(
             f"output folder {file.parent} holds another {what}: {key} is {there!r} there and"
-            f" {here!r} here; choose another output_dir"
+            f" {here!r} here; {OTHER_FOLDER}"
         )
 
 
@@ -230,7 +260,7 @@ def checkpoint_problem(folder: Path, only: str = "*") -> str | None:
     """
     manifest = folder / MANIFEST_FILE
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = read_object(manifest)["files"]
         for name, (size, wanted) in files.items():
             path = folder / name
             if not PurePath(name).match(only):

@@ -42,7 +42,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
 from latte.data.preparing import Text
-from latte.errors import LatteError, one_line
+from latte.errors import LatteError, why_not_written
 from latte.parallel import context_parallel, shard_batch
 from latte.parallel.batch import context_group
 from latte.results import write_json
@@ -254,8 +254,8 @@ class LatteTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:  # each writer's own
             raise LatteError(
-                f"checkpoint {folder / name} cannot be written: {one_line(error, first=True)};"
-                " run again to continue from the one before"
+                f"checkpoint {folder / name} cannot be written: {why_not_written(error)}; nothing"
+                " is lost: run again to continue from the one before"
             ) from error
         finally:
             self.args.output_dir = str(folder)
@@ -284,7 +284,7 @@ class LatteTrainer(Trainer):
         try:
             model.save_pretrained(folder, state_dict=state)
         except SafetensorError as error:
-            raise LatteError(f"{folder} cannot be written: {one_line(error)}") from error
+            raise LatteError(f"{folder} cannot be written: {why_not_written(error)}") from error
         finally:
             model.config.use_cache = training
         self.text.tokenizer.save_pretrained(folder)

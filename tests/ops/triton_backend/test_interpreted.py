@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 RUNS_ALREADY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
 
 
+@pytest.mark.timeout(0)  # minutes, more beside other work: each test within has its own limit
 @pytest.mark.skipif(RUNS_ALREADY, reason="the kernels' tests run in this process")
 @pytest.mark.parametrize("part", ["laws", "kernels"])
 def test_under_the_interpreter(part, request):
