@@ -124,7 +124,7 @@ def _of_queries(
     T, H, G, window = *q_BTHK.shape[1:3], k_BSGK.shape[2], local.window
     assert window is not None
     wide = computation_dtype(q_BTHK.dtype)
-    C = min(window, T)
+    C = window if window < T else T  # a compiled graph is for one of them
     Z = -(-T // C)
     device = q_BTHK.device
 
