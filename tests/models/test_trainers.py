@@ -10,7 +10,6 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
     EarlyStoppingCallback,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -208,18 +207,6 @@ def test_a_classifier_is_trained_and_evaluated(options):
 # --- TRL ------------------------------------------------------------------------------------------
 
 
-def tokenizer():
-    """One token for each letter."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    letters = {
-        x: n for n, x in enumerate(["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"])
-    }
-    made = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
-
-
 PACKING = {
     "padded": {},
     "padding-free": {"padding_free": True, "max_length": None},
@@ -236,7 +223,7 @@ def test_supervised_fine_tuning_reads_every_text_alone(model, options, kind):
         trl.SFTConfig, max_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=4,
         gradient_checkpointing=False, bf16=False, **PACKING[kind],
     )  # fmt: skip
-    letters = tokenizer()
+    letters = modeldb.tokenizer()
     data = datasets.Dataset.from_dict({"text": texts})
     trainer = trl.SFTTrainer(
         model, args, train_dataset=data, eval_dataset=data, processing_class=letters
