@@ -7,12 +7,15 @@ random and in fp64, at a scale of its weights where a broken cache is seen.
 from __future__ import annotations
 
 import functools
+import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from latte.models import (
     PRESETS,
@@ -63,6 +66,16 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     """Random ids (batch, length). No row takes them for padding or for an end."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each letter."""
+    pieces = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase]
+    vocabulary = {piece: n for n, piece in enumerate(pieces)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
 @dataclass(frozen=True)

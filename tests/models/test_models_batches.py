@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from latte.models import PRESETS, inputs
+from tests.models import modeldb
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
@@ -44,6 +46,82 @@ def test_positions_are_read_once(build, tokens, starts, monkeypatch):
     places = torch.cat([torch.arange(b - a) for a, b in zip(starts, ends, strict=True)])[None]
     build("latte-r-swa++")(tokens(1, 24), position_ids=places, labels=tokens(1, 24))
     assert len(reads) == 1
+
+
+def test_indices_of_sequences_are_bounds(build, tokens):
+    """They come with bounds or positions from some collators, and alone from others."""
+    model, ids = build("latte-r-swa++"), tokens(1, 24)
+    bounds = torch.tensor([0, 7, 8, 24], dtype=torch.int32)
+    index = torch.repeat_interleave(bounds.diff())[None].int()
+    flash = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 16,
+        "max_length_k": 16,
+    }
+    for decoder in (model, model.model):  # TRL calls the decoder
+        with torch.no_grad():
+            expected = decoder(ids, cu_seq_lens_q=bounds)[0]
+            for given in ({}, flash, {"attention_mask": torch.ones_like(ids)}):
+                assert torch.equal(decoder(ids, seq_idx=index, **given)[0], expected)
+    with pytest.raises(ValueError, match=r"seq_idx changes within a row: .* got seq_idx \(2, 24\)"):
+        model(ids.expand(2, 24), seq_idx=index.expand(2, 24))
+    with pytest.raises(ValueError, match="packed sequences cannot be carried on"):
+        model(ids, seq_idx=index, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["latte-r-swa++", "llama: plain"])
+def test_an_empty_last_sequence_takes_no_label(tokens, name):
+    model, ids = modeldb.BY_NAME[name].model(), tokens(1, 12)
+    with torch.no_grad():
+        losses = [
+            model(ids, labels=ids, cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)).loss
+            for bounds in ([0, 5, 12], [0, 0, 5, 12, 12])
+        ]
+        parts = [model(x, labels=x, num_items_in_batch=10).loss for x in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(losses, [sum(parts)] * 2)
+
+
+HOLD = ["latte-r-swa++", "latte-conv++", "latte-gated", "swa++", "llama: plain", "llama: kept"]
+HOLD_NOT = ["latte", "latte++", "latte-r++", "transformer++", "linear++", "llama: base"]
+
+
+@pytest.mark.parametrize("side", ["new tokens", "cached tokens"])
+@pytest.mark.parametrize("name", HOLD + HOLD_NOT)
+def test_padding_after_cached_tokens_takes_no_places(tokens, name, side):
+    """Where a layer keeps its last tokens, padding would stand among them."""
+    model, ids = modeldb.BY_NAME[name].model(), tokens(2, 16)
+    mask = torch.ones_like(ids)
+    mask[1, 9:12] = 0
+    cut = 9 if side == "new tokens" else 12
+    real = mask[1].bool()
+    with torch.no_grad():
+        cache = model(ids[:, :cut], attention_mask=mask[:, :cut], use_cache=True).past_key_values
+
+        given = {"attention_mask": mask, "past_key_values": cache}
+        if name in HOLD:
+            with pytest.raises(ValueError, match="attention_mask: row 1 has padding between"):
+                model(ids[:, cut:], **given)
+            mask[1] = 1  # the cache is as it was
+        found = model(ids[:, cut:], **given).logits
+        torch.testing.assert_close(found[0], model(ids[:1]).logits[0, cut:], **TOLERANCE)
+        if name in HOLD_NOT:
+            alone = model(ids[1:, real]).logits[0, 9:]
+            torch.testing.assert_close(found[1, 12 - cut :], alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["latte-r-swa++", "llama: plain"])
+def test_names_of_attention_functions(name, tmp_path):
+    """Software passes the usual ones, which choose nothing; others promise what is not there."""
+    modeldb.BY_NAME[name].make().float().save_pretrained(tmp_path)
+    for given in (None, "eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=given)
+        model.set_attn_implementation("sdpa")
+        assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="expected 'eager' or 'sdpa', .* got 'flash_attention_2'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match="got 'flex_attention'"):
+        model.set_attn_implementation("flex_attention")
 
 
 def test_positions_that_start_anew_need_a_single_row(build, tokens):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, pipeline
 
 from latte.models import PRESETS, LatteCache, LatteForCausalLM
+from tests.models import modeldb
 
 NEW = 6  # more than a window
 
@@ -123,3 +124,25 @@ def test_stop_strings_and_their_tokenizer(build, tokens, generate):
     first = int(generate(model, ids)[0, 6])
     stopped = generate(model, ids, stop_strings=[chr(first)], tokenizer=byte_tokenizer())
     assert stopped[0, 6:].tolist() == [first]
+
+
+@pytest.mark.parametrize("name", ["latte-r-swa++", "transformer++", "llama: plain"])
+def test_a_pipeline_goes_on_with_every_text_as_alone(name, tmp_path):
+    """From a folder, in a padded batch, without a warning that it knows no such model."""
+    model, letters = modeldb.BY_NAME[name].make().float(), modeldb.tokenizer()
+    for part in (model, letters):
+        part.save_pretrained(tmp_path)
+    writer = pipeline("text-generation", model=str(tmp_path))
+    assert type(writer.model) is type(model)
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "eos_token_id": [],
+        "bad_words_ids": [[0]],
+    }
+    texts = ["hello", "a", "padding"]
+    together = writer(texts, batch_size=3, return_tensors=True, **settings)
+    for text, (found,) in zip(texts, together, strict=True):
+        ids = letters(text, return_tensors="pt")["input_ids"]
+        expected = model.generate(ids, pad_token_id=0, **settings)[0].tolist()
+        assert found["generated_token_ids"][-len(expected) :] == expected

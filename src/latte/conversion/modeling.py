@@ -29,20 +29,19 @@ from latte.layers.step import run_layers
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.generation import StateGenerationMixin
-from latte.models.inputs import DecoderInputs, prepare_inputs
-from latte.models.loss import next_token_loss
-from latte.models.modeling import initialise
+from latte.models.inputs import DecoderInputs, packed_bounds, prepare_inputs
+from latte.models.loss import labels_within, next_token_loss
+from latte.models.modeling import OwnAttention, initialise
 from latte.ops.widened import widened
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
 
 
-class MacchiatoPreTrained:
+class MacchiatoPreTrained(OwnAttention):
     """The parts that decoder and language model share: initial values and dtype of new weights."""
 
     # New weights are a tenth of a percent of all weights, and the mixture depends on all digits.
     _keep_in_fp32_modules_strict: Any = {"latents"}
-    _supports_sdpa = True  # the attention is Latte's, whatever the base supports
     _supports_flash_attn = False
     _supports_flex_attn = False
     _can_compile_fullgraph = False
@@ -85,6 +84,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         cache: LatteCache | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -92,7 +92,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
 
         Args:
             input_ids: Token ids, (B, T).
-            attention_mask: Mask, (B, P + T), 1 = a real token. It includes the cached tokens.
+            attention_mask: Mask, (B, P + T), 1 = a real token. It includes the cached tokens. With
+                a cache, pad on the left of the first call: see :class:`latte.models.LatteModel`.
             position_ids: Positions, (B, T). By default the real tokens of each sequence are
                 counted.
             past_key_values: :class:`latte.models.LatteCache`, read and updated.
@@ -100,6 +101,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             use_cache: Whether to return the cache.
             cu_seq_lens_q: Bounds of N sequences packed into one row (B = 1), (N + 1,) int32.
                 Without it, a single row without a mask is split where its positions start again.
+            seq_idx: Number of each token's sequence, (1, T), instead of bounds.
             cache: The same as ``past_key_values``, by its name since Transformers 5.24.
 
         Raises:
@@ -119,6 +121,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             one_cache(past_key_values, cache),
             use_cache,
             cu_seq_lens_q,
+            seq_idx,
             steps=not self._asks_base(kwargs),
         )
         x_BTE, cache, position_ids = inputs.x_BTE, inputs.cache, inputs.positions()
@@ -215,6 +218,47 @@ class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):
         self.lm_head = step.Head(config.hidden_size, config.vocab_size, bias=False)
         self.loss_function = next_token_loss
         self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LatteCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cache: LatteCache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The base's forward, with the losses of :class:`latte.models.LatteForCausalLM`.
+
+        The first token of a packed sequence is not predicted, because the token before it belongs
+        to another text. The arguments are those of the base and of :class:`MacchiatoDecoder`.
+        """
+        cache = one_cache(past_key_values, cache)
+        if labels is not None:
+            if use_cache is None and cache is None:
+                use_cache = False  # a loss needs no states
+            if cu_seq_lens_q is None:
+                cu_seq_lens_q = packed_bounds(position_ids, attention_mask, cache, seq_idx)
+            if cu_seq_lens_q is not None:
+                labels = labels_within(labels, cu_seq_lens_q)
+        given = {CACHE_NAME: cache, "labels": labels, "logits_to_keep": logits_to_keep}
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
+            **given,
+            **kwargs,
+        )
 
 
 def _family(family: str, prefix: str, **traits: Any) -> tuple[Any, Any]:

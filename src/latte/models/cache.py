@@ -490,6 +490,16 @@ class LatteCache(Cache):
         return None if position is None else position.clone()
 
     @property
+    def holds_places(self) -> bool:
+        """Whether a layer keeps its last tokens, padding among them: a window, a convolution."""
+        for layer in self.layers:
+            state = layer.state
+            kept = [state.conv, state.short_conv, state.pending]
+            if any(x is not None for x in kept) or (state.window is not None and not layer.grows):
+                return True
+        return False
+
+    @property
     def is_initialized(self) -> bool:
         """Whether tokens were read. The base class skips layers without early allocation."""
         return all(layer.is_initialized for layer in self.layers)

@@ -19,6 +19,8 @@ from latte.models.cache import LatteCache
 
 logger = logging.get_logger(__name__)
 
+MOST_IN_GRAPH = 256  # packed sequences of a row whose bounds a compiled graph finds
+
 
 class DecoderInputs(NamedTuple):
     """The inputs of one forward of a decoder.
@@ -58,6 +60,7 @@ def prepare_inputs(
     past_key_values: Any,
     use_cache: bool | None,
     cu_seq_lens: Tensor | None,
+    seq_idx: Tensor | None = None,
     *,
     steps: bool,
     causal: bool = True,
@@ -82,10 +85,16 @@ def prepare_inputs(
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         cu_seq_lens_q=cu_seq_lens,
+        seq_idx=seq_idx,
     )
     check_positions(position_ids, input_ids if inputs_embeds is None else inputs_embeds)
     if cu_seq_lens is None:
-        cu_seq_lens = packed_bounds(position_ids, attention_mask, past_key_values)
+        known = position_ids
+        if torch.compiler.is_compiling() and known is not None:
+            rows = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]  # type: ignore
+            if rows != 1 or wants_cache(decoder, use_cache):
+                known = None  # a graph cannot make a cache or not as the positions say
+        cu_seq_lens = packed_bounds(known, attention_mask, past_key_values, seq_idx)
     cache = choose_cache(decoder, past_key_values, use_cache, cu_seq_lens, causal=causal)
     x_BTE = embed(decoder.embed_tokens, input_ids) if inputs_embeds is None else inputs_embeds
     if x_BTE.ndim != 3:
@@ -98,6 +107,8 @@ def prepare_inputs(
             f"the cache holds a batch of {cache.batch_size}, got a batch of {x_BTE.shape[0]}"
         )
     key_mask = new_key_mask(x_BTE, attention_mask, cache)
+    if cache is not None and key_mask is not None and attention_mask is not None:
+        check_padding(attention_mask, key_mask, cache)
     buffers = None
     if cache is not None:
         buffers = cache.begin(x_BTE, key_mask, decoder if steps else None)
@@ -150,6 +161,13 @@ def embed(table: nn.Module, input_ids: Any) -> Tensor:
         ) from None
 
 
+def wants_cache(decoder: Any, use_cache: bool | None) -> bool:
+    """Whether a forward without a cache makes one, if it can."""
+    if use_cache is None:
+        return bool(decoder.config.use_cache and not decoder.training)
+    return use_cache
+
+
 def choose_cache(
     decoder: Any,
     cache: Any,
@@ -182,12 +200,8 @@ def choose_cache(
     if decoder.gradient_checkpointing and decoder.training and (use_cache or cache is not None):
         logger.warning_once("gradient checkpointing keeps no cache: use_cache is ignored")
         return None
-    if cache is None and possible:
-        wanted = use_cache
-        if wanted is None:
-            wanted = decoder.config.use_cache and not decoder.training
-        if wanted:
-            cache = LatteCache(decoder.config)
+    if cache is None and possible and wants_cache(decoder, use_cache):
+        cache = LatteCache(decoder.config)
     if cache is not None and not torch.compiler.is_compiling():
         cache.filled_by(decoder)
     return cache
@@ -219,32 +233,82 @@ def check_mask_shape(attention_mask: Tensor, B: int, past: int, T: int) -> None:
         )
 
 
+def check_padding(attention_mask: Tensor, key_mask: Tensor, cache: LatteCache) -> None:
+    """Raise ValueError if padding stands between a row's cached tokens and its new ones.
+
+    Windows and convolutions would hold it in the places of real tokens. Single tokens are not
+    looked at, and neither is a compiled graph: a GPU would have to be waited for.
+    """
+    (B, T), past = key_mask.shape, cache.get_seq_length()
+    position = cache.position
+    if T == 1 or position is None or torch.compiler.is_compiling():
+        return
+    whole = attention_mask.shape[1] == past + T  # the mask has the cached tokens too
+    last = attention_mask[:, past - 1 : past].bool() if whole else key_mask.new_ones(B, 1)
+    resumes = key_mask & ~torch.cat([last, key_mask[:, :-1]], 1)
+    wrong = resumes.any(1) & (position > 0)
+    if not bool(wrong.any()) or not cache.holds_places:
+        return
+    raise LatteError(
+        f"attention_mask: row {int(wrong.nonzero()[0, 0])} has padding between its cached tokens"
+        " and its new ones, which would take the places of real tokens in its window; expected"
+        " padding on the left of the first call alone: read rows of other lengths one by one"
+    )
+
+
 def packed_bounds(
-    position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: Any,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | None:
-    """Bounds (N + 1,) int32 of packed sequences, found where positions start again; else None.
+    """Bounds (N + 1,) int32 of the sequences that are packed into one row; None if none are.
 
-    Positions start again where one is not above the one before. They may leave some out.
+    Collators mark them by ``seq_idx`` (1, T), the number of each token's sequence, or by positions
+    that start again, in one row without mask and cache. Positions start again where one is not
+    above the one before. They may leave some out.
 
-    Transformers' collators mark packed sequences in this way: one row, without mask and cache.
-    The positions are read on the host. A graph of ``torch.compile`` cannot do that; there, pass
-    ``cu_seq_lens_q``.
+    These are read on the host. A graph of ``torch.compile`` cannot do that. It has
+    :data:`MOST_IN_GRAPH` bounds, those that are not needed at the end of the row.
 
     Raises:
-        ValueError: There are several rows, and the positions of one start again.
+        ValueError: There are several rows, and one of them is packed.
     """
-    if position_ids is None or attention_mask is not None or cache is not None:
+    if seq_idx is not None:
+        begins_BT, B, T = seq_idx[:, 1:] != seq_idx[:, :-1], *seq_idx.shape
+    elif position_ids is None or attention_mask is not None or cache is not None:
         return None
-    if position_ids.shape[1] < 2 or torch.compiler.is_compiling():
+    else:
+        begins_BT, B, T = position_ids[:, 1:] <= position_ids[:, :-1], *position_ids.shape
+    if T < 2:
         return None
-    begins_BT = position_ids[:, 1:] <= position_ids[:, :-1]
+    if torch.compiler.is_compiling():
+        return None if B != 1 else _bounds_in_graph(begins_BT[0])
     if not bool(begins_BT.any()):
         return None
-    if position_ids.shape[0] != 1:
+    if B != 1:
+        what, given = "positions start again", f"position_ids {(B, T)} without an attention_mask"
+        if seq_idx is not None:
+            what, given = "seq_idx changes", f"seq_idx {(B, T)}"
         raise ValueError(
-            "positions start again within a row: expected packed sequences in a single row (B = 1),"
-            f" got position_ids {tuple(position_ids.shape)} without an attention_mask"
+            f"{what} within a row: expected packed sequences in a single row (B = 1), got {given}"
         )
     starts = torch.nonzero(begins_BT[0])[:, 0] + 1
-    ends = starts.new_tensor([0]), starts, starts.new_tensor([position_ids.shape[1]])
+    ends = starts.new_tensor([0]), starts, starts.new_tensor([T])
+    return torch.cat(ends).to(torch.int32)
+
+
+def _bounds_in_graph(begins_t: Tensor) -> Tensor:
+    """Bounds of a fixed number of sequences, of which the last are empty; ``begins_t`` (T - 1,)."""
+    T = begins_t.shape[0] + 1
+    place = torch.arange(1, T, device=begins_t.device)
+    starts = torch.where(begins_t, place, T).sort().values
+    if T > MOST_IN_GRAPH:
+        torch._assert_async(
+            starts[MOST_IN_GRAPH - 1] == T,
+            f"a compiled graph finds the bounds of at most {MOST_IN_GRAPH} packed sequences in a"
+            " row, got more: pass cu_seq_lens_q",
+        )
+        starts = starts[: MOST_IN_GRAPH - 1]
+    ends = starts.new_zeros(1), starts, starts.new_full((1,), T)
     return torch.cat(ends).to(torch.int32)

@@ -51,6 +51,14 @@ def next_labels(labels_BT: Tensor | None) -> Tensor:
     return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
 
 
+def labels_within(labels_BT: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Labels (1, T) without those of the packed sequences' first tokens. A copy."""
+    T = labels_BT.shape[1]
+    starts = labels_BT.new_zeros(T + 1, dtype=torch.bool)  # an empty sequence may start at T
+    starts = starts.index_fill(0, cu_seq_lens.long(), True)
+    return labels_BT.masked_fill(starts[:T], IGNORED)
+
+
 def next_token_loss(
     logits: Tensor,
     labels: Tensor | None,

@@ -43,8 +43,9 @@ from latte.models.cache_name import CACHE_NAME, KEYWORDS, one_cache
 from latte.models.config import LatteConfig
 from latte.models.generation import StateGenerationMixin
 from latte.models.inputs import DecoderInputs, check_tensors, prepare_inputs
-from latte.models.loss import IGNORED, chunked_loss, next_labels, next_token_loss
+from latte.models.loss import chunked_loss, labels_within, next_labels, next_token_loss
 from latte.models.registry import find_mixer
+from latte.models.signature import hides
 
 LOADED = "_is_hf_initialized"  # Transformers' mark of weights that came from a checkpoint
 
@@ -132,7 +133,26 @@ class LatteBlock(GradientCheckpointingLayer):
         return run_layer(self.parts, x_BE, state, rotary)
 
 
-class LattePreTrainedModel(PreTrainedModel):
+class OwnAttention:
+    """The answer to Transformers' choice of an attention function: the layers have their own."""
+
+    _supports_sdpa = True
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def _check_and_adjust_attn_implementation(self, name: str | None, *_: Any, **__: Any) -> str:
+        """The name in the configuration. Raises LatteError for one that promises other kernels."""
+        if name not in (None, "eager", "sdpa"):
+            raise LatteError(
+                "attn_implementation: the layers compute Latte's attention; expected 'eager' or"
+                f" 'sdpa', which choose nothing, got {name!r}: leave it out"
+            )
+        return "eager"  # with 'sdpa' Transformers would refuse output_attentions
+
+
+class LattePreTrainedModel(OwnAttention, PreTrainedModel):
     """Loading, saving and initialisation that all Latte models share."""
 
     config: LatteConfig
@@ -214,6 +234,10 @@ class LatteModel(LattePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         cache: LatteCache | None = None,
     ) -> DecoderOutput:
         """Compute the hidden states of a batch, of its next tokens, or of packed sequences.
@@ -221,7 +245,10 @@ class LatteModel(LattePreTrainedModel):
         Args:
             input_ids: Token ids, (B, T).
             attention_mask: Mask, (B, P + T), 1 = a real token. It covers the cached tokens too.
-                Padding may be on either side; with a cache, pad on the left.
+                Padding may be on either side; with a cache, pad on the left of the first call.
+                Masked tokens between real ones keep their places in windows and convolutions. So
+                padding after a row's cached tokens is refused, where a call has several new tokens
+                and a layer has a window or a convolution.
             position_ids: Positions, (B, T). By default the real tokens of each sequence are
                 counted.
             past_key_values: :class:`LatteCache`, read and updated.
@@ -235,7 +262,12 @@ class LatteModel(LattePreTrainedModel):
                 end.
             cu_seq_lens_q: Bounds of N sequences packed into one row (B = 1), (N + 1,) int32. The
                 sequences do not see each other. Without it, a single row without mask and cache
-                is split where its positions start again (but not under ``torch.compile``).
+                is split where its positions start again. A graph of ``torch.compile`` does this
+                if it makes no cache, for at most 256 sequences.
+            cu_seq_lens_k, max_length_q, max_length_k: Arguments that packing collators send. They
+                are ignored; ``cu_seq_lens_q`` is enough.
+            seq_idx: Number of each token's sequence, (1, T), which some collators send instead of
+                bounds. It is read if there is no ``cu_seq_lens_q``.
             cache: The same as ``past_key_values``, by its name since Transformers 5.24.
 
         Raises:
@@ -255,6 +287,7 @@ class LatteModel(LattePreTrainedModel):
             one_cache(past_key_values, cache),
             use_cache,
             cu_seq_lens_q,
+            seq_idx,
             causal=self.config.is_causal,
             steps=not output_attentions,
         )
@@ -352,6 +385,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         self.loss_function = next_token_loss
         self.post_init()
 
+    @hides("shift_labels")
     @can_return_tuple
     def forward(
         self,
@@ -370,6 +404,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         cache: LatteCache | None = None,
     ) -> CausalLMOutputWithPast:
@@ -385,8 +420,6 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
                 each. They replace ``labels``; some collators and sequence parallelism send them.
             num_items_in_batch: Number by which the summed loss is divided, instead of this batch's
                 number of targets.
-            cu_seq_lens_k, max_length_q, max_length_k: Arguments that Hugging Face's packing
-                collator sends. They are ignored; ``cu_seq_lens_q`` is enough.
 
         The other arguments are those of :class:`LatteModel`.
 
@@ -408,6 +441,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
         )
         hidden = outputs.last_hidden_state
         if isinstance(logits_to_keep, Tensor):
@@ -427,10 +461,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
                     f"logits_to_keep do not go together), got {tuple(scored.shape)}"
                 )
             if labels is not None and outputs.cu_seq_lens_q is not None:
-                # index_fill, not assignment, so that the caller's labels do not change. The last
-                # bound is T, where no sequence starts. Token 0 is never predicted anyway.
-                starts = outputs.cu_seq_lens_q[:-1].long()
-                labels = labels.index_fill(1, starts.clamp_max(labels.shape[1] - 1), IGNORED)
+                labels = labels_within(labels, outputs.cu_seq_lens_q)
             if in_chunks:
                 targets = next_labels(labels) if shift_labels is None else shift_labels
                 loss = chunked_loss(hidden, self.lm_head.weight, targets, num_items_in_batch)

@@ -7,7 +7,8 @@ n sinks.
 Keywords that every op shares:
 
 * ``key_mask`` (B, T) bool, True = a real token. A masked source contributes nothing, whatever its
-  position. A query that sees no source gets zeros.
+  position. A query that sees no source gets zeros. A masked token between real ones keeps its place
+  in a window and in a convolution: W keys are then fewer real tokens.
 * ``cu_seqlens`` (N+1,) int32: bounds of N sequences packed into one row (B = 1). They never see
   each other. States then have N entries.
 * ``initial_state``, ``output_final_state``: continue a sequence in a later call. Pass the final

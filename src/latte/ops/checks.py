@@ -41,14 +41,18 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
 
 def check_shape(op: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """``x`` has the dimensions named by ``letters``; unknown letters are learnt into ``sizes``."""
-    expected = "(" + ", ".join(f"{c}={sizes[c]}" if c in sizes else c for c in letters) + ")"
+    known = {c: sizes[c] for c in letters if c in sizes}
+
+    def expected() -> str:  # only for an error: a graph that prints a size is for that size alone
+        return "(" + ", ".join(f"{c}={known[c]}" if c in known else c for c in letters) + ")"
+
     if not isinstance(x, Tensor):
-        raise ValueError(f"{op}: {name} must be a tensor {expected}, got {type(x).__name__}")
+        raise ValueError(f"{op}: {name} must be a tensor {expected()}, got {type(x).__name__}")
     if x.ndim != len(letters):
-        raise ValueError(f"{op}: {name} must have shape {expected}, got {tuple(x.shape)}")
+        raise ValueError(f"{op}: {name} must have shape {expected()}, got {tuple(x.shape)}")
     for letter, size in zip(letters, x.shape, strict=True):
         if sizes.setdefault(letter, size) != size:
-            raise ValueError(f"{op}: {name} must have shape {expected}, got {tuple(x.shape)}")
+            raise ValueError(f"{op}: {name} must have shape {expected()}, got {tuple(x.shape)}")
 
 
 def check_inputs(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from latte.errors import LatteError
 from latte.models.cache_name import KEYWORDS
 from latte.models.inputs import packed_bounds
-from latte.models.loss import IGNORED, next_labels
+from latte.models.loss import labels_within, next_labels
 
 # What a batch may hold of every token, (B, T, ...), and the bounds of packed sequences, (N + 1,).
 OF_TOKENS = (
@@ -71,7 +71,8 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
 
     Bounds of packed sequences become those within the part. Its first sequence always continues
     the part before. If a sequence begins with the part, that first sequence is empty:
-    ``[0, 0, ...]``. If only positions show that a row is packed, the bounds are added.
+    ``[0, 0, ...]``. If only positions or ``seq_idx`` show that a row is packed, the bounds are
+    added. ``seq_idx`` is removed.
 
     Args:
         batch: Arguments of a model, with ``input_ids`` or ``inputs_embeds``. Values that are not
@@ -97,14 +98,16 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
             f"shard_batch: {processes} processes cannot share {T} tokens; expected at least one"
             " token each"
         )
+    seq_idx = whole.pop("seq_idx", None)
     bounds = next((whole[name] for name in BOUNDS if whole.get(name) is not None), None)
     if bounds is None and all(whole.get(name) is None for name in KEYWORDS):
-        bounds = packed_bounds(whole.get("position_ids"), whole.get("attention_mask"), None)
+        given = whole.get("position_ids"), whole.get("attention_mask"), None, seq_idx
+        bounds = packed_bounds(*given)
         if bounds is not None:
             whole["cu_seq_lens_q"] = bounds
     if (labels := whole.pop("labels", None)) is not None and whole.get("shift_labels") is None:
         if bounds is not None:  # the first token of a sequence is not predicted
-            labels = labels.index_fill(1, bounds[:-1].long().clamp_max(T - 1), IGNORED)
+            labels = labels_within(labels, bounds)
         whole["shift_labels"] = next_labels(labels)
     start, end = (T * p // processes for p in (rank, rank + 1))
     for name, value in whole.items():

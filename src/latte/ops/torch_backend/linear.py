@@ -20,6 +20,7 @@ from latte.ops.tensors import Sequences, sequence_bounds, sequence_ids, without_
 from latte.ops.torch_backend.recurrence import linear_recurrence
 
 CHUNK = 64
+SIZES = tuple(1 << n for n in range(CHUNK.bit_length()))  # of the chunks of short texts
 
 
 class Layout(NamedTuple):
@@ -69,7 +70,7 @@ def linear_attention(
     start = None
     if earlier is not None:
         start = torch.cat([earlier.memory, earlier.normaliser[..., None]], -1)
-    C = min(CHUNK, 1 << (T - 1).bit_length())
+    C = next((size for size in SIZES if size >= T), CHUNK)
     layout = None
     if cu_seqlens is None:
         pad = -T % C

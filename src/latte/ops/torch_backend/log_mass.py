@@ -45,7 +45,10 @@ def window_log_mass(
     if T == 0:
         nothing = q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
         return nothing_out(nothing, q_BTHK, k_BTGK)
-    at_once = T if torch.is_grad_enabled() else BLOCKS_AT_ONCE * window
+    at_once, runs = T, 1
+    if not torch.is_grad_enabled():
+        at_once = BLOCKS_AT_ONCE * window
+        runs = -(-T // at_once)  # a compiled graph is for a number of runs, not for a length
     real = q_BTHK.new_ones(B, T, dtype=torch.bool)
     if sequences.key_mask is not None:
         real = sequences.key_mask
@@ -57,7 +60,8 @@ def window_log_mass(
     # The keys before the first query: the state's, or none.
     k_BSGK, real_BS = _after(tail, k_BTGK, real, window)
     found = []
-    for start in range(0, T, at_once):
+    for run in range(runs):
+        start = run * at_once
         own, seen = slice(start, start + at_once), slice(start, start + at_once + window)
         found.append(
             _of_queries(
@@ -120,16 +124,22 @@ def _of_queries(
     T, H, G, window = *q_BTHK.shape[1:3], k_BSGK.shape[2], local.window
     assert window is not None
     wide = computation_dtype(q_BTHK.dtype)
-    C = min(window, T)
+    C = window if window < T else T  # a compiled graph is for one of them
     Z = -(-T // C)
     device = q_BTHK.device
 
     def blocks(x: Tensor, length: int) -> Tensor:
-        """(B, S, ...) -> (B, Z, length, ...): each begins C tokens after the one before."""
+        """(B, S, ...) -> (B, Z, length, ...): each begins C tokens after the one before.
+
+        If there are several, the length is C or 2 C.
+        """
         short = (Z - 1) * C + length - x.shape[1]
         if short > 0:
             x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
-        return torch.stack([x[:, z * C : z * C + length] for z in range(Z)], 1)
+        if Z == 1:
+            return x[:, None]
+        x = x.unflatten(1, (-1, C))
+        return x if length == C else torch.cat([x[:, :-1], x[:, 1:]], 2)
 
     def scores(queries: Tensor, keys: Tensor, pattern: str) -> Tensor:
         queries = blocks(queries, C).unflatten(3, (G, H // G)).to(wide)
