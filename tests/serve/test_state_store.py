@@ -18,6 +18,7 @@ from latte.serve.engine import Ahead, Engine, Request
 from latte.serve.reading import Reader
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore, pieces_of
+from tests.conversion.bases import converted
 
 PIECE = 16
 
@@ -216,6 +217,13 @@ def test_a_request_that_comes_after_the_end_is_told_so():
     engine.close()
     engine.submit(request(20, ends))
     assert [str(error) for error in ends] == ["the server ends"]
+
+
+@pytest.mark.parametrize(("scaling", "slots"), [("longrope", 1), ("dynamic", 1), ("yarn", 4)])
+def test_rows_share_no_step_whose_frequencies_the_longest_one_chooses(scaling, slots):
+    engine = Engine(Reader(converted("llama", scaling), PIECE), slots=4, counters=Counters())
+    engine.close()
+    assert engine.slots == slots
 
 
 # ---- on disk
