@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
@@ -38,6 +40,33 @@ OWN = {
     "qwen3": {"head_dim": 16},
 }  # fmt: skip
 
+ORIGINAL = 16  # tokens, of a scaled base's first training
+ORIGINALLY = {"original_max_position_embeddings": ORIGINAL}
+# Every scaling of rotary positions that Transformers knows, at values where it shows.
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, **ORIGINALLY},
+    "longrope": {"factor": 4.0, **ORIGINALLY, "short_factor": [1.0, 1.5],
+                 "long_factor": [2.0, 8.0]},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINALLY},
+    "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
+}  # fmt: skip
+
+
+def scaled(family: str, scaling: str) -> dict[str, Any]:
+    """The fields of a base with a scaling. Its kinds of layers, if it has any, differ in it."""
+    rope: dict[str, Any] = {"rope_type": scaling, "rope_theta": 100.0, **SCALINGS[scaling]}
+    if scaling == "longrope":
+        half = (SHAPE | OWN[family])["head_dim"] // 2
+        rope |= {name: rope[name] * (half // 2) for name in ("short_factor", "long_factor")}
+    kinds = dict.fromkeys(OWN[family].get("layer_types", ()), rope)
+    if kinds:
+        rope = kinds | {"sliding_attention": rope | {"rope_theta": 50.0}}
+    length = ORIGINAL if scaling == "dynamic" else 4 * ORIGINAL
+    return {"rope_parameters": rope, "max_position_embeddings": length}
+
 
 def exact_attention(module, query, key, value, attention_mask, *, scaling, softcap=None, **_):
     """Eager attention without its detour through fp32, so that fp64 stays fp64."""
@@ -51,14 +80,16 @@ def exact_attention(module, query, key, value, attention_mask, *, scaling, softc
 
 
 AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", eager_mask)
 
 
 @functools.cache
-def base(family: str):
+def base(family: str, scaling: str | None = None):
     """A random model in fp64 and evaluation mode, with norms and biases that are not trivial."""
     kind = type(AutoConfig.for_model(family))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**(SHAPE | OWN[family]))).double().eval()
+    fields = SHAPE | OWN[family] | ({} if scaling is None else scaled(family, scaling))
+    model = AutoModelForCausalLM.from_config(kind(**fields)).double().eval()
     model.set_attn_implementation("exact")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -73,15 +104,15 @@ def full_layers(family: str) -> tuple[int, ...]:
     return config.full_layers
 
 
-def converted(family: str, **fields):
+def converted(family: str, scaling: str | None = None, **fields):
     """A fresh converted model with the base's weights, fp64."""
     values = {"local_window": WINDOW, "num_latents": 8, "latent_input": "rglru"}
-    inherited = base(family).config.to_dict()
+    inherited = base(family, scaling).config.to_dict()
     inherited.pop("model_type")
     config = CONFIGS[family](**inherited, **(values | fields))
     torch.manual_seed(1)
     model = FAMILIES[family][1](config).double().eval()
-    missing, unexpected = model.load_state_dict(base(family).state_dict(), strict=False)
+    missing, unexpected = model.load_state_dict(base(family, scaling).state_dict(), strict=False)
     assert not unexpected and all(".latents." in name for name in missing)
     with torch.no_grad():  # latents that matter, each on its own
         for name, parameter in model.named_parameters():

@@ -40,9 +40,15 @@ def recorded(tmp_path):
 
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "qwen3"])
-def test_a_layer_alone_has_the_errors_that_it_has_in_the_model(family, sinks, joint, recorded):
-    model, rows, files = recorded(family, num_sinks=sinks, joint_softmax=joint)
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [("llama", None), ("llama", "longrope"), ("llama", "dynamic")]
+    + [("gemma2", None), ("gemma3_text", None), ("qwen3", None)],
+)
+def test_a_layer_alone_has_the_errors_that_it_has_in_the_model(
+    family, scaling, sinks, joint, recorded
+):
+    model, rows, files = recorded(family, scaling=scaling, num_sinks=sinks, joint_softmax=joint)
     teacher = run_teacher(model, input_ids=rows[0][None])
     layers = [x.self_attn for x in model.model.layers if x.self_attn.converted]
     for place, layer in enumerate(layers):

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import sys
+import threading
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from latte.ops import (
     sliding_window_attention,
     use_backend,
 )
-from latte.ops.backend import choose
+from latte.ops.backend import choose, named_backend
 from tests.ops.helpers import latte_inputs, macchiato_inputs, randn
 
 NATIVE = "cpu" if cpp_backend.ABSENT is None else "torch"
@@ -141,6 +142,32 @@ def test_a_default_that_does_not_fit_a_gpu_gives_way(recwarn):
     assert told == [
         f"op: backend 'triton' is not available {reason}; the default gives way to 'torch'"
     ]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_block_is_of_its_thread(everywhere):
+    """So that requests, evaluations and trainings side by side do not change each other's."""
+
+    def other(found):
+        found.append(named_backend())
+        with use_backend("reference"):
+            inside.wait()
+            found.append(named_backend())
+            looked.wait()
+        found.append(named_backend())
+
+    before, inside, looked = named_backend(), threading.Barrier(2), threading.Barrier(2)
+    with use_backend("torch", everywhere=everywhere):
+        found = []
+        thread = threading.Thread(target=other, args=(found,))
+        thread.start()
+        inside.wait()
+        assert named_backend() == "torch"
+        looked.wait()
+        thread.join()
+        outside = "torch" if everywhere else before
+        assert found == [outside, "reference", outside]
+    assert named_backend() == before
 
 
 def test_an_unknown_default_is_told():

@@ -134,7 +134,12 @@ def refused() -> dict[str, Any]:
     hybrid = kind(
         kind.config_class(vocab_size=40, num_hidden_layers=2, converted_layers=[1], **sizes)
     )
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    stretched = kind(
+        kind.config_class(vocab_size=40, num_hidden_layers=2, rope_parameters=rope, **sizes)
+    )
     return {
+        "the rotary frequencies of Macchi.* depend on the length of the text": stretched,
         r"MacchiatoAttention \(the base's own, window=None\) passes no state": hybrid,
         "SoftmaxAttention .* passes no state of constant size": tiny("transformer++"),
         "Mega .* passes no state of constant size": language_model(comparator),

@@ -24,6 +24,7 @@ from latte.serve.reading import Reader
 from latte.serve.requests import BadRequest
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore, pieces_of
+from tests.conversion.bases import converted
 
 PIECE = 16
 
@@ -350,6 +351,13 @@ def test_a_damaged_file_of_one_prompt_ends_no_other_answer(tmp_path, harm):
     finally:
         engine.close()
         folder.close()
+
+
+@pytest.mark.parametrize(("scaling", "slots"), [("longrope", 1), ("dynamic", 1), ("yarn", 4)])
+def test_rows_share_no_step_whose_frequencies_the_longest_one_chooses(scaling, slots):
+    engine = Engine(Reader(converted("llama", scaling), PIECE), slots=4, counters=Counters())
+    engine.close()
+    assert engine.slots == slots
 
 
 # ---- on disk

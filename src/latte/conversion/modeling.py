@@ -167,6 +167,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         """The layers' attention modules."""
         return [layer.self_attn for layer in self.layers]  # type: ignore[attr-defined]
 
+    @property
+    def frequencies_by_length(self) -> bool:
+        """Whether rotary frequencies depend on the largest position of a call, of all its rows."""
+        kinds = self.rotary_emb.rope_type  # type: ignore[attr-defined]
+        each = kinds.values() if isinstance(kinds, dict) else [kinds]
+        return any("dynamic" in kind or kind == "longrope" for kind in each)
+
     def _asks_base(self, asked: dict[str, Any]) -> bool:
         """Whether more is asked for than last hidden states: only the base's forward gives it."""
         config: Any = self.config  # type: ignore[attr-defined]
@@ -189,19 +196,10 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         self, x_BTE: Tensor, position_ids: Tensor
     ) -> dict[Table, tuple[Tensor, Tensor]] | None:
         """The rotary tables by which queries look at the sinks."""
-        config: Any = self.config  # type: ignore[attr-defined]
-        if not config.num_sinks:
+        if not self.config.num_sinks:  # type: ignore[attr-defined]
             return None
-        rotary: Any = self.rotary_emb  # type: ignore[attr-defined]
-        found: dict[Table, tuple[Tensor, Tensor]] = {}
-        places = step.sink_positions(config, position_ids)
-        for window, positions in zip(config.windows, places, strict=True):
-            if self.rotary_by_kind:
-                each = {kind: rotary(x_BTE, positions, kind) for kind in config.layer_kinds}
-            else:
-                each = dict.fromkeys(config.layer_kinds, rotary(x_BTE, positions))
-            found |= {(kind, window): table for kind, table in each.items()}
-        return found
+        tables = step.tables_of(self, x_BTE, position_ids)
+        return {key: sinks for key, (_, sinks) in tables.items()}
 
 
 class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from latte.conversion.attention import MacchiatoAttention, Projections, Tokens, with_mass
 from latte.conversion.sources import late_latents
+from latte.conversion.step import rotary_tables
 from latte.conversion.transfer import (
     SAMPLE_EVERY,
     Watcher,
@@ -166,9 +167,10 @@ class LayerFit:
             x = opened.get_tensor(str(layer.layer_idx))[None].to(device, torch.float32)
         T = x.shape[1]
         positions = torch.arange(T, device=device)[None]
-        sink_table = self.rotary(x, positions.clamp_max(layer.window + layer.num_sinks - 1))
+        edge = layer.window + layer.num_sinks - 1
+        table, sink_table = rotary_tables(self.rotary, x, positions, [edge])
         sinks = {layer.table: sink_table} if layer.num_sinks else None
-        local = layer.project(x, self.rotary(x, positions), Tokens(None, None, sinks))
+        local = layer.project(x, table, Tokens(None, None, sinks))
         piece = Piece(x)
         near, _ = layer.window_branch(local, piece)
         first = layer.window if T > layer.window else 0

@@ -9,6 +9,7 @@ Shape suffixes: B batch, E hidden size, K head width.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,40 +74,55 @@ def parts_of(layer: Any) -> LayerParts:
     return LayerParts(layer.input_layernorm, attention, norms[0], mlp, after, norms[1], **names)
 
 
-def sink_positions(config: Any, position_ids: Tensor) -> list[Tensor]:
-    """For each width of a window, the positions by which queries look at the sinks, (B, T).
+def rotary_tables(
+    rotary: Callable[..., tuple[Tensor, Tensor]],
+    x_BTE: Tensor,
+    position_ids: Tensor,
+    edges: Sequence[int],
+    *kind: str,
+) -> list[tuple[Tensor, Tensor]]:
+    """The base's rotary table of positions (B, T), and for each edge that of ``min(t, edge)``.
 
-    A query sees the sinks no further away than the window's edge.
+    One call of the base's function: frequencies may depend on the largest position of a call
+    (``longrope`` and ``dynamic`` scaling), and all tables of a forward have the same ones.
     """
-    return [position_ids.clamp_max(width + config.num_sinks - 1) for width in config.windows]
+    places = torch.cat([position_ids, *(position_ids.clamp_max(edge) for edge in edges)], 1)
+    cos, sin = (x.chunk(1 + len(edges), 1) for x in rotary(x_BTE, places, *kind))
+    return list(zip(cos, sin, strict=True))
+
+
+def tables_of(
+    decoder: Any, x_BTE: Tensor, position_ids: Tensor, of: Callable[..., Any] = tuple
+) -> dict[Table, list[Any]]:
+    """For each kind of layer and width of a window: ``of`` the rotary table of the positions.
+
+    With sinks also of the table by which queries look at them. A query sees the sinks no further
+    away than the window's edge.
+    """
+    config, tables = decoder.config, []
+    edges = [width + config.num_sinks - 1 for width in config.windows if config.num_sinks]
+    found: dict[Table, list[Any]] = {}
+    for kind in config.layer_kinds:
+        own = (kind,) if decoder.rotary_by_kind else ()
+        if own or not tables:
+            made = rotary_tables(decoder.rotary_emb, x_BTE, position_ids, edges, *own)
+            tables = [of(table) for table in made]
+        for i, window in enumerate(config.windows, 1):
+            found[kind, window] = [tables[0], *tables[i : i + 1]]
+    return found
 
 
 def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotations]:
-    """The rotary tables of each kind of layer and width, from the base's own function."""
-    config, x_B1E = decoder.config, x_BE[:, None]
-    windows = config.windows
-    if config.num_sinks:  # all tables in one call
-        position_ids = torch.cat([position_ids, *sink_positions(config, position_ids)], 1)
+    """The rotary tables of a step."""
     wide = computation_dtype(x_BE.dtype)
 
-    def tables(*kind: str) -> list[Rotations]:
-        # The base's (B, 1 or more, K) have each angle twice, for the two halves of a head.
-        halves = [
-            x[..., None, : x.shape[-1] // 2].to(wide)
-            for x in decoder.rotary_emb(x_B1E, position_ids, *kind)
-        ]
-        local, *sinks = (
-            of_single_tokens(Rotary(*(x[:, p : p + 1] for x in halves)))
-            for p in range(position_ids.shape[1])
-        )
-        return [Rotations(local, *own) for own in (zip(sinks) if sinks else [()] * len(windows))]
+    def single(table: tuple[Tensor, Tensor]) -> Rotary:
+        # The base's (B, 1, K) have each angle twice, for the two halves of a head.
+        halves = (x[..., None, : x.shape[-1] // 2].to(wide) for x in table)
+        return of_single_tokens(Rotary(*halves))
 
-    shared = None if decoder.rotary_by_kind else tables()
-    found: dict[Table, Rotations] = {}
-    for kind in config.layer_kinds:
-        each = tables(kind) if shared is None else shared
-        found |= {(kind, window): own for window, own in zip(windows, each, strict=True)}
-    return found
+    tables = tables_of(decoder, x_BE[:, None], position_ids, single)
+    return {key: Rotations(*own) for key, own in tables.items()}
 
 
 class Head(nn.Linear):

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import cpp_backend, reference, triton_backend
-from latte.ops.arguments import NO_SINKS, NO_WINDOW
+from latte.ops.arguments import NO_SINKS, NO_STATE, NO_WINDOW
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
     check_floats,
@@ -52,6 +52,7 @@ from latte.ops.checks import (
     check_window,
     check_window_state,
 )
+from latte.ops.isolation import View, isolated
 from latte.ops.state import (
     LatteState,
     LinearState,
@@ -113,7 +114,7 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "triton": triton_backend.causal_conv1d,
 }
 # The native and Triton backends have no kernels for full softmax attention: PyTorch computes it.
-FULL = ("reference", "torch")
+FULL = PYTORCH = ("reference", "torch")
 
 
 @full_precision
@@ -187,11 +188,25 @@ def latte_attention(
         out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
         state = LatteState(*after)
     else:
-        earlier = None if initial_state is None else initial_state[:2]
-        forgetting = {} if log_decay is None else {"log_decay": log_decay}
-        out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
+
+        def run(q: Any, k: Any, v: Any, log_decay: Any, *earlier: Any) -> tuple[Tensor, ...]:
+            forgetting = {} if log_decay is None else {"log_decay": log_decay}
+            out, state = LATTE[chosen](q, k, v, sequences, earlier or None, **forgetting)
+            return out, *state
+
+        given = {"q": q, "latent_k": k, "v": v, "log_decay": log_decay}
+        given |= zip(("log_mass", "mean"), initial_state or (), strict=False)
+        out, *after = _alone(chosen, run, View(sequences), given)
+        state = LatteState(*after)
     after = LatteState(state.log_mass, state.mean, forgotten)
     return out, after if output_final_state else None
+
+
+def _alone(
+    chosen: str, run: Callable[..., tuple[Tensor, ...]], view: View, given: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Run a backend. What is not finite stays in its sequence: kernels see to that themselves."""
+    return isolated(run, view, given) if chosen in PYTORCH else run(*given.values())
 
 
 def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
@@ -324,9 +339,6 @@ def macchiato_attention(
     local = Local.of(window, scale, softcap, K)
     seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
     fused = chosen in ("cpu", "triton")  # these kernels compute the log-mass themselves
-    if joint and not fused:
-        mass = torch_log_mass.window_log_mass(q, k, local, sequences, tail, seen_sinks)
-        latent_q = torch_log_mass.with_log_mass(latent_q, mass)
     inputs = (latent_q, latent_k, q, k, v)
     held: list[WindowState] = []  # the windows' states after the call
     if step and chosen == "triton":
@@ -342,15 +354,42 @@ def macchiato_attention(
         out = nothing_out(v.repeat_interleave(H // G, 2), *there, log_decay)
         latte_state = start
     else:
-        earlier = None if latents is None else latents[:2]
-        options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
-        if seen_sinks is not None:
-            options["sinks"] = seen_sinks
-        if delay:
-            options |= {"delay": True, "pending": unread}
-        if joint and fused:
-            options["joint"] = True
-        out, latte_state = MACCHIATO[chosen](*inputs, local, sequences, earlier, tail, **options)
+
+        def run(latent_q: Any, latent_k: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+            log_decay, log_mass, mean, tail_k, tail_v, pending_k, pending_v, *far = more
+            earlier = None if latents is None else (log_mass, mean)
+            near = tail and tail._replace(keys=tail_k, values=tail_v)
+            options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
+            kept = seen_sinks and SeenSinks(*far, *seen_sinks[3:])
+            if kept is not None:
+                options["sinks"] = kept
+            if delay:
+                late = unread and unread._replace(keys=pending_k, values=pending_v)
+                options |= {"delay": True, "pending": late}
+            if joint and fused:
+                options["joint"] = True
+            elif joint:
+                mass = torch_log_mass.window_log_mass(q, k, local, sequences, near, kept)
+                latent_q = torch_log_mass.with_log_mass(latent_q, mass)
+            inputs = (latent_q, latent_k, q, k, v, local, sequences, earlier, near)
+            out, state = MACCHIATO[chosen](*inputs, **options)
+            return out, *state
+
+        view = View(
+            sequences,
+            tail_mask=tail and tail.mask,
+            pending_mask=unread and unread.mask,
+            sink_mask=seen_sinks and seen_sinks.mask,
+            sinks_seen=seen_sinks and seen_sinks.seen,
+        )
+        names = ("latent_q", "latent_k", "q", "k", "v", "log_decay", "log_mass", "mean")
+        values = (*inputs, log_decay, *(latents or NO_STATE)[:2])
+        given = dict(zip(names, values, strict=True))
+        given |= zip(("tail_k", "tail_v"), tail or NO_STATE, strict=False)
+        given |= zip(("pending_k", "pending_v"), unread or NO_STATE, strict=False)
+        given |= zip(("sink_q", "sink_k", "sink_v"), seen_sinks or NO_SINKS, strict=False)
+        out, *found = _alone(chosen, run, view, given)
+        latte_state = LatteState(*found)
     if not output_final_state:
         return out, None
     if not held:
@@ -422,7 +461,23 @@ def window_log_mass(
     sinks = check_sinks(op, sinks, sizes, N, q, causal=True)
     local = Local.of(window, scale, softcap, sizes["K"])
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    return torch_log_mass.window_log_mass(q, k, local, sequences, initial_state, seen)
+
+    def run(q: Any, k: Any, tail_k: Any, *far: Any) -> tuple[Tensor]:
+        tail = initial_state and initial_state._replace(keys=tail_k)
+        kept = seen and seen._replace(q=far[0], keys=far[1])
+        return (torch_log_mass.window_log_mass(q, k, local, sequences, tail, kept),)
+
+    given = {"q": q, "k": k, "tail_k": initial_state and initial_state.keys}
+    given |= zip(("sink_q", "sink_k"), seen or NO_SINKS, strict=False)
+    return isolated(run, _near(local, sequences, initial_state, seen), given)[0]
+
+
+def _near(
+    local: Local, sequences: Sequences, tail: WindowState | None, sinks: SeenSinks | None
+) -> View:
+    """What a query of a window sees."""
+    masks = (tail and tail.mask, None, sinks and sinks.mask, sinks and sinks.seen)
+    return View(sequences, local.window, False, *masks)
 
 
 @full_precision
@@ -494,10 +549,17 @@ def sliding_window_attention(
         inputs = (q, k, *(() if sinks is None else sinks[:3]))
         return nothing_out(v.repeat_interleave(H // G, 2), *inputs), state
     local = Local.of(window, scale, softcap, K)
-    options = {}
-    if sinks is not None and window is not None:
-        options["sinks"] = SeenSinks.of(sinks, window, sequences)
-    return WINDOW[chosen](q, k, v, local, sequences, initial_state, **options), state
+    seen = None if sinks is None or window is None else SeenSinks.of(sinks, window, sequences)
+
+    def run(q: Any, k: Any, v: Any, tail_k: Any, tail_v: Any, *far: Any) -> tuple[Tensor]:
+        tail = initial_state and initial_state._replace(keys=tail_k, values=tail_v)
+        kept = {} if seen is None else {"sinks": SeenSinks(*far, *seen[3:])}
+        return (WINDOW[chosen](q, k, v, local, sequences, tail, **kept),)
+
+    given = {"q": q, "k": k, "v": v}
+    given |= zip(("tail_k", "tail_v"), initial_state or NO_STATE, strict=False)
+    given |= zip(("sink_q", "sink_k", "sink_v"), seen or NO_SINKS, strict=False)
+    return _alone(chosen, run, _near(local, sequences, initial_state, seen), given)[0], state
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -578,8 +640,16 @@ def linear_attention(
         zeros = q.new_zeros(N, H, features, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])
         return nothing_out(v, q, k), start if output_final_state else None
-    out, state = LINEAR[chosen](q, k, v.to(dtype), sequences, initial_state)
-    return out.to(v.dtype), state if output_final_state else None
+
+    def run(q: Any, k: Any, v: Any, *earlier: Any) -> tuple[Tensor, ...]:
+        state = LinearState(*earlier) if earlier else None
+        out, after = LINEAR[chosen](q, k, v, sequences, state)
+        return out, *after
+
+    given = {"q": q, "k": k, "v": v.to(dtype)}
+    given |= zip(("memory", "normaliser"), initial_state or (), strict=False)
+    out, *after = isolated(run, View(sequences), given)
+    return out.to(v.dtype), LinearState(*after) if output_final_state else None
 
 
 @full_precision
@@ -639,7 +709,14 @@ def rg_lru(
         last = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
         out = nothing_out(x, recurrence_gate, input_gate, theta)
         return out, last if output_final_state else None
-    out, last = RG_LRU[chosen](*every[:4], sequences, initial_state, reverse)
+
+    def run(x: Any, recurrence_gate: Any, input_gate: Any, state: Any) -> tuple[Tensor, ...]:
+        inputs = (x, recurrence_gate, input_gate, theta)
+        return RG_LRU[chosen](*inputs, sequences, state, reverse)
+
+    given = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
+    view = View(sequences, reverse=reverse)
+    out, last = _alone(chosen, run, view, given | {"state": initial_state})
     return out, begun(last, sequences) if output_final_state else None
 
 

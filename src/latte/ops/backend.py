@@ -39,6 +39,7 @@ set ``LATTE_BACKEND=torch`` or use ``with use_backend("torch"):``.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,8 +53,16 @@ from latte.ops.tensors import Sequences
 
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
-# None: no default was named. A plain value, so that torch.compile can guard on it.
-_default: str | None = os.environ.get("LATTE_BACKEND")
+
+class _Named(threading.local):
+    """The default of a thread. Plain values, which torch.compile can guard on."""
+
+    backend: str | None = None
+
+
+# None: no default was named.
+_default: str | None = os.environ.get("LATTE_BACKEND")  # of the process
+_here = _Named()
 _watched: set[str] | None = None  # see `watch_choices`
 
 
@@ -79,37 +88,51 @@ def named_backend() -> str | None:
     Raises:
         ValueError: ``LATTE_BACKEND`` is not the name of a backend.
     """
+    if _here.backend is not None:
+        return _here.backend
     if _default is not None and _default not in BACKENDS:
         raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {_default!r}")
     return _default
 
 
 def set_default_backend(backend: str) -> None:
-    """Set the backend of ops whose caller names none.
+    """Set the backend of ops whose caller names none, in all threads of the process.
 
     Raises:
         ValueError: There is no such backend.
     """
     global _default
-    if backend not in BACKENDS:
-        raise ValueError(f"the default backend must be one of {BACKENDS}, got {backend!r}")
-    _default = backend
+    _default = _known(backend)
 
 
 @contextmanager
-def use_backend(backend: str) -> Iterator[None]:
-    """Set the default backend within a ``with`` block.
+def use_backend(backend: str, *, everywhere: bool = False) -> Iterator[None]:
+    """Set the default backend within a ``with`` block, of this thread alone.
+
+    Args:
+        everywhere: Set the default of all threads, but for threads within a block of their own. On
+            a GPU PyTorch computes checkpointed activations again in a thread of its own.
 
     Raises:
         ValueError: There is no such backend.
     """
     global _default
-    before = _default
-    set_default_backend(backend)
+    before = _here.backend, _default
+    _here.backend = _known(backend)
+    if everywhere:
+        _default = backend
     try:
         yield
     finally:
-        _default = before
+        _here.backend = before[0]
+        if everywhere:
+            _default = before[1]
+
+
+def _known(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"the default backend must be one of {BACKENDS}, got {backend!r}")
+    return backend
 
 
 @contextmanager

@@ -93,6 +93,11 @@ def find_decoder(model: Any) -> Any:
         )
     if not getattr(decoder.config, "is_causal", True):
         raise LatteError(f"context_parallel: {name} sees later tokens; expected is_causal=True")
+    if getattr(decoder, "frequencies_by_length", False):
+        raise LatteError(
+            f"context_parallel: the rotary frequencies of {name} depend on the length of the text,"
+            " which no process sees whole; expected another rope_type than longrope and dynamic"
+        )
     for layer in decoder.layers:
         mixer = getattr(layer, "mixer", None) or layer.self_attn
         if not getattr(mixer, "splits", False):

@@ -146,7 +146,9 @@ class Engine:
         sends: Callable[[], None] = lambda: None,
         threads: int | None = None,
     ) -> None:
-        self.reader, self.slots, self.counters = reader, slots, counters
+        # A step has one set of rotary frequencies. If the longest row chooses it, rows step alone.
+        apart = getattr(reader.model.base_model, "frequencies_by_length", False)
+        self.reader, self.slots, self.counters = reader, 1 if apart else slots, counters
         self._sends, self._threads = sends, threads
         self._model = reader.model
         self._came: queue.Queue[Request | None] = queue.Queue()

@@ -63,7 +63,7 @@ def chosen_backend(recipe: Recipe) -> AbstractContextManager[None]:
     """The recipe's backend for the time of a ``with`` block; without one, what is the default."""
     if recipe.training.backend is None:
         return nullcontext()
-    return use_backend(recipe.training.backend)
+    return use_backend(recipe.training.backend, everywhere=True)
 
 
 def apply_speed_options(model: Any, recipe: Recipe) -> None:

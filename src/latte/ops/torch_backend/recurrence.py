@@ -163,6 +163,14 @@ def _backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
     a, h, h0 = x  # h stands in for b
     following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
     g = scan(following, dh, torch.zeros_like(h0), back=True)
+    if g.device.type == "cpu" and not g[:, 0].isfinite().all():
+        # Gradients that are not finite end where a gate of zero does: at another sequence.
+        bad = ~dh.isfinite()
+        reached = scan(
+            (following != 0).to(g.dtype), bad.to(g.dtype), torch.zeros_like(h0), back=True
+        )
+        g = scan(following, dh.masked_fill(bad, 0.0), torch.zeros_like(h0), back=True)
+        g = g.masked_fill_(reached > 0, torch.nan)
     da = torch.empty_like(a, memory_format=torch.contiguous_format)
     torch.mul(g[:, 1:], h[:, :-1], out=da[:, 1:])
     torch.mul(g[:, 0], h0, out=da[:, 0])

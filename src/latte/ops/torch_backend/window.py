@@ -419,7 +419,7 @@ def _segments(
     sequences: Sequences,
     tail: Earlier,
     sinks: SeenSinks | None,
-    apart: bool,
+    apart: bool = False,
 ) -> Iterator[WindowSegment]:
     """Segments of equal length, as long as a row's scores stay small."""
     q, _, v = qkv
@@ -436,7 +436,7 @@ def _segments(
 
 
 def _mixes_rows(x: Tensor) -> bool:
-    """Whether ``x`` holds what is not finite, so that rows that read each other may have it too.
+    """Whether a gradient is not finite, so that rows that read each other may have it too.
 
     A weight of zero does not keep infinity or NaN out of a sum. A GPU is not waited for: there a
     sequence that is not finite may make its neighbours in the batch so.
@@ -451,7 +451,6 @@ def forward(
     tail: Earlier,
     sinks: SeenSinks | None = None,
     share: Tensor | None = None,
-    apart: bool = False,
 ) -> Tensor:
     """Windowed softmax attention; ``softcap=0`` is none.
 
@@ -460,7 +459,7 @@ def forward(
     q, _, v = qkv
     dtype = v.dtype if share is None else share.dtype
     out = v.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
-    for part in _segments(qkv, local, sequences, tail, sinks, apart):
+    for part in _segments(qkv, local, sequences, tail, sinks):
         y_line = part.q_line.new_empty(*part.q_line.shape[:2], v.shape[-1])
         for block in part.blocks():
             near, far = block.split(block.weights(local)[0])
@@ -471,8 +470,6 @@ def forward(
         part.rows.put(
             out, part.span, y if share is None else y * part.rows.gather(share, part.span)
         )
-    if not apart and _mixes_rows(out):
-        return forward(qkv, local, sequences, tail, sinks, share, apart=True)
     return out
 
 
