@@ -17,6 +17,7 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -184,6 +185,8 @@ def make_server(
     prompts = Prompts(tokenizer)
     manager, counters, close = make_answers(model, prompts, serving)
 
+    listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "latte"}
+
     class OneModel(ModelManager):
         """The model. No other model is ever loaded."""
 
@@ -191,34 +194,21 @@ def make_server(
             super().__init__(model_timeout=-1)
 
         def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            return [{"id": name, "object": "model", "created": 0, "owned_by": "latte"}]
+            return [listed]
 
         get_gen_models = list_models  # type: ignore[assignment]  # its name before Transformers 5.24
 
-        @staticmethod
-        def get_model_modality(*_: Any, **__: Any) -> Any:
-            from transformers.cli.serving.utils import Modality
-
-            return Modality.LLM
-
-    class State(GenerationState):
-        def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-            return manager
-
-    parts: dict[str, Any] = {
-        "model_manager": OneModel(),
-        "generation_state": State(),
-    }
+    parts: dict[str, Any] = {"model_manager": OneModel(), "generation_state": GenerationState()}
+    about = (name, model, prompts, manager, serving.longest)
     handlers = {"chat": Chats, "completion": Completions, "response": Responses}
-    made: dict[str, Any] = {f"{kind}_handler": own(**parts) for kind, own in handlers.items()}
-    for handler in made.values():
-        handler.one_model, handler.longest = (name, model, prompts), serving.longest
+    made: dict[str, Any] = {f"{kind}_handler": own(*about) for kind, own in handlers.items()}
     absent: Any = {"transcription_handler": None, "systemone_handler": None}
     app = build_server(**parts, **made, **absent)
     # The other routes load models by name, or are for other kinds of models.
     served = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.router.routes[:] = served
     app.user_middleware.clear()  # it passes on each event of a stream twice
+    add_model(app, listed)
     add_metrics(app, counters)
     add_errors(app)
 
@@ -248,7 +238,7 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
     if not keeps_state(model):
         counters = Counters()
         manager = OneByOne(model, prompts, None, counters, serving.threads)
-        return manager, counters, lambda: None
+        return manager, counters, manager.close
     folder = None
     if serving.state_folder is not None:
         folder = StateFolder(serving.state_folder, model, serving.state_folder_room)
@@ -267,7 +257,12 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
         # This runs in the thread that answers requests.
         step = manager.submit(compile_step, model, 2).result()
         model.generation_config.compile_config = step
-        return manager, counters, close
+
+        def close_thread() -> None:
+            manager.close()
+            close()
+
+        return manager, counters, close_thread
     delivery = Delivery()
     reader = Reader(model, piece, store)
     engine = Engine(reader, serving.slots, counters, delivery.send, serving.threads)
@@ -288,6 +283,19 @@ def _prepare(model: Any, tokenizer: Any) -> None:
     defaults.update(**text_ends(model, tokenizer))
     if defaults.do_sample is None or not defaults.do_sample:
         defaults.do_sample, defaults.top_k = True, 0
+
+
+def add_model(app: Any, listed: dict[str, Any]) -> None:
+    """/v1/models/NAME, where a name can have slashes."""
+    from fastapi.responses import JSONResponse
+
+    from latte.serve.requests import no_such_model
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> Any:
+        if name != listed["id"]:
+            raise no_such_model(listed["id"], name)
+        return JSONResponse(listed)
 
 
 def add_metrics(app: Any, counters: Any) -> None:
@@ -321,8 +329,7 @@ def add_errors(app: Any) -> None:
 
     @app.exception_handler(BadRequest)
     async def bad(_: Any, error: BadRequest) -> Any:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return answer(error.status, error, kind=kind, param=error.param, code=error.code)
+        return JSONResponse(error.body, status_code=error.status)
 
     @app.exception_handler(ValueError)
     async def wrong(_: Any, error: ValueError) -> Any:
@@ -380,6 +387,7 @@ def _until_gone(
                 work.cancel()
             listening.cancel()
             path = scope["path"]
+            path = "/v1/models" if path.startswith("/v1/models/") else path
             counters.request(path if path in ROUTES else "other", status)
         with contextlib.suppress(asyncio.CancelledError):
             await work
