@@ -159,8 +159,11 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise LatteError(f"port: expected 0 to 65535, got {port}")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = found
+        # Only if the protocol is named, asyncio sends the parts of an answer without delay. An
+        # answer on a connection that stays open would else come 40 ms later.
+        listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen()
