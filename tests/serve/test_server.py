@@ -589,6 +589,50 @@ def test_probabilities_of_tokens(client, folder):
     assert [one for part in parts if part is not None for one in part.content] == told
 
 
+@pytest.mark.parametrize("ids", [False, True])
+def test_probabilities_of_a_prompt(client, folder, ids):
+    """It is read in two pieces, and not from a state that is kept."""
+    model, tokenizer = load_checkpoint(folder, "cpu")
+    text = "once upon a time " * 20
+    own = tokenizer(text).input_ids
+    with torch.no_grad():
+        read = torch.tensor([[tokenizer.bos_token_id, *own]])
+        wanted = model(read).logits[0, :-1].log_softmax(-1)
+    ask = {"echo": True, "logprobs": 2, "n": 2, **GREEDY}
+    for _ in range(2):
+        answer = client.complete(own if ids else text, **ask)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        for choice in answer.choices:
+            told = choice.logprobs
+            assert choice.text == text + client.complete(text, **GREEDY).choices[0].text
+            assert "".join(told.tokens) == choice.text
+            assert told.text_offset == list(range(len(own) + 10))
+            values = torch.tensor(told.token_logprobs[: len(own)])
+            expected = wanted[torch.arange(len(own)), torch.tensor(own)]
+            torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+            for top, row in zip(told.top_logprobs, wanted, strict=False):
+                likely = torch.tensor(sorted(top.values())[-2:])
+                expected = row.topk(2).values.flip(0)
+                torch.testing.assert_close(likely, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_several_answers_read_their_prompt_once(client):
+    prompt = "several " * 100
+    before = float(metrics(client)["latte_read_tokens_total"])
+    answer = client.complete(prompt, n=5, max_tokens=1, seed=3)
+    wait_until_idle(client)
+    assert float(metrics(client)["latte_read_tokens_total"]) - before < 2 * len(prompt)
+    assert answer.usage.completion_tokens == 5 and answer.usage.prompt_tokens == len(prompt)
+
+
+def test_answers_are_sent_at_once(client):
+    """Parts of an answer do not wait for the receipt of the part before, of 40 ms."""
+    client.complete("once", **GREEDY)
+    for connection in client.server.server_state.connections:
+        own = connection.transport.get_extra_info("socket")
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0), (0, 0.8), (0.3, -0.2)])
 def test_penalties_are_of_what_the_answer_has_had(client, folder, frequency, presence):
     model, tokenizer = load_checkpoint(folder, "cpu")
@@ -627,7 +671,15 @@ def test_a_model_without_states_is_answered_one_by_one(tmp_path, monkeypatch):
         assert "".join(part.choices[0].text for part in parts) == wanted
         with pytest.raises(openai.BadRequestError, match="logprobs: not served"):
             client.complete("once", logprobs=1)
+        with pytest.raises(openai.BadRequestError, match="best_of: not served"):
+            client.complete("once", best_of=2)
         assert metrics(client)["latte_written_tokens_total"] == "30.0"
+        stop = wanted[4]
+        for choice in client.complete("once", n=2, echo=True, stop=stop, **GREEDY).choices:
+            assert choice.text == "once" + wanted[: wanted.index(stop)]
+        ask = {"max_tokens": 5, "seed": 3}
+        one, two = (choice.text for choice in client.complete("once", n=2, **ask).choices)
+        assert one != two and one == client.complete("once", **ask).choices[0].text
     finally:
         client.close()
 

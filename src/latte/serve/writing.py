@@ -76,7 +76,7 @@ class Spelling:
             else:
                 self._begin = self._before + len(text) - 1
         self._text = text
-        if self._part and len(self._ids) < WINDOW:
+        if self._part and len(self._ids) - self._read < WINDOW:
             return "", offset
         return self.rest(), offset
 
