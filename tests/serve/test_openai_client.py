@@ -8,6 +8,7 @@ import json
 import random
 import tracemalloc
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -450,6 +451,13 @@ FIELDS = {
     "chat/completions": requests.OF_CHATS,
     "responses": requests.OF_RESPONSES,
 }
+
+
+def test_the_documents_name_every_field():
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert [x for fields in FIELDS.values() for x in fields if f"`{x}`" not in text] == []
+
+
 # Those that ended in 500, or cut a stream.
 KNOWN = [
     ("chat/completions", {"chat_template_kwargs": None}),

@@ -691,7 +691,7 @@ def test_a_request_that_fails_harms_no_other(client, expected, monkeypatch):
     choose = Sampler.__call__
 
     def fails(self, logits):
-        if self._penalties.frequency == 1.25 and self._length > 10:
+        if 1.25 in (self._penalties.frequency, self.config.temperature) and self._length > 10:
             raise RuntimeError("broken")
         return choose(self, logits)
 
@@ -708,6 +708,13 @@ def test_a_request_that_fails_harms_no_other(client, expected, monkeypatch):
         broken.result()
     with pytest.raises(openai.APIError, match="broken"):
         list(client.complete("once", stream=True, max_tokens=30, frequency_penalty=1.25))
+    ask = {"model": client.name, "input": "once", "temperature": 1.25, "stream": True}
+    *_, error, last = client.api.responses.create(**ask)
+    assert (error.message, last.type, last.response.status) == (
+        "broken",
+        "response.failed",
+        "failed",
+    )
     # The loop goes on whatever fails in it.
     monkeypatch.setattr(Engine, "_keep", lambda self, kept: 1 / 0)
     with pytest.raises(openai.InternalServerError, match="division by zero"):

@@ -59,11 +59,8 @@ class Endpoint:
         Raises:
             BadRequest: The request is refused, or has failed.
         """
-        type(self).check(body)
-        if body.get("model") not in (None, self.name):
-            raise no_such_model(self.name, body["model"])
-        # A long text is split into tokens for some time; other requests are answered meanwhile.
-        questions = await asyncio.to_thread(self._questions, body)
+        # A long text is checked and split into tokens for some time. Others are answered meanwhile.
+        questions = await asyncio.to_thread(self._checked, body)
         wish, candidates = self._wish(body), body.get("best_of") or body.get("n") or 1
         answering = Answering(self._manager, questions, wish, candidates, self._longest)
         if body.get("stream"):
@@ -95,6 +92,12 @@ class Endpoint:
         raise NotImplementedError
 
     # --- what they share
+
+    def _checked(self, body: Body) -> list[Question]:
+        type(self).check(body)
+        if body.get("model") not in (None, self.name):
+            raise no_such_model(self.name, body["model"])
+        return self._questions(body)
 
     async def _safe(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """A stream's events. An error is an event too, because the status has been sent."""
@@ -321,9 +324,8 @@ class Completions(Endpoint):
         """The prompt's tokens with their probabilities. A first token that follows nothing has
         none."""
         ids = question.prompt["input_ids"][0].tolist()
-        scores = question.scores[len(question.scores) - len(ids) :]
-        if len(ids) > len(question.scores):
-            scores = [TokenScore(ids[0], None, ()), *question.scores] if ids else []
+        missing = len(ids) - len(question.scores)
+        scores = [TokenScore(token, None, ()) for token in ids[:missing]] + question.scores
         spelling = Spelling(self._words)
         for token, one in zip(ids, scores, strict=True):
             yield Scored(spelling.add(token)[1], one)

@@ -26,7 +26,8 @@ class TokenScore(NamedTuple):
 
 def scores_of(logits_TV: Tensor, tokens: Sequence[int], most: int) -> list[TokenScore]:
     """The scores of tokens, each with the ``most`` most likely ones in its place."""
-    logprobs_TV = torch.log_softmax(logits_TV.float(), -1)
+    # The API says -9999 for tokens that are impossible, since JSON has no infinity.
+    logprobs_TV = torch.log_softmax(logits_TV.float(), -1).clamp(min=-9999.0)
     own = logprobs_TV.gather(-1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])
     values, likely = logprobs_TV.topk(min(most, logprobs_TV.shape[-1]))
     pairs = zip(likely.tolist(), values.tolist(), strict=True)

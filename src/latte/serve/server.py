@@ -1,6 +1,7 @@
-"""`latte serve`: a checkpoint in Transformers' own OpenAI-compatible server.
+"""`latte serve`: a checkpoint behind OpenAI's API.
 
-Endpoints, requests and answers are those of ``transformers serve``. These things are different:
+The application and its routes are those of ``transformers serve``. The endpoints are Latte's
+(:mod:`latte.serve.handlers`):
 
 - One model is served. It is loaded and checked as by every command here.
 - Prompts begin with the start token, as documents did in training.
@@ -175,7 +176,7 @@ def listen(host: str, port: int) -> socket.socket:
 def make_server(
     name: str, model: Any, tokenizer: Any, serving: Serving
 ) -> tuple[Any, Callable[[], None]]:
-    """A uvicorn server with Transformers' handlers over one model; a function ends its threads."""
+    """A uvicorn server with the endpoints over one model; a function ends its threads."""
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
