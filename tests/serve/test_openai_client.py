@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from latte.data.tokenizers import byte_tokenizer
 from latte.models import LatteForCausalLM, preset_config
-from latte.serve import requests
+from latte.serve import handlers, requests
 from tests.serve.test_server import Client, openai
 
 END, SIZE = 256, 264
@@ -383,6 +383,16 @@ def test_events_of_streams(bytes_client):
         choice["finish_reason"] = None if own else "length"
         about = {"id": "cmpl-1", "object": "text_completion", "model": bytes_client.name}
         assert fields == {**about, "choices": [choice]}
+
+
+def test_an_error_in_a_stream_is_its_last_event(bytes_client, monkeypatch):
+    monkeypatch.setattr(handlers.Completions, "_last", lambda self, choice: 1 / 0)
+    events = bytes_client.complete("K", temperature=0, stream=True)
+    assert next(events).choices[0].text == "a"
+    with pytest.raises(openai.APIError, match="division by zero"):
+        list(events)
+    monkeypatch.undo()
+    assert bytes_client.complete("K", temperature=0).choices[0].text == "abc"
 
 
 REFUSED = [

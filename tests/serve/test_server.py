@@ -175,7 +175,7 @@ def test_a_cancelled_request_frees_its_state(client, expected):
     assert caches() == 1
     stream.close()
     with pytest.raises(openai.APITimeoutError):
-        client.complete("once", timeout=0.3, **endless)
+        client.complete("once", n=3, timeout=0.3, **endless)
     assert client.complete("upon", **GREEDY).choices[0].text == expected("upon")
     deadline = time.monotonic() + 20
     while caches() and time.monotonic() < deadline:
@@ -680,6 +680,9 @@ def test_a_model_without_states_is_answered_one_by_one(tmp_path, monkeypatch):
         ask = {"max_tokens": 5, "seed": 3}
         one, two = (choice.text for choice in client.complete("once", n=2, **ask).choices)
         assert one != two and one == client.complete("once", **ask).choices[0].text
+        with pytest.raises(openai.APITimeoutError):
+            client.complete("once", max_tokens=10**6, temperature=0, timeout=0.3)
+        assert client.complete("once", **GREEDY).choices[0].text == wanted
     finally:
         client.close()
 
@@ -708,8 +711,8 @@ def test_a_request_that_fails_harms_no_other(client, expected, monkeypatch):
         broken.result()
     with pytest.raises(openai.APIError, match="broken"):
         list(client.complete("once", stream=True, max_tokens=30, frequency_penalty=1.25))
-    ask = {"model": client.name, "input": "once", "temperature": 1.25, "stream": True}
-    *_, error, last = client.api.responses.create(**ask)
+    stream = {"model": client.name, "input": "once", "temperature": 1.25, "stream": True}
+    *_, error, last = client.api.responses.create(**stream)
     assert (error.message, last.type, last.response.status) == (
         "broken",
         "response.failed",

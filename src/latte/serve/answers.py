@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.utils import logging
 
-from latte.errors import one_line
 from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
 from latte.serve.engine import Engine, Request
@@ -221,7 +220,6 @@ class Answering:
         self._manager = manager
         self._queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
         tell = partial(manager.delivery.add, self._queue)
-        manager.delivery.begin()
         self.questions = questions
         self.choices: list[list[Choice]] = []  # of each question
         for number, question in enumerate(questions):
@@ -238,6 +236,7 @@ class Answering:
             BadRequest: A choice has failed.
         """
         left = sum(len(own) for own in self.choices)
+        self._manager.delivery.begin()
         try:
             for own in self.choices:
                 self._manager.start(own)
@@ -245,9 +244,8 @@ class Answering:
                 came = [await self._queue.get()]
                 came += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
                 for _, what in came:
-                    if isinstance(what, Exception):
-                        known = isinstance(what, BadRequest)
-                        raise what if known else BadRequest(one_line(what), status=500)
+                    if isinstance(what, Exception):  # it has been logged
+                        raise BadRequest.of(what)
                     left -= what is None
                 yield came
         finally:  # also when the client has disconnected

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from latte.serve.answers import Answering, Choice, Manager, Question, Wish
 from latte.serve.prompts import Prompt, Prompts
@@ -31,6 +32,7 @@ from latte.serve.sampling import Penalties, TokenScore
 from latte.serve.writing import Scored, Spelling, Words
 from latte.version import __version__
 
+logger = logging.get_logger(__name__)
 DONE = "data: [DONE]\n\n"
 
 
@@ -60,9 +62,7 @@ class Endpoint:
             BadRequest: The request is refused, or has failed.
         """
         # A long text is checked and split into tokens for some time. Others are answered meanwhile.
-        questions = await asyncio.to_thread(self._checked, body)
-        wish, candidates = self._wish(body), body.get("best_of") or body.get("n") or 1
-        answering = Answering(self._manager, questions, wish, candidates, self._longest)
+        answering = await asyncio.to_thread(self._answering, body)
         if body.get("stream"):
             events = self._safe(self._events(answering, body, request_id))
             return StreamingResponse(events, media_type="text/event-stream")
@@ -93,11 +93,13 @@ class Endpoint:
 
     # --- what they share
 
-    def _checked(self, body: Body) -> list[Question]:
+    def _answering(self, body: Body) -> Answering:
         type(self).check(body)
         if body.get("model") not in (None, self.name):
             raise no_such_model(self.name, body["model"])
-        return self._questions(body)
+        questions, wish = self._questions(body), self._wish(body)
+        candidates = body.get("best_of") or body.get("n") or 1
+        return Answering(self._manager, questions, wish, candidates, self._longest)
 
     async def _safe(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """A stream's events. An error is an event too, because the status has been sent."""
@@ -105,14 +107,16 @@ class Endpoint:
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
-        except BadRequest as error:
-            yield _event(error.body)
+        except Exception as error:
+            if not isinstance(error, BadRequest):
+                logger.error("a stream failed", exc_info=error)
+            yield _event(BadRequest.of(error).body)
         if self.last_event:
             yield self.last_event
 
     def _chat(self, messages: list[Body], body: Body) -> Question:
         options = body.get("chat_template_kwargs") or {}
-        return Question(self._prompts.apply_chat_template(messages, tools=None, **options))
+        return Question(self._prompts.apply_chat_template(messages, **options))
 
     def _wish(self, body: Body) -> Wish:
         config = self._config(body)

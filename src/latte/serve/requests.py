@@ -30,6 +30,11 @@ class BadRequest(ValueError):
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
 
+    @classmethod
+    def of(cls, error: Exception) -> BadRequest:
+        """Any error as the answer to a request. What is no refusal has status 500."""
+        return error if isinstance(error, BadRequest) else cls(one_line(error), status=500)
+
     @property
     def body(self) -> Body:
         """The JSON of the answer."""
