@@ -147,7 +147,7 @@ class Choice:
         index: Its number among all answers to the request.
         number: Its number among the answers to its question.
         gone: Event that is set when no client waits for it any more.
-        pieces: What was written, if it is not streamed.
+        pieces: What was written.
     """
 
     def __init__(
@@ -243,8 +243,10 @@ class Answering:
             while left:
                 came = [await self._queue.get()]
                 came += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
-                for _, what in came:
+                for i, (_, what) in enumerate(came):
                     if isinstance(what, Exception):  # it has been logged
+                        if i:
+                            yield came[:i]
                         raise BadRequest.of(what)
                     left -= what is None
                 yield came
