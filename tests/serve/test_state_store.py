@@ -194,7 +194,7 @@ def fails(*given):
 
 def request(ids, ends):
     """Of one token. The next turn sends 40 tokens."""
-    own = {"sampler": None, "stops": lambda written: True, "put": lambda token: None}
+    own = {"sampler": None, "put": lambda token, score: True}
     return Request(text(ids), **own, end=ends.append, follow=lambda written: (text(40), ()))
 
 
@@ -248,15 +248,15 @@ class Asked:
             threading.Event(),
         )
 
-        def put(token):
+        def put(token, score):
             self.said.append(token)
             self.began.set()
+            return len(self.said) >= tokens
 
         def end(error):
             self.errors.append(error)
             self.ended.set()
 
-        options["stops"] = lambda written: len(written) >= tokens
         engine.submit(Request(ids, sampler=Greedy(), put=put, end=end, **options))
 
     def answer(self):

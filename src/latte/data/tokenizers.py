@@ -237,11 +237,13 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, index: int) -> bytes | None:
     if REPLACEMENT not in text:
         return text.encode()
     piece = str(tokenizer.convert_ids_to_tokens(index))
+    fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)  # as SentencePiece writes a byte
+    if fallback:
+        return bytes([int(fallback[1], 16)])
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
     if all(character in byte_of for character in piece):
         return bytes(byte_of[character] for character in piece)
-    fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)  # as SentencePiece writes a byte
-    return bytes([int(fallback[1], 16)]) if fallback else None
+    return None
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

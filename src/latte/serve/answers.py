@@ -1,91 +1,111 @@
-"""The managers from which Transformers' request handlers get their answers.
+"""From prompts to answers: what a request asks for, and the managers that answer it.
 
-A handler gets the tokens of an answer from its manager: all together, or one by one as they are
-computed. There are two managers here. :class:`Answers` sends requests to the loop that decodes them
-together. :class:`OneByOne` answers one request after the other with ``generate``. It is used if a
-step is compiled, or if a model keeps no state.
+A request can have several prompts, and several answers to each. Each of these is a :class:`Choice`.
+There are two managers. :class:`Answers` sends them to the loop that decodes them together.
+:class:`OneByOne` answers one after the other with ``generate``. It is used if a step is compiled,
+or if a model keeps no state.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 import time
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    DirectStreamer,
-    GenerateManager,
-    _StreamError,
-)
+from transformers.utils import logging
 
-from latte.errors import one_line
 from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
 from latte.serve.engine import Engine, Request
 from latte.serve.prompts import Prompt, Prompts
-from latte.serve.reading import Reader
+from latte.serve.reading import Reader, Scoring
 from latte.serve.requests import BadRequest
-from latte.serve.sampling import Penalties, Sampler, TokenScore, ends
+from latte.serve.sampling import Penalties, Sampler, TokenScore
 from latte.serve.states import Ids
+from latte.serve.writing import Piece, Words, Writer
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
-class Call:
-    """The data of one request that is not among the handlers' own arguments.
+class Wish:
+    """What a request asks for each of its answers.
 
     Attributes:
-        seed: Seed of its random numbers.
-        penalties: Penalties of tokens that are in the answer already.
+        config: Settings of the sampling, and the end tokens.
+        most: Largest number of tokens.
         bounded: Whether the request itself limits the length of its answer.
+        stops: Strings that end an answer.
+        seed: Seed of the random numbers. The answer with number i to a prompt has ``seed + i``.
+        penalties: Penalties of tokens that are in the answer already.
         most_likely: Number of most likely tokens whose probabilities are given with each token;
             None gives no probabilities.
-        scores: Tokens of the answer with their probabilities.
-        longest: Largest number of tokens of prompt and answer together; None is no limit.
-        prompt: The prompt's tokens, once they are known.
-        reused: Function that returns the number of tokens of the prompt that had been read
-            before. It may be called after the answer has begun.
+        scores_prompt: Whether the probabilities of the prompt's tokens are given too.
+        ranked: Whether those probabilities only say which answers are the best.
+        streams: Whether the text is passed on while it is written.
     """
 
+    config: GenerationConfig
+    most: int
+    bounded: bool = False
+    stops: tuple[str, ...] = ()
     seed: int | None = None
     penalties: Penalties = Penalties()
-    bounded: bool = False
-    longest: int | None = None
     most_likely: int | None = None
-    scores: list[TokenScore] = field(default_factory=list)
-    prompt: Prompt | None = None
-    reused: Callable[[], int] = lambda: 0
+    scores_prompt: bool = False
+    ranked: bool = False
+    streams: bool = False
 
-    def bound(self, config: GenerationConfig, prompt: int) -> None:
-        """Refuse a prompt of too many tokens, and limit the length of its answer.
+    def bound(self, prompt: int, longest: int | None) -> int:
+        """The largest number of tokens of an answer to a prompt of so many tokens.
 
         Raises:
-            BadRequest: Prompt and answer would be too long.
+            BadRequest: Prompt and answer would have more than ``longest`` tokens.
         """
-        if self.longest is None:
-            return
-        left = self.longest - prompt
-        asked = config.max_new_tokens if self.bounded else 1
+        if longest is None:
+            return self.most
+        left = longest - prompt
+        asked = self.most if self.bounded else 1
         if asked > left:
             raise BadRequest(
-                f"expected at most {self.longest} tokens in all, got {prompt} of the prompt"
+                f"expected at most {longest} tokens in all, got {prompt} of the prompt"
                 + (f" and {asked} of the answer" if self.bounded else ""),
                 code="context_length_exceeded",
             )
-        config.max_new_tokens = min(config.max_new_tokens, left)
+        return min(self.most, left)
 
 
-CALL: ContextVar[Call] = ContextVar("call")
+@dataclass
+class Question:
+    """A prompt with what is known of it.
+
+    Attributes:
+        prompt: Its tokens.
+        text: Its text, if it is to be part of the answer.
+        scores: Scores of its tokens but the first, if these are wanted.
+        reused: Function that returns the number of its tokens that had been read before. It may be
+            called after an answer has begun.
+    """
+
+    prompt: Prompt
+    text: str = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    reused: Callable[[], int] = lambda: 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the request itself, without the start token that is added."""
+        return self.prompt["input_ids"].shape[-1]
 
 
 class Delivery:
@@ -98,12 +118,11 @@ class Delivery:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._texts: list[tuple[asyncio.Queue, Any]] = []
 
-    def begin(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Queue]:
-        """The event loop, which calls this, and a queue for the texts of a new answer."""
+    def begin(self) -> None:
+        """The event loop calls this before the first text of a request."""
         self._loop = asyncio.get_running_loop()
-        return self._loop, asyncio.Queue()
 
-    def add(self, queue: asyncio.Queue, text: Any) -> None:
+    def add(self, queue: asyncio.Queue, *text: Any) -> None:
         """Add a text, or the end of an answer. The thread of the answers calls this."""
         self._texts.append((queue, text))
 
@@ -121,148 +140,194 @@ class Delivery:
             queue.put_nowait(text)
 
 
-class ScoredText(str):
-    """A piece of an answer, and the scores of its tokens."""
+class Choice:
+    """One answer in the making. The thread of the answers writes it.
 
-    scores: list[TokenScore]
-
-
-class Streamer(DirectStreamer):
-    """Passes tokens on to a handler as text. ``gone`` is set when its client has disconnected.
-
-    The loop adds to the list ``scores`` if the request wants probabilities.
+    Attributes:
+        index: Its number among all answers to the request.
+        number: Its number among the answers to its question.
+        gone: Event that is set when no client waits for it any more.
+        pieces: What was written.
     """
 
-    scores: list[TokenScore] | None = None
-    _told = 0  # number of scores that were passed to the handler
+    def __init__(
+        self,
+        index: int,
+        number: int,
+        question: Question,
+        wish: Wish,
+        tell: Callable[[Choice, Any], None],
+    ) -> None:
+        self.index, self.number, self.question, self.wish = index, number, question, wish
+        self.seed = None if wish.seed is None else (wish.seed + number) % 2**63
+        self.ids: Ids  # the prompt as the model reads it; these four are set by the manager
+        self.marks: tuple[int, ...]
+        self.writer: Writer
+        self.sampler: Any
+        self.gone, self._tell = threading.Event(), tell
+        self.pieces: list[Piece] = []
 
-    def __init__(self, delivery: Delivery, tokenizer: Any, **options: Any) -> None:
-        super().__init__(tokenizer, *delivery.begin(), **options)
-        self._delivery, self.gone = delivery, threading.Event()
-        self._first = False  # no prompt comes before the answer
+    def put(self, token: int, score: TokenScore | None = None) -> bool:
+        """Add a token; returns whether the answer ends with it."""
+        piece = self.writer.put(token, score)
+        if self.wish.streams and (piece.text or piece.scored):
+            self._tell(self, piece)
+        self.pieces.append(piece)
+        return self.writer.reason is not None
 
-    def cancel(self) -> None:
-        self.gone.set()
+    def end(self, error: Exception | None = None) -> None:
+        """The answer is complete, or has failed."""
+        self._tell(self, error)
 
-    def _enqueue(self, item: Any) -> None:
-        if self.scores is not None and type(item) is str:
-            item = ScoredText(item)
-            item.scores = self.scores[self._told :]
-            self._told += len(item.scores)
-        self._delivery.add(self._queue, item)
-
-    def fail(self, error: Exception) -> None:
-        self._enqueue(stream_error(error))
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
 
 
-def stream_error(error: Exception) -> _StreamError:
-    """The text of an error in the middle of a stream. Handlers put it between two quotes."""
-    return _StreamError(json.dumps(one_line(error))[1:-1])
+class Manager(Protocol):
+    """Answers requests.
+
+    ``prepare`` makes a choice ready, or refuses it. ``start`` begins all choices of one question.
+    ``stop`` ends those that are left with an error.
+    """
+
+    delivery: Delivery
+
+    def prepare(self, choice: Choice, longest: int | None) -> None: ...
+    def start(self, choices: list[Choice]) -> None: ...
+    def stop(self) -> None: ...
 
 
-class Answers(BaseGenerateManager):
-    """Sends requests to the loop, and its tokens to the handlers' event loop."""
+class Answering:
+    """All answers to one request.
+
+    Args:
+        candidates: Number of answers to each question.
+        longest: Largest number of tokens of prompt and answer together; None is no limit.
+
+    Raises:
+        BadRequest: The request cannot be served.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        questions: list[Question],
+        wish: Wish,
+        candidates: int,
+        longest: int | None,
+    ) -> None:
+        self._manager = manager
+        self._queue: asyncio.Queue[tuple[Choice, Any]] = asyncio.Queue()
+        tell = partial(manager.delivery.add, self._queue)
+        self.questions = questions
+        self.choices: list[list[Choice]] = []  # of each question
+        for number, question in enumerate(questions):
+            begin = number * candidates
+            own = [Choice(begin + i, i, question, wish, tell) for i in range(candidates)]
+            for choice in own:
+                manager.prepare(choice, longest)
+            self.choices.append(own)
+
+    async def events(self) -> AsyncGenerator[list[tuple[Choice, Piece | None]], None]:
+        """Answers the request. Gives what was written since the last time; None ends a choice.
+
+        Raises:
+            BadRequest: A choice has failed.
+        """
+        left = sum(len(own) for own in self.choices)
+        self._manager.delivery.begin()
+        try:
+            for own in self.choices:
+                self._manager.start(own)
+            while left:
+                came = [await self._queue.get()]
+                came += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+                for i, (_, what) in enumerate(came):
+                    if isinstance(what, Exception):  # it has been logged
+                        if i:
+                            yield came[:i]
+                        raise BadRequest.of(what)
+                    left -= what is None
+                yield came
+        finally:  # also when the client has disconnected
+            for own in self.choices:
+                for choice in own:
+                    choice.gone.set()
+
+    def tokens(self) -> tuple[int, int, int]:
+        """Numbers of tokens: of the prompts, of all answers, and of the prompts as they were read
+        before."""
+        written = sum(choice.writer.tokens for own in self.choices for choice in own)
+        asked = sum(question.length for question in self.questions)
+        return asked, written, sum(question.reused() for question in self.questions)
+
+
+class Answers:
+    """Sends choices to the loop that decodes them together."""
 
     def __init__(self, engine: Engine, prompts: Prompts, delivery: Delivery) -> None:
-        self._engine, self._prompts, self._delivery = engine, prompts, delivery
+        self._engine, self._prompts, self.delivery = engine, prompts, delivery
+        self._words = Words(prompts.tokenizer)
 
-    def generate_streaming(  # type: ignore[override]
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> tuple[asyncio.Queue, DirectStreamer]:
-        tokenizer = self._prompts.tokenizer._tokenizer
-        streamer = Streamer(self._delivery, tokenizer, response_parser=response_parser)
+    def prepare(self, choice: Choice, longest: int | None) -> None:
+        wish = choice.wish
+        choice.ids, choice.marks = begun(self._prompts, choice.question.prompt)
+        most = wish.bound(len(choice.ids), longest)
+        model = self._engine.reader.model
+        choice.sampler = Sampler(model, wish.config, choice.ids, choice.seed, wish.penalties)
+        choice.writer = Writer(self._words, most, ends(choice.sampler.config), wish.stops)
 
-        def put(token: int) -> None:
-            streamer.put(torch.tensor([token]))
+    def start(self, choices: list[Choice]) -> None:
+        first, *others = choices
 
-        def end(error: Exception | None) -> None:
-            streamer.end() if error is None else streamer.fail(error)
-
-        call = CALL.get()
-        streamer.scores = None if call.most_likely is None else call.scores
-        self._submit(inputs, gen_config, put, end, streamer.gone)
-        return streamer._queue, streamer
-
-    async def generate_non_streaming(  # type: ignore[override]
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
-    ) -> tuple[str, int, list[int]]:
-        loop = asyncio.get_running_loop()
-        whole: asyncio.Future[None] = loop.create_future()
-
-        def complete(error: Exception | None) -> None:
-            if whole.done():
-                return
-            if error is None:
-                whole.set_result(None)
-            else:  # the loop has logged it
-                known = isinstance(error, BadRequest)
-                whole.set_exception(error if known else BadRequest(one_line(error), status=500))
+        def put(token: int, score: TokenScore | None) -> bool:
+            # The state after the prompt is kept now. The others begin from it.
+            while others:
+                other = others.pop(0)
+                self._engine.submit(self._request(other, other.put, other.end))
+            return first.put(token, score)
 
         def end(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(complete, error)
+            for choice in (first, *others):
+                choice.end(error)
 
-        request = self._submit(inputs, gen_config, lambda _: None, end, threading.Event())
-        try:
-            await whole
-        except asyncio.CancelledError:
-            request.gone.set()
-            raise
-        text = self._prompts.decode(request.written, skip_special_tokens=True)
-        return text, inputs["input_ids"].shape[-1], request.written
+        request = self._request(first, put, end)
+        question = first.question
+        if first.wish.scores_prompt:
+            most = first.wish.most_likely or 0
+            request.scored = Scoring(first.ids[1:], most, question.scores)
+        request.follow = self._follow(first)
+        added = len(first.ids) - question.length
+        question.reused = lambda: max(0, request.reused - added)
+        self._engine.submit(request)
 
     def stop(self) -> None:
         self._engine.end()
 
-    def _submit(
+    def _request(
         self,
-        inputs: Any,
-        config: GenerationConfig,
-        put: Callable[[int], None],
+        choice: Choice,
+        put: Callable[[int, TokenScore | None], bool],
         end: Callable[[Exception | None], None],
-        gone: threading.Event,
     ) -> Request:
-        call = CALL.get()
-        ids, marks = begun(self._prompts, inputs)
-        call.bound(config, len(ids))
-        stops, config.stop_strings = config.stop_strings or [], None
-        sampler = Sampler(self._engine.reader.model, config, ids, call.seed, call.penalties)
-        strings = [stops] if isinstance(stops, str) else stops
-        request = Request(
-            ids,
-            sampler,
-            ends(self._prompts.tokenizer, sampler.config, strings),
+        return Request(
+            choice.ids,
+            choice.sampler,
             put,
             end,
-            marks,
-            self._follow(inputs, ids),
-            gone,
-            call.most_likely,
-            call.scores,
+            choice.marks,
+            gone=choice.gone,
+            most_likely=choice.wish.most_likely,
+            silent=choice.writer.reason is not None,
         )
-        added = len(ids) - inputs["input_ids"].shape[-1]
-        call.reused = lambda: max(0, request.reused - added)
-        self._engine.submit(request)
-        return request
 
-    def _follow(
-        self, inputs: Any, ids: Ids
-    ) -> Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None]:
+    def _follow(self, choice: Choice) -> Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None]:
         """The likely beginning of the next request, given the answer to this one."""
+        prompt, ids = choice.question.prompt, choice.ids
 
         def chat(written: list[int]) -> tuple[Ids, tuple[int, ...]] | None:
-            text = self._prompts.decode(written, skip_special_tokens=True)
-            then = self._prompts.answered(inputs, text)
+            then = self._prompts.answered(prompt, choice.text)
             if then is None:
                 return None
             whole, marks = begun(self._prompts, then)
@@ -274,19 +339,25 @@ class Answers(BaseGenerateManager):
             end = len(whole) - len(whole) % self._engine.reader.piece
             return (whole[:end], ()) if end >= len(ids) else None
 
-        return chat if isinstance(inputs, Prompt) and inputs.chat is not None else text
+        return text if prompt.chat is None else chat
 
 
-def begun(prompts: Prompts, inputs: Any) -> tuple[Ids, tuple[int, ...]]:
+def begun(prompts: Prompts, prompt: Prompt) -> tuple[Ids, tuple[int, ...]]:
     """A prompt's tokens as the model reads them, with the start token, and its marks."""
-    own = inputs["input_ids"][0].cpu().numpy().astype(np.int32)
+    own = prompt["input_ids"][0].numpy().astype(np.int32)
     ids = prompts.begin(own)
     added = len(ids) - len(own)
-    return ids, tuple(mark + added for mark in getattr(inputs, "marks", ()))
+    return ids, tuple(mark + added for mark in prompt.marks)
 
 
-class OneByOne(GenerateManager):
-    """Answers one request after the other in one thread, with ``generate``.
+def ends(config: GenerationConfig) -> set[int]:
+    """The tokens that end an answer."""
+    eos = config.eos_token_id
+    return set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
+class OneByOne:
+    """Answers one choice after the other in one thread, with ``generate``.
 
     Args:
         reader: Reader of prompts into caches, with kept states; None for a model without states.
@@ -301,89 +372,92 @@ class OneByOne(GenerateManager):
         counters: Counters,
         threads: int | None = None,
     ) -> None:
-        super().__init__()
+        self.delivery = Delivery()
+        # One thread for all, because compiled graphs belong to a thread.
+        self._pool = ThreadPoolExecutor(1, "answers")
         if threads is not None:  # PyTorch keeps the number per thread
             self.submit(torch.set_num_threads, threads).result()
         self._model, self._prompts, self._reader = model, prompts, reader
-        self._counters = counters
+        self._words, self._counters = Words(prompts.tokenizer), counters
         self._ended = threading.Event()
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Do something in the thread of the answers."""
+        return self._pool.submit(work, *arguments)
 
     def stop(self) -> None:
         self._ended.set()
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, config, **options):  # type: ignore
-        # Transformers' streamer stops at the next token.
-        return super().generate_streaming(*self._begin(inputs, config), config, **options)
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        self.stop()
+        self._pool.shutdown()
 
-    async def generate_non_streaming(  # type: ignore[override]
-        self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any
-    ) -> tuple[str, int, Tensor]:
-        gone = threading.Event()
-
-        def stops(ids: Tensor, scores: Tensor) -> Tensor:
-            return torch.full(ids.shape[:1], gone.is_set(), device=ids.device)
-
-        turn, tokenizer, given = self._begin(inputs, config)
-        given["stopping_criteria"] = StoppingCriteriaList([stops])
-        work = super().generate_non_streaming(turn, tokenizer, given, config, **options)
-        try:
-            text, _, ids = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            gone.set()
-            raise
-        return text, inputs["input_ids"].shape[-1], ids
-
-    def _begin(self, inputs: Any, config: GenerationConfig) -> tuple[Any, Any, dict[str, Any]]:
-        """The replacement of the model, the tokenizer, and the prompt, for ``generate``."""
-        call = CALL.get()
-        asked = {"logprobs": call.most_likely is not None, "penalties": any(call.penalties)}
+    def prepare(self, choice: Choice, longest: int | None) -> None:
+        wish = choice.wish
+        asked = {"best_of": wish.ranked, "logprobs": wish.most_likely is not None}
+        asked["penalties"] = any(wish.penalties)
         for name in (name for name in asked if asked[name]):
             raise BadRequest(f"{name}: not served by this model, or with --compile", name)
-        ids, marks = begun(self._prompts, inputs)
-        call.bound(config, len(ids))
-        ids_BT = torch.from_numpy(ids.astype(np.int64))[None]
-        given = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
-        turn = _Turn(self._model, self._reader, self._counters, self._ended, ids, marks, call.seed)
-        added = len(ids) - inputs["input_ids"].shape[-1]
-        call.reused = lambda: max(0, turn.reused - added)
-        return turn, self._prompts.tokenizer, given
+        choice.ids, choice.marks = begun(self._prompts, choice.question.prompt)
+        most = wish.bound(len(choice.ids), longest)
+        config, _ = self._model._prepare_generation_config(wish.config)
+        choice.writer = Writer(self._words, most, ends(config), wish.stops)
 
+    def start(self, choices: list[Choice]) -> None:
+        for choice in choices:
+            self.submit(self._answer, choice)
 
-@dataclass
-class _Turn:
-    """Generates one answer after its prompt has been read, in the thread of all answers."""
+    def _answer(self, choice: Choice) -> None:
+        """Runs in the thread of the answers."""
+        if choice.gone.is_set():
+            return
+        failed = None
+        try:
+            if choice.writer.reason is None:
+                self._generate(choice)
+        except Exception as error:  # of this choice alone
+            failed = error
+            if not self._ended.is_set():
+                logger.error("a request failed", exc_info=error)
+        choice.end(failed)
+        self.delivery.send()
 
-    model: Any
-    reader: Reader | None
-    counters: Counters
-    ended: threading.Event  # set when the server ends
-    ids: Ids
-    marks: tuple[int, ...]
-    seed: int | None
-    reused: int = 0
-    came: float = field(default_factory=time.perf_counter)
-    last: float = 0.0
-
-    def generate(self, **given: Any) -> Tensor:
-        model, device = self.model, self.model.device
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
-        if self.reader is not None:
-            reading = self.reader.begin(self.ids[:-1], self.marks)
-            self.reused = reading.reused
+    def _generate(self, choice: Choice) -> None:
+        model, ids, question = self._model, choice.ids, choice.question
+        came, last = time.perf_counter(), 0.0
+        given: dict[str, Any] = {}
+        reused = 0
+        if choice.seed is not None:
+            torch.manual_seed(choice.seed)
+        if self._reader is not None:
+            reading = self._reader.begin(ids[:-1], choice.marks)
+            reused = reading.reused
             while reading.left:
-                self.counters.read(reading.read())
+                self._counters.read(reading.read())
             given[CACHE_NAME] = reading.cache
-        self.counters.prompt(len(self.ids), self.reused)
-        ids_BT, mask_BT = (given.pop(name).to(device) for name in ("input_ids", "attention_mask"))
-        return model.generate(
-            ids_BT, attention_mask=mask_BT, logits_processor=[self._count], **given
-        )
+        if choice.number == 0:
+            added = len(ids) - question.length
+            question.reused = lambda: max(0, reused - added)
+        self._counters.prompt(len(ids), reused)
 
-    def _count(self, ids: Tensor, scores: Tensor) -> Tensor:
-        if self.ended.is_set():
-            raise BadRequest("the server ends", status=503)
-        now = time.perf_counter()
-        self.counters.wrote(now - (self.last or self.came), first=not self.last)
-        self.last = now
-        return scores
+        def stops(ids_BT: Tensor, scores: Tensor) -> Tensor:
+            nonlocal last
+            if self._ended.is_set():
+                raise BadRequest("the server ends", status=503)
+            now = time.perf_counter()
+            self._counters.wrote(now - (last or came), first=not last)
+            last = now
+            ended = choice.put(int(ids_BT[0, -1])) or choice.gone.is_set()
+            self.delivery.send()
+            return torch.full(ids_BT.shape[:1], ended, device=ids_BT.device)
+
+        ids_BT = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+        model.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            generation_config=choice.wish.config,
+            max_new_tokens=choice.writer.most,
+            stopping_criteria=StoppingCriteriaList([stops]),
+            **given,
+        )

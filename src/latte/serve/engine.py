@@ -30,10 +30,10 @@ from transformers.utils import logging
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
-from latte.serve.reading import Reader, Reading
+from latte.serve.reading import Reader, Reading, Scoring
 from latte.serve.requests import BadRequest
 from latte.serve.rows import joined
-from latte.serve.sampling import Sampler, TokenScore, score
+from latte.serve.sampling import Sampler, TokenScore, scores_of
 from latte.serve.states import Ids
 
 logger = logging.get_logger(__name__)
@@ -51,26 +51,28 @@ class Request:
         ids: Ids of the prompt, at least one.
         marks: Numbers of tokens after which other requests are likely to branch.
         sampler: Function that chooses the tokens.
-        stops: Function of the tokens of the answer so far: whether the answer ends.
-        put: Function that is called with each token of the answer.
+        put: Function that is called with each token of the answer, and with its score if these are
+            wanted. It returns whether the answer ends.
         end: Function that is called when the answer is complete, or with the exception by which
             it failed.
         follow: Function from the answer to the next turn's likely tokens and marks, or to None.
-        most_likely: Number of most likely tokens whose probabilities are added to ``scores`` for
-            each token; None adds no probabilities.
+        most_likely: Number of most likely tokens whose probabilities are given with each token;
+            None gives no probabilities.
+        scored: Probabilities of the prompt's tokens, to be computed.
+        silent: Whether the prompt is only read.
         gone: Event that is set when no client waits for the answer any more.
     """
 
     ids: Ids
     sampler: Sampler
-    stops: Callable[[list[int]], bool]
-    put: Callable[[int], None]
+    put: Callable[[int, TokenScore | None], bool]
     end: Callable[[Exception | None], None]
     marks: tuple[int, ...] = ()
     follow: Callable[[list[int]], tuple[Ids, tuple[int, ...]] | None] | None = None
     gone: threading.Event = field(default_factory=threading.Event)
     most_likely: int | None = None
-    scores: list[TokenScore] = field(default_factory=list)
+    scored: Scoring | None = None
+    silent: bool = False
     written: list[int] = field(default_factory=list)
     next: int = 0  # token that its row reads in the next step
     reused: int = 0
@@ -268,7 +270,9 @@ class Engine:
                 continue
             try:
                 if request.reading is None:
-                    request.reading = self.reader.begin(request.ids[:-1], request.marks)
+                    request.reading = self.reader.begin(
+                        request.ids[:-1], request.marks, scored=request.scored
+                    )
                     request.reused = request.reading.reused
                     self.counters.prompt(len(request.ids), request.reused)
                 if request.reading.left:
@@ -285,6 +289,9 @@ class Engine:
         for request in ready:
             assert request.reading is not None
             cache, request.reading = request.reading.cache, None
+            if request.silent:
+                request.end(None)
+                continue
             request.next = int(request.ids[-1])
             try:
                 if not cache.get_seq_length():  # a row cannot begin with an empty state
@@ -339,11 +346,11 @@ class Engine:
         request.last = now
         request.written.append(token)
         request.next = token
+        score = None
         if request.most_likely is not None:
-            request.scores.append(score(logits_1V, token, request.most_likely))
+            (score,) = scores_of(logits_1V, [token], request.most_likely)
         request.sampler.took(token)
-        request.put(token)
-        if not request.stops(request.written):
+        if not request.put(token, score):
             return False
         request.end(None)
         self._ahead.add(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +20,19 @@ class TokenScore(NamedTuple):
     """
 
     token: int
-    logprob: float
+    logprob: float | None  # None for the first token of a text, which follows nothing
     top: tuple[tuple[int, float], ...]
 
 
-def score(logits_1V: Tensor, token: int, most: int) -> TokenScore:
-    """The score of a chosen token, with the ``most`` most likely ones."""
-    logprobs_V = torch.log_softmax(logits_1V[0], -1)
-    values, tokens = logprobs_V.topk(min(most, len(logprobs_V)))
-    return TokenScore(
-        token, float(logprobs_V[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    )
+def scores_of(logits_TV: Tensor, tokens: Sequence[int], most: int) -> list[TokenScore]:
+    """The scores of tokens, each with the ``most`` most likely ones in its place."""
+    # The API says -9999 for tokens that are impossible, since JSON has no infinity.
+    logprobs_TV = torch.log_softmax(logits_TV.float(), -1).clamp(min=-9999.0)
+    own = logprobs_TV.gather(-1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])
+    values, likely = logprobs_TV.topk(min(most, logprobs_TV.shape[-1]))
+    pairs = zip(likely.tolist(), values.tolist(), strict=True)
+    tops = (tuple(zip(*pair, strict=True)) for pair in pairs)
+    return [TokenScore(*one) for one in zip(tokens, own[:, 0].tolist(), tops, strict=True)]
 
 
 class Penalties(NamedTuple):
@@ -109,24 +111,3 @@ class Sampler:
                 self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)], 1)
             self._ids[0, self._length] = token
         self._length += 1
-
-
-def ends(
-    tokenizer: Any, config: GenerationConfig, strings: Sequence[str]
-) -> Callable[[list[int]], bool]:
-    """Whether an answer has ended: by an end token, a stop string, or the limit of its length."""
-    eos = config.eos_token_id
-    last = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    most = config.max_new_tokens
-    # A token has at least one byte, so a stop string is within this number of the last tokens.
-    tail = 1 + max((len(string.encode()) for string in strings), default=0)
-
-    def whole(written: list[int]) -> bool:
-        if written[-1] in last or (most is not None and len(written) >= most):
-            return True
-        if not strings:
-            return False
-        text = tokenizer.decode(written[-tail:], skip_special_tokens=True)
-        return any(string in text for string in strings)
-
-    return whole

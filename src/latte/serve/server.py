@@ -1,6 +1,7 @@
-"""`latte serve`: a checkpoint in Transformers' own OpenAI-compatible server.
+"""`latte serve`: a checkpoint behind OpenAI's API.
 
-Endpoints, requests and answers are those of ``transformers serve``. These things are different:
+The application and its routes are those of ``transformers serve``. The endpoints are Latte's
+(:mod:`latte.serve.handlers`):
 
 - One model is served. It is loaded and checked as by every command here.
 - Prompts begin with the start token, as documents did in training.
@@ -18,6 +19,7 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -184,8 +186,11 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise LatteError(f"port: expected 0 to 65535, got {port}")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = found
+        # Only if the protocol is named, asyncio sends the parts of an answer without delay. An
+        # answer on a connection that stays open would else come 40 ms later.
+        listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen()
@@ -197,7 +202,7 @@ def listen(host: str, port: int) -> socket.socket:
 def make_server(
     name: str, model: Any, tokenizer: Any, serving: Serving
 ) -> tuple[Any, Callable[[], None]]:
-    """A uvicorn server with Transformers' handlers over one model; a function ends its threads."""
+    """A uvicorn server with the endpoints over one model; a function ends its threads."""
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
@@ -211,6 +216,8 @@ def make_server(
     prompts = Prompts(tokenizer)
     manager, counters, close = make_answers(model, prompts, serving)
 
+    listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "latte"}
+
     class OneModel(ModelManager):
         """The model. No other model is ever loaded."""
 
@@ -218,36 +225,24 @@ def make_server(
             super().__init__(model_timeout=-1)
 
         def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            return [{"id": name, "object": "model", "created": 0, "owned_by": "latte"}]
+            return [listed]
 
         get_gen_models = list_models  # type: ignore[assignment]  # its name before Transformers 5.24
 
-        @staticmethod
-        def get_model_modality(*_: Any, **__: Any) -> Any:
-            from transformers.cli.serving.utils import Modality
-
-            return Modality.LLM
-
-    class State(GenerationState):
-        def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-            return manager
-
-    parts: dict[str, Any] = {
-        "model_manager": OneModel(),
-        "generation_state": State(),
-    }
+    parts: dict[str, Any] = {"model_manager": OneModel(), "generation_state": GenerationState()}
+    about = (name, model, prompts, manager, serving.longest)
     handlers = {"chat": Chats, "completion": Completions, "response": Responses}
-    made: dict[str, Any] = {f"{kind}_handler": own(**parts) for kind, own in handlers.items()}
-    for handler in made.values():
-        handler.one_model, handler.longest = (name, model, prompts), serving.longest
-    for kind, handler in made.items():
-        made[kind] = Bounded(handler, serving.messages, serving.characters)
+    made: dict[str, Any] = {
+        f"{kind}_handler": Bounded(own(*about), serving.messages, serving.characters)
+        for kind, own in handlers.items()
+    }
     absent: Any = {"transcription_handler": None, "systemone_handler": None}
     app = build_server(**parts, **made, **absent)
     # The other routes load models by name, or are for other kinds of models.
     served = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.router.routes[:] = served
     app.user_middleware.clear()  # it passes on each event of a stream twice
+    add_model(app, listed)
     add_metrics(app, counters)
     add_errors(app)
 
@@ -287,7 +282,7 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
     if not keeps_state(model):
         counters = Counters()
         manager = OneByOne(model, prompts, None, counters, serving.threads)
-        return manager, counters, lambda: None
+        return manager, counters, manager.close
     folder = None
     if serving.state_folder is not None:
         folder = StateFolder(serving.state_folder, model, serving.state_folder_room)
@@ -306,7 +301,12 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
         # This runs in the thread that answers requests.
         step = manager.submit(compile_step, model, 2).result()
         model.generation_config.compile_config = step
-        return manager, counters, close
+
+        def close_thread() -> None:
+            manager.close()
+            close()
+
+        return manager, counters, close_thread
     delivery = Delivery()
     reader = Reader(model, piece, store)
     engine = Engine(reader, serving.slots, counters, delivery.send, serving.threads)
@@ -327,6 +327,19 @@ def _prepare(model: Any, tokenizer: Any) -> None:
     defaults.update(**text_ends(model, tokenizer))
     if defaults.do_sample is None or not defaults.do_sample:
         defaults.do_sample, defaults.top_k = True, 0
+
+
+def add_model(app: Any, listed: dict[str, Any]) -> None:
+    """/v1/models/NAME, where a name can have slashes."""
+    from fastapi.responses import JSONResponse
+
+    from latte.serve.requests import no_such_model
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> Any:
+        if name != listed["id"]:
+            raise no_such_model(listed["id"], name)
+        return JSONResponse(listed)
 
 
 def add_metrics(app: Any, counters: Any) -> None:
@@ -360,8 +373,7 @@ def add_errors(app: Any) -> None:
 
     @app.exception_handler(BadRequest)
     async def bad(_: Any, error: BadRequest) -> Any:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return answer(error.status, error, kind=kind, param=error.param, code=error.code)
+        return JSONResponse(error.body, status_code=error.status)
 
     @app.exception_handler(ValueError)
     async def wrong(_: Any, error: ValueError) -> Any:
@@ -419,6 +431,7 @@ def _until_gone(
                 work.cancel()
             listening.cancel()
             path = scope["path"]
+            path = "/v1/models" if path.startswith("/v1/models/") else path
             counters.request(path if path in ROUTES else "other", status)
         with contextlib.suppress(asyncio.CancelledError):
             await work
