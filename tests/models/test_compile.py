@@ -95,6 +95,15 @@ def test_a_graph_keeps_packed_sequences_apart(name):
     torch.testing.assert_close(found.loss, sum(sums))
 
 
+@pytest.mark.parametrize("name", ["latte++", "llama: window"])
+def test_a_graph_of_several_rows_takes_one_row_of_positions(name):
+    model, ids = modeldb.BY_NAME[name].model(), modeldb.tokens(2, 9)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = compiled(ids, position_ids=torch.arange(9)[None], labels=ids)
+        torch.testing.assert_close(found.logits, model(ids, labels=ids).logits, **TOLERANCE)
+
+
 def test_a_graph_says_when_it_has_too_few_bounds(monkeypatch):
     monkeypatch.setattr(inputs, "MOST_IN_GRAPH", 3)
     model, (parts, ids, marks) = one_layer("latte++"), packed_batch()
