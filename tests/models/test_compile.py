@@ -49,9 +49,10 @@ def test_one_graph_is_for_every_length(preset):
     assert seen == [1] * len(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    "op", ["macchiato", "linear", pytest.param("joint", marks=pytest.mark.slow)]
-)
+SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("linear", "joint")]
+
+
+@pytest.mark.parametrize("op", ["macchiato", "log-mass", *SLOW])
 def test_an_op_has_one_graph_for_every_length(op):
     bench = Bench(OPS[op], "torch")
     calls = [bench.given(length)[0] for length in LENGTHS]
