@@ -49,9 +49,10 @@ def test_one_graph_is_for_every_length(preset):
     assert seen == [1] * len(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    "op", ["macchiato", "linear", pytest.param("joint", marks=pytest.mark.slow)]
-)
+SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("linear", "joint")]
+
+
+@pytest.mark.parametrize("op", ["macchiato", "log-mass", *SLOW])
 def test_an_op_has_one_graph_for_every_length(op):
     bench = Bench(OPS[op], "torch")
     calls = [bench.given(length)[0] for length in LENGTHS]
@@ -93,6 +94,15 @@ def test_a_graph_keeps_packed_sequences_apart(name):
         found = compiled(ids, labels=ids, **{name: marks[name]})
     torch.testing.assert_close(found.logits, alone, **TOLERANCE)
     torch.testing.assert_close(found.loss, sum(sums))
+
+
+@pytest.mark.parametrize("name", ["latte++", "llama: window"])
+def test_a_graph_of_several_rows_takes_one_row_of_positions(name):
+    model, ids = modeldb.BY_NAME[name].model(), modeldb.tokens(2, 9)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = compiled(ids, position_ids=torch.arange(9)[None], labels=ids)
+        torch.testing.assert_close(found.logits, model(ids, labels=ids).logits, **TOLERANCE)
 
 
 def test_a_graph_says_when_it_has_too_few_bounds(monkeypatch):

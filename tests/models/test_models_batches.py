@@ -68,6 +68,12 @@ def test_indices_of_sequences_are_bounds(build, tokens):
         model(ids.expand(2, 24), seq_idx=index.expand(2, 24))
     with pytest.raises(ValueError, match="packed sequences cannot be carried on"):
         model(ids, seq_idx=index, use_cache=True)
+    converted = modeldb.BY_NAME["llama: window"].model()
+    for each in (model, converted):
+        with pytest.raises(
+            ValueError, match=r"seq_idx must be a tensor \(B=1, T=24\) or .* \(24,\)"
+        ):
+            each(ids, labels=ids, seq_idx=index[0])
 
 
 @pytest.mark.parametrize("name", ["latte-r-swa++", "llama: plain"])

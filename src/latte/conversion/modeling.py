@@ -29,7 +29,14 @@ from latte.layers.step import run_layers
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.generation import StateGenerationMixin
-from latte.models.inputs import DecoderInputs, packed_bounds, prepare_inputs
+from latte.models.inputs import (
+    DecoderInputs,
+    check_positions,
+    check_tensors,
+    packed_bounds,
+    prepare_inputs,
+    unread_in_graph,
+)
 from latte.models.loss import labels_within, next_token_loss
 from latte.models.modeling import OwnAttention, initialise
 from latte.ops.widened import widened
@@ -241,7 +248,10 @@ class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):
         if labels is not None:
             if use_cache is None and cache is None:
                 use_cache = False  # a loss needs no states
-            if cu_seq_lens_q is None:
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            check_tensors(labels=labels, seq_idx=seq_idx)
+            check_positions(tokens, position_ids=position_ids, seq_idx=seq_idx)
+            if cu_seq_lens_q is None and not unread_in_graph(tokens, bool(use_cache)):
                 cu_seq_lens_q = packed_bounds(position_ids, attention_mask, cache, seq_idx)
             if cu_seq_lens_q is not None:
                 labels = labels_within(labels, cu_seq_lens_q)

@@ -87,13 +87,11 @@ def prepare_inputs(
         cu_seq_lens_q=cu_seq_lens,
         seq_idx=seq_idx,
     )
-    check_positions(position_ids, input_ids if inputs_embeds is None else inputs_embeds)
+    tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
+    check_positions(tokens, position_ids=position_ids, seq_idx=seq_idx)
     if cu_seq_lens is None:
-        known = position_ids
-        if torch.compiler.is_compiling() and known is not None:
-            rows = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]  # type: ignore
-            if rows != 1 or wants_cache(decoder, use_cache):
-                known = None  # a graph cannot make a cache or not as the positions say
+        wanted = past_key_values is None and wants_cache(decoder, use_cache)
+        known = None if unread_in_graph(tokens, wanted) else position_ids
         cu_seq_lens = packed_bounds(known, attention_mask, past_key_values, seq_idx)
     cache = choose_cache(decoder, past_key_values, use_cache, cu_seq_lens, causal=causal)
     x_BTE = embed(decoder.embed_tokens, input_ids) if inputs_embeds is None else inputs_embeds
@@ -125,18 +123,27 @@ def check_tensors(**inputs: Any) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
-def check_positions(position_ids: Any, inputs: Any) -> None:
-    """Raise ValueError unless there is one position for each token of the inputs, or none at all.
+def check_positions(inputs: Any, **given: Any) -> None:
+    """Raise ValueError unless each of these has one number for each token, or is None.
 
-    One row of positions may be for all rows of the inputs.
+    One row of numbers may be for all rows of the inputs.
     """
-    if position_ids is None or getattr(inputs, "ndim", 0) < 2:
+    if getattr(inputs, "ndim", 0) < 2:
         return
     B, T = inputs.shape[:2]
-    shape = tuple(getattr(position_ids, "shape", ()))
-    if shape not in ((B, T), (1, T)):
-        found = shape if isinstance(position_ids, Tensor) else type(position_ids).__name__
-        raise ValueError(f"position_ids must be a tensor (B={B}, T={T}) or (1, T={T}), got {found}")
+    for name, x in given.items():
+        shape = tuple(getattr(x, "shape", ()))
+        if x is not None and shape not in ((B, T), (1, T)):
+            found = shape if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor (B={B}, T={T}) or (1, T={T}), got {found}")
+
+
+def unread_in_graph(tokens: Any, cached: bool) -> bool:
+    """Whether this is a compiled graph that cannot split its rows where positions start again.
+
+    It has several rows, or is to make a cache, which packed sequences cannot have.
+    """
+    return torch.compiler.is_compiling() and (tokens.shape[0] != 1 or cached)
 
 
 def embed(table: nn.Module, input_ids: Any) -> Tensor:

@@ -55,7 +55,7 @@ def labels_within(labels_BT: Tensor, cu_seq_lens: Tensor) -> Tensor:
     """Labels (1, T) without those of the packed sequences' first tokens. A copy."""
     T = labels_BT.shape[1]
     starts = labels_BT.new_zeros(T + 1, dtype=torch.bool)  # an empty sequence may start at T
-    starts = starts.index_fill(0, cu_seq_lens.long(), True)
+    starts = starts.index_fill(0, cu_seq_lens.to(labels_BT.device).long(), True)
     return labels_BT.masked_fill(starts[:T], IGNORED)
 
 

@@ -142,12 +142,17 @@ class OwnAttention:
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
-    def _check_and_adjust_attn_implementation(self, name: str | None, *_: Any, **__: Any) -> str:
+    def _check_and_adjust_attn_implementation(
+        self,
+        attn_implementation: str | None,
+        is_init_check: bool = False,
+        allow_all_kernels: bool = False,
+    ) -> str:
         """The name in the configuration. Raises LatteError for one that promises other kernels."""
-        if name not in (None, "eager", "sdpa"):
+        if attn_implementation not in (None, "eager", "sdpa"):
             raise LatteError(
                 "attn_implementation: the layers compute Latte's attention; expected 'eager' or"
-                f" 'sdpa', which choose nothing, got {name!r}: leave it out"
+                f" 'sdpa', which choose nothing, got {attn_implementation!r}: leave it out"
             )
         return "eager"  # with 'sdpa' Transformers would refuse output_attentions
 
