@@ -334,6 +334,7 @@ def load_whole(
     """
     from safetensors import SafetensorError
 
+    failures: tuple[type[Exception], ...] = (*config_errors(), RuntimeError)
     try:
         model, found = kind.from_pretrained(
             None if "state_dict" in options else place,
@@ -344,7 +345,7 @@ def load_whole(
         )
     except SafetensorError as error:
         raise LatteError(f"{what} {place} has damaged weights: {one_line(error)}") from None
-    except (*config_errors(), RuntimeError) as error:
+    except failures as error:
         raise LatteError(f"{what} {place} cannot be loaded: {reason(error)}") from None
     missing = [name for name in found["missing_keys"] if new is None or new not in name]
     for problem, names in (
