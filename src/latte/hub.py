@@ -46,9 +46,12 @@ def check_files(folder: Path) -> None:
     """
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if path.name in OBJECTS:
-            layers = read_object(path).get("num_hidden_layers")
+            values = read_object(path)
+            layers, longest = values.get("num_hidden_layers"), values.get("model_max_length", 0)
             if isinstance(layers, int) and layers > MOST_LAYERS:
                 raise LatteError(f"{path} was edited: no model has {layers:,} layers")
+            if not isinstance(longest, (int, float, type(None))):
+                raise LatteError(f"{path} was edited: model_max_length is no number")
         elif path.suffix in SUFFIXES:
             check_plain(path)
 
@@ -84,7 +87,7 @@ def config_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     damaged = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-    return (*damaged, OSError, RecursionError, StrictDataclassError)
+    return (*damaged, AssertionError, OSError, RecursionError, StrictDataclassError)
 
 
 def reason(error: BaseException) -> str:

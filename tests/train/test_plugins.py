@@ -65,13 +65,13 @@ def plugin_recipe(make_recipe: Callable[..., Any], tmp_path: Path) -> Path:
 def test_a_mixer_of_a_plugin_is_trained_and_used(
     plugin_recipe: Path, tmp_path: Path, forget: Callable[[], None], capsys: Any
 ) -> None:
-    assert main(["train", str(plugin_recipe), "--quiet"]) == 0
-    run = tmp_path / "run"
+    assert main(["train", str(plugin_recipe)]) == 0
+    run, plugin = tmp_path / "run", plugin_recipe.parent / "doubled.py"
+    assert f"(try: latte generate {run} --plugins {plugin})" in capsys.readouterr().out
     assert json.loads((run / "config.json").read_text())["mixer"] == "doubled"
     stored = json.loads((run / "recipe.json").read_text())["plugins"]
     assert stored == [str(plugin_recipe.parent / "doubled.py")]
     whole = load_file(run / "model.safetensors")
-    plugin = plugin_recipe.parent / "doubled.py"
     named = ["--plugins", str(plugin)]
     for arguments in (
         ["evaluate", str(run), "--lengths", "32", "--max-tokens", "100", *named],

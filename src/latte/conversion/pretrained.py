@@ -294,9 +294,18 @@ def check_size(what: str, place: str | Path, config: Any) -> None:
         what: Name of the place in error messages.
 
     Raises:
-        LatteError: The model has more parameters than the weights have bytes.
+        LatteError: The model has more parameters than the weights have bytes, or a file is damaged.
     """
-    stored = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(place).glob("*.safetensors"))
+    try:
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except (OSError, SafetensorError) as error:
+        raise LatteError(f"{what} {place} has damaged weights: {one_line(error)}") from None
+    stored = sum(file.stat().st_size for file in files)
     if not stored or getattr(config, "quantization_config", None) is not None:
         return
     wanted = number_of_parameters(config)
@@ -325,6 +334,7 @@ def load_whole(
     """
     from safetensors import SafetensorError
 
+    failures: tuple[type[Exception], ...] = (*config_errors(), RuntimeError)
     try:
         model, found = kind.from_pretrained(
             None if "state_dict" in options else place,
@@ -335,7 +345,7 @@ def load_whole(
         )
     except SafetensorError as error:
         raise LatteError(f"{what} {place} has damaged weights: {one_line(error)}") from None
-    except (*config_errors(), RuntimeError) as error:
+    except failures as error:
         raise LatteError(f"{what} {place} cannot be loaded: {reason(error)}") from None
     missing = [name for name in found["missing_keys"] if new is None or new not in name]
     for problem, names in (
@@ -351,16 +361,24 @@ def load_whole(
     return model.eval()
 
 
+# Defaults of `generate` by the type that they should have.
+DEFAULTS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("a token's id", int, ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")),
+    ("a whole number", int, ("min_length", "max_length", "min_new_tokens", "max_new_tokens")),
+    ("a number", (int, float), ("temperature", "top_p", "top_k", "repetition_penalty")),
+    ("text", str, ("stop_strings",)),
+    ("true or false", bool, ("do_sample", "output_attentions", "output_hidden_states")),
+)
+LISTS = ("eos_token_id", "suppress_tokens", "stop_strings")  # may be of several
+
+
 def _check_defaults(defaults: Any, where: str) -> None:
     """Raise LatteError for a default of ``generate`` that is of another type than it should be."""
-    for expected, kinds, names in (
-        ("the id of a token", int, ("bos_token_id", "eos_token_id", "pad_token_id")),
-        ("a number", (int, float), ("temperature", "top_p", "top_k", "repetition_penalty")),
-    ):
+    for expected, kinds, names in DEFAULTS:
         for name in names:
             value = getattr(defaults, name, None)
-            given = value if isinstance(value, list) and kinds is int else [value]
-            if not all(one is None or isinstance(one, kinds) for one in given):
+            several = value if isinstance(value, list) and name in LISTS else [value]
+            if not all(one is None or isinstance(one, kinds) for one in several):
                 raise LatteError(
                     f"{where}: generation_config.json has {name}={value!r}; expected {expected}"
                 )

@@ -154,6 +154,7 @@ class Chat:
             use_cache=carries_state(self.model),
             **{CACHE_NAME: self.cache},
             stopping_criteria=StoppingCriteriaList([stops]),
+            tokenizer=self.tokenizer,
             streamer=Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
         new: list[int] = output[0, len(unread) :].tolist()

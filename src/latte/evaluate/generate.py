@@ -123,6 +123,7 @@ def generate(
         use_cache=carries_state(model),
         **{CACHE_NAME: cache},
         logits_processor=[after_prompt],
+        tokenizer=tokenizer,  # for the model's own strings that end a text
         streamer=_streamer(tokenizer) if stream else None,
         **sampling,
     )
@@ -221,10 +222,12 @@ def check_sampling(
 
 def sampling_options(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     """The options of Transformers' ``generate`` for what :func:`check_sampling` has checked."""
+    one = {"num_beams": 1}  # whatever the model's own defaults are: text is printed as it comes
     if temperature == 0:
-        return {"do_sample": False}
+        return {"do_sample": False, **one}
     top_p = 1.0 if top_p is None else top_p
-    return {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+    return {**drawn, **one}
 
 
 def _streamer(tokenizer: Any) -> Any:

@@ -236,7 +236,7 @@ def drop_lines_after(path: Path, step: int) -> float:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     """The readable lines of a file of metrics; none if there is no file."""
-    found = []
+    found: list[dict[str, Any]] = []
     if not path.exists():
         return found
     for line in check_plain(path).read_text(encoding="utf-8", errors="replace").splitlines():

@@ -313,7 +313,8 @@ def _finish(
         write_json(folder / (FINISHED_FILE if finished else STOPPED_FILE), result)
         if not progress.quiet:
             # A run with a label is one of several: their command says what comes after them.
-            hint = "" if progress.labelled else f" (try: latte generate {folder})"
+            code = f" --plugins {','.join(recipe.plugins)}" if recipe.plugins else ""
+            hint = "" if progress.labelled else f" (try: latte generate {folder}{code})"
             print(
                 f"finished: {folder} holds the model{hint}"
                 if finished
