@@ -167,7 +167,7 @@ def _check(path: Path, tensors: Mapping[str, Tensor], tokens: int, decoder: Any)
         shape = [batch, *one.shape[1:]]
         if cache.layers[int(index)].grows and part == "window":
             shape[1:2] = tensors[f"layers.{index}.window.mask"].shape[1:2]
-        dtypes = (one.dtype,)
+        dtypes: tuple[torch.dtype, ...] = (one.dtype,)
         if one.is_floating_point():  # autocast has activations of other dtypes than the model's
             dtypes = FLOATS if part in OF_ACTIVATIONS else (torch.float32, torch.float64)
         if list(x.shape) != shape or x.dtype not in dtypes:
