@@ -126,6 +126,8 @@ def read_state(
         raise damaged(path, KIND, f"{type(error).__name__} {error}") from None
     if differs:
         raise LatteError(f"{path} is the state of another model: {differs}")
+    if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+        raise damaged(path, KIND, f"ids: expected whole numbers, got {ids.dtype}")
     room = None if static_room is None else tokens + static_room
     cache = LatteCache(decoder.config, max_cache_len=room)
     _check(path, tensors, tokens, decoder)
