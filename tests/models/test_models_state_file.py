@@ -149,6 +149,7 @@ HARMS = {
     "a position": ("layers.0.position", replace_by(lambda x: x + 1000)),
     "not a number": (KEYS, replace_by(lambda x: x * torch.nan)),
     "infinity": ("layers.0.latent.log_mass", replace_by(lambda x: x + torch.inf)),
+    "ids": ("ids", replace_by(lambda x: x.bfloat16())),
     "tokens": ("", lambda held, about, name: about.update(tokens="x")),
     "no tokens": ("", lambda held, about, name: about.update(tokens="-3")),
     "a configuration": ("", lambda held, about, name: about.update(config="{")),
@@ -162,7 +163,7 @@ HARMS = {
 def test_a_damaged_state_is_refused_in_one_line(build, tokens, tmp_path, harm, checksum):
     """Also a file of format 1, which has no checksum."""
     model, path = build("latte-r-swa++"), tmp_path / "state"
-    save_state(read(model, tokens(2, 9)), path)
+    save_state(read(model, tokens(2, 9)), path, tokens(2, 9))
     about, held = opened(path)
     if not checksum:
         del about["sha256"]

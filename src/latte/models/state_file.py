@@ -126,6 +126,8 @@ def read_state(
         raise damaged(path, KIND, f"{type(error).__name__} {error}") from None
     if differs:
         raise LatteError(f"{path} is the state of another model: {differs}")
+    if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+        raise damaged(path, KIND, f"ids: expected whole numbers, got {ids.dtype}")
     room = None if static_room is None else tokens + static_room
     cache = LatteCache(decoder.config, max_cache_len=room)
     _check(path, tensors, tokens, decoder)
@@ -167,7 +169,7 @@ def _check(path: Path, tensors: Mapping[str, Tensor], tokens: int, decoder: Any)
         shape = [batch, *one.shape[1:]]
         if cache.layers[int(index)].grows and part == "window":
             shape[1:2] = tensors[f"layers.{index}.window.mask"].shape[1:2]
-        dtypes = (one.dtype,)
+        dtypes: tuple[torch.dtype, ...] = (one.dtype,)
         if one.is_floating_point():  # autocast has activations of other dtypes than the model's
             dtypes = FLOATS if part in OF_ACTIVATIONS else (torch.float32, torch.float64)
         if list(x.shape) != shape or x.dtype not in dtypes:

@@ -105,5 +105,5 @@ def _checksum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(sorted(about.items())).encode())
     for name, x in sorted(tensors.items()):
         digest.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        digest.update(x.detach().reshape(-1).view(torch.uint8).numpy())
+        digest.update(x.detach().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -103,7 +103,7 @@ async def _is_trusted(scope: Any, hosts: Sequence[str]) -> bool:
     async def answer(*_: Any) -> None:
         passed.append(True)
 
-    async def ignore(*_: Any) -> None:
+    async def ignore(*_: Any) -> Any:
         pass
 
     await TrustedHostMiddleware(answer, hosts, www_redirect=False)(scope, ignore, ignore)

@@ -185,9 +185,9 @@ class Prompts:
             if tail is None or not text.startswith(tail, end):
                 continue
             place = end + len(tail)
-            opens = self._opening is not None and messages[count].get("role") == "assistant"
-            if opens and text.startswith(self._opening, place):
-                place += len(self._opening)
+            opening = self._opening if messages[count].get("role") == "assistant" else None
+            if opening is not None and text.startswith(opening, place):
+                place += len(opening)
             yield place
         if not options["add_generation_prompt"] or self._opening is not None:
             yield len(text)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import threading
@@ -143,7 +144,7 @@ def serve(
         at = listening.getsockname()[1]
         print(f"serving {checkpoint} at http://{host}:{at}/v1 (Ctrl-C ends it)", flush=True)
         try:
-            with _sigterm_as_ctrl_c(), contextlib.suppress(KeyboardInterrupt):
+            with _rare_collections(), _sigterm_as_ctrl_c(), contextlib.suppress(KeyboardInterrupt):
                 server.run(sockets=[listening])
         finally:
             close()
@@ -163,6 +164,24 @@ def _one_thread() -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for cycles rarely, and never in what is there now.
+
+    Otherwise it looks through all of PyTorch again and again while a large body is parsed, and the
+    server answers nobody for seconds.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

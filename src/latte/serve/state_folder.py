@@ -167,9 +167,7 @@ class StateFolder:
                 self._held[aside.name] = size
             except OSError:
                 aside = path  # the next state of this name replaces it
-        logger.warning(
-            f"state file {aside} is set aside, and its text read anew: {one_line(error)}"
-        )
+        logger.warning(f"set aside as {aside.name}, its text is read anew: {one_line(error)}")
 
     def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
