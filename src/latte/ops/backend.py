@@ -54,7 +54,6 @@ from latte.ops.tensors import Sequences
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
 
-
 class _Named(threading.local):
     """The default of a thread. Plain values, which torch.compile can guard on."""
 

@@ -1,7 +1,7 @@
 """The log-mass of a window: the logsumexp of the logits that its softmax is made of.
 
-Queries are read in blocks of one window, so that time and memory are linear in T. Gradients are
-autograd's own; they hold the weights of all blocks, (T, 2 W) numbers a head.
+Queries are read in blocks, so that time and memory are linear in T. Gradients are autograd's own;
+they hold the weights of all blocks, (T, W + C) numbers a head.
 
 Shape suffixes: B batch, T tokens, Z blocks of C queries, M = W + C keys of a block, H query heads,
 G key/value heads, R = H / G, n sinks, K key width.
@@ -22,7 +22,8 @@ from latte.ops.tensors import (
     sequence_bounds,
 )
 
-BLOCKS_AT_ONCE = 32  # without gradients, the blocks whose logits are held together
+LONGEST_BLOCK = 128  # queries
+LOGITS_AT_ONCE = 1 << 24  # without gradients, as many as are held together
 
 
 def window_log_mass(
@@ -45,7 +46,12 @@ def window_log_mass(
     if T == 0:
         nothing = q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
         return nothing_out(nothing, q_BTHK, k_BTGK)
-    at_once = T if torch.is_grad_enabled() else BLOCKS_AT_ONCE * window
+    window = min(window, T + (0 if tail is None else tail.mask.shape[1]))  # there are no more keys
+    local = local._replace(window=window)
+    C = min(window, T, LONGEST_BLOCK, max(1, LOGITS_AT_ONCE // (B * H * window)))
+    blocks = max(1, LOGITS_AT_ONCE // (B * H * C * (window + C)))
+    kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BTHK, k_BTGK))
+    at_once = T if kept else blocks * C
     real = q_BTHK.new_ones(B, T, dtype=torch.bool)
     if sequences.key_mask is not None:
         real = sequences.key_mask
@@ -65,6 +71,7 @@ def window_log_mass(
                 k_BSGK[:, seen],
                 real_BS[:, seen],
                 local,
+                C,
                 None if sinks is None else _of_tokens(sinks, own, sequence_BT),
                 None if sequence_BT is None else (sequence_BT, start),
             )
@@ -113,6 +120,7 @@ def _of_queries(
     k_BSGK: Tensor,
     real_BS: Tensor,
     local: Local,
+    C: int,
     sinks: SeenSinks | None,
     packed: tuple[Tensor, int] | None,
 ) -> Tensor:
@@ -120,7 +128,6 @@ def _of_queries(
     T, H, G, window = *q_BTHK.shape[1:3], k_BSGK.shape[2], local.window
     assert window is not None
     wide = computation_dtype(q_BTHK.dtype)
-    C = min(window, T)
     Z = -(-T // C)
     device = q_BTHK.device
 
