@@ -572,7 +572,9 @@ def test_what_is_not_finite_stays_in_its_sequence_from_its_token_on(bench, packe
     shapes = ["BT", *["N"] * len(leaves(bench.state(N) if goes_on else None))]
     outputs = len(shapes)
     shapes += [*op.inputs.values(), *shapes[1:]]
-    values = itertools.cycle([math.nan, math.inf] if INTERPRETED else [math.nan, math.inf, -math.inf])
+    values = itertools.cycle(
+        [math.nan, math.inf] if INTERPRETED else [math.nan, math.inf, -math.inf]
+    )
     for place in [*own, *range(outputs - 1)][:: 4 if INTERPRETED else 1]:
         bad, start = [x.clone() for x in inputs], [x.clone() for x in leaves(state)]
         value, first = next(values), 0
@@ -591,9 +593,7 @@ def test_what_is_not_finite_stays_in_its_sequence_from_its_token_on(bench, packe
                 assert_same([part(shape, a, n)], [part(shape, b, n)], tolerance(bench))
             if i == 0 and first and bench.backend != "triton":  # which has the tokens of a chunk
                 past = slice(0, first)
-                assert_same(
-                    [part(shape, a, 1, past)], [part(shape, b, 1, past)], tolerance(bench)
-                )
+                assert_same([part(shape, a, 1, past)], [part(shape, b, 1, past)], tolerance(bench))
 
 
 # --- time, latents, heads -------------------------------------------------------------------------

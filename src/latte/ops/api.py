@@ -159,7 +159,8 @@ def latte_attention(
     B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
     check_groups(op, H, G, "v")
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    cu_seqlens = sequences.cu_seqlens
     dtype = computation_dtype(q.dtype)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
@@ -297,7 +298,8 @@ def macchiato_attention(
     check_window(op, window)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    cu_seqlens = sequences.cu_seqlens
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
@@ -453,7 +455,7 @@ def window_log_mass(
     check_window(op, window)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens)
-    N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    sequences, N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
     initial_state = check_window_state(op, initial_state, window, N, k, None)
@@ -524,7 +526,8 @@ def sliding_window_attention(
     check_window(op, window, optional=True)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    cu_seqlens = sequences.cu_seqlens
     carried = initial_state is not None or output_final_state
     if not causal and carried:
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
@@ -627,7 +630,7 @@ def linear_attention(
     check_widths(op, sizes)
     B, T, H, features, D = (sizes[c] for c in "BTHFD")
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
     if initial_state is not None:
         shapes = ((N, H, features, D), (N, H, features))
         check_state(op, initial_state, LinearState._fields, shapes, q.device)
@@ -693,7 +696,7 @@ def rg_lru(
     check_parameters(op, x.device, sizes, theta=(theta, "E"))
     B, T, E = (sizes[c] for c in "BTE")
     sequences = Sequences(key_mask, cu_seqlens)
-    N = check_sequences(op, B, T, x.device, sequences)
+    sequences, N = check_sequences(op, B, T, x.device, sequences)
     dtype = computation_dtype(x.dtype)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
@@ -757,7 +760,7 @@ def causal_conv1d(
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
     sequences = Sequences(key_mask, cu_seqlens)
-    N = check_sequences(op, B, T, x.device, sequences)
+    sequences, N = check_sequences(op, B, T, x.device, sequences)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     every = (x, weight, bias, initial_state)
@@ -809,7 +812,7 @@ def attention_weights(
         check_local(op, scale, softcap)
         check_groups(op, sizes["H"], sizes["G"], "k")
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
+    sequences, _ = check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
     log_decay = check_log_decay(op, log_decay, sizes, latent_q, sequences)
     near = Local.of(window, scale, softcap, sizes.get("K", 1))
     return reference.attention_weights(latent_q, latent_k, q, k, near, sequences, log_decay)
