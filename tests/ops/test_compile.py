@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from latte.ops import cpp_backend
 from latte.ops.torch_backend.latte import bidirectional_op, causal_op
 from latte.ops.torch_backend.recurrence import linear_recurrence
 from latte.ops.torch_backend.window import window_op
 from tests.ops.helpers import boundaries, key_mask, latte_inputs, macchiato_inputs, randn
+from tests.ops.opdb import OPS, Bench
 
 
 @pytest.mark.parametrize("op", [causal_op, bidirectional_op])
@@ -45,3 +47,32 @@ def test_the_recurrence_keeps_its_contract():
     a, b = (randn(3, 9, 2).transpose(0, 2).requires_grad_() for _ in range(2))  # strides kept
     checks |= torch.library.opcheck(linear_recurrence, (a, b, h0))
     assert set(checks.values()) == {"SUCCESS"}
+
+
+ONE_OF_EACH = ("bidirectional", "forgetting", "macchiato", "window-sinks", "full", "log-mass")
+ONE_OF_EACH += ("linear", "rg_lru-reversed", "conv")
+BACKENDS = ("torch",) if cpp_backend.ABSENT is not None else ("torch", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [(x, y) for x in ONE_OF_EACH for y in BACKENDS if y in OPS[x].backends]
+)
+def test_a_graph_refuses_bounds_that_do_not_fit(name, backend):
+    """In the words of a call without a graph."""
+    bench = Bench(OPS[name], backend)
+    inputs = bench.inputs(1, 20, 3)
+
+    def run(*given):
+        return bench.call(given[1:], cu_seqlens=given[0])[0]
+
+    def told(call, bounds):
+        with pytest.raises(ValueError, match="must rise from 0 to T=20, got") as error:
+            call(torch.tensor(bounds, dtype=torch.int32), *inputs)
+        return str(error.value)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    good = torch.tensor([0, 5, 9, 20], dtype=torch.int32)
+    torch.testing.assert_close(compiled(good, *inputs), run(good, *inputs))
+    for bad in ([0, 9, 5, 20], [0, 5, 9, 19], [1, 5, 9, 20], [0, 5, 9, 25]):
+        assert told(compiled, bad) == told(run, bad)

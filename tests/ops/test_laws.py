@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 import latte.ops
 from latte.ops import attention_weights, cpp_backend
@@ -138,6 +139,25 @@ def test_every_op_is_in_the_table():
     """And is called with packed sequences there: all but the weights, which have a test below."""
     ops = {name for name in latte.ops.__all__ if "cu_seqlens" in parameters(name)}
     assert ops == {op.run.__name__ for op in OPS.values()} | {"attention_weights"}
+
+
+@over({"torch": [F64], "cpu": [F64]}, only=lambda op: op.local and "window" not in op.options)
+def test_memory_follows_the_window_and_the_length(bench):
+    """Whichever is shorter: no allocation is larger because a window reaches beyond the tokens.
+
+    Twice the tokens and twice the window take four times the memory at most.
+    """
+
+    def largest(T, W):
+        sized, mask = bench.sized(H=2, G=1, W=W), torch.arange(T)[None] % 9 > 0
+        inputs = [x.requires_grad_() for x in sized.inputs(1, T, 1)]
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            out, _ = sized.call(inputs, key_mask=mask)
+            out.sum().backward()
+        return max(event.self_cpu_memory_usage for event in seen.events())
+
+    whole = largest(400, 800)
+    assert largest(400, 10**5) <= 1.1 * whole <= 5.0 * largest(200, 400)
 
 
 def parameters(name: str) -> set[str]:

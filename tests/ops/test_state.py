@@ -95,6 +95,21 @@ def test_merge_is_associative_and_has_a_neutral_element(forgetting):
     assert torch.isneginf(nothing.log_mass).all() and (nothing.mean == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (LatteState.empty(1, 3, 4, 5, dtype=F64), r"log_mass .*\(2, 3, 4\), got \(1, 3, 4\)"),
+        (LatteState.empty(2, 3, 4, 1, dtype=F64), r"mean .*\(2, 3, 4, 5\), got \(2, 3, 4, 1\)"),
+        (LatteState.empty(2, 3, 4, 5), r"log_mass must be torch.float64 on cpu, got torch.float32"),
+        ((torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 5)), "expected a LatteState, got tuple"),
+    ],
+)
+def test_merge_takes_the_state_of_as_many_sequences(other, told):
+    """Nothing is broadcast."""
+    with pytest.raises(ValueError, match=told):
+        state(1, False).merge(other)
+
+
 @FORGETTING
 def test_merge_of_parts_is_the_state_of_the_whole(forgetting):
     inputs = latte_inputs(2, 65, 2, 3, 5, scale=5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from latte.ops import macchiato_attention, sliding_window_attention
 from tests.ops.helpers import F64, assert_same, macchiato_inputs
@@ -63,3 +64,17 @@ def test_first_column_closes_and_opens_the_window():
     out = macchiato_attention(changed, latent_k, q, k, v, window=8)[0]
     assert not torch.allclose(out, window)
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_wide_window_forms_no_square_of_itself(masked):
+    """Twice the tokens and the window: twice the memory at once."""
+
+    def largest(T):
+        q, k, v = (torch.randn(1, T, 1, 4) for _ in range(3))
+        options = {"key_mask": torch.arange(T)[None] % 9 > 0} if masked else {}
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            sliding_window_attention(q, k, v, window=T, backend="torch", **options)
+        return max(event.self_cpu_memory_usage for event in seen.events())
+
+    assert largest(2048) <= 2.5 * largest(1024)

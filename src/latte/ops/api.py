@@ -160,7 +160,8 @@ def latte_attention(
     B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
     check_groups(op, H, G, "v")
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    cu_seqlens = sequences.cu_seqlens
     dtype = computation_dtype(q.dtype)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
@@ -298,7 +299,8 @@ def macchiato_attention(
     check_window(op, window)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    cu_seqlens = sequences.cu_seqlens
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
@@ -360,7 +362,7 @@ def macchiato_attention(
             earlier = None if latents is None else (log_mass, mean)
             near = tail and tail._replace(keys=tail_k, values=tail_v)
             options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
-            kept = seen_sinks and SeenSinks(*far, *seen_sinks[3:])
+            kept = seen_sinks and SeenSinks._make((*far, *seen_sinks[3:]))
             if kept is not None:
                 options["sinks"] = kept
             if delay:
@@ -454,7 +456,7 @@ def window_log_mass(
     check_window(op, window)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens)
-    N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    sequences, N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
     initial_state = check_window_state(op, initial_state, window, N, k, None)
@@ -525,7 +527,8 @@ def sliding_window_attention(
     check_window(op, window, optional=True)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    cu_seqlens = sequences.cu_seqlens
     carried = initial_state is not None or output_final_state
     if not causal and carried:
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
@@ -553,7 +556,7 @@ def sliding_window_attention(
 
     def run(q: Any, k: Any, v: Any, tail_k: Any, tail_v: Any, *far: Any) -> tuple[Tensor]:
         tail = initial_state and initial_state._replace(keys=tail_k, values=tail_v)
-        kept = {} if seen is None else {"sinks": SeenSinks(*far, *seen[3:])}
+        kept = {} if seen is None else {"sinks": SeenSinks._make((*far, *seen[3:]))}
         return (WINDOW[chosen](q, k, v, local, sequences, tail, **kept),)
 
     given = {"q": q, "k": k, "v": v}
@@ -628,7 +631,7 @@ def linear_attention(
     check_widths(op, sizes)
     B, T, H, features, D = (sizes[c] for c in "BTHFD")
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    N = check_sequences(op, B, T, q.device, sequences)
+    sequences, N = check_sequences(op, B, T, q.device, sequences)
     if initial_state is not None:
         shapes = ((N, H, features, D), (N, H, features))
         check_state(op, initial_state, LinearState._fields, shapes, q.device)
@@ -694,7 +697,7 @@ def rg_lru(
     check_parameters(op, x.device, sizes, theta=(theta, "E"))
     B, T, E = (sizes[c] for c in "BTE")
     sequences = Sequences(key_mask, cu_seqlens)
-    N = check_sequences(op, B, T, x.device, sequences)
+    sequences, N = check_sequences(op, B, T, x.device, sequences)
     dtype = computation_dtype(x.dtype)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
@@ -758,7 +761,7 @@ def causal_conv1d(
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
     sequences = Sequences(key_mask, cu_seqlens)
-    N = check_sequences(op, B, T, x.device, sequences)
+    sequences, N = check_sequences(op, B, T, x.device, sequences)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
     every = (x, weight, bias, initial_state)
@@ -810,7 +813,7 @@ def attention_weights(
         check_local(op, scale, softcap)
         check_groups(op, sizes["H"], sizes["G"], "k")
     sequences = Sequences(key_mask, cu_seqlens, causal)
-    check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
+    sequences, _ = check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
     log_decay = check_log_decay(op, log_decay, sizes, latent_q, sequences)
     near = Local.of(window, scale, softcap, sizes.get("K", 1))
     return reference.attention_weights(latent_q, latent_k, q, k, near, sequences, log_decay)

@@ -9,7 +9,7 @@ width, N states.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,9 +20,9 @@ Three = tuple[Tensor, Tensor, Tensor]
 # An earlier state as ops take it: all of its tensors, or as many times None.
 Earlier = tuple[Tensor | None, ...]
 
-NO_STATE = (None, None)
-NO_WINDOW = (None, None, None)
-NO_SINKS = (None, None, None, None, None)
+NO_STATE: Any = (None, None)
+NO_WINDOW: Any = (None, None, None)
+NO_SINKS: Any = (None, None, None, None, None)
 
 
 def sinks_of(*tensors: Tensor | None) -> SeenSinks | None:

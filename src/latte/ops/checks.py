@@ -6,6 +6,7 @@ Nothing here reads a value from a GPU: only shapes, dtypes and devices are looke
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -150,8 +151,13 @@ def check_local(op: str, scale: float | None, softcap: float | None) -> None:
         raise ValueError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
 
 
-def check_sequences(op: str, B: int, T: int, device: torch.device, sequences: Sequences) -> int:
-    """Check mask and packing; return the number of states, N when packed and B otherwise."""
+def check_sequences(
+    op: str, B: int, T: int, device: torch.device, sequences: Sequences
+) -> tuple[Sequences, int]:
+    """Check mask and packing; the number of states is N when packed and B otherwise.
+
+    Returns the sequences to go on with: a graph checks the bounds that it then uses.
+    """
     key_mask, cu, _ = sequences
     if key_mask is not None:
         check_shape(op, "key_mask", key_mask, "BT", {"B": B, "T": T})
@@ -160,7 +166,7 @@ def check_sequences(op: str, B: int, T: int, device: torch.device, sequences: Se
         if key_mask.device != device:
             raise ValueError(f"{op}: key_mask must be on {device}, got {key_mask.device}")
     if cu is None:
-        return B
+        return sequences, B
     if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.shape[0] < 2:
         came = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
         raise ValueError(f"{op}: cu_seqlens must be a tensor (N+1,) with N >= 1, got {came}")
@@ -170,17 +176,33 @@ def check_sequences(op: str, B: int, T: int, device: torch.device, sequences: Se
         raise ValueError(f"{op}: cu_seqlens must be on {device}, got {cu.device}")
     if B != 1:
         raise ValueError(f"{op}: packed sequences (cu_seqlens) need a batch of 1, got {B}")
-    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
-        values = cu.tolist()
-        if (
-            values[0] != 0
-            or values[-1] != T
-            or any(values[i] > values[i + 1] for i in range(len(values) - 1))
-        ):
-            raise ValueError(
-                f"{op}: cu_seqlens must rise from 0 to T={T}, got {values[:3]} ... {values[-1]}"
-            )
-    return cu.shape[0] - 1
+    if cu.device.type == "cpu" and torch.compiler.is_compiling():
+        sequences = sequences._replace(cu_seqlens=_checked_bounds(cu, T, op))
+    elif cu.device.type == "cpu":
+        _check_bounds(cu, T, op)
+    return sequences, cu.shape[0] - 1
+
+
+def _check_bounds(cu: Tensor, T: int, op: str) -> None:
+    values = cu.tolist()
+    if values[0] != 0 or values[-1] != T or any(a > b for a, b in pairwise(values)):
+        raise ValueError(
+            f"{op}: cu_seqlens must rise from 0 to T={T}, got {values[:3]} ... {values[-1]}"
+        )
+
+
+@torch.library.custom_op(
+    "latte::checked_bounds", mutates_args=(), schema="(Tensor cu, SymInt T, str op) -> Tensor"
+)
+def _checked_bounds(cu: Tensor, T: int, op: str) -> Tensor:
+    """The bounds, in a graph: values are looked at when it runs."""
+    _check_bounds(cu, T, op)
+    return cu.clone()
+
+
+@_checked_bounds.register_fake
+def _(cu: Tensor, T: int, op: str) -> Tensor:
+    return torch.empty_like(cu)
 
 
 def check_state(

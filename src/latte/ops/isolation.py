@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ def isolated(
         bad = Bad.of(given, view)
         if not any(bool(place.any()) for place in bad):
             return out, *states  # too large, or a parameter that is not finite
-        spoiled = [x.detach() for x in (out, *states)]
+        spoiled: list[Any] = [x.detach() for x in (out, *states)]
         out, *states = run(*bad.cleaned(given))
     else:
         bad = Bad.of(given, view)

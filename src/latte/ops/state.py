@@ -101,7 +101,23 @@ class LatteState(tuple[Tensor, ...]):
 
         ``A = logaddexp(A1 + G2, A2)``, ``mu = e^{A1+G2-A} mu1 + e^{A2-A} mu2`` and ``G = G1 + G2``
         with G the ``log_decay``. Safe, also in its gradients, when one side or both are empty.
+
+        Raises:
+            ValueError: The other state has another shape, dtype or device. Nothing is broadcast.
         """
+        if not isinstance(other, LatteState):
+            raise ValueError(f"merge: expected a LatteState, got {type(other).__name__}")
+        for name, mine, its in zip(self._fields, self, other, strict=False):
+            if mine.shape != its.shape:
+                raise ValueError(
+                    f"merge: the other state's {name} must have shape {tuple(mine.shape)}, got"
+                    f" {tuple(its.shape)}"
+                )
+            if (mine.dtype, mine.device) != (its.dtype, its.device):
+                raise ValueError(
+                    f"merge: the other state's {name} must be {mine.dtype} on {mine.device}, got"
+                    f" {its.dtype} on {its.device}"
+                )
         log_mass = self.log_mass + other.log_decay if other.forgets else self.log_mass
         merged = merge_states(log_mass, self.mean, other.log_mass, other.mean)
         forget = self.forgets or other.forgets

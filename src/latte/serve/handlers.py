@@ -280,15 +280,15 @@ class Completions(Endpoint):
 
     def _question(self, prompt: str | list[int], body: Body) -> Question:
         if isinstance(prompt, str):
-            ids = self._prompts.ids(prompt)
+            ids: Any = self._prompts.ids(prompt)
         else:
             ids, vocabulary = prompt, self._model.config.get_text_config().vocab_size
-            if unknown := [token for token in ids if token >= vocabulary]:
+            if unknown := [token for token in prompt if token >= vocabulary]:
                 said = f"prompt: expected token ids below {vocabulary}, got {unknown[0]}"
                 raise BadRequest(said[:200], "prompt")
         text = ""
         if body.get("echo"):
-            text = prompt if isinstance(prompt, str) else self._words.text(ids)
+            text = prompt if isinstance(prompt, str) else self._words.text(prompt)
         return Question(Prompt.of(np.array(ids, np.int64)), text)
 
     def _most_likely(self, body: Body) -> int | None:

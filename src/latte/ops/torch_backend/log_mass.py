@@ -1,7 +1,7 @@
 """The log-mass of a window: the logsumexp of the logits that its softmax is made of.
 
-Queries are read in blocks of one window, so that time and memory are linear in T. Gradients are
-autograd's own; they hold the weights of all blocks, (T, 2 W) numbers a head.
+Queries are read in blocks, so that time and memory are linear in T. Gradients are autograd's own;
+they hold the weights of all blocks, (T, W + C) numbers a head.
 
 Shape suffixes: B batch, T tokens, Z blocks of C queries, M = W + C keys of a block, H query heads,
 G key/value heads, R = H / G, n sinks, K key width.
@@ -22,7 +22,8 @@ from latte.ops.tensors import (
     sequence_bounds,
 )
 
-BLOCKS_AT_ONCE = 32  # without gradients, the blocks whose logits are held together
+LONGEST_BLOCK = 128  # queries
+LOGITS_AT_ONCE = 1 << 24  # without gradients, as many as are held together
 
 
 def window_log_mass(
@@ -45,9 +46,19 @@ def window_log_mass(
     if T == 0:
         nothing = q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
         return nothing_out(nothing, q_BTHK, k_BTGK)
+    # Comparisons, not minima: a compiled graph is for one of the cases, and for every length in it.
+    keys = T + (0 if tail is None else tail.mask.shape[1])
+    if keys < window:  # there are no more keys
+        window = keys
+    local = local._replace(window=window)
+    C = LONGEST_BLOCK if LONGEST_BLOCK < window else window
+    C = C if C < T else T
+    while C > 1 and B * H * C * window > LOGITS_AT_ONCE:
+        C = (C + 1) // 2
     at_once, runs = T, 1
-    if not torch.is_grad_enabled():
-        at_once = BLOCKS_AT_ONCE * window
+    if not (torch.is_grad_enabled() and (q_BTHK.requires_grad or k_BTGK.requires_grad)):
+        blocks = LOGITS_AT_ONCE // (B * H * C * (window + C))
+        at_once = C * blocks if blocks > 1 else C
         runs = -(-T // at_once)  # a compiled graph is for a number of runs, not for a length
     real = q_BTHK.new_ones(B, T, dtype=torch.bool)
     if sequences.key_mask is not None:
@@ -69,6 +80,7 @@ def window_log_mass(
                 k_BSGK[:, seen],
                 real_BS[:, seen],
                 local,
+                C,
                 None if sinks is None else _of_tokens(sinks, own, sequence_BT),
                 None if sequence_BT is None else (sequence_BT, start),
             )
@@ -117,6 +129,7 @@ def _of_queries(
     k_BSGK: Tensor,
     real_BS: Tensor,
     local: Local,
+    C: int,
     sinks: SeenSinks | None,
     packed: tuple[Tensor, int] | None,
 ) -> Tensor:
@@ -124,22 +137,19 @@ def _of_queries(
     T, H, G, window = *q_BTHK.shape[1:3], k_BSGK.shape[2], local.window
     assert window is not None
     wide = computation_dtype(q_BTHK.dtype)
-    C = window if window < T else T  # a compiled graph is for one of them
     Z = -(-T // C)
     device = q_BTHK.device
 
     def blocks(x: Tensor, length: int) -> Tensor:
-        """(B, S, ...) -> (B, Z, length, ...): each begins C tokens after the one before.
-
-        If there are several, the length is C or 2 C.
-        """
+        """(B, S, ...) -> (B, Z, length, ...): each begins C tokens after the one before."""
         short = (Z - 1) * C + length - x.shape[1]
         if short > 0:
             x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
         if Z == 1:
             return x[:, None]
-        x = x.unflatten(1, (-1, C))
-        return x if length == C else torch.cat([x[:, :-1], x[:, 1:]], 2)
+        if length == C:
+            return x.unflatten(1, (-1, C))
+        return x.unfold(1, length, C).movedim(-1, 2)
 
     def scores(queries: Tensor, keys: Tensor, pattern: str) -> Tensor:
         queries = blocks(queries, C).unflatten(3, (G, H // G)).to(wide)

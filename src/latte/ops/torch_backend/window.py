@@ -162,20 +162,30 @@ def upper_limits(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return lowest.masked_fill_(seen, torch.inf)
 
 
-@functools.lru_cache(maxsize=16)
 def limits(
     chunks: Chunks, edges: tuple[int, int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Upper limits of the logits where no key is masked, (1, width or 1, Q, M).
+    """Upper limits of the logits where no key is masked, (1, chunks or 1, Q, M).
+
+    Those of usual windows are kept.
 
     Args:
-        edges: If keys before the first or after the last token are read: the width, the first
-            token of a row of the line, and the number of tokens. Else None.
+        edges: If keys before the first or after the last token are read: the number of chunks,
+            their first token, and the number of tokens. Else None.
     """
+    if chunks.Q * chunks.M > SCORES_AT_ONCE:
+        return _limits.__wrapped__(chunks, edges, dtype, device)
+    return _limits(chunks, edges, dtype, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _limits(
+    chunks: Chunks, edges: tuple[int, int, int] | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     seen = chunks.band(device)[None, None]
     if edges is not None:
-        width, first, T = edges
-        chunk = torch.arange(width, device=device)[:, None]
+        count, first, T = edges
+        chunk = torch.arange(count, device=device)[:, None]
         token = first + chunks.Q * chunk + chunks.keys(device)
         seen = seen & ((token >= 0) & (token < T))[:, None]
     return upper_limits(seen, dtype)
@@ -187,8 +197,10 @@ class WindowSegment:
     A line has a row of ``width`` chunks for each of X = n G sequences and heads of keys: those
     before the segment, its own N, and those after it, as far as there are any. Every chunk of
     queries reads M consecutive keys of the line without a copy. Some of these may belong to a
-    neighbouring row, or to the zeros around the line, and are masked. Rows that are ``apart`` have
-    space between them, and are computed one at a time.
+    neighbouring row, or to the zeros around the line, and are masked. As many rows as
+    ``rows_at_once`` are computed together, with all chunks of the line; of one row the segment's
+    own are (``shown``). Rows that are ``apart`` have space between them, and are computed one at a
+    time.
     """
 
     def __init__(
@@ -223,13 +235,17 @@ class WindowSegment:
         self.n, self.G = queries.shape[0], k.shape[2]
         self.X = self.n * self.G
         self.R = queries.shape[2] // self.G
+        most = max(1, SCORES_AT_ONCE // (self.width * self.R * Q * chunks.M))
+        self.rows_at_once = 1 if apart else -(-self.X // -(-self.X // most))
+        alone = self.rows_at_once == 1
+        self.shown = slice(self.before, self.before + self.N) if alone else slice(0, self.width)
         self.q_line = self.line(queries)
         self.k_line, self.v_line = self._keys(k, tail[0]), self._keys(v, tail[1])
         self.sinks = None if sinks is None else self._sinks(sinks)
         self.limit, self.alive = self._visible(key_mask, tail[2])
 
     def _sinks(self, sinks: SeenSinks) -> SeenSinks:
-        """The sinks of these rows: q as a line, keys and values (X, S, K); seen (n, width, Q, S).
+        """The sinks of these rows: q as a line, keys and values (X, S, K); seen (n, shown, Q, S).
 
         The mask is that of the sinks themselves, (n, 1, 1, S).
         """
@@ -240,6 +256,7 @@ class WindowSegment:
         )
         counts = self.rows.gather(sinks.seen, self.span)
         counts = F.pad(counts, (start, self.width * Q - start - self.t)).unflatten(1, (-1, Q))
+        counts = counts[:, self.shown]
         mask = sinks.mask[self.rows.ids][:, None, None]
         seen = (torch.arange(mask.shape[-1], device=mask.device) < counts[..., None]) & mask
         return SeenSinks(self.line(self.rows.gather(sinks.q, self.span)), keys, values, mask, seen)
@@ -252,11 +269,11 @@ class WindowSegment:
     def _visible(
         self, key_mask: Tensor | None, tail_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Upper limits (n or 1, width or 1, Q, M) of the logits: infinity, or the lowest number.
+        """Upper limits (n or 1, shown or 1, Q, M) of the logits: infinity, or the lowest number.
 
         With sinks these are M + S columns.
 
-        And the queries (n, width, Q, 1) that see any key; None if all do. Where one does not, a
+        And the queries (n, shown, Q, 1) that see any key; None if all do. Where one does not, a
         finite lowest logit makes an average of it.
         """
         chunks, device = self.chunks, self.k_line.device
@@ -264,7 +281,8 @@ class WindowSegment:
         own = self.rows.visible(key_mask, self.keys_span)
         if own is None and not self.old:
             beyond = not chunks.causal and start + (self.N + chunks.after) * Q > T
-            edges = (self.width, start - self.before * Q, T)
+            first = start + (self.shown.start - self.before) * Q
+            edges = (self.shown.stop - self.shown.start, first, T)
             inside = start >= chunks.before * Q and not beyond
             limit = limits(chunks, None if inside else edges, self.dtype, device)
             if self.sinks is not None:
@@ -279,7 +297,7 @@ class WindowSegment:
             # A masked key has no weight, but it may hold what is not finite.
             self.row_tokens(x_line).masked_fill_(~real_nS[:, None, :, None], 0.0)
         around = (chunks.before * Q, chunks.after * Q)
-        near = F.pad(real_nS, around).unfold(1, chunks.M, Q)
+        near = F.pad(real_nS, around).unfold(1, chunks.M, Q)[:, self.shown]
         seen = chunks.band(device) & near[:, :, None]
         if self.sinks is not None:
             seen = self._beside(seen, self.sinks.seen)
@@ -287,7 +305,7 @@ class WindowSegment:
 
     @staticmethod
     def _beside(near: Tensor, far: Tensor) -> Tensor:
-        """What is known of the window's columns and of the sinks', (n, width, Q, M + S)."""
+        """What is known of the window's columns and of the sinks', (n, shown, Q, M + S)."""
         return torch.cat([near.expand(*far.shape[:3], -1), far], -1)
 
     def row_tokens(self, x_line: Tensor) -> Tensor:
@@ -334,20 +352,17 @@ class WindowSegment:
 
     def blocks(self) -> Iterator[Block]:
         """The parts of the line whose logits are formed together."""
-        at_once = max(1, SCORES_AT_ONCE // (self.width * self.R * self.chunks.Q * self.chunks.M))
-        at_once = 1 if self.apart else -(-self.X // -(-self.X // at_once))
-        for x in range(0, self.X, at_once):
-            yield Block(self, x, min(at_once, self.X - x))
+        for x in range(0, self.X, self.rows_at_once):
+            yield Block(self, x, min(self.rows_at_once, self.X - x))
 
 
 class Block:
-    """Rows of a segment from x on: of one its own chunks alone, else all, from ``first`` on."""
+    """Rows of a segment from x on: those of their chunks that are shown, from ``first`` on."""
 
     def __init__(self, part: WindowSegment, x: int, rows: int) -> None:
         self.part, self.x, self.rows = part, x, rows
-        self.places = slice(part.before, part.before + part.N) if rows == 1 else slice(part.width)
-        self.first = x * part.width + (self.places.start or 0)
-        self.n = rows * (part.N if rows == 1 else part.width)
+        self.first = x * part.width + part.shown.start
+        self.n = rows * (part.shown.stop - part.shown.start)
         self.own = slice(self.first, self.first + self.n)
 
     def keys(self, x_line: Tensor) -> Tensor:
@@ -407,10 +422,10 @@ class Block:
         return weights, tanh
 
     def _of(self, x: Tensor) -> Tensor:
-        """What a segment knows of its chunks, (n or 1, width or 1, Q, ...), for these rows."""
+        """What a segment knows of its chunks, (n or 1, shown or 1, Q, ...), for these rows."""
         if x.shape[0] > 1:
             x = x[[row // self.part.G for row in range(self.x, self.x + self.rows)]]
-        return (x if x.shape[1] == 1 else x[:, self.places])[:, :, None]
+        return x[:, :, None]
 
 
 def _segments(
