@@ -348,7 +348,7 @@ def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any
 
 def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
     recipe: Recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
-    recipe.comparison.presets, recipe.comparison.seeds = ["latte-r-swa++"], [3]
+    recipe.comparison.presets, recipe.comparison.seeds = ["latte-gated"], [3]
     statuses, text = compare(recipe, apart=True)
     assert statuses[0].problem.startswith("diverged: training diverged") and "seed 3" in text
     assert (statuses[0].run.folder / FAILED_FILE).exists()

@@ -481,8 +481,8 @@ class Bench(NamedTuple):
         found = [x.clone() for x in inputs]
         for name, shape, x in self.shaped(found):
             if shape[:2] == "BT" and (queries or name not in QUERIES):
-                # Decays are looked at: they must be finite and not above 0.
-                x[place] = -5.0 if name == "log_decay" else value
+                # Decays are looked at: they must not be above 0.
+                x[place] = -5.0 if name == "log_decay" and value > 0 else value
         return found
 
     def given(

@@ -568,7 +568,7 @@ def test_what_is_not_finite_stays_in_its_sequence_from_its_token_on(bench, packe
             return x[:, bounds[n] : bounds[n + 1]][:, tokens]
         return x[n : n + 1, tokens] if shape[:2] == "BT" else x[n : n + 1]
 
-    own = [name for name, shape in op.inputs.items() if shape[0] in "BN" and name != "log_decay"]
+    own = [name for name, shape in op.inputs.items() if shape[0] in "BN"]
     shapes = ["BT", *["N"] * len(leaves(bench.state(N) if goes_on else None))]
     outputs = len(shapes)
     shapes += [*op.inputs.values(), *shapes[1:]]
@@ -584,8 +584,8 @@ def test_what_is_not_finite_stays_in_its_sequence_from_its_token_on(bench, packe
             number = list(op.inputs).index(place)
             tokens = op.inputs[place][:2] == "BT"
             first = at if tokens and op.past else 0
-            if place == "sink_k":
-                value = math.inf  # NaN: there is no such sink
+            if place in ("sink_k", "log_decay"):  # NaN: there is no such sink
+                value = math.inf if place == "sink_k" else math.nan
             part(op.inputs[place], bad[number], 1, slice(at, at + 1))[:] = value
         found = bench.results(bad, with_leaves(state, start), **options)
         for i, (shape, a, b) in enumerate(zip(shapes, found, wanted, strict=True)):

@@ -153,7 +153,7 @@ def latte_attention(
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available. On a CPU
-            also if ``log_decay`` is not finite or is above 0.
+            also if ``log_decay`` is above 0.
     """
     op = "latte_attention"
     sizes = check_inputs(op, q=(q, "BTHL"), k=(k, "BTHL"), v=(v, "BTGD"))
