@@ -19,6 +19,10 @@ Keywords that every op shares:
 
 Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32. States are fp32 (fp64
 for fp64 inputs). The output has the dtype of ``v``. Bad arguments raise ``ValueError``.
+
+NaN or infinity in an input stays in its own sequence, from its token on: outputs of other rows and
+packed sequences, and of earlier tokens, are what they are without it, and so are the gradients of
+other sequences. Triton's kernels let it reach earlier tokens of its own chunk.
 """
 
 from __future__ import annotations
