@@ -151,6 +151,7 @@ def isolated(
         view: What a query sees of the inputs.
         given: Inputs by the names that are known here.
     """
+    spoiled: list[Tensor | float]
     if all(x is None or type(x) in (Tensor, nn.Parameter) and on_cpu(x) for x in given.values()):
         out, *states = run(*given.values())
         if all(_is_finite(x) for x in (out, *states[-1:])):  # a log-mass may be -inf
