@@ -163,7 +163,8 @@ def tables_of(
     With sinks also of the table by which queries look at them. A query sees the sinks no further
     away than the window's edge.
     """
-    config, tables = decoder.config, list[Any]()
+    config = decoder.config
+    tables: list[Any] = []
     edges = [width + config.num_sinks - 1 for width in config.windows if config.num_sinks]
     found: dict[Table, list[Any]] = {}
     for kind in config.layer_kinds:
