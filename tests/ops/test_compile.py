@@ -54,6 +54,33 @@ ONE_OF_EACH += ("linear", "rg_lru-reversed", "conv")
 BACKENDS = ("torch",) if cpp_backend.ABSENT is not None else ("torch", "cpu")
 
 
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "converted"])
+def test_what_is_not_finite_stays_in_its_sequence_in_a_graph(name):
+    """Where no value is looked at, as on a GPU: in the middle of three sequences."""
+    bench, bounds, at = Bench(OPS[name], "torch"), [0, 20, 43, 60], 33
+    inputs, cu = bench.inputs(1, 60, 3), torch.tensor(bounds, dtype=torch.int32)
+
+    def run(*given):
+        return bench.call(given, cu_seqlens=cu, output_final_state=name == "linear")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    wanted, _ = run(*inputs)
+    torch.testing.assert_close(compiled(*inputs)[0], wanted)
+    first = at if bench.op.past else bounds[1]
+    for i, (source, shape) in enumerate(bench.op.inputs.items()):
+        if shape[:2] != "BT":
+            continue
+        bad = [x.clone() for x in inputs]
+        bad[i][0, at] = torch.nan
+        found, state = compiled(*bad)
+        alone = [*range(first), *range(bounds[2], 60)]
+        torch.testing.assert_close(found[:, alone], wanted[:, alone])
+        assert found[:, at].isnan().all(), source
+        if state is not None and source != "q":
+            assert [bool(x.isnan().any()) for x in state.memory] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("name", "backend"), [(x, y) for x in ONE_OF_EACH for y in BACKENDS if y in OPS[x].backends]
 )

@@ -596,6 +596,24 @@ def test_what_is_not_finite_stays_in_its_sequence_from_its_token_on(bench, packe
                 assert_same([part(shape, a, 1, past)], [part(shape, b, 1, past)], tolerance(bench))
 
 
+@over({"torch": [F64], "cpu": [F64]})
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_that_is_not_finite_stays_in_its_sequence(bench, packed):
+    bounds = torch.tensor([0, 20, 43, 60]) if packed else None
+    mine = [x.requires_grad_() for x in bench.inputs(1 if packed else 3, 60, 3)]
+    out, _ = bench.call(mine, cu_seqlens=bounds)
+    slopes = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+    wanted = torch.autograd.grad(out, mine, slopes, retain_graph=True)
+    slopes[(0, 30) if packed else (1, 30)] = math.nan
+    found = torch.autograd.grad(out, mine, slopes)
+    tokens = [*range(20), *range(43, 60)]
+    for (_, shape, a), b in zip(bench.shaped(found), wanted, strict=True):
+        if shape[0] in "BN":  # not what all sequences share
+            by_token = packed and shape[:2] == "BT"
+            others = (slice(None), tokens) if by_token else ([0, 2],)
+            assert_same([a[others]], [b[others]], tolerance(bench))
+
+
 # --- time, latents, heads -------------------------------------------------------------------------
 
 

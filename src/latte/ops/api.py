@@ -366,7 +366,7 @@ def macchiato_attention(
             earlier = None if latents is None else (log_mass, mean)
             near = tail and tail._replace(keys=tail_k, values=tail_v)
             options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
-            kept = seen_sinks and SeenSinks._make((*far, *seen_sinks[3:]))
+            kept = seen_sinks and seen_sinks._replace(q=far[0], keys=far[1], values=far[2])
             if kept is not None:
                 options["sinks"] = kept
             if delay:
@@ -560,10 +560,12 @@ def sliding_window_attention(
 
     def run(q: Any, k: Any, v: Any, tail_k: Any, tail_v: Any, *far: Any) -> tuple[Tensor]:
         tail = initial_state and initial_state._replace(keys=tail_k, values=tail_v)
-        kept = {} if seen is None else {"sinks": SeenSinks._make((*far, *seen[3:]))}
-        return (WINDOW[chosen](q, k, v, local, sequences, tail, **kept),)
+        options: dict[str, Any] = {}
+        if seen is not None:
+            options["sinks"] = seen._replace(q=far[0], keys=far[1], values=far[2])
+        return (WINDOW[chosen](q, k, v, local, sequences, tail, **options),)
 
-    given = {"q": q, "k": k, "v": v}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v}
     given |= zip(("tail_k", "tail_v"), initial_state or NO_STATE, strict=False)
     given |= zip(("sink_q", "sink_k", "sink_v"), seen or NO_SINKS, strict=False)
     return _alone(chosen, run, _near(local, sequences, initial_state, seen), given)[0], state

@@ -1,9 +1,10 @@
 """What is not finite stays in its own sequence, from its token on.
 
 A weight of zero keeps no NaN or infinity out of a sum: in a matrix product they reach tokens and
-packed sequences that do not see them. The native and Triton kernels read only what a query sees.
-For the other backends a call whose output is not finite is computed again, with zeros in the place
-of such inputs, and outputs that see none of them are taken from there.
+packed sequences that do not see them. The native kernels read only what a query sees, and Triton's
+keep sequences apart, but not the tokens of a chunk. For the other backends a call whose output is
+not finite is computed again, with zeros in the place of such inputs, and outputs that see none of
+them are taken from there.
 
 A CPU looks at the output first. A GPU is not waited for, and a graph has no branch: there a call is
 computed once, with these zeros, and outputs that see such an input are NaN.
@@ -151,6 +152,7 @@ def isolated(
         view: What a query sees of the inputs.
         given: Inputs by the names that are known here.
     """
+    spoiled: list[Tensor | float]
     if all(x is None or type(x) in (Tensor, nn.Parameter) and on_cpu(x) for x in given.values()):
         out, *states = run(*given.values())
         if all(_is_finite(x) for x in (out, *states[-1:])):  # a log-mass may be -inf
