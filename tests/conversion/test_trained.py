@@ -135,7 +135,7 @@ def test_a_base_of_another_shape_is_refused(folder, tmp_path):
 
 def test_files_that_are_no_latents(folder, tmp_path):
     file = tmp_path / "latents.safetensors"
-    with pytest.raises(LatteError, match="expected a file written by save_latents, found no file"):
+    with pytest.raises(LatteError, match="do not exist; expected a file written by save_latents"):
         apply_latents(folder, file)
     file.write_bytes(b"no")
     with pytest.raises(LatteError, match="truncated or damaged"):

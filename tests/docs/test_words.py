@@ -11,7 +11,8 @@ USERS = (
     "index", "install", "own-text", "own-model", "tour", "conversion", "serving", "gpu",
     "guide", "inspect", "own-mixer", "context-parallel", "glossary", "architecture",
     "paper-to-code", "reference/ops", "reference/layers", "reference/models",
-    "reference/conversion", "reference/data", "reference/command-line", "reference/recipes",
+    "reference/conversion", "reference/gguf", "reference/data", "compatibility",
+    "reference/command-line", "reference/recipes",
 )  # fmt: skip
 PAGES += [f"docs/{name}.md" for name in USERS]
 

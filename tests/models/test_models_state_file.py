@@ -106,7 +106,7 @@ def test_what_cannot_be_saved_or_read_is_one_line(build, tokens, tmp_path):
     cache = read(model, tokens(1, 9))
     with pytest.raises(LatteError, match="cannot be written"):
         save_state(cache, tmp_path / "no" / "such")
-    with pytest.raises(LatteError, match="written by save_state, found no file"):
+    with pytest.raises(LatteError, match="does not exist; expected a file written by save_state"):
         load_state(path, model)
     save_state(cache, path)
     model.save_pretrained(tmp_path / "model")

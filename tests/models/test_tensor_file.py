@@ -85,7 +85,7 @@ def test_a_file_of_another_kind_is_refused(path, tmp_path):
         read(path, "latents")
     save_file(TENSORS, path)
     refused(path, "expected a file written by save_state, found another kind of file")
-    refused(tmp_path / "none", "expected a file written by save_state, found no file")
+    refused(tmp_path / "none", "does not exist; expected a file written by save_state")
 
 
 def test_files_of_the_first_format_have_no_checksum(path):

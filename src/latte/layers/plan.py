@@ -146,11 +146,12 @@ class StepPlan:
             self._like, self._kept = like, {}
         return self
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the decoder makes its own plan."""
+    def __deepcopy__(self, memo: Any) -> StepPlan:
+        """A copy of a decoder makes its own plan."""
+        return UNPLANNED
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return StepPlan, ()
 
     # --- modules, or kernels in their place -----------------------------------------------------
 

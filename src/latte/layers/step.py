@@ -55,7 +55,7 @@ class Clock:
                 slot.remainder_(number(size, slot))
         if self.length is not None:
             self.length += 1
-        self.real = None
+        self.real, self.plan = None, UNPLANNED
 
 
 @dataclass

@@ -246,10 +246,11 @@ def check_padding(attention_mask: Tensor, key_mask: Tensor, cache: LatteCache) -
     Windows and convolutions would hold it in the places of real tokens. Single tokens are not
     looked at, and neither is a compiled graph: a GPU would have to be waited for.
     """
-    (B, T), past = key_mask.shape, cache.get_seq_length()
-    position = cache.position
-    if T == 1 or position is None or torch.compiler.is_compiling():
+    B, T = key_mask.shape
+    if T == 1 or torch.compiler.is_compiling() or not cache.is_initialized:
         return
+    past, position = cache.get_seq_length(), cache.position
+    assert position is not None
     whole = attention_mask.shape[1] == past + T  # the mask has the cached tokens too
     last = attention_mask[:, past - 1 : past].bool() if whole else key_mask.new_ones(B, 1)
     resumes = key_mask & ~torch.cat([last, key_mask[:, :-1]], 1)

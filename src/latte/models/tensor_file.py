@@ -61,7 +61,8 @@ def read_tensors(path: Path, kind: str, writer: str) -> tuple[dict[str, str], di
     """
     expected = f"expected a file written by {writer}"
     if not path.is_file():
-        raise LatteError(f"{kind} {path}: {expected}, found no file")
+        verb = "do" if kind.endswith("s") else "does"
+        raise LatteError(f"{kind} {path} {verb} not exist; {expected}")
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}

@@ -360,42 +360,50 @@ def macchiato_attention(
         out = nothing_out(v.repeat_interleave(H // G, 2), *there, log_decay)
         latte_state = start
     else:
+        options: dict[str, Any] = {} if seen_sinks is None else {"sinks": seen_sinks}
+        if delay:
+            options |= {"delay": True, "pending": unread}
+        if fused:
+            earlier = None if latents is None else latents[:2]
+            options |= {"joint": True} if joint else {}
+            options |= {} if log_decay is None else {"log_decay": log_decay}
+            out, latte_state = MACCHIATO[chosen](
+                *inputs, local, sequences, earlier, tail, **options
+            )
+        else:
 
-        def run(latent_q: Any, latent_k: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
-            log_decay, log_mass, mean, tail_k, tail_v, pending_k, pending_v, *far = more
-            earlier = None if latents is None else (log_mass, mean)
-            near = tail and tail._replace(keys=tail_k, values=tail_v)
-            options: dict[str, Any] = {} if log_decay is None else {"log_decay": log_decay}
-            kept = seen_sinks and seen_sinks._replace(q=far[0], keys=far[1], values=far[2])
-            if kept is not None:
-                options["sinks"] = kept
-            if delay:
-                late = unread and unread._replace(keys=pending_k, values=pending_v)
-                options |= {"delay": True, "pending": late}
-            if joint and fused:
-                options["joint"] = True
-            elif joint:
-                mass = torch_log_mass.window_log_mass(q, k, local, sequences, near, kept)
-                latent_q = torch_log_mass.with_log_mass(latent_q, mass)
-            inputs = (latent_q, latent_k, q, k, v, local, sequences, earlier, near)
-            out, state = MACCHIATO[chosen](*inputs, **options)
-            return out, *state
+            def run(latent_q: Any, latent_k: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+                log_decay, log_mass, mean, tail_k, tail_v, pending_k, pending_v, *far = more
+                near = tail and tail._replace(keys=tail_k, values=tail_v)
+                own = dict(options) if log_decay is None else options | {"log_decay": log_decay}
+                kept = seen_sinks and seen_sinks._replace(q=far[0], keys=far[1], values=far[2])
+                if kept is not None:
+                    own["sinks"] = kept
+                if delay and unread:
+                    own["pending"] = unread._replace(keys=pending_k, values=pending_v)
+                if joint:
+                    mass = torch_log_mass.window_log_mass(q, k, local, sequences, near, kept)
+                    latent_q = torch_log_mass.with_log_mass(latent_q, mass)
+                earlier = None if latents is None else (log_mass, mean)
+                inputs = (latent_q, latent_k, q, k, v, local, sequences, earlier, near)
+                out, state = MACCHIATO[chosen](*inputs, **own)
+                return out, *state
 
-        view = View(
-            sequences,
-            tail_mask=tail and tail.mask,
-            pending_mask=unread and unread.mask,
-            sink_mask=seen_sinks and seen_sinks.mask,
-            sinks_seen=seen_sinks and seen_sinks.seen,
-        )
-        names = ("latent_q", "latent_k", "q", "k", "v", "log_decay", "log_mass", "mean")
-        values = (*inputs, log_decay, *(latents or NO_STATE)[:2])
-        given = dict(zip(names, values, strict=True))
-        given |= zip(("tail_k", "tail_v"), tail or NO_STATE, strict=False)
-        given |= zip(("pending_k", "pending_v"), unread or NO_STATE, strict=False)
-        given |= zip(("sink_q", "sink_k", "sink_v"), seen_sinks or NO_SINKS, strict=False)
-        out, *found = _alone(chosen, run, view, given)
-        latte_state = LatteState(*found)
+            view = View(
+                sequences,
+                tail_mask=tail and tail.mask,
+                pending_mask=unread and unread.mask,
+                sink_mask=seen_sinks and seen_sinks.mask,
+                sinks_seen=seen_sinks and seen_sinks.seen,
+            )
+            names = ("latent_q", "latent_k", "q", "k", "v", "log_decay", "log_mass", "mean")
+            values = (*inputs, log_decay, *(latents or NO_STATE)[:2])
+            given = dict(zip(names, values, strict=True))
+            given |= zip(("tail_k", "tail_v"), tail or NO_STATE, strict=False)
+            given |= zip(("pending_k", "pending_v"), unread or NO_STATE, strict=False)
+            given |= zip(("sink_q", "sink_k", "sink_v"), seen_sinks or NO_SINKS, strict=False)
+            out, *found = isolated(run, view, given)
+            latte_state = LatteState(*found)
     if not output_final_state:
         return out, None
     if not held:

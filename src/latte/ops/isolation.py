@@ -152,7 +152,7 @@ def isolated(
         view: What a query sees of the inputs.
         given: Inputs by the names that are known here.
     """
-    spoiled: list[Tensor | float]
+    spoiled: list[Any]
     if all(x is None or type(x) in (Tensor, nn.Parameter) and on_cpu(x) for x in given.values()):
         out, *states = run(*given.values())
         if all(_is_finite(x) for x in (out, *states[-1:])):  # a log-mass may be -inf
@@ -160,7 +160,7 @@ def isolated(
         bad = Bad.of(given, view)
         if not any(bool(place.any()) for place in bad):
             return out, *states  # too large, or a parameter that is not finite
-        spoiled: list[Any] = [x.detach() for x in (out, *states)]
+        spoiled = [x.detach() for x in (out, *states)]
         out, *states = run(*bad.cleaned(given))
     else:
         bad = Bad.of(given, view)
