@@ -19,7 +19,8 @@ def run(options: Namespace) -> int:
         from latte.train.recipe import import_plugins
 
         import_plugins(plugins)
-    return int(options.run(options))
+    code: int = options.run(options)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
