@@ -192,11 +192,16 @@ def test_weights_that_are_replaced_are_read(build, tokens, part):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_models_in_training_mode_take_no_step(config, tokens):
-    """A step has no dropout."""
-    model, ids = LatteForCausalLM(config("latte-r-swa++", hidden_dropout=0.5)).train(), tokens(1, 8)
-    cache = decoded(model, ids, 5)
+@pytest.mark.parametrize("whole", [True, False])
+def test_dropout_acts_in_decoding(config, tokens, whole):
+    """A step has none: models in training mode, or with one such dropout alone, take no step."""
+    model, ids = LatteForCausalLM(config("latte-r-swa++", hidden_dropout=0.5)).eval(), tokens(1, 8)
+    assert decoded(model, ids, 5).layers[0].is_written_in_place
+    (model if whole else model.model.layers[1].dropout).train()
+    cache = decoded(model, ids[:, :7], 5)
     assert not cache.layers[0].is_written_in_place
+    found = [read(model, copy.deepcopy(cache), ids[:, 7:]) for _ in range(2)]
+    assert not torch.equal(*found)
     assert decoded(model.eval(), ids, 5).layers[0].is_written_in_place
 
 

@@ -387,8 +387,10 @@ def test_events_of_streams(bytes_client):
 
 def test_an_error_in_a_stream_is_its_last_event(bytes_client, monkeypatch):
     monkeypatch.setattr(handlers.Completions, "_last", lambda self, choice: 1 / 0)
+    events = bytes_client.complete("K", temperature=0, stream=True)
+    assert next(events).choices[0].text == "a"
     with pytest.raises(openai.APIError, match="division by zero"):
-        list(bytes_client.complete("K", temperature=0, stream=True))
+        list(events)
     monkeypatch.undo()
     assert bytes_client.complete("K", temperature=0).choices[0].text == "abc"
 

@@ -24,7 +24,7 @@ from latte.conversion.step import Table
 from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
-from latte.layers.plan import LayerParts, StepPlan
+from latte.layers.plan import StepPlan
 from latte.layers.step import run_layers
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, one_cache
@@ -163,11 +163,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     def make_step_plan(self) -> StepPlan:
         """What a step of the layers as they are now calls and reads."""
         model: Any = self
-        return StepPlan(self._layer_parts(), [model.norm], step.LAYERS, HOOKS)
-
-    def _layer_parts(self) -> list[LayerParts]:
-        layers: Any = self.layers  # type: ignore[attr-defined]
-        return [step.parts_of(layer) for layer in layers]
+        parts = [step.parts_of(layer) for layer in model.layers]
+        return StepPlan(parts, [model.norm], step.LAYERS, HOOKS)
 
     @property
     def mixers(self) -> list[Any]:
@@ -196,7 +193,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         model: Any = self
         x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].clock.plan
         rotations = step.rotations_of(model, x_BE, inputs.positions())
-        layers = (plan.layers or self._layer_parts())[: model.config.num_hidden_layers]
+        layers = plan.layers or self.make_step_plan().layers
+        layers = layers[: model.config.num_hidden_layers]
         return plan.norm(model.norm, run_layers(layers, x_BE, inputs.buffers, rotations))
 
     def _sink_embeddings(

@@ -68,6 +68,7 @@ class _Watched(NamedTuple):
     parameters: list[int]
     dtypes: list[torch.dtype]
     steps: list[bool]
+    training: list[bool]
 
 
 class StepPlan:
@@ -106,6 +107,7 @@ class StepPlan:
         self._parameters = [x for x in parameters if x is not None]
         steppers = chain.from_iterable(stepped_over(parts.mixer) for parts in layers)
         self._steppers = [x for x in steppers if hasattr(x, "steps")]
+        self._dropouts = [x for x in self._modules if isinstance(x, nn.Dropout)]
         self._found = self._state()
 
     def holds(self) -> bool:
@@ -125,6 +127,7 @@ class StepPlan:
             [*map(id, chain.from_iterable(map(dict.values, self._held)))],
             [*map(attrgetter("dtype"), self._parameters)],
             [*map(attrgetter("steps"), self._steppers)],
+            [*map(attrgetter("training"), self._dropouts)],
         )
 
     @staticmethod
@@ -217,6 +220,9 @@ def _is_able(parts: LayerParts, kinds: Collection[type], ignored: Collection[Any
     if type(parts.block) not in kinds or "forward" in own:
         return False
     if not all(hook in ignored for hook in hooks):
+        return False
+    # A step has no dropout.
+    if any(isinstance(x, nn.Dropout) and x.training and x.p for x in parts.block.modules()):
         return False
     return all(getattr(x, "steps", False) and not is_hooked(x) for x in stepped_over(parts.mixer))
 

@@ -322,9 +322,8 @@ class LatteCache(Cache):
                 " expected a new cache, or reset() on this one"
             )
         self.step = None
-        if decoder is None or decoder.training or x_BTE.shape[1] != 1 or torch.is_grad_enabled():
-            return None
-        if self.offload_layers:
+        single = decoder is not None and x_BTE.shape[1] == 1
+        if not single or torch.is_grad_enabled() or self.offload_layers:
             return None
         if torch.compiler.is_compiling() and not self.is_static:
             return None  # moving buffers and a changing length would be compiled again and again

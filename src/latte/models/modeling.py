@@ -118,7 +118,7 @@ class LatteBlock(GradientCheckpointingLayer):
 
     def _drop(self, x_BTE: Tensor) -> Tensor:
         """Dropout in training."""
-        return self.dropout(x_BTE) if self.training else x_BTE
+        return self.dropout(x_BTE) if self.dropout.training else x_BTE
 
     @property
     def parts(self) -> LayerParts:
@@ -341,7 +341,7 @@ class LatteModel(LattePreTrainedModel):
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         x_BTE, rotary = self._embed(inputs)
         plan = inputs.buffers[0].clock.plan
-        layers = plan.layers or [layer.parts for layer in self._layers()]
+        layers = plan.layers or self.make_step_plan().layers
         layers = layers[: self.config.num_hidden_layers]  # fewer in drafts by early exit
         x_BE = run_layers(layers, x_BTE[:, 0], inputs.buffers, rotary, hidden_states)
         return plan.norm(self.norm, x_BE)

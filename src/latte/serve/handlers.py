@@ -186,16 +186,20 @@ class Endpoint:
         async with contextlib.aclosing(answering.events()) as batches:
             async for came in batches:
                 events: list[str] = []
-                for choice, piece in came:
-                    parts = [] if choice.index in begun else self._first(choice, body)
-                    begun.add(choice.index)
-                    if piece is None:
-                        parts.append(self._last(choice))
-                    else:
-                        parts.append(self._next(choice, piece.text, piece.scored, body))
-                    own = {"index": choice.index, "logprobs": None, "finish_reason": None}
-                    told = ({**about, "choices": [{**own, **part}], **rest} for part in parts)
-                    events += map(_event, told)
+                try:
+                    for choice, piece in came:
+                        parts = [] if choice.index in begun else self._first(choice, body)
+                        begun.add(choice.index)
+                        if piece is None:
+                            parts.append(self._last(choice))
+                        else:
+                            parts.append(self._next(choice, piece.text, piece.scored, body))
+                        own = {"index": choice.index, "logprobs": None, "finish_reason": None}
+                        told = ({**about, "choices": [{**own, **part}], **rest} for part in parts)
+                        events += map(_event, told)
+                except Exception:
+                    yield "".join(events)  # what was written before an error is still streamed
+                    raise
                 yield "".join(events)
         if counts:
             yield _event({**about, "choices": [], "usage": usage(answering)})

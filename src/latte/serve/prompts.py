@@ -95,16 +95,7 @@ class Prompts:
             return np.concatenate([np.array([self._start], ids.dtype), ids])
         return ids
 
-    def apply_chat_template(
-        self,
-        messages: Messages,
-        *,
-        tokenize: bool = True,
-        return_dict: bool = True,
-        return_tensors: str | None = "pt",
-        load_audio_from_video: bool = False,
-        **options: Any,
-    ) -> Prompt:
+    def apply_chat_template(self, messages: Messages, **options: Any) -> Prompt:
         """The tokens of a chat, with marks. The options are those of the tokenizer's own method."""
         options["add_generation_prompt"] = True
         text = self._render(messages, options)
