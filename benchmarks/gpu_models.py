@@ -41,7 +41,7 @@ from benchmarks import gpu_common as gpu
 from benchmarks.cpu_training import TrainingStep
 from benchmarks.records import Goal, Row, Table, ratio, say, select
 from latte import machine
-from latte.layers.state import map_tensors
+from latte.layers.rollback import map_tensors
 from latte.machine import Times
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import use_backend

@@ -19,7 +19,7 @@ from latte.conversion.landmarks import (
 )
 from latte.conversion.transfer import watch
 from latte.data.tokenizers import byte_tokenizer
-from latte.layers.latent_input import window_share
+from latte.layers.latents import window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
 

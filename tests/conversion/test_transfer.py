@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from latte.conversion.attention import Projections
 from latte.conversion.transfer import Teacher, base_attention, carry, run_teacher
-from latte.layers import Piece
+from latte.layers import Context, Projected
 from tests.conversion.bases import NAMES, WINDOW, base_logits, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-PLAIN = Piece(torch.empty(2, 17, 0))
+PLAIN = Context()
 
 
 def random_local(layer, tokens_, batch=2, groups=2):
@@ -26,7 +25,7 @@ def random_local(layer, tokens_, batch=2, groups=2):
         shape = (batch, tokens_, heads, layer.head_dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    return Projections(draw(layer.num_heads), draw(groups), draw(groups))
+    return Projected(q=draw(layer.num_heads), k=draw(groups), v=draw(groups))
 
 
 @pytest.mark.parametrize("family", NAMES)

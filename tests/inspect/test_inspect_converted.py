@@ -17,7 +17,7 @@ from latte.conversion.modeling import FAMILIES
 from latte.conversion.transfer import _enter
 from latte.inspect.mixing import Inspection, collect, find_layers, summary_rows
 from latte.inspect.report import outline, write_report
-from latte.layers import Piece
+from latte.layers.mixer import EMPTY
 
 WINDOW, READ, SHOWN = 5, 24, 18
 SHAPE = {
@@ -49,12 +49,13 @@ def look():
 
         def read(layer, args, kwargs):
             given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-            x, tokens = given["hidden_states"], given["tokens"]
-            local = layer.project(x, given["position_embeddings"], tokens)
+            x, context = given["hidden_states"], given["context"]
+            context = layer.turned(context, given["position_embeddings"])
+            projected = layer._project(x, EMPTY, context)
             identity = torch.eye(READ)[None, :, None].expand(
                 1, -1, SHAPE["num_key_value_heads"], -1
             )
-            out, _, _ = layer.mix(local._replace(v=identity), Piece(x))
+            out, _ = layer._attend(x, projected._replace(v=identity), context)
             own["weights"] = out[0].transpose(0, 1)[:, :SHOWN, :SHOWN]
 
         last = [m for m in model.modules() if isinstance(m, MacchiatoAttention)][-1]

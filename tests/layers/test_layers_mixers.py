@@ -8,11 +8,11 @@ from latte.layers import (
     LatteMacchiato,
     LinearAttention,
     MixerState,
-    Piece,
     SlidingWindowAttention,
     SoftmaxAttention,
 )
-from latte.layers.state import map_tensors
+from latte.layers.mixer import EMPTY, Context
+from latte.layers.rollback import map_tensors
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 SIZE = {"hidden_size": 16, "num_heads": 4}
@@ -70,7 +70,7 @@ def test_attention_weights_reproduce_the_output(mixer, name, causal):
     with torch.no_grad():
         out, state = layer(x, key_mask=mask)
         weights = layer.attention_weights(x, key_mask=mask)
-        source = layer.input(Piece(x, mask)).z if name == "window-rglru" else x
+        source = layer.input(x, EMPTY, Context(mask))[0] if name == "window-rglru" else x
         v = layer.v_proj(source).unflatten(-1, (layer.num_key_value_heads, -1))
         v = v.repeat_interleave(4 // layer.num_key_value_heads, 2)
         rebuilt = layer.o_proj(torch.einsum("bhts,bshd->bthd", weights, v).flatten(-2))

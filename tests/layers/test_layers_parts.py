@@ -13,7 +13,6 @@ from latte.layers import (
     LatentLogits,
     LatteAttention,
     LatteMacchiato,
-    Piece,
     RMSNorm,
     RotaryEmbedding,
     SinusoidalPositions,
@@ -21,7 +20,8 @@ from latte.layers import (
     SwiGLU,
 )
 from latte.layers.parts import apply_rotary, token_positions
-from latte.layers.state import advance_position
+from latte.layers.mixer import EMPTY, Context
+from latte.layers.rollback import advance_position
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
@@ -140,7 +140,7 @@ def test_bidirectional_latent_input_sums_both_directions_then_norms():
     layer, x = LatentInput(8, "rglru", num_blocks=2, causal=False).double(), inputs(2, 7)
     both = layer.rglru(x)[0] + layer.backward_rglru(x)[0]
     expected = both / both.square().mean(-1, keepdim=True).add(1e-6).sqrt()
-    torch.testing.assert_close(layer(Piece(x)).z, expected, **TOLERANCE)
+    torch.testing.assert_close(layer(x, EMPTY, Context())[0], expected, **TOLERANCE)
 
 
 def test_positions_count_real_tokens_in_their_own_sequence():

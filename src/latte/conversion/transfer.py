@@ -33,10 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.conversion.attention import MacchiatoAttention, Projections
-from latte.layers.latent_input import window_odds
+from latte.conversion.attention import MacchiatoAttention
+from latte.layers.latents import window_odds
+from latte.layers.mixer import Context, Projected
 from latte.layers.parts import token_positions
-from latte.layers.state import Piece, map_tensors
+from latte.layers.rollback import map_tensors
 
 CHUNK_ELEMENTS = 2**25  # number of attention weights in memory at a time, per layer
 SAMPLE_EVERY = 4  # the mass of every fourth query is computed
@@ -80,18 +81,19 @@ class Teacher:
         self._hidden = x_BTE
         return x_BTE
 
-    def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+    def __call__(
+        self, layer: MacchiatoAttention, x_BTE: Tensor, near: Projected, context: Context
+    ) -> Tensor:
         """The base's output of a layer (B, T, E); records the layer's two errors."""
         with torch.no_grad():
-            target_BTHK, mass_BTH = base_attention(layer, local, piece)
-            target_BTE = layer.o_proj(target_BTHK.to(local.v.dtype).flatten(-2))
-        fixed, piece = map_tensors(Tensor.detach, local), map_tensors(Tensor.detach, piece)
-        logits, log_decay, _ = layer.logits(fixed, piece)
-        out_BTHK, _ = layer.combine(logits, log_decay, fixed, piece)
-        out_BTE = layer.o_proj(out_BTHK.flatten(-2))
-        output = relative_error(out_BTE, target_BTE, piece.real)
-        mixture = layer.mixture(logits, fixed, piece)
-        mass = mass_divergence(mixture, mass_BTH, piece.real)
+            target_BTHK, mass_BTH = base_attention(layer, near, context)
+            target_BTE = layer.o_proj(target_BTHK.to(near.v.dtype).flatten(-2))
+        fixed = map_tensors(Tensor.detach, near)
+        projected = layer.with_logits(x_BTE.detach(), fixed, context)
+        out_BTHK, _ = layer.combine(projected, context)
+        out_BTE, real = layer.o_proj(out_BTHK.flatten(-2)), context.real(x_BTE)
+        output = relative_error(out_BTE, target_BTE, real)
+        mass = mass_divergence(layer.mixture(projected, context), mass_BTH, real)
         # If more are recorded already, gradient checkpointing computes this layer again.
         if layer.converted_before == len(self.output):
             self.output.append(output)
@@ -134,21 +136,21 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def base_attention(
-    layer: MacchiatoAttention, local: Projections, piece: Piece
+    layer: MacchiatoAttention, near: Projected, context: Context
 ) -> tuple[Tensor, Tensor]:
     """The base's own attention, and the mass of it that the converted layer's window sees.
 
     Returns:
         Output (B, T, H, K) and m_t (B, T, H), both at least fp32.
     """
-    q, k, v = (_wide(x) for x in local[:3])
-    if piece.cu_seqlens is None:
-        return _attention(layer, q, k, v, piece.key_mask)
+    q, k, v = (_wide(x) for x in (near.q, near.k, near.v))
+    if context.cu_seqlens is None:
+        return _attention(layer, q, k, v, context.key_mask)
     parts = []
-    bounds = piece.cu_seqlens.tolist()
+    bounds = context.cu_seqlens.tolist()
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         own = slice(start, stop)
-        mask = None if piece.key_mask is None else piece.key_mask[:, own]
+        mask = None if context.key_mask is None else context.key_mask[:, own]
         parts.append(_attention(layer, q[:, own], k[:, own], v[:, own], mask))
     outs, masses = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(masses, 1)
@@ -188,14 +190,14 @@ def _attention(
     return torch.cat(outs, 1), torch.cat(masses, 1)
 
 
-def base_output(layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+def base_output(layer: MacchiatoAttention, near: Projected, context: Context) -> Tensor:
     """The base's own attention of a layer, output projection included, (B, T, E)."""
-    out_BTHK, _ = layer.full_attention(local, piece)
+    out_BTHK, _ = layer.full_attention(near, context)
     return layer.o_proj(out_BTHK.flatten(-2))
 
 
 def sampled_masses(
-    layer: MacchiatoAttention, local: Projections, piece: Piece, places_S: Tensor
+    layer: MacchiatoAttention, near: Projected, places_S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The share of the base's attention within the window, for some queries without padding.
 
@@ -206,7 +208,7 @@ def sampled_masses(
         The base's mass m_t inside the window and on the sinks, and the logsumexp of the logits
         there; both (B, S, H), at least fp32.
     """
-    q, k = _wide(local.q)[:, places_S], _wide(local.k)
+    q, k = _wide(near.q)[:, places_S], _wide(near.k)
     logits = torch.einsum("bsgrk,btgk->bsgrt", q.unflatten(2, (k.shape[2], -1)), k) * layer.scale
     if layer.softcap is not None:
         logits = layer.softcap * torch.tanh(logits / layer.softcap)
@@ -216,11 +218,11 @@ def sampled_masses(
     if layer.base_window is not None:
         seen_ST = seen_ST & (gap_ST < layer.base_window)
     near_ST = seen_ST & ((gap_ST < layer.window) | (token_T < layer.num_sinks))
-    near, full = (
+    log_near, full = (
         logits.masked_fill(~mask[None, :, None, None], -torch.inf).logsumexp(-1).flatten(2)
         for mask in (near_ST, seen_ST)
     )
-    return torch.exp(near - full), near
+    return torch.exp(log_near - full), log_near
 
 
 class Watcher:

@@ -1,10 +1,10 @@
 """Layers of Latte as ``torch.nn`` modules; Hugging Face is never imported here."""
 
+from latte.layers.attention import LatteAttention, LatteMacchiato
 from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
 from latte.layers.gated import GatedMacchiato
-from latte.layers.latent_input import LatentInput, LatentLogits
-from latte.layers.latte import LatteAttention, LatteMacchiato
-from latte.layers.mixer import Mixer, MixingLogits, Projected
+from latte.layers.latents import LatentInput, LatentLogits
+from latte.layers.mixer import Context, Mixer, MixerState, Projected
 from latte.layers.parts import (
     GELUMLP,
     CausalConv1d,
@@ -16,8 +16,8 @@ from latte.layers.parts import (
     SwiGLU,
 )
 from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
-from latte.layers.state import MixerState, Piece
 from latte.layers.step import Clock, StepState
+from latte.layers.weights import MixingLogits
 
 __all__ = [
     "GELUMLP",
@@ -25,6 +25,7 @@ __all__ = [
     "BlockDiagonalLinear",
     "CausalConv1d",
     "Clock",
+    "Context",
     "GatedMacchiato",
     "LatentInput",
     "LatentLogits",
@@ -35,7 +36,6 @@ __all__ = [
     "Mixer",
     "MixerState",
     "MixingLogits",
-    "Piece",
     "Projected",
     "RMSNorm",
     "Rotary",

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from latte.layers.plan import StepPlan
-from latte.layers.state import MixerState, PastKeys, drop_newest, map_tensors
+from latte.layers.mixer import MixerState
+from latte.layers.rollback import PastKeys, drop_newest, map_tensors
 from latte.layers.step import Clock, StepState
 from latte.ops.backend import steps_in_place
 

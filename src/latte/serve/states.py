@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latte.layers.state import MixerState, map_tensors
+from latte.layers.mixer import MixerState
+from latte.layers.rollback import map_tensors
 from latte.models.cache import LatteCache, tensors_in
 from latte.models.state_file import fingerprint
 from latte.version import __version__
