@@ -111,7 +111,7 @@ class Context(NamedTuple):
 
     def across(self, op: Callable[..., Any]) -> Callable[..., Any]:
         """The op, wrapped so that the tokens before may be in other processes."""
-        return across(op, self.shards)
+        return op if self.shards is None else across(op, self.shards)
 
     def real(self, x: Tensor) -> Tensor:
         """The mask (B, T) bool of the real tokens of ``x`` (B, T, ...)."""
@@ -378,11 +378,14 @@ class Mixer(DenseWeights, Drawn):
         check_input(name, x_BTE, self.hidden_size, getattr(self._modules["v_proj"], "weight", None))
         if not self.causal and (state is not None or context.output_final_state):
             raise ValueError(f"{name}: a bidirectional layer has no state to carry on")
-        state = EMPTY if state is None else self._checked(name, state, context)
+        if state is None:
+            state = EMPTY
+        elif state is not EMPTY:
+            self._check_state(name, state, context)
         return self._project(x_BTE, state, context), context
 
-    def _checked(self, name: str, state: MixerState, context: Context) -> MixerState:
-        """The state, if this mixer can continue from it."""
+    def _check_state(self, name: str, state: MixerState, context: Context) -> None:
+        """Raise ValueError if this mixer cannot continue from the state."""
         if not isinstance(state, MixerState):
             raise ValueError(
                 f"{name}: state must be the MixerState that came out, got {type(state).__name__}"
@@ -398,7 +401,6 @@ class Mixer(DenseWeights, Drawn):
             raise ValueError(f"{name}: state must not hold {surplus[0]!r}, got another mixer's")
         if state.recorded is not None and context.cu_seqlens is not None:
             raise ValueError(f"{name}: packed sequences cannot be recorded for taking back")
-        return state
 
     def _end(
         self, x_BTE: Tensor, projected: Projected, after: MixerState | None, context: Context

@@ -148,7 +148,8 @@ class CausalConv1d(Drawn):
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E) and the last K-1 inputs (B, K-1, E) (None unless asked for)."""
         check_input("CausalConv1d", x_BTE, self.hidden_size)
-        return across(causal_conv1d, shards)(
+        op = causal_conv1d if shards is None else across(causal_conv1d, shards)
+        return op(
             x_BTE,
             self.weight.to(x_BTE.dtype),
             self.bias.to(x_BTE.dtype),
