@@ -179,12 +179,10 @@ class MacchiatoAttention(LatteMacchiato):
             return self.window_branch(projected, context)
         return self.combine(projected, context)
 
-    def combine(
-        self, projected: Projected, context: Context
-    ) -> tuple[Tensor, MixerState | None]:
+    def combine(self, projected: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The mixture of both branches, (B, T, H, K), and the state after the tokens."""
         if self.mixing not in ("latents", "hidden"):
-            return self._mix(projected, context)
+            return super()._attend(projected.v, projected, context)
         late = self.window if self.delay_latents else None
         out, after = late_latents(projected, context, late)
         if self.mixing == "hidden" and late is not None:
@@ -193,15 +191,11 @@ class MacchiatoAttention(LatteMacchiato):
             out = torch.where(began[..., None, None], out, window)
         return out, after
 
-    def full_attention(
-        self, near: Projected, context: Context
-    ) -> tuple[Tensor, MixerState | None]:
+    def full_attention(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The base's own attention: full, or in the window that the layer has in the base."""
         return self._softmax(self.base_window, near, context)
 
-    def window_branch(
-        self, near: Projected, context: Context
-    ) -> tuple[Tensor, MixerState | None]:
+    def window_branch(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The window with its sinks; the base's own attention where the layer mixes so."""
         if self.mixing == "base":
             return self.full_attention(near, context)

@@ -237,9 +237,6 @@ class LatteMacchiato(Mixer):
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
-        return self._mix(projected, context)
-
-    def _mix(self, projected: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """Both branches, (B, T, H, D), and the state after the tokens if it is wanted."""
         sinks = self.sinks(projected, context)
         partition = self.partition
@@ -264,9 +261,7 @@ class LatteMacchiato(Mixer):
         )
         return out, self._with_sinks(after, sinks)
 
-    def window_branch(
-        self, near: Projected, context: Context
-    ) -> tuple[Tensor, MixerState | None]:
+    def window_branch(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The window alone, (B, T, H, D), with its sinks if it has any, and the state."""
         sinks = self.sinks(near, context)
         out, after = self._softmax(self.window, near, context, sinks)
@@ -318,7 +313,8 @@ class LatteMacchiato(Mixer):
         if self.partition is None:
             return super()._weights(projected, context)
         given = projected._replace(v=identity_values(projected), state=EMPTY)
-        out, _ = self._mix(given, context._replace(output_final_state=False))
+        alone = context._replace(output_final_state=False)
+        out, _ = LatteMacchiato._attend(self, projected.v, given, alone)
         return out.transpose(1, 2)
 
     def window_weights(self, x_BTE: Tensor, first: int, context: Context) -> Tensor:
@@ -370,7 +366,9 @@ def identity_values(near: Projected) -> Tensor:
     So soft caps, grouped heads, sinks and norms are exactly those of the model.
     """
     B, T, G = near.k.shape[:3]
-    return torch.eye(T, dtype=near.v.dtype, device=near.v.device)[None, :, None].expand(B, -1, G, -1)
+    return torch.eye(T, dtype=near.v.dtype, device=near.v.device)[None, :, None].expand(
+        B, -1, G, -1
+    )
 
 
 def with_mass(latent_q: Tensor, mass_BTH: Tensor) -> Tensor:

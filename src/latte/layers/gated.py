@@ -80,7 +80,11 @@ class GatedMacchiato(LatteMacchiato):
         return latents + 2.0 * self.num_heads * (self.head_dim + self.value_dim) * seen
 
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        H, G, maps = self.num_heads, self.num_key_value_heads, (self.q_proj, self.k_proj, self.v_proj)
+        H, G, maps = (
+            self.num_heads,
+            self.num_key_value_heads,
+            (self.q_proj, self.k_proj, self.v_proj),
+        )
         (q, k, v), state = self._convolved([linear(x_BTE) for linear in maps], state, context)
         heads = self._heads(q, H), self._heads(k, G), self._heads(v, G)
         return self._rotated(*heads, state, context)

@@ -72,9 +72,7 @@ class LatentInput(Drawn):
             "rms_norm_eps": config.norm_eps,
         }
 
-    def forward(
-        self, x: Tensor, state: MixerState, context: Context
-    ) -> tuple[Tensor, MixerState]:
+    def forward(self, x: Tensor, state: MixerState, context: Context) -> tuple[Tensor, MixerState]:
         """z (B, T, E), and the state with its ``conv`` or ``rglru`` after the tokens."""
         if self.kind == "none":
             return x, state
