@@ -19,8 +19,8 @@ from latte.layers import (
     SlidingWindowAttention,
     SwiGLU,
 )
-from latte.layers.parts import apply_rotary, token_positions
 from latte.layers.mixer import EMPTY, Context
+from latte.layers.parts import apply_rotary, token_positions
 from latte.layers.rollback import advance_position
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}

@@ -35,8 +35,8 @@ from latte.conversion.transfer import (
     sampled_masses,
     watch,
 )
-from latte.layers.latents import window_odds
 from latte.layers.attention import with_mass
+from latte.layers.latents import window_odds
 from latte.layers.mixer import EMPTY, Context, Projected
 from latte.layers.parts import Rotary
 

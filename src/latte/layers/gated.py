@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.checks import check_positive
 from latte.layers.attention import LatteMacchiato
+from latte.layers.checks import check_positive
 from latte.layers.mixer import Context, MixerState, Projected
 from latte.layers.native import linear_maps
 from latte.layers.parts import CausalConv1d, RMSNorm, Rotary

@@ -21,9 +21,9 @@ from latte.latent_fields import (
     check_probability,
 )
 from latte.layers.checks import check_choice, check_multiple
+from latte.layers.mixer import Context, MixerState
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
-from latte.layers.mixer import Context, MixerState
 from latte.layers.step import StepState
 from latte.ops import dense
 from latte.ops.step import in_dtype

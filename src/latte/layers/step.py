@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.mixer import MixerState
 from latte.layers.parts import Rotary
+from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.rollback import map_tensors
 from latte.ops.state import (
     LatteState,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from latte.layers.plan import StepPlan
 from latte.layers.mixer import EMPTY, MixerState
+from latte.layers.plan import StepPlan
 from latte.layers.rollback import PastKeys, drop_newest, map_tensors
 from latte.layers.step import Clock, StepState
 from latte.ops.backend import steps_in_place

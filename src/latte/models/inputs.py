@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from latte.errors import LatteError
-from latte.layers.parts import token_positions
 from latte.layers import Context
+from latte.layers.parts import token_positions
 from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 
