@@ -1,23 +1,30 @@
 """Layers of Latte as ``torch.nn`` modules; Hugging Face is never imported here."""
 
-from latte.layers.attention import LatteAttention, LatteMacchiato
-from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
-from latte.layers.gated import GatedMacchiato
-from latte.layers.latents import LatentInput, LatentLogits
-from latte.layers.mixer import Context, Mixer, MixerState, Projected
-from latte.layers.parts import (
-    GELUMLP,
-    CausalConv1d,
-    LayerNorm,
-    RMSNorm,
-    Rotary,
-    RotaryEmbedding,
-    SinusoidalPositions,
-    SwiGLU,
-)
-from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
-from latte.layers.step import Clock, StepState
-from latte.layers.weights import MixingLogits
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from latte.ops.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from latte.layers.attention import LatteAttention, LatteMacchiato
+    from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
+    from latte.layers.gated import GatedMacchiato
+    from latte.layers.latents import LatentInput, LatentLogits
+    from latte.layers.mixer import Context, Mixer, MixerState, Projected
+    from latte.layers.parts import (
+        GELUMLP,
+        CausalConv1d,
+        LayerNorm,
+        RMSNorm,
+        Rotary,
+        RotaryEmbedding,
+        SinusoidalPositions,
+        SwiGLU,
+    )
+    from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
+    from latte.layers.step import Clock, StepState
+    from latte.layers.weights import MixingLogits
 
 __all__ = [
     "GELUMLP",
@@ -46,3 +53,16 @@ __all__ = [
     "StepState",
     "SwiGLU",
 ]
+
+MODULES = (
+    "attention",
+    "baselines",
+    "gated",
+    "latents",
+    "mixer",
+    "parts",
+    "recurrent",
+    "step",
+    "weights",
+)
+__getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

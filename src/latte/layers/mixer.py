@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from latte.layers.across import ShardedOps, across
 from latte.layers.checks import check_input, check_multiple, check_positive
+from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.parts import (
     Drawn,
     Rotary,
