@@ -18,7 +18,8 @@ not change the work), all threads; in turns in one process for each size and dty
   tokens; and the same less what was resident once the model was there. Latte's contexts are
   stations of one process, ``transformer++`` has one for each.
 
-    python -m experiments.benchmarks.cpu_decode [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
+    python -m experiments.benchmarks.cpu_decode [--quick] [--resume] [--out DIR] [--budget S]
+        [--size SIZE]
 """
 
 from __future__ import annotations
@@ -151,13 +152,13 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     eager = select(rows, how="eager")
     for size, dtype in dict.fromkeys((row["size"], row["dtype"]) for row in rows):
         own = select(eager, size=size, dtype=dtype)
-        first, rival, weights = (
+        first, baseline, weights = (
             select(own, model=model, context=1000) for model in (LATTE, RIVAL, WEIGHTS)
         )
         last = select(own, model=LATTE, context=100000)
         what = f"decoding, {size}, {dtype}"
         time = "median_ms"
-        goals += ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, rival, time)
+        goals += ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, baseline, time)
         if size == "paper":
             goals += ratio(f"{what}: time over streaming the weights", 1.3, first, weights, time)
         goals += ratio(f"{what}: growth of time, 1k to 100k tokens", 1.05, last, first, time)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SwiGLU,
     )
     from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
-    from latte.layers.step import Clock, StepState
+    from latte.layers.step import StepContext, StepState
     from latte.layers.weights import MixingLogits
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "RGLRU",
     "BlockDiagonalLinear",
     "CausalConv1d",
-    "Clock",
+    "StepContext",
     "Context",
     "GatedMacchiato",
     "LatentInput",

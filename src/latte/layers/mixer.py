@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from latte.layers.checks import check_input, check_multiple, check_positive
 from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.parts import (
-    Drawn,
+    InitializedModule,
     Rotary,
     RotaryEmbedding,
     apply_rotary,
@@ -150,7 +150,7 @@ class Projected(NamedTuple):
     extra: Any = None
 
 
-class Mixer(DenseWeights, Drawn):
+class Mixer(DenseWeights, InitializedModule):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
     A mixer defines :meth:`_project` and :meth:`_attend`, and sets the class attributes below. It
@@ -301,14 +301,14 @@ class Mixer(DenseWeights, Drawn):
             ValueError: Gradients are recorded, or x or the state are of another kind.
             TypeError: The mixer has no step.
         """
-        if torch.is_grad_enabled() or x_BE.ndim != 2 or not hasattr(state, "clock"):
+        if torch.is_grad_enabled() or x_BE.ndim != 2 or not hasattr(state, "step_context"):
             raise ValueError(
                 f"{type(self).__name__}.step: expected x (B, E) and a StepState, without gradients "
                 f"(torch.no_grad), got x {tuple(x_BE.shape)} and {type(state).__name__}, "
                 f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
             )
         out_BHD = self._step(x_BE, state, rotary)
-        return state.clock.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
+        return state.step_context.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
 
     def rollback(self, state: MixerState, tokens: int) -> MixerState:
         """The state ``tokens`` tokens earlier, which goes on recording.
@@ -470,11 +470,11 @@ class Mixer(DenseWeights, Drawn):
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
         parts: Any = self._modules
         maps = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        q, k, v = state.clock.plan.linear_maps(x_BE, *maps)
+        q, k, v = state.step_context.plan.linear_maps(x_BE, *maps)
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
         if self.rotary is not None and rotary is None:
             rotary = of_single_tokens(
-                self.rotary(state.clock.position[:, None], q.dtype, self.sink_edge)
+                self.rotary(state.step_context.position[:, None], q.dtype, self.sink_edge)
             )
         return local, None if self.rotary is None else rotary
 

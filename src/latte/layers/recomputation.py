@@ -24,7 +24,7 @@ class SavedMaker(NamedTuple):
 NOTHING = contextlib.nullcontext()
 
 
-def made_again(
+def recomputed(
     *pairs: tuple[Tensor, Callable[[], Tensor]],
 ) -> contextlib.AbstractContextManager[Any]:
     """Within the block, autograd saves functions in place of these tensors.

@@ -1,15 +1,15 @@
 """Models of the family whose mixer is one of the paper's comparators, for equal comparisons.
 
 Embedding, norms, feed-forward network, head and pooling are those of the Latte models. Only the
-token mixer differs (:mod:`latte.lab.baselines`). The models read whole rows. They have no cache and no
-packed sequences, and ``generate`` reads the whole text again for every token.
+token mixer differs (:mod:`latte.lab.baselines`). The models read whole rows. They have no cache and
+no packed sequences, and ``generate`` reads the whole text again for every token.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from latte.lab.baselines.base import ComparatorMixer
+from latte.lab.baselines.base import BaselineMixer
 from latte.lab.baselines.config import ComparatorConfig
 from latte.lab.baselines.low_rank import Linformer, Luna
 from latte.lab.baselines.mega import Mega
@@ -32,7 +32,7 @@ MIXERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
+def make_comparator(config: ComparatorConfig) -> BaselineMixer:
     """The token mixer of a configuration. Raises ValueError for sizes that do not fit."""
     kind, memory = MIXERS[config.mixer]
     heads = config.num_attention_heads
