@@ -1,6 +1,6 @@
 """The RMSNorm, SwiGLU's product and the rotation by native CPU kernels (``pointwise.cpp``).
 
-See :mod:`latte.ops.pointwise`. Gradients of gradients come from PyTorch's operations.
+See :mod:`latte.ops.pointwise`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops.custom_ops import check_first_order
 from latte.ops.tensors import full_precision
-from latte.ops.torch_backend.pointwise import norm_gradients
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -20,16 +20,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, scale = torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)
-        ctx.eps = eps
         ctx.save_for_backward(x, scale, weight)
         return out
 
     @staticmethod
     @full_precision
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        check_first_order("rms_norm")
         x, scale, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *norm_gradients(dy, x, weight, scale, ctx.eps), None
         rows = dy.contiguous(), x.contiguous(), weight, scale
         return *torch.ops.latte.cpu_norm_rows_backward(*rows), None
 
@@ -47,11 +45,8 @@ class _SiluProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            s = torch.sigmoid(gate)
-            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
-        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, gate, up)))
+        check_first_order("silu_product")
+        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, *ctx.saved_tensors)))
 
 
 silu_product = _SiluProduct.apply

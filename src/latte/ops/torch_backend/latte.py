@@ -15,14 +15,12 @@ segment, t of them not padding, H heads, L latents, D value width, N states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import twice
 from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import LatteState, final_buffers
@@ -589,7 +587,6 @@ def _latte_op(
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=saves,
-        again=partial(twice.latte, causal=forward is causal),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.custom_ops import check_first_order
 from latte.ops.tensors import full_precision, number, on_cpu
 
 
@@ -43,32 +44,19 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(number(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        ctx.eps = eps
         ctx.save_for_backward(x, scale, weight)
         return (x * scale).mul_(weight)
 
     @staticmethod
     @full_precision
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        check_first_order("rms_norm")
         x, scale, weight = ctx.saved_tensors
-        return *norm_gradients(dy, x, weight, scale, ctx.eps), None
-
-
-def norm_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight. They can be differentiated if gradients are enabled.
-
-    Args:
-        scale: ``1 / sqrt(mean(x^2) + eps)``, (..., 1), without a gradient.
-    """
-    if torch.is_grad_enabled():
-        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    normed = x * scale
-    pulled = (dy * normed).view(-1, x.shape[-1])
-    along = torch.mv(pulled, weight).view(scale.shape)
-    dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
-    return dx, pulled.sum(0)
+        normed = x * scale
+        pulled = (dy * normed).view(-1, x.shape[-1])
+        along = torch.mv(pulled, weight).view(scale.shape)
+        dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+        return dx, pulled.sum(0), None
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
