@@ -47,51 +47,16 @@ from latte.ops.triton_backend.latte_causal import (
 )
 from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles, readable
 from latte.ops.triton_backend.segments import (
-    Between,
-    Walker,
-    between_segments,
-    decays,
-    scan_segments,
-    state_buffers,
-    state_gradients,
+    Between, Walker, between_segments, decays, scan_segments, state_buffers, state_gradients,
     states_before,
-)
+)  # fmt: skip
 from latte.ops.triton_backend.softmax import attend, log_mass_of_softmax, unit_of
 from latte.ops.triton_backend.tiles import (
-    FORGETTING_REACH,
-    REACH,
-    SIZES,
-    TINY,
-    add_source,
-    added,
-    at_most,
-    counted,
-    factor,
-    first_reference,
-    first_token,
-    inverse,
-    larger,
-    largest,
-    load_inputs,
-    load_key,
-    load_keys,
-    load_mixture,
-    load_share,
-    load_tile,
-    load_value,
-    load_window_logits,
-    mm,
-    moved,
-    place,
-    power,
-    reciprocal,
-    store_numbers,
-    store_tile,
-    store_value,
-    summed,
-    walk_place,
-    worn,
-)
+    FORGETTING_REACH, REACH, SIZES, TINY, add_source, added, at_most, counted, factor,
+    first_reference, first_token, inverse, larger, largest, load_inputs, load_key, load_keys,
+    load_mixture, load_share, load_tile, load_value, load_window_logits, mm, moved, place, power,
+    reciprocal, store_numbers, store_tile, store_value, summed, walk_place, worn,
+)  # fmt: skip
 from latte.ops.triton_backend.window import (
     Window,
     WindowLauncher,

@@ -34,30 +34,14 @@ from torch import Tensor
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.tensors import Sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
-    LRU_BACK,
-    LRU_BY_CHUNK,
-    LRU_CARRY,
-    LRU_CHUNK,
-    LRU_STAGES,
-    LRU_WALK,
-    LRU_WALKS_FROM,
-    contiguous,
-    launch,
-    readable,
-)
+    LRU_BACK, LRU_BY_CHUNK, LRU_CARRY, LRU_CHUNK, LRU_STAGES, LRU_WALK, LRU_WALKS_FROM, contiguous,
+    launch, readable,
+)  # fmt: skip
 from latte.ops.triton_backend.segments import Parts, count_parts
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    at_most,
-    compose,
-    load_steps,
-    log1p_of_share,
-    parts_of,
-    place,
-    power,
-    reciprocal,
+    SIZES, at_most, compose, load_steps, log1p_of_share, parts_of, place, power, reciprocal,
     store_steps,
-)
+)  # fmt: skip
 
 # As in the other backends: Griffin's constant c, and an upper limit of log a that is not quite 0.
 GATE_STRENGTH = tl.constexpr(8.0)

@@ -22,48 +22,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from latte.ops.tensors import count_sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
-    ENOUGH,
-    SCAN,
-    SHORTEST,
-    WANTED,
-    Walk,
-    by_chunk,
-    capability,
-    contiguous,
-    launch,
-    padded,
-    rounding,
-    walking,
-    warn_of_assembler,
-)
+    ENOUGH, SCAN, SHORTEST, WANTED, Walk, by_chunk, capability, contiguous, launch, padded,
+    rounding, walking, warn_of_assembler,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    REACH,
-    SIZES,
-    added,
-    compose,
-    counted,
-    factor,
-    finite,
-    first_reference,
-    inverse,
-    kept_share,
-    largest,
-    load_inputs,
-    load_keys,
-    load_tile,
-    log_mass_of,
-    merge_forgetting,
-    merge_masses,
-    mm,
-    parts_of,
-    place,
-    power,
-    state_tile,
-    store_across,
-    store_latents,
-    summed,
-    walk_place,
-)
+    REACH, SIZES, added, compose, counted, factor, finite, first_reference, inverse, kept_share,
+    largest, load_inputs, load_keys, load_tile, log_mass_of, merge_forgetting, merge_masses, mm,
+    parts_of, place, power, state_tile, store_across, store_latents, summed, walk_place,
+)  # fmt: skip
 
 # For each ``cu_seqlens``: its version, and the tables of its parts.
 _PACKED = WeakTensorKeyDictionary()

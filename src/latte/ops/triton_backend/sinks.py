@@ -20,23 +20,11 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton_backend.softmax import (
-    SINKS_AT_ONCE,
-    load_chunk,
-    sink_logits,
-    store_chunk,
-    unit_of,
-    value_products,
-    window_weights,
-)
+    SINKS_AT_ONCE, load_chunk, sink_logits, store_chunk, unit_of, value_products, window_weights,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    inverse,
-    load_numbers,
-    mm,
-    parts_of,
-    place,
-    store_tile,
-)
+    SIZES, inverse, load_numbers, mm, parts_of, place, store_tile,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -45,44 +45,18 @@ from latte.ops.arguments import WINDOW_GRADIENTS, Earlier
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import SeenSinks
 from latte.ops.triton_backend.launch import (
-    FARTHEST_TOKENS,
-    SINK_SUMS,
-    capability,
-    contiguous,
-    launch,
-    readable,
-    window_tiles,
-)
+    FARTHEST_TOKENS, SINK_SUMS, capability, contiguous, launch, readable, window_tiles,
+)  # fmt: skip
 from latte.ops.triton_backend.segments import ChunkLauncher
 from latte.ops.triton_backend.sinks import add_sinks, sink_gradients
 from latte.ops.triton_backend.softmax import (
-    SINKS_AT_ONCE,
-    attend,
-    chunk_logits,
-    keys_at,
-    load_chunk,
-    sink_logits,
-    softmax_step,
-    store_chunk,
-    unit_of,
-    value_products,
-    window_weights,
-)
+    SINKS_AT_ONCE, attend, chunk_logits, keys_at, load_chunk, sink_logits, softmax_step,
+    store_chunk, unit_of, value_products, window_weights,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    finite,
-    first_token,
-    inverse,
-    load_keys,
-    load_latents,
-    load_mixture,
-    load_numbers,
-    load_state,
-    mm,
-    place,
-    store_numbers,
-    store_tile,
-)
+    SIZES, finite, first_token, inverse, load_keys, load_latents, load_mixture, load_numbers,
+    load_state, mm, place, store_numbers, store_tile,
+)  # fmt: skip
 
 
 def forward(x: arguments.Window) -> Tensor:
