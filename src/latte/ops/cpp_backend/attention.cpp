@@ -9,27 +9,23 @@
 
 namespace latte {
 
-// What an op has: latents, and a window.
-struct Parts {
-    bool far, near;
-};
-
-static Attention inputs(Stack& stack, Parts parts) {
+// The inputs of an op with latents (far), with a window (near), or with both.
+static Attention inputs(Stack& stack, bool far, bool near) {
     Attention op;
-    if (parts.far) op.latent_q = stack.tensor(), op.latent_k = stack.tensor();
-    if (parts.near) op.q = stack.tensor(), op.k = stack.tensor();
+    if (far) op.latent_q = stack.tensor(), op.latent_k = stack.tensor();
+    if (near) op.q = stack.tensor(), op.k = stack.tensor();
     op.v = stack.tensor(), op.mask = stack.maybe_tensor(), op.bounds = stack.maybe_tensor();
-    if (parts.far) {
+    if (far) {
         op.log_mass = stack.maybe_tensor(), op.mean = stack.maybe_tensor();
         op.log_decay = stack.maybe_tensor();
     }
-    if (!parts.near) return op;
+    if (!near) return op;
     op.tail_k = stack.maybe_tensor(), op.tail_v = stack.maybe_tensor();
     op.tail_mask = stack.maybe_tensor();
     op.sink_q = stack.maybe_tensor(), op.sink_k = stack.maybe_tensor();
     op.sink_v = stack.maybe_tensor(), op.sink_mask = stack.maybe_tensor();
     op.sinks_seen = stack.maybe_tensor();
-    if (!parts.far) return op;
+    if (!far) return op;
     op.pending_k = stack.maybe_tensor(), op.pending_v = stack.maybe_tensor();
     op.pending_mask = stack.maybe_tensor();
     return op;
@@ -100,9 +96,9 @@ static void check_gradients(const Expect& expect, const Attention& op) {
     expect(op.kept_sum, "kept_sum", sums, {M, H, L, D}, Layout::contiguous);
 }
 
-static const char* name_of(Parts parts, bool back) {
-    if (parts.far && parts.near) return back ? "cpu_macchiato_backward" : "cpu_macchiato";
-    if (parts.far) return back ? "cpu_latte_backward" : "cpu_latte";
+static const char* name_of(bool far, bool near, bool back) {
+    if (far && near) return back ? "cpu_macchiato_backward" : "cpu_macchiato";
+    if (far) return back ? "cpu_latte_backward" : "cpu_latte";
     return back ? "cpu_window_backward" : "cpu_window";
 }
 
@@ -111,9 +107,9 @@ static const char* name_of(Parts parts, bool back) {
 template <bool far, bool near>
 static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
-    Attention op = inputs(stack, {far, near});
+    Attention op = inputs(stack, far, near);
     numbers(stack, op);
-    check_inputs(Expect(name_of({far, near}, false)), op);
+    check_inputs(Expect(name_of(far, near, false)), op);
     const int64_t H = op.heads(), L = op.latents(), D = op.v.sizes[3];
     const int64_t N = op.sequences(), M = op.segments();
     const int32_t dtype = wide(op.v);
@@ -163,13 +159,13 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Tensor dout = stack.tensor(), dlast_mass, dlast_mean;
     if (far) dlast_mass = stack.tensor(), dlast_mean = stack.tensor();
-    Attention op = inputs(stack, {far, near});
+    Attention op = inputs(stack, far, near);
     op.dout = static_cast<Tensor&&>(dout), op.dlast_mass = static_cast<Tensor&&>(dlast_mass);
     op.dlast_mean = static_cast<Tensor&&>(dlast_mean);
     if (far)
         op.kept_top = stack.tensor(), op.kept_mass = stack.tensor(), op.kept_sum = stack.tensor();
     numbers(stack, op);
-    const Expect expect(name_of({far, near}, true));
+    const Expect expect(name_of(far, near, true));
     check_inputs(expect, op), check_gradients(expect, op);
     const int64_t B = op.batch(), T = op.tokens(), H = op.heads(), G = op.groups();
     const int64_t L = op.latents(), K = op.key_width(), D = op.v.sizes[3], N = op.sequences();
@@ -178,29 +174,30 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     // Heads that share keys and values each compute separate gradients, and so do parts of a
     // sequence at their borders. The sums have a fixed order.
     const int32_t each = H == G && !op.plan.split ? dtype : sums;
-    const bool carried = bool(op.log_mass), tailed = bool(op.tail_k);
-    op.dv = Tensor::empty({B, T, H, D}, each);
+    const auto made = [&](bool wanted, std::initializer_list<int64_t> shape, int32_t type) {
+        return wanted ? Tensor::empty(shape, type) : Tensor::empty({0}, dtype);
+    };
+    const bool carried = bool(op.log_mass), tailed = bool(op.tail_k), sinks = bool(op.sink_k);
+    const bool pending = bool(op.pending_k);
+    const int64_t P = op.tail(), S = op.sinks(), W = op.window;
+    op.dv = made(true, {B, T, H, D}, each);
     if (far) {
-        op.dlatent_q = Tensor::empty({B, T, H, L + near}, dtype);
-        op.dlatent_k = Tensor::empty({B, T, H, L}, dtype);
-        op.dlog_mass = carried ? Tensor::empty({N, H, L}, sums) : Tensor::empty({0}, sums);
-        op.dmean = carried ? Tensor::empty({N, H, L, D}, sums) : Tensor::empty({0}, sums);
-        op.dlog_decay = op.forgets() ? Tensor::empty({B, T, H, L}, sums) : Tensor::empty({0}, sums);
+        op.dlatent_q = made(true, {B, T, H, L + near}, dtype);
+        op.dlatent_k = made(true, {B, T, H, L}, dtype);
+        op.dlog_mass = made(carried, {N, H, L}, sums);
+        op.dmean = made(carried, {N, H, L, D}, sums);
+        op.dlog_decay = made(op.forgets(), {B, T, H, L}, sums);
     }
     if (near) {
-        op.dq = Tensor::empty({B, T, H, K}, dtype), op.dk = Tensor::empty({B, T, H, K}, each);
-        op.dtail_k = tailed ? Tensor::empty({N, op.tail(), H, K}, each) : Tensor::empty({0}, dtype);
-        op.dtail_v = tailed ? Tensor::empty({N, op.tail(), H, D}, each) : Tensor::empty({0}, dtype);
-        const int64_t S = op.sinks();
-        const bool sinks = bool(op.sink_k), pending = bool(op.pending_k);
-        op.dsink_q = sinks ? Tensor::empty({B, T, H, K}, dtype) : Tensor::empty({0}, dtype);
-        op.dsink_k = sinks ? Tensor::empty({N, S, H, K}, each) : Tensor::empty({0}, dtype);
-        op.dsink_v = sinks ? Tensor::empty({N, S, H, D}, each) : Tensor::empty({0}, dtype);
-        const int64_t P = op.window;
-        op.dpending_k = pending ? Tensor::empty({N, P, H, L}, dtype) : Tensor::empty({0}, dtype);
-        op.dpending_v = pending ? Tensor::empty({N, P, H, D}, each) : Tensor::empty({0}, dtype);
+        op.dq = made(true, {B, T, H, K}, dtype), op.dk = made(true, {B, T, H, K}, each);
+        op.dtail_k = made(tailed, {N, P, H, K}, each),
+        op.dtail_v = made(tailed, {N, P, H, D}, each);
+        op.dsink_q = made(sinks, {B, T, H, K}, dtype);
+        op.dsink_k = made(sinks, {N, S, H, K}, each), op.dsink_v = made(sinks, {N, S, H, D}, each);
+        op.dpending_k = made(pending, {N, W, H, L}, dtype);
+        op.dpending_v = made(pending, {N, W, H, D}, each);
         // No latent has received the sources that are still pending: their gradients are 0.
-        for (Tensor* x : {&op.dpending_k, &op.dpending_v}) x->clear();
+        op.dpending_k.clear(), op.dpending_v.clear();
     }
     if (op.plan.split) make_borders(op);
     LATTE_CHOOSE(run_backward)(op);

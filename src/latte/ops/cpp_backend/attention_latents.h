@@ -11,7 +11,7 @@ struct LatentHead : WindowHead {
         low = op.tail_k ? -op.tail() : 0;
         if (late) find_heard();
         for (int64_t l = 0; l < Lp; ++l) state.top[l] = lowest, state.mass[l] = 0;
-        std::memset(state.sum, 0, size_t(Lp * Dp) * sizeof(T));
+        clear(state.sum, Lp * Dp);
         if (!op.log_mass || task.from) return;  // also if there are no latents
         const int64_t at = (task.n * op.heads() + task.h) * L;
         for (int64_t l = 0; l < L; ++l) {
@@ -20,7 +20,7 @@ struct LatentHead : WindowHead {
             // Without a finite log-mass there is no mean: its queries and the next state are NaN.
             const bool finite = state.top[l] < std::numeric_limits<T>::infinity();
             state.mass[l] = finite ? T(1) : std::numeric_limits<T>::quiet_NaN();
-            std::memcpy(state.sum + l * Dp, op.mean.at<T>() + (at + l) * D, size_t(D) * sizeof(T));
+            copy(state.sum + l * Dp, op.mean.at<T>() + (at + l) * D, D);
         }
     }
 
@@ -133,7 +133,7 @@ struct LatentHead : WindowHead {
     void take_in(const LatentRun& run, const T* v) {
         product(state.sum, Dp, true, L, Dp, e + run.begin * Lp, int64_t(1), Lp, v + run.begin * Dp,
                 Dp, run.end - run.begin);
-        std::memcpy(state.mass, alpha + (run.end - 1) * Lp, size_t(L) * sizeof(T));
+        copy(state.mass, alpha + (run.end - 1) * Lp, L);
         refer(tops);
         if (forgets) forget(run.forgotten);
     }
@@ -184,19 +184,15 @@ struct LatentHead : WindowHead {
     // The state kept at the beginning of a segment, and the inverse.
     void take_kept(int64_t segment) {
         const int64_t at = kept_at(segment);
-        std::memcpy(state.top, op.kept_top.at<T>() + at, size_t(L) * sizeof(T));
-        std::memcpy(state.mass, op.kept_mass.at<T>() + at, size_t(L) * sizeof(T));
-        for (int64_t l = 0; l < L; ++l)
-            std::memcpy(state.sum + l * Dp, op.kept_sum.at<T>() + (at + l) * D,
-                        size_t(D) * sizeof(T));
+        copy(state.top, op.kept_top.at<T>() + at, L);
+        copy(state.mass, op.kept_mass.at<T>() + at, L);
+        copy_rows(state.sum, Dp, op.kept_sum.at<T>() + at * D, D, L, D);
     }
     void put_kept(int64_t segment) {
         const int64_t at = kept_at(segment);
-        std::memcpy(op.kept_top.at<T>() + at, state.top, size_t(L) * sizeof(T));
-        std::memcpy(op.kept_mass.at<T>() + at, state.mass, size_t(L) * sizeof(T));
-        for (int64_t l = 0; l < L; ++l)
-            std::memcpy(op.kept_sum.at<T>() + (at + l) * D, state.sum + l * Dp,
-                        size_t(D) * sizeof(T));
+        copy(op.kept_top.at<T>() + at, state.top, L);
+        copy(op.kept_mass.at<T>() + at, state.mass, L);
+        copy_rows(op.kept_sum.at<T>() + at * D, D, state.sum, Dp, L, D);
     }
 
     // Takes the sources of a chunk into the state, and calls work(run) before each of its runs.
@@ -241,13 +237,12 @@ struct LatentHead : WindowHead {
     void load_values(int64_t chunk, int64_t rows, T* to) {
         take_sources(op.v, op.pending_v, task.g, chunk, rows, to, Dp);
         for (int64_t i = 0; i < rows; ++i)
-            if (!source(chunk * TOKENS - delay + i))
-                std::memset(to + i * Dp, 0, size_t(Dp) * sizeof(T));
+            if (!source(chunk * TOKENS - delay + i)) clear(to + i * Dp, Dp);
     }
 
     // From the gradient of the state after the last token: R and its scalar, relative to its top.
     void begin_reverse() {
-        std::memset(reverse, 0, size_t(Lp * Dp) * sizeof(T));
+        clear(reverse, Lp * Dp);
         const Tensor &dmass = op.dlast_mass, &dmean = op.dlast_mean;
         for (int64_t l = 0; l < Lp; ++l) {
             scalar[l] = 0;
@@ -301,7 +296,7 @@ struct LatentHead : WindowHead {
             for (int64_t i = s / ROWS * ROWS; i < rows; i += ROWS)
                 tile(least(ROWS, rows - i), late_pairs + i * TOKENS + s, TOKENS, false, dy + i * Dp,
                      Dp, 1, late_panels + s * D, W, D);
-        std::memset(scores, 0, size_t(rows * TOKENS) * sizeof(T));
+        clear(scores, rows * TOKENS);
     }
 
     // Gradients of late values by the scores alone: of each, from the queries after it.

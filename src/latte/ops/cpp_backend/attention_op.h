@@ -39,12 +39,6 @@
 //
 //     dz_ts = p_t[0] w_ts <dy_t, v_s - y_t>,  without joint  p_t[0] w_ts <dy_t, v_s - SWA_t>
 //
-// FLOPs per token and head with K = D: forward 2 D (2 W + C + 2 L) + L C, backward
-// 2 D (5 W + 4 L) + 3 L C, for W = 128, D = 64, L = 32: 51k and 104k, at 75 GFLOP/s of a core 0.7
-// and 1.4 us. W + 2 L exponentials of a cycle each add a tenth; 4 (4 D + 2 L) and 4 (7 D + 4 L)
-// bytes 0.05 and 0.1 us. Measured 1.2 and 3.3 us: the rest is the rows' softmax, and loads and
-// stores of rows that are not adjacent.
-//
 // Shapes: B batch, T tokens, H heads, G key/value heads, L latents, K key width, D value width,
 // W window, P = W - 1 keys of the earlier state, S sinks, N sequences (B, or the packed ones), M
 // segments.

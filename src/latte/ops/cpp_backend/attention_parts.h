@@ -44,18 +44,17 @@ struct PartHead : LatentHead {
         if (chunks()) walk_segment((task.stop - 1) / SEGMENT);
         top.assign(state.top, state.top + Lp);
         if (task.last) return begin_reverse();
-        std::memset(reverse, 0, size_t(Lp * Dp) * sizeof(T));
-        std::memset(scalar, 0, size_t(Lp) * sizeof(T));
+        clear(reverse, Lp * Dp);
+        clear(scalar, Lp);
     }
 
     // R and its scalar as they are where the next part begins.
     void take_reverse() {
         const int64_t at = border_at(task.border + 1);
-        std::memcpy(top.data(), op.borders.top.at<T>() + at, size_t(L) * sizeof(T));
-        std::memcpy(scalar, op.borders.scalar.at<T>() + at, size_t(L) * sizeof(T));
+        copy(top.data(), op.borders.top.at<T>() + at, L);
+        copy(scalar, op.borders.scalar.at<T>() + at, L);
         const T* from = op.borders.reverse.at<T>() + at * D;
-        for (int64_t l = 0; l < L; ++l)
-            std::memcpy(reverse + l * Dp, from + l * D, size_t(D) * sizeof(T));
+        copy_rows(reverse, Dp, from, D, L, D);
     }
 
     // The R of a part alone. With `joint`, p needs the window's scores.
@@ -90,11 +89,10 @@ struct PartHead : LatentHead {
     }
     void end_local_reverse() {
         const int64_t at = border_at(task.border);
-        std::memcpy(op.borders.top.at<T>() + at, top.data(), size_t(L) * sizeof(T));
-        std::memcpy(op.borders.scalar.at<T>() + at, scalar, size_t(L) * sizeof(T));
+        copy(op.borders.top.at<T>() + at, top.data(), L);
+        copy(op.borders.scalar.at<T>() + at, scalar, L);
         T* to = op.borders.reverse.at<T>() + at * D;
-        for (int64_t l = 0; l < L; ++l)
-            std::memcpy(to + l * D, reverse + l * Dp, size_t(D) * sizeof(T));
+        copy_rows(to, D, reverse, Dp, L, D);
     }
 
     // Gradients of the keys before a part, and of the sinks, by the part's queries.

@@ -24,7 +24,7 @@ struct Head : PartHead {
         if (late) {
             load_values(c, rows, late_v);
             strange = not_finite(late_v, rows * Dp);
-            std::memset(scores, 0, size_t(rows * TOKENS) * sizeof(T));
+            clear(scores, rows * TOKENS);
         }
         for (int64_t begin = 0; far && begin < rows;) {
             const LatentRun run = next_run(begin, rows);

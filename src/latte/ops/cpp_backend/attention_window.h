@@ -28,15 +28,15 @@ struct WindowHead : HeadData {
             s.hidden[i] = seen ? T(0) : lowest;
             if (seen) continue;
             s.masked = true;
-            std::memset(k + i * Kp, 0, size_t(Kp) * sizeof(T));
-            std::memset(v + i * Dp, 0, size_t(Dp) * sizeof(T));
+            clear(k + i * Kp, Kp);
+            clear(v + i * Dp, Dp);
         }
         s.strange = not_finite(v + from * Dp, (stop - from) * Dp);
         pack(k, from, stop, Kp, K, back ? s.k : nullptr, s.k_panels);
         pack(v, from, stop, Dp, D, s.v, back ? s.v_panels : nullptr);
         if (!back) return;
-        std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
-        std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+        clear(s.dk, TOKENS * Kp);
+        clear(s.dv, TOKENS * Dp);
     }
 
     // Rows from ... stop of keys or values as factors of the products over tokens, and as panels,
@@ -46,7 +46,7 @@ struct WindowHead : HeadData {
         if (panels)
             turn<T>(along(x, ldx, from, stop, 0, ldx, left), ldx / PAIR, from, stop, factors(n),
                     panels);
-        if (from % PAIR) std::memset(x + (from - 1) * ldx, 0, size_t(ldx) * sizeof(T));
+        if (from % PAIR) clear(x + (from - 1) * ldx, ldx);
         if (to) across(x, ldx, from, stop, 0, ldx, to);
     }
 
@@ -59,8 +59,8 @@ struct WindowHead : HeadData {
         pack(k, 0, S, Kp, K, back ? sinks.k : nullptr, sinks.k_panels);
         pack(v, 0, S, Dp, D, sinks.v, back ? sinks.v_panels : nullptr);
         if (!back) return;
-        std::memset(sinks.dk, 0, size_t(Sp * Kp) * sizeof(T));
-        std::memset(sinks.dv, 0, size_t(Sp * Dp) * sizeof(T));
+        clear(sinks.dk, Sp * Kp);
+        clear(sinks.dv, Sp * Dp);
     }
 
     // The values of a chunk's tokens, as numbers: of the chunk whose values were loaded last.
@@ -218,7 +218,7 @@ struct WindowHead : HeadData {
             ask_around(chunk, i);
             if (!op.joint) mix(chunk, i);
         }
-        if (!near && !back) std::memset(weights, 0, size_t(rows * ld) * sizeof(T));
+        if (!near && !back) clear(weights, rows * ld);
         if (!near) return;
         take(op.q, task.row, token, task.h, rows, queries, Kp, query_scale);
         against(chunk, rows, queries, Kp, K, false, false, logits);
@@ -259,7 +259,7 @@ struct WindowHead : HeadData {
         T* x = p + i * Lq;
         if (far) soften(x, {column, W + L}, {0, 0}, T(1));
         const bool alone = late && chunk * TOKENS + i < heard;
-        if (alone) std::memset(x + W, 0, size_t(Lp) * sizeof(T));
+        if (alone) clear(x + W, Lp);
         if (alone || !far) x[W - 1] = 1;
     }
 
@@ -289,8 +289,8 @@ struct WindowHead : HeadData {
             const int64_t first = c * TOKENS, from = most(0, -P - first);
             Keys& s = slot(c);
             if (!chunks() || c < 1 - slots) {
-                std::memset(s.dk, 0, size_t(TOKENS * Kp) * sizeof(T));
-                std::memset(s.dv, 0, size_t(TOKENS * Dp) * sizeof(T));
+                clear(s.dk, TOKENS * Kp);
+                clear(s.dv, TOKENS * Dp);
             }
             put(op.dtail_k, task.n, P + first + from, task.h, TOKENS - from, s.dk + from * Kp, Kp);
             put(op.dtail_v, task.n, P + first + from, task.h, TOKENS - from, s.dv + from * Dp, Dp);

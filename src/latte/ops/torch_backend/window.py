@@ -451,10 +451,10 @@ def _segments(
 
 
 def _mixes_rows(x: Tensor) -> bool:
-    """Whether a gradient is not finite, so that rows that read each other may have it too.
+    """Whether a gradient is infinite or NaN, which may have spread to rows that read each other.
 
-    A weight of zero does not keep infinity or NaN out of a sum. A GPU is not waited for: there a
-    sequence that is not finite may make its neighbours in the batch so.
+    It spreads because 0 times infinity is NaN. On a GPU this is not checked, since the host would
+    have to wait. There NaN may reach the other sequences of a batch.
     """
     return x.device.type == "cpu" and not math.isfinite(x.sum(dtype=computation_dtype(x.dtype)))
 
