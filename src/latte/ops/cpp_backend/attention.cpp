@@ -133,7 +133,7 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.out, op.last_mass, op.last_mean, op.kept_top, op.kept_mass, op.kept_sum);
 }
 
-// Of the backward pass.
+// What the parts of split sequences give to each other in the backward pass.
 static void make_borders(Attention& op) {
     const int64_t P = op.borders_in_all(), H = op.heads(), L = op.latents(), S = op.sinks();
     const int64_t K = op.key_width(), D = op.v.sizes[3], rows = op.border_rows();

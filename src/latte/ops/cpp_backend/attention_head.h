@@ -214,7 +214,7 @@ struct HeadData {
         return ((task.first_kept + segment) * op.heads() + task.h) * L;
     }
 
-    // Of the task: its first chunk, and where they end.
+    // The task's first chunk, and the one after its last.
     int64_t first_chunk() const { return task.from / TOKENS; }
     int64_t chunks() const { return (task.stop + TOKENS - 1) / TOKENS; }
 };

@@ -5,7 +5,7 @@
 struct LatentHead : WindowHead {
     using WindowHead::WindowHead;
 
-    // The state before the first token of a sequence. Of a later part it is empty.
+    // The state before the first token of a sequence. In a later part it is empty.
     void begin_task(const HeadTask& given) {
         task = given;
         low = op.tail_k ? -op.tail() : 0;

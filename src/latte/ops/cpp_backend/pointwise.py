@@ -12,6 +12,7 @@ from torch import Tensor
 
 from latte.ops.custom_ops import check_first_order
 from latte.ops.tensors import full_precision
+from latte.ops.torch_backend.pointwise import Rotation
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -54,19 +55,8 @@ silu_product = _SiluProduct.apply
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
-    return _Rotation.apply(x_BTHK, cos, sin, 1.0)
+    return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
 
 
-class _Rotation(torch.autograd.Function):
-    """Its gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.sign = sign
-        rows = x.contiguous(), cos.contiguous(), sin.contiguous()
-        return torch.ops.latte.cpu_rotate(*rows, sign)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    return torch.ops.latte.cpu_rotate(x.contiguous(), cos.contiguous(), sin.contiguous(), sign)

@@ -143,8 +143,7 @@ class LatteSegment:
         x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)
         if self.t < self.S or x_nHSD.shape[-1] != target.shape[-1]:
             x_nHSD = x_nHSD[:, :, : self.t, : target.shape[-1]]
-        put = self.rows.add if add else self.rows.put
-        put(target, self.span, x_nHSD.transpose(1, 2))
+        self.rows.put(target, self.span, x_nHSD.transpose(1, 2), add)
 
     def run_from(self, start: int, state: Carry | None, level: int) -> KernelRun:
         """The tokens from ``start`` on that one kernel can serve."""

@@ -67,25 +67,31 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
     if on_cpu(x_BTHK):
-        return _Rotation.apply(x_BTHK, cos, sin, 1.0)
+        return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
     first, second = x_BTHK.chunk(2, -1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(rotated, -1).to(x_BTHK.dtype)
 
 
-class _Rotation(torch.autograd.Function):
-    """The rotation without intermediates. Its gradient is the inverse rotation."""
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """The rotation by the angles times ``sign``, without intermediates."""
+    out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
+    first, second = x[..., :K], x[..., K:]
+    torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
+    return out.to(x.dtype)
+
+
+class Rotation(torch.autograd.Function):
+    """The rotation by ``kernel``. Its gradient is the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    def forward(ctx: Any, kernel: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.sign = sign
-        out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
-        first, second = x[..., :K], x[..., K:]
-        torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
-        return out.to(x.dtype)
+        ctx.kernel, ctx.sign = kernel, sign
+        return kernel(x, cos, sin, sign)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
+        dx = Rotation.apply(ctx.kernel, dy, *ctx.saved_tensors, -ctx.sign)
+        return None, dx, None, None, None

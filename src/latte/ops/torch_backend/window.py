@@ -578,7 +578,7 @@ def backward(
         stop = part.pad + part.high - part.low
         for target, dtail, x_line in ((dk, dtail_k, dk_line), (dv, dtail_v, dv_line)):
             dx = part.row_tokens(x_line).transpose(1, 2)
-            (rows.put if alone else rows.add)(target, part.keys_span, dx[:, part.pad : stop])
+            rows.put(target, part.keys_span, dx[:, part.pad : stop], add=not alone)
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
