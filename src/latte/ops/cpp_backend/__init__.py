@@ -36,8 +36,7 @@ from latte.ops.notices import warn_once
 from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
 
-# Number of tokens between two states that are kept for the backward pass (SEGMENT in
-# attention.cpp).
+# Number of tokens between two states that are kept for the backward pass, as in attention_plan.h.
 SEGMENT = 256
 
 

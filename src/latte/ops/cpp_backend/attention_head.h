@@ -1,20 +1,16 @@
 // One head of one sequence: what is kept of it from chunk to chunk, and the room for a chunk.
-// Included by attention.cpp once per instruction set.
 
-// A chunk of keys and values, ready to be read by queries.
-struct Keys {
-    Factor<T>*k, *k_panels, *v, *v_panels;
-    T *dk, *dv;
-    T* hidden;     // 0, or -inf for a key that is masked
-    bool masked;   // one of them is
-    bool strange;  // a value is not finite: no query may multiply it by 0
-};
-
-// The sinks of a sequence, in rows of whole vectors.
+// The sinks of a sequence, ready to be read by queries, in rows of whole vectors.
 struct SinkKeys {
     Factor<T>*k, *k_panels, *v, *v_panels;
     T *dk, *dv;
-    bool strange;
+    bool strange;  // a value is not finite: no query may multiply it by 0
+};
+
+// A chunk of keys and values.
+struct Keys : SinkKeys {
+    T* hidden;    // 0, or -inf for a key that is masked
+    bool masked;  // one of them is
 };
 
 // The latents before a token, relative to `top`.

@@ -1,5 +1,4 @@
-// The parts of attention.cpp: products of small matrices, and loads and stores of the rows of
-// one head. Included there once per instruction set.
+// Products of small matrices, and loads and stores of the rows of one head.
 
 // Rows of a tile. 12 vectors of sums, 2 of b and one of a fill 16 registers. Sums of pairs have the
 // 32 of AVX-512, and one whole tile less in a chunk.

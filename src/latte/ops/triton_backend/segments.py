@@ -161,12 +161,7 @@ class ChunkLauncher(Launcher):
         self.products = {"WIDE": wide, "NARROW": narrow}
 
     def by_chunk(
-        self,
-        kernel: Any,
-        *args: Any,
-        product: str,
-        back: bool = False,
-        **extras: Any,
+        self, kernel: Any, *args: Any, product: str, back: bool = False, **extras: Any
     ) -> None:
         """One program per chunk and head; ``back`` for the backward pass."""
         c, parts = self.config, self.parts
@@ -193,26 +188,25 @@ class Walker(Launcher):
 
     def forward(self, kernel: Any, *args: Any, **extras: Any) -> None:
         """One program per segment, head and tile of D."""
-        c = self.walk
-        programs = self.parts.M * self.H * -(-self.D // c.BD)
-        self._walk(kernel, programs, self.D, (c.BD, c.stages, c.warps), *args, **extras)
+        c, tiles = self.walk, -(-self.D // self.walk.BD)
+        self._walk(kernel, tiles, self.D, (c.BD, c.stages, c.warps), *args, **extras)
 
     def back(self, kernel: Any, D: int, *args: Any, **extras: Any) -> None:
         """One program per segment and head, for a tile of width D."""
         c = self.walk
         fixed = (c.BD_back, c.stages_back, self.warps_back(c.warps_back))
-        self._walk(kernel, self.parts.M * self.H, D, fixed, *args, **extras)
+        self._walk(kernel, 1, D, fixed, *args, **extras)
 
     def _walk(
         self,
         kernel: Any,
-        programs: int,
+        tiles_of_D: int,
         D: int,
-        fixed: tuple[int, int, int],
+        fixed: tuple[int, ...],
         *args: Any,
         **extras: Any,
     ) -> None:
-        BD, stages, warps = fixed
+        (BD, stages, warps), programs = fixed, self.parts.M * self.H * tiles_of_D
         sizes = (self.T, self.length, self.parts.per_row, self.H, self.L, D)
         tiles = (self.walk.C, self.walk.BL, BD, self.product, stages)
         options = {"num_warps": warps} | self.registers() | extras
