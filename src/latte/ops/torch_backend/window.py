@@ -269,12 +269,10 @@ class WindowSegment:
     def _visible(
         self, key_mask: Tensor | None, tail_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Upper limits (n or 1, shown or 1, Q, M) of the logits: infinity, or the lowest number.
+        """Upper limits (n or 1, shown or 1, Q, M + S) of the logits: infinity, or the lowest number.
 
-        With sinks these are M + S columns.
-
-        And the queries (n, shown, Q, 1) that see any key; None if all do. Where one does not, a
-        finite lowest logit makes an average of it.
+        Also whether a query sees any key, (n, shown, Q, 1); None if all do. The output of a query
+        that sees none is an average, since the lowest logit is finite. It is then set to 0.
         """
         chunks, device = self.chunks, self.k_line.device
         Q, start, T = chunks.Q, self.span.start, self.rows.length
