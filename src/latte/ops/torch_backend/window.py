@@ -269,7 +269,7 @@ class WindowSegment:
     def _visible(
         self, key_mask: Tensor | None, tail_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Upper limits (n or 1, shown or 1, Q, M + S) of the logits: infinity, or the lowest number.
+        """Upper limits (n or 1, shown or 1, Q, M + S) of the logits: infinity, or the lowest.
 
         Also whether a query sees any key, (n, shown, Q, 1); None if all do. The output of a query
         that sees none is an average, since the lowest logit is finite. It is then set to 0.
