@@ -30,7 +30,7 @@ from latte.ops.arguments import (
     Latte,
     Window,
 )
-from latte.ops.cpp_backend import library, tokens
+from latte.ops.cpp_backend import library, schemas
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
 from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
@@ -94,7 +94,7 @@ class RGLRU(NamedTuple):
     reverse: bool
 
 
-class Macchiato(NamedTuple):
+class NativeMacchiato(NamedTuple):
     """The arguments of ``cpu_macchiato``. All but the first five and the decay are contiguous."""
 
     latent_q: Tensor
@@ -240,7 +240,7 @@ def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, 
 
 
 if ABSENT is None:
-    tokens.register()
+    schemas.register()
     rg_lru_op = differentiable_op(
         "cpu_rg_lru",
         RGLRU,
@@ -266,7 +266,7 @@ if ABSENT is None:
     )
     macchiato_op = differentiable_op(
         "cpu_macchiato",
-        Macchiato,
+        NativeMacchiato,
         lambda x: _latents_fake(x.latent_k, x.v, x.cu_seqlens),
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),
