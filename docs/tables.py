@@ -178,7 +178,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     "benchmark": {
         "--ops": "`latte`, `macchiato`, `window`, `linear`, `rg-lru`, `softmax`, or `none`; the"
         " first three and `softmax`",
-        "--models": "presets and comparators, or `none`; `latte-r-swa++` and `transformer++`",
+        "--models": "presets and baselines, or `none`; `latte-r-swa++` and `transformer++`",
         "--modes": "`forward`, `forward+backward`, `decode` (one token after a context, models"
         " only); all",
         "--size": "size of the models: `tiny`, `small`, `paper`, `400m` or `2.6b`; `tiny`",
@@ -199,7 +199,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
 
 KEY_WORDS: dict[str, dict[str, str]] = {
     "model": {
-        "preset": "name of a preset, of a comparator, or of a model that a plugin registers",
+        "preset": "name of a preset, of a baseline, or of a model that a plugin registers",
         "size": "`tiny`, `small`, `paper`, `400m` or `2.6b`",
         "architecture": "model type of Transformers, such as `llama`, used instead of a preset",
         "overrides": "fields of `LatteConfig`, or of the architecture's config, by name",
@@ -264,7 +264,7 @@ KEY_WORDS: dict[str, dict[str, str]] = {
         **{each.name: meaning(each, "null") for each in options_of(ConversionOptions)},
         "dtype": "precision of the base's weights; `auto`: the checkpoint's",
         "objective": "`next-token`, or `transfer` from the base's own attention",
-        "mass_weight": "weight of KL(m, p(l=0)) in attention transfer",
+        "mass_weight": "weight of KL(m, p(l=0)) in attention distillation",
         "window_dropout": "probability that a layer's window is hidden in the first step of next"
         " tokens; it falls to 0",
         "distillation": "share of KL(base, model) in next-token training, 0 to 1",
