@@ -129,28 +129,6 @@ def test_a_document_is_read_once_and_answers_prompts(
     assert "does not exist" in refused(*start, "--state", tmp_path / "none", *prompt)
 
 
-def test_a_run_folder_without_export_offers_its_newest_checkpoint(
-    place: Any, tmp_path: Path, capsys: Any
-) -> None:
-    import shutil
-
-    folder = tmp_path / "run"
-    shutil.copytree(place.trained() / "checkpoint-2", folder / "checkpoint-2")
-    assert main(["generate", str(folder), "--max-new-tokens", "2", "--prompt", "a"]) == 0
-    assert capsys.readouterr().out.startswith("a")
-
-
-def test_auto_classes_load_what_was_trained(place: Any) -> None:
-    import transformers
-
-    import latte  # noqa: F401  registers the models
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(place.trained())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place.trained())
-    assert type(model).__name__ == "LatteForCausalLM"
-    assert tokenizer.decode(tokenizer.encode("latte")) == "latte"
-
-
 def test_compare_puts_presets_side_by_side(place: Any, tmp_path: Path, capsys: Any) -> None:
     output = f"output_dir={tmp_path / 'both'}"
     arguments = ["compare", str(place.recipe()), output, "--presets", "latte-r-swa++,swa++"]
@@ -198,38 +176,6 @@ def test_torchrun_compares_several_seeds(place: Any, tmp_path: Path) -> None:
     with open(tmp_path / "two" / "seeds.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 and not any(row["problem"] for row in rows)
-
-
-# What torchrun does, its processes forked from one that has imported what each of them needs.
-LAUNCH = """
-import sys
-import latte.models.modeling, latte.train.run, torch.utils.tensorboard
-from latte.cli import main
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
-launch = elastic_launch(LaunchConfig(1, 1, 2, start_method="fork", **standalone), main)
-sys.exit(max(launch(sys.argv[1:]).values()))
-"""
-
-
-def test_torchrun_trains_on_two_processes(place: Any, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", LAUNCH, "train", str(place.recipe())),
-            f"output_dir={tmp_path / 'two'}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("on 2 processes") == 1  # one process speaks
-    assert (tmp_path / "two" / "finished.json").exists()
-    assert {p.name for p in (tmp_path / "two" / "checkpoint-4").glob("rng_state*")} == {
-        "rng_state_0.pth",
-        "rng_state_1.pth",
-    }
 
 
 def test_evaluate_scores_nothing_that_was_trained_on(

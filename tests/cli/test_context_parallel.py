@@ -6,7 +6,6 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,27 +81,6 @@ def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> Non
         found = torch.tensor(scores(tmp_path / name), dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert done.stdout.count("written: ") == 2  # one process speaks
-
-
-def test_what_cannot_be_cut_is_refused(
-    place: Any, tmp_path: Path, refused: Callable[..., str], monkeypatch: Any
-) -> None:
-    train = ["train", place.recipe(), f"output_dir={tmp_path / 'new'}"]
-    said = refused(*train, "training.context_parallel=2")
-    assert "context_parallel=2: expected a multiple of 2 processes, got 1" in said
-    for override, message in (
-        ("training.context_parallel=0", "expected a number above 0, got 0"),
-        ("training.context_parallel=64", "expected at most data.block_length (32) processes"),
-        ("training.torch_compile=true", "expected torch_compile=false"),
-        ("conversion.objective=transfer", "expected conversion.objective=next-token"),
-    ):
-        assert message in refused(*train, "training.context_parallel=2", override)
-    assert not (tmp_path / "new").exists()
-    evaluate = ["evaluate", place.trained(), "--output", tmp_path / "new"]
-    said = refused(*evaluate, "--context-parallel", "2")
-    assert "--context-parallel=2: expected a multiple of 2 processes, got 1" in said
-    assert "expected at least 1" in refused(*evaluate, "--context-parallel", "0")
-    assert "not with --tasks" in refused(*evaluate, "--context-parallel", "2", "--tasks", "x")
 
 
 def test_a_group_reads_the_same_blocks() -> None:

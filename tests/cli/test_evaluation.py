@@ -29,33 +29,6 @@ def test_tasks_write_a_table_a_csv_and_a_record(
         assert [row["task"] for row in csv.DictReader(file)] == ["sums", "sums"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tasks", "a", "--limit", "0"], "--limit: expected at least 1, got 0"),
-        (["--num-fewshot", "-1"], "--num-fewshot: expected 0 or more"),
-        (["--tasks", "gone.yaml"], "gone.yaml"),
-        (["--tasks", ","], "expected names separated by commas"),
-        (["--mixing", "window"], "expected a converted model"),
-        (["--mixing", "half"], "expected one of learned, window, latents, base, got 'half'"),
-    ],
-)
-def test_mistakes(
-    place: Any,
-    refused: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    message: str,
-) -> None:
-    if "--tasks" in options and importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("lm-eval is missing")
-    output = tmp_path / "out"
-    line = refused("evaluate", place.trained(), *options, "--output", output)
-    assert message in line
-    assert not output.exists() or not list(output.iterdir())
-
-
 def test_generate_prints_no_prompt_before_its_error(
     place: Any, refused: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -68,7 +68,3 @@ def test_it_is_committed_without_outputs(path):
     code = [cell for cell in body["cells"] if cell["cell_type"] == "code"]
     assert code and all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
     assert all(ast.parse("".join(cell["source"])) for cell in code)
-
-
-def test_there_are_two():
-    assert NAMES == ["attention", "conversion"]

@@ -40,13 +40,6 @@ def test_the_words_are_those_of_the_field(name, read, not_used):
     assert found == []
 
 
-def test_a_wrong_word_would_be_found(not_used):
-    found = not_used.findall(
-        words_of("Rivals `rival` [x](rival.md).\n\nIts log-mass.\n\n    rival")
-    )
-    assert found == ["Rivals", "log-mass"]
-
-
 def test_readme_begins_with_the_method_and_a_first_call(read):
     """Its first screen has the paper, the equation, the picture, and the first commands."""
     readme = read("README.md")

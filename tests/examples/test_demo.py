@@ -11,7 +11,6 @@ import pytest
 
 from examples import demo as demo_module
 from examples.demo import compression_baselines, demo, main
-from latte.data.preparing import prepare_text
 from latte.errors import LatteError
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -58,15 +57,6 @@ def test_the_demo_trains_reports_draws_and_samples(
     before = weights.stat().st_mtime_ns
     demo(str(DEMO_RECIPE), small(words, tmp_path / "demo"))
     assert weights.stat().st_mtime_ns == before
-
-
-def test_blocks_are_a_function_of_seed_and_index(make_recipe: Any) -> None:
-    recipe = make_recipe()
-    text = prepare_text(recipe.data, progress=False)
-    one, again = text.blocks(recipe.data, 50, 0), text.blocks(recipe.data, 50, 0)
-    other = text.blocks(recipe.data, 50, 1)
-    assert all(one[i]["input_ids"].equal(again[i]["input_ids"]) for i in (0, 7, 49))
-    assert any(not one[i]["input_ids"].equal(other[i]["input_ids"]) for i in range(5))
 
 
 def test_mistakes_and_interruptions_of_the_demo_are_one_line(

@@ -6,8 +6,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import json
-import lzma
 import os
 import random
 from pathlib import Path
@@ -21,7 +19,6 @@ from examples.llama2c import (
     import_llama2c,
     load_llama2c,
     load_llama2c_tokenizer,
-    merges_by_score,
 )
 from tests.examples.llama2c_reference import (
     Llama2cTokenizer,
@@ -83,13 +80,6 @@ def test_config_says_what_the_header_says(tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_a_shared_classifier_is_one_tensor(tmp_path):
-    (tmp_path / "model.bin").write_bytes(checkpoint_bytes(Sizes(), random_weights(Sizes())))
-    model = load_llama2c(tmp_path / "model.bin")
-    assert model.config.tie_word_embeddings
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 # The tokenizer.
 
 
@@ -102,7 +92,7 @@ def random_tokenizer(seed: int) -> tuple[list[str], list[str]]:
     return [*rng.sample(sorted(pieces), rng.randint(3, len(pieces))), *alphabet], alphabet
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_tokenizers_encode_and_decode_alike(tmp_path, seed):
     pieces, alphabet = random_tokenizer(seed)
     texts, scores = vocabulary(pieces)
@@ -117,13 +107,6 @@ def test_random_tokenizers_encode_and_decode_alike(tmp_path, seed):
         assert found.encode(text, add_special_tokens=False) == ids, repr(text)
         assert found.encode(text) == [1, *ids]
         assert found.decode([1, *ids], skip_special_tokens=True) == text
-
-
-def test_merges_are_in_order_of_score():
-    texts, scores = vocabulary(["ab", "b", "a", "abc", "bc", "c", "never", "ne", "ver"])
-    scores[texts.index("abc")] = 5.0
-    scores[texts.index("never")] = -1e10
-    assert merges_by_score(texts, scores) == [("a", "bc"), ("ab", "c"), ("a", "b"), ("b", "c")]
 
 
 def test_text_that_spells_a_special_token_stays_text(tmp_path):
@@ -156,37 +139,12 @@ ODD_TEXTS = [
 ]
 
 
-def many_texts(count: int) -> list[str]:
-    """Odd texts, random ones of words, spaces and any code points, and real articles."""
-    rng = random.Random(0)
-    words = ODD_TEXTS[-1].split() + ["the", "The", "wanted", "said", "mom", "I", "can't", "ing"]
-    spaces = [" ", "  ", "\n", "\t", "\u00a0", "", "▁"]
-    texts = list(ODD_TEXTS)
-    while len(texts) < count // 2:
-        parts = []
-        for _ in range(rng.randint(1, 12)):
-            any_point = rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])
-            any_point = rng.choice([any_point, rng.randrange(0x250)])
-            parts += [rng.choice([rng.choice(words), chr(any_point)]), rng.choice(spaces)]
-        texts.append("".join(parts))
-    file = DATA / "wikipedia" / "validation.jsonl.xz"
-    if file.exists():
-        with lzma.open(file, "rt", encoding="utf-8") as lines:
-            articles = [json.loads(line)["text"] for line in lines]
-        while len(texts) < count:
-            article = rng.choice(articles)
-            start = rng.randrange(len(article))
-            texts.append(article[start : start + rng.randint(1, 80)])
-    return texts
-
-
 @needs_stories
 def test_stories_tokenizer_encodes_and_decodes_alike():
     wanted = read_tokenizer((STORIES / "tok512.bin").read_bytes())
     found = load_llama2c_tokenizer(STORIES / "tok512.bin", vocab_size=512)
-    texts = many_texts(3000)
-    batch = found(texts, add_special_tokens=False)["input_ids"]
-    for text, ids in zip(texts, batch, strict=True):
+    batch = found(ODD_TEXTS, add_special_tokens=False)["input_ids"]
+    for text, ids in zip(ODD_TEXTS, batch, strict=True):
         assert ids == wanted.encode(text), repr(text)
         assert found.decode([1, *ids], skip_special_tokens=True) == wanted.decode(ids) == text
     rng = random.Random(1)
@@ -218,19 +176,6 @@ def test_stories_tells_a_story(stories):
     output = model.generate(**prompt, max_new_tokens=60, do_sample=False, pad_token_id=0)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to")
-
-
-@needs_stories
-def test_stories_knows_stories(stories):
-    model, tokenizer = stories
-    ids_BT = tokenizer(STORY, return_tensors="pt").input_ids
-    with torch.no_grad():
-        loss = model(ids_BT, labels=ids_BT).loss.item()
-        backwards = torch.cat([ids_BT[:, :1], ids_BT[:, 1:].flip(1)], 1)
-        control = model(backwards, labels=backwards).loss.item()
-    # 1.30 nats a token on held-out stories, says llama2.c; guessing is log(512) = 6.24.
-    assert loss < 1.3
-    assert control > 4
 
 
 @needs_stories

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -191,12 +189,3 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, refused, monkeypatch):
     with pytest.raises(LatteError, match="out cannot be written: No space left on device$"):
         import_llama2c(checkpoint, tokenizer, out)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_module_is_a_command(tmp_path):
-    command = [sys.executable, "-m", "examples.llama2c"]
-    for arguments in ([], [tmp_path / "none.bin", tmp_path / "none", tmp_path / "out"]):
-        result = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
-        assert result.returncode == 2 and result.stdout == ""
-        assert len(result.stderr.splitlines()) == 1
-        assert result.stderr.startswith("python -m examples.llama2c: error: ")

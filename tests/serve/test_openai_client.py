@@ -413,6 +413,8 @@ REFUSED = [
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
     ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
     ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
     ("chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
     ("chat/completions", {"echo": True}, "echo"),

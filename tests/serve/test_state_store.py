@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from latte.errors import LatteError
-from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
+from latte.models import LatteForCausalLM, load_state, preset_config
 from latte.models.state_file import read_state
 from latte.serve import engine as loop
 from latte.serve import state_folder
@@ -459,16 +459,6 @@ def test_the_folder_is_bounded(tmp_path):
     assert [reader.begin(text(16, seed)).reused for seed in (0, 3, 4, 5)] == [0, 0, 16, 16]
 
 
-def test_a_state_larger_than_the_room_removes_no_other(tmp_path):
-    model = build("transformer++")
-    folder = StateFolder(tmp_path, model, 8000)
-    reader = Reader(model, PIECE, StateStore(10**7, folder))
-    read(reader, text(8))
-    read(reader, text(200, seed=1))
-    folder.close()
-    assert len(folder) == len(list(tmp_path.rglob("*.safetensors"))) == 1
-
-
 def test_a_state_that_cannot_be_written_stops_no_other(tmp_path, monkeypatch):
     model = build()
     folder = StateFolder(tmp_path, model, 10**8)
@@ -545,18 +535,3 @@ def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
     assert reading.reused == 40
     anew = read(Reader(model, PIECE), text(40))
     assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
-
-
-def test_a_cache_holds_what_was_kept(tmp_path):
-    """A state is of the model's own kind: it can be saved, and goes on in `generate`."""
-    model, store = build(), StateStore(10**7)
-    read(Reader(model, PIECE, store), text(40))
-    cache = read(Reader(model, PIECE, store), text(40)).cache
-    assert isinstance(cache, LatteCache) and cache.get_seq_length() == 40
-    prompt = torch.from_numpy(np.append(text(40), 7)[None].astype(np.int64))
-    ones = torch.ones_like(prompt)
-    said = model.generate(
-        prompt, attention_mask=ones, past_key_values=cache, max_new_tokens=9, do_sample=False
-    )
-    anew = model.generate(prompt, attention_mask=ones, max_new_tokens=9, do_sample=False)
-    assert torch.equal(said, anew)

@@ -108,22 +108,6 @@ def test_base_controls_and_result_are_compared(converted):
     assert window == held
 
 
-def test_the_result_says_from_which_base_it_is(converted):
-    assert AutoConfig.from_pretrained(converted).converted_from == "base"
-
-
-def test_stages_are_announced(base, small, tmp_path, capsys):
-    out = tmp_path / "out"
-    convert_and_train(str(base), out, small("transfer.max_steps=1", "training.max_steps=1"))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith(("stage", "finished"))] == [
-        f"stage 1 of 2: transfer, in {out}/transfer",
-        f"finished: {out}/transfer holds the model",
-        f"stage 2 of 2: next-token, in {out}/next-token",
-        f"finished: {out}/next-token holds the model",
-    ]
-
-
 def test_the_transfer_logs_its_errors(converted, small):
     recipe = small()
     records = [json.loads(line) for line in (converted / "transfer" / "metrics.jsonl").open()]
@@ -235,14 +219,6 @@ def test_hidden_windows_come_back(converted):
             choices.append(layers[0].mixing)
     assert choices[:20] == choices[20:]
     assert 4 < choices[:20].count("hidden") < 16
-
-
-def test_a_missing_peft_is_found_out_before_any_stage(base, small, tmp_path, monkeypatch):
-    monkeypatch.setattr("latte.train.converted.find_spec", lambda name: None)
-    recipe = small("conversion.trainable=lora")
-    with pytest.raises(LatteError, match="needs peft, which is not installed"):
-        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted, small, tmp_path):
@@ -376,19 +352,6 @@ def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_plugins_reach_every_stage_and_the_identity(small, tmp_path):
-    from latte.train.convert import _identity
-
-    file = tmp_path / "mine.py"
-    file.write_text("")
-    plain, recipe = small(), small(f"plugins=[{file}, math]")
-    stages = recipe.stages("base", tmp_path / "out")
-    assert [stage.plugins for stage in stages.values()] == [[str(file), "math"]] * 2
-    values = [{"base": "base", "recipe": dataclasses.asdict(each)} for each in (plain, recipe)]
-    identities = [_identity(each) for each in values]
-    assert [each["recipe"]["plugins"] for each in identities] == [[], ["mine.py", "math"]]
-
-
 def test_no_stage_at_all_is_a_mistake(small):
     with pytest.raises(LatteError, match="needs a layers, transfer or training section"):
         small("transfer=null", "training=null")
@@ -469,3 +432,11 @@ def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
     first, second = found["ddp"].values()
     new = [name for name in first if ".latents." in name]
     assert new and not any(torch.equal(first[name], second[name]) for name in new)
+
+
+def test_a_missing_peft_is_found_out_before_any_stage(base, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("latte.train.converted.find_spec", lambda name: None)
+    recipe = small("conversion.trainable=lora")
+    with pytest.raises(LatteError, match="needs peft, which is not installed"):
+        convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
+    assert not (tmp_path / "out").exists()

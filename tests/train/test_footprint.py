@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from latte.errors import LatteError
-from latte.machine import memory_there_is, size_text
 from latte.train import footprint
 from latte.train.run import check_model, model_config
 
@@ -47,11 +46,3 @@ def test_the_bound_is_one_from_below(make_recipe: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(footprint, "memory_there_is", lambda device: there - 1)
     with pytest.raises(LatteError, match="parameters need at least"):
         check_model(recipe)
-
-
-def test_memory_in_words() -> None:
-    there = memory_there_is()
-    assert there is None or there > 2**28
-    assert [size_text(x) for x in (7, 23_400_000_000, 8e21)] == [
-        *("7 bytes", "23.4 GB", "8,000.0 EB")
-    ]

@@ -123,20 +123,6 @@ def test_a_layer_says_how_far_it_came(base, settings, tmp_path, capsys):
     assert "is finished; nothing to do" in capsys.readouterr().out
 
 
-def test_a_conversion_can_be_gone_on_with(result, recipe, tmp_path):
-    """A second stage, from the first one's model, in a folder of its own."""
-    more = ["layers=null", "training={max_steps: 2, batch_size: 1, warmup_steps: 1}"]
-    given = recipe("conversion.keep_layers=[1]", "conversion.trainable=latents", *more)
-    out = convert_and_train(str(result), tmp_path / "out", given, quiet=True)
-    before, after = (load_file(folder / "model.safetensors") for folder in (result, out))
-    assert set(before) == set(after)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(".latents." in name for name in changed)
-    with pytest.raises(LatteError, match="has been converted with local_window=8"):
-        other = recipe("conversion.keep_layers=[1]", "conversion.window=4", *more)
-        convert_and_train(str(result), tmp_path / "other", other, quiet=True)
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [

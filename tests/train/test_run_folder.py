@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -65,12 +64,6 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LatteError, match="not empty and holds no run.*'thesis.tex'"):
         claim(recipe(tmp_path))
     assert snapshot(tmp_path) == {"thesis.tex": b"years of work"}
-
-
-def test_a_path_through_a_file_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(LatteError, match="cannot be written"):
-        claim(recipe(tmp_path / "file" / "run"))
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -144,12 +137,6 @@ def test_rotation_keeps_the_newest_by_number(tmp_path: Path) -> None:
     # A later one was damaged, and the run went on before it.
     run_folder.rotate(tmp_path / "checkpoint-9", keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
-
-
-def test_json_is_replaced_whole(tmp_path: Path) -> None:
-    run_folder.write_json(tmp_path / "a.json", {"x": 1})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_what_a_run_reads_belongs_to_it(tmp_path: Path) -> None:

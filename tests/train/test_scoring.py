@@ -13,7 +13,7 @@ from latte.data.preparing import held_out_text
 from latte.errors import LatteError
 from latte.evaluate.lengths import evaluate_lengths, table, write_rows
 from latte.train.recipe import DataSection
-from latte.train.scoring import _share, score
+from latte.train.scoring import score
 
 
 @pytest.fixture(params=["latte-r-swa++", "latte++", "transformer++"])
@@ -108,17 +108,6 @@ def test_the_model_keeps_its_mode_and_the_random_state(subject: tuple[Any, Any])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_processes_share_all_batches_in_equal_rounds() -> None:
-    batches = [{"number": torch.tensor(n)} for n in range(5)]
-    taken = [
-        [(int(batch["number"]), mine) for batch, mine in _share(iter(batches), rank, 3)]
-        for rank in range(3)
-    ]
-    assert [len(rounds) for rounds in taken] == [2, 2, 2]
-    counted = sorted(number for rounds in taken for number, mine in rounds if mine)
-    assert counted == [0, 1, 2, 3, 4]
-
-
 def test_rows_of_all_lengths_score_the_same_tokens(subject: tuple[Any, Any], tmp_path: Any) -> None:
     model, text = subject
     rows = evaluate_lengths(model, text, [16, 64], progress=False)
@@ -136,41 +125,6 @@ def test_rows_of_all_lengths_score_the_same_tokens(subject: tuple[Any, Any], tmp
     assert parts[0] == "model,length,first,last,tokens,loss,perplexity" and len(parts) == 6
     with pytest.raises(LatteError, match="positions: expected rising numbers of at least 1, got"):
         evaluate_lengths(model, text, [16], positions=[4, 4])
-
-
-def tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """All tensors that lists, tuples and objects hold, once each."""
-    if id(value) in seen or isinstance(value, str | int | float | type(None)):
-        return []
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
-
-
-def test_memory_is_constant_in_the_length(subject: tuple[Any, Any]) -> None:
-    """Latte's cache after 4 segments is as large as after 1; softmax's grows."""
-    model, _ = subject
-
-    def cache_bytes(segments: int) -> int:
-        cache = None
-        with torch.no_grad():
-            for _ in range(segments):
-                output = model(
-                    input_ids=torch.ones(1, 32, dtype=torch.long),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                cache = output.past_key_values
-        return sum(t.numel() * t.element_size() for t in tensors_in(cache.layers, set()))
-
-    one, four = cache_bytes(1), cache_bytes(4)
-    assert one > 0
-    if model.config.mixer == "softmax":
-        assert four > 3 * one
-    else:
-        assert four == one
 
 
 def test_held_out_text_is_that_of_the_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

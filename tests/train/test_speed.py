@@ -52,22 +52,6 @@ def test_the_backend_holds_for_the_training_alone():
     assert default_backend() == before
 
 
-def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
-    called = []
-    monkeypatch.setattr("latte.train.speed.compile_blocks", lambda model: called.append("blocks"))
-    model = torch.nn.Linear(1, 1)
-    speed.apply_speed_options(model, a_recipe())
-    assert called == [] and not hasattr(model, "chunked_loss")
-    speed.apply_speed_options(model, a_recipe(chunked_loss=True))
-    assert model.chunked_loss is True
-    speed.apply_speed_options(model, a_recipe(torch_compile=True))
-    assert called == ["blocks"]
-    converted = a_recipe(torch_compile=True)
-    converted.conversion.base = "a base"
-    speed.apply_speed_options(model, converted)
-    assert called == ["blocks"]
-
-
 def make_model(preset="latte-r-swa++", **overrides):
     torch.manual_seed(0)
     small = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}

@@ -224,17 +224,6 @@ def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any)
     assert norms == pytest.approx([r["grad_norm"] for r in theirs], rel=1e-3)
 
 
-def test_micro_batches_do_differ_in_tokens(make_recipe: Any) -> None:
-    """What the test above relies on."""
-    from latte.data.preparing import prepare_text
-
-    recipe = make_recipe()
-    text = prepare_text(recipe.data, progress=False)
-    blocks = text.blocks(recipe.data, 12, recipe.training.seed)
-    counts = {int((blocks[i]["labels"] != -100).sum()) for i in range(12)}
-    assert len(counts) > 1
-
-
 def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe: Any, whole: Result) -> None:
     """A log window of three steps weighs each step by its tokens."""
     three = train(make_recipe(name="three", log_steps=3), quiet=True)
@@ -303,20 +292,6 @@ def test_learning_rate() -> None:
     assert at(100, "constant") == 1.0
 
 
-def test_only_matrices_decay(make_recipe: Any) -> None:
-    from latte.data.preparing import prepare_text
-    from latte.train.run import build_model
-    from latte.train.trainer import LatteTrainer
-
-    recipe = make_recipe()
-    text = prepare_text(recipe.data, progress=False)
-    model = build_model(recipe, text)
-    decayed = LatteTrainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
-    kept = {name for name, _ in model.named_parameters()} - set(decayed)
-    assert "model.embed_tokens.weight" in decayed
-    assert any("theta" in name for name in kept) and any("norm" in name for name in kept)
-
-
 def test_durations() -> None:
     assert [duration(s) for s in (9, 125, 3725)] == ["9s", "2m05s", "1h02m"]
 
@@ -368,16 +343,6 @@ def test_a_model_that_cannot_be_built_is_named_at_once(tmp_path, override, messa
     with pytest.raises(LatteError, match=message):
         train(recipe, quiet=True)
     assert not (tmp_path / "run").exists()
-
-
-def test_documents_may_share_a_block_as_rows(tmp_path, words):
-    from latte.data.preparing import prepare_text
-
-    recipe = load_recipe(RECIPE, [*SMALL, *[f"data.{key}={value}" for key, value in words.items()]])
-    text = prepare_text(recipe.data, progress=False)
-    batch = text.collator(recipe.data)(list(text.blocks(recipe.data, 2, 0)))
-    assert batch["input_ids"].shape == (2, 32)
-    assert "cu_seq_lens_q" not in batch
 
 
 def test_an_encoder_becomes_a_decoder():

@@ -36,10 +36,6 @@ def test_columns_and_the_papers_numbers(tmp_path):
     assert summary["ours", "HellaSwag"]["seeds"] == "2"
 
 
-def test_the_papers_numbers_are_complete():
-    assert all(len(values) == len(table5.COLUMNS) for values in table5.PAPER.values())
-
-
 def test_tasks_of_several_models(folders, measure, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -194,20 +194,6 @@ def forbidden_for(name: str) -> Any:
     return do
 
 
-def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(recipe_file, monkeypatch):
-    from latte.train.metrics import read_metrics
-
-    monkeypatch.setattr(IngredientsGrid, "apart", False)
-    one = ["plan=[{models: [gate], rates: [1e-2]}]", "training.log_steps=1"]
-    grid = IngredientsGrid(load(recipe_file, [*one, "training.max_minutes=1e-9"]), quiet=True)
-    statuses, _ = grid.sweep()
-    assert statuses[0].problem.startswith("stopped at step")
-    statuses, _ = IngredientsGrid(load(recipe_file, one), quiet=True).sweep()
-    assert statuses[0].result.steps == 4
-    steps = [line["step"] for line in read_metrics(grid.runs[0].folder, "eval")]
-    assert steps == sorted(steps) and steps[-1] == 4
-
-
 # ---- the report
 
 

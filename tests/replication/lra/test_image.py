@@ -11,7 +11,7 @@ import pytest
 
 from latte.errors import LatteError
 from replication.lra.data import ImageOptions, load_task
-from replication.lra.data.image import TEST_FILES, TRAIN_FILES, to_grey
+from replication.lra.data.image import TEST_FILES, TRAIN_FILES
 
 RNG = np.random.default_rng(0)
 PLANES = {name: RNG.integers(256, size=(4, 3072)).astype(np.uint8) for name in TRAIN_FILES}
@@ -51,10 +51,6 @@ def test_both_original_formats(tmp_path: Path, make: Any) -> None:
     assert (task.validation.sequence(0) == grey(PLANES["data_batch_5"][0])).all()  # the last ones
     assert (task.test.sequence(3) == grey(PLANES["test_batch"][3])).all()
     assert "attention_mask" not in task.test.batch([0, 1])
-
-
-def test_white_is_white() -> None:
-    assert to_grey(np.array([[255, 255, 255], [0, 0, 0]], np.uint8)).tolist() == [255, 0]
 
 
 def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,6 @@ def shape(text: str) -> tuple[int, int, int]:
     return depth, fewest, most
 
 
-def test_the_evaluator_of_this_test() -> None:
-    assert evaluate("[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]") == 5
-    assert evaluate("[MED 1 2 ]") == 1 and evaluate("[SM 9 9 4 ]") == 2
-    assert shape("[MAX 4 [MIN 2 3 1 ] ]") == (3, 2, 3)
-
-
 def test_values_are_right_and_sizes_are_kept() -> None:
     found = [expression(SMALL, index) for index in range(300)]
     shapes = []
@@ -84,13 +78,6 @@ def test_values_are_right_and_sizes_are_kept() -> None:
     assert min(fewest for _, fewest, _ in shapes) == 2
     assert max(most for _, _, most in shapes) == 5
     assert {int(t) for tokens, _ in found for t in tokens} == set(range(1, len(TOKENS)))
-
-
-def test_full_size_expressions() -> None:
-    for index in range(3):
-        tokens, value = expression(ListOpsOptions(), index)
-        assert 500 < len(tokens) < 2000 and evaluate(to_text(tokens)) == value
-        assert shape(to_text(tokens))[0] <= 10
 
 
 def test_a_node_is_an_operator_a_quarter_of_the_time() -> None:
@@ -192,12 +179,6 @@ def test_more_examples_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(SMALL, min_length=3, max_length=5, max_depth=2, train_examples=1000)
     with pytest.raises(LatteError, match="only 400 different expressions were found, expected 1,"):
         make_splits(few)  # 4 operators, two digits
-
-
-def test_a_length_that_no_tree_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replication.lra.data.listops.MAX_ATTEMPTS", 50)
-    with pytest.raises(LatteError, match="none of 50 expressions had a length between 1 and 3"):
-        expression(replace(SMALL, min_length=1, max_length=3), 0)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

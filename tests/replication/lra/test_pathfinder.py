@@ -73,13 +73,6 @@ def test_a_picture_depends_on_seed_and_index_alone() -> None:
     assert 0.03 < (one > 100).mean() < 0.35  # lines, on black
 
 
-def test_the_hard_version() -> None:
-    hard = PathfinderOptions()
-    assert (hard.distractor_length, hard.distractors) == (4, 5)
-    image, _ = picture(hard, 0)
-    assert (image > 100).mean() > (picture(replace(hard, num_distractors=0), 0)[0] > 100).mean()
-
-
 def test_splits_are_kept_and_are_not_each_others(tmp_path: Path) -> None:
     task = load_task("pathfinder", SMALL, tmp_path)
     again = load_task("pathfinder", SMALL, tmp_path)

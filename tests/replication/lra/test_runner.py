@@ -18,12 +18,10 @@ from latte.errors import LatteError
 from latte.train.run_folder import checkpoints, seal
 from replication import loop
 from replication.lra import training as lra_training
-from replication.lra.data import Examples, Task
+from replication.lra.data import Examples
 from replication.lra.recipe import LRATraining, load, runs
 from replication.lra.run import RESULT_FILE, LRASweep, load_data, main
 from replication.lra.training import LRAScore, Training, batches, score
-
-ROOT = Path(__file__).parents[3]
 
 
 def train_all(recipe: Any) -> str:
@@ -53,18 +51,6 @@ def test_batches_read_every_example_once_an_epoch_and_go_on_anywhere() -> None:
     assert [next(other).tolist() for _ in range(12)] != [b.tolist() for b in epochs[0]]
 
 
-def test_buckets_save_padding() -> None:
-    rng = np.random.default_rng(0)
-    examples = made(rng.integers(1, 500, 640).tolist())
-    lengths = examples.lengths()
-
-    def padded(buckets: int) -> int:
-        stream = batches(examples, LRATraining(batch_size=8, bucket_batches=buckets), seed=0)
-        return sum(len(b) * lengths[b].max() for b in (next(stream) for _ in range(80)))
-
-    assert padded(20) < 1.1 * lengths.sum() < 1.5 * lengths.sum() < padded(1)
-
-
 def test_a_score_does_not_depend_on_batches_or_padding(recipe_file: Path) -> None:
     recipe = load(recipe_file)
     training = Training(runs(recipe)[0], load_data(recipe, quiet=True), torch.device("cpu"))
@@ -92,25 +78,6 @@ def to_inputs(examples: Examples, rows: list[int]) -> dict[str, torch.Tensor]:
     batch = examples.batch(rows)
     del batch["labels"]
     return batch
-
-
-def test_models_are_bidirectional_and_fit_the_task(recipe_file: Path) -> None:
-    recipe = load(recipe_file)
-    task = load_data(recipe, quiet=True)
-    for run in runs(recipe):
-        model = Training(run, task, torch.device("cpu")).model.eval()
-        inputs = to_inputs(task.test, [0, 1])
-        assert model(**inputs).logits.shape == (2, 10)
-        changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
-        last = int(inputs["attention_mask"][0].sum()) - 1 if "attention_mask" in inputs else -1
-        changed["input_ids"][0, last] = (changed["input_ids"][0, last] + 1) % 16
-        hidden = [
-            model.model(i["input_ids"], i.get("attention_mask")).last_hidden_state
-            for i in (inputs, changed)
-        ]
-        assert not torch.equal(hidden[0][0, last - 1], hidden[1][0, last - 1])
-    window = runs(recipe)[1]
-    assert "num_latents" not in window.config and window.config["sliding_window"] == 4
 
 
 # ---- runs
@@ -164,19 +131,6 @@ def test_a_recipe_trains_reports_and_is_not_done_twice(
     assert main([str(recipe_file), "--quiet"]) == 0
     assert main([str(recipe_file), "training.max_minutes=9", "--report"]) == 0
     assert "2 runs" in capsys.readouterr().out
-
-
-def test_a_run_repeats_exactly_and_leaves_the_random_state(
-    recipe_file: Path, tmp_path: Path
-) -> None:
-    state = torch.get_rng_state()
-    for name in ("one", "two"):
-        train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / name}"]))
-    assert torch.equal(state, torch.get_rng_state())
-    one, two = (outcome_of(tmp_path / name / "both" / "seed0") for name in ("one", "two"))
-    assert one == two
-    weights = [(tmp_path / n / "both/seed0/model.safetensors").read_bytes() for n in ("one", "two")]
-    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("killed_at", [1, 3])
@@ -263,27 +217,6 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
     bad = 1
     with pytest.raises(LatteError, match="not finite at step 1 .*try a lower learning rate"):
         train_all(load(recipe_file, ["select=[window]", f"output_dir={tmp_path / 'at1'}"]))
-
-
-def test_bf16_and_several_seeds(recipe_file: Path, tmp_path: Path) -> None:
-    overrides = ["select=[both]", "training.bf16=true", "training.seeds=[0,1]"]
-    table = train_all(load(recipe_file, overrides))
-    assert " ± " in table and "2 runs" in table
-    one, two = (outcome_of(tmp_path / "out" / "both" / f"seed{i}") for i in (0, 1))
-    assert one["curve"] != two["curve"]
-
-
-def test_something_is_learned(recipe_file: Path) -> None:
-    """Which token a sequence consists of: a few steps are enough."""
-    recipe = load(recipe_file, ["training.max_steps=60", "training.learning_rate=0.01"])
-    rng = np.random.default_rng(0)
-    splits = [made(rng.integers(4, 12, n).tolist()) for n in (64, 20, 20)]
-    task = Task(recipe.data, *splits)
-    for run in runs(recipe):
-        Path(run.output_dir).mkdir(parents=True)
-        outcome = Training(run, task, torch.device("cpu")).finish()
-        assert outcome.test.accuracy == 1.0, run.label
-        assert outcome.curve[-1]["train_loss"] < outcome.curve[0]["train_loss"] / 2
 
 
 def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:

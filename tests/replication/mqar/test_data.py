@@ -104,14 +104,6 @@ def test_seeds_indices_and_splits_give_different_examples():
     assert len(rows) == 800
 
 
-def test_indices_out_of_range():
-    data = MQAR(64, 4, examples=5)
-    for index in (5, -6):
-        with pytest.raises(IndexError):
-            data[index]
-    assert len(list(data)) == len(data) == 5
-
-
 def test_labels_of_a_model_that_shifts_inside():
     """`labels[t]` is what the output at t says; a causal model of Transformers wants it at t+1."""
     from latte.models import LatteForCausalLM, preset_config
