@@ -16,20 +16,6 @@ from latte.machine import WorkFailed, in_fresh_process
 from latte.models import LatteForCausalLM, preset_config
 
 
-def test_statistics() -> None:
-    times = machine.Times.of([0.003, 0.001, 0.002, 0.005, 0.004])
-    assert times == pytest.approx((3.0, 1.4, 4.6, 1.0, 5))
-
-
-def test_sides_take_turns() -> None:
-    calls: list[str] = []
-    sides = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
-    times = machine.interleave(sides, budget=1e-9)
-    # One call to warm up, as it is over the budget; then one call in each of three rounds.
-    assert calls == ["a", "b"] * 4
-    assert [t.calls for t in times.values()] == [3, 3]
-
-
 def test_work_apart_returns_fails_and_dies_alone(capfd: Any) -> None:
     assert in_fresh_process(int, "3") == 3
     with pytest.raises(WorkFailed, match="ValueError: invalid literal"):
@@ -69,13 +55,6 @@ def _keep(count: int) -> int:
     peak = machine.peak_memory_bytes()
     assert len(kept) == count
     return peak - before
-
-
-def test_gpu_names() -> None:
-    assert machine.gpu_peak_flops("NVIDIA H200") == 989e12
-    assert machine.gpu_peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert machine.gpu_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert machine.gpu_peak_flops("A card of the future") is None
 
 
 def test_flops_of_a_plain_transformer() -> None:

@@ -94,16 +94,6 @@ def test_scoring_says_how_far_it_is(often, capsys):
     assert wanted in "".join(said)
 
 
-def test_a_command_that_speaks_by_itself_gets_no_lines(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SECONDS", 0.05)
-    with progress.progress(10, "step") as state:
-        for _ in range(20):
-            time.sleep(0.005)
-            state.spoke()
-        assert capsys.readouterr().err == ""
-        until(lambda: "0 of 10 steps" in capsys.readouterr().err)
-
-
 def test_of_an_unknown_total_the_time_is_said(often, capsys):
     with progress.progress(0, "layer", label="converting"):
         until(lambda: "converting: at work for 0 s" in capsys.readouterr().err)
@@ -119,13 +109,3 @@ def test_what_was_done_before_is_not_counted_into_the_speed():
     assert state.line() == "50 of 100 steps (50%) in 1 min"
     state.update(25)
     assert state.line().endswith("about 1 min left")
-
-
-def test_training_says_a_line_where_it_logs_seldom(often, capsys, make_recipe):
-    from latte.train.run import train
-
-    train(make_recipe(log_steps=100))
-    said = capsys.readouterr()
-    assert " of 6 steps (" in said.err
-    train(make_recipe(name="quiet", log_steps=100), quiet=True)
-    assert capsys.readouterr().err == ""

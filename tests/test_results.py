@@ -11,9 +11,6 @@ import pytest
 from latte.errors import LatteError
 from latte.results import (
     check_new_file,
-    check_writable,
-    numbered,
-    own_file,
     results_at,
     staged_beside,
 )
@@ -108,22 +105,6 @@ def test_new_files(tmp_path: Path) -> None:
             check_new_file(path, "state", force=True)
     with pytest.raises(LatteError, match="its folder does not exist"):
         check_new_file(tmp_path / "none" / "state", "state")
-
-
-def test_numbers_stand_before_the_suffix(tmp_path: Path) -> None:
-    assert numbered(Path("a/b.csv"), 3) == Path("a/b-3.csv")
-    assert numbered(Path("a/b-1.5"), 2, "") == Path("a/b-1.5-2")
-    (tmp_path / "x.json").write_text("")
-    assert own_file(tmp_path / "x.json", lambda _: False) == (tmp_path / "x-2.json", 2)
-    assert own_file(tmp_path / "x.json", lambda _: True) == (tmp_path / "x.json", 1)
-
-
-def test_a_folder_to_be_made_is_not_made(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a" / "b")
-    assert not (tmp_path / "a").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LatteError, match="cannot be written"):
-        check_writable(tmp_path / "file" / "b")
 
 
 def test_a_folder_that_a_killed_process_left_is_removed(

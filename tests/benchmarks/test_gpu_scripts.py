@@ -58,25 +58,6 @@ def test_latte(tmp_path, capsys):
     assert "share of copy bandwidth" in capsys.readouterr().out
 
 
-def test_expected_is_counted_from_machine_code(tmp_path, monkeypatch):
-    """Each kernel's longer floor, and the bytes' at the bandwidth of this device."""
-    at = a_place(tmp_path)
-    maker = gpu_ops.MAKERS_BANDWIDTH
-    floors = [r for r in read_rows(gpu_ops.FLOORS) if r["case"] == "latte, L = 32, D = 64"]
-    assert [r["kernel"] for r in floors] == ["walk", "query_walk", "source_walk"]
-    for slower in (1, 2, 0.001):
-        monkeypatch.setattr(gpu_ops, "copy_bandwidth", lambda device, s=slower: maker / s)
-        both = [max(slower * float(r["bytes_us"]), float(r["issue_us"])) for r in floors]
-        for mode, us in zip(MODES, (both[0], sum(both)), strict=True):
-            found = gpu_ops.expected_ms(at, "latte, L = 32, D = 64", mode, 0.5)
-            assert found == pytest.approx(us / 2e3, abs=1e-4)
-    assert gpu_ops.expected_ms(at, "latte, L = 7, D = 7", MODES[0], 1.0) == ""
-    cases = {r["case"] for r in read_rows(gpu_ops.FLOORS)}
-    wanted = {f"latte, L = {L}, D = {D}" for L, D in gpu_ops.WIDTHS} | {*gpu_ops.RIVALS}
-    assert cases >= wanted | {f"macchiato, L = {gpu_ops.L}, D = {gpu_ops.K}"}
-    assert "latte, forgetting, L = {}, D = {}".format(*gpu_ops.WIDTHS[0]) in cases
-
-
 def test_macchiato(tmp_path):
     rows = rows_of(gpu_ops, "macchiato", tmp_path, TIMES | {"side", "mode", "times_macchiato"})
     sides = {"macchiato", "its latents", "its window", "flash"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,13 +78,6 @@ def test_it_tells_of_the_native_library(monkeypatch: Any) -> None:
     native = doctor.report()["native"]
     assert native["kernels"] is False and "library" not in native
     assert native["why not"] == "they are not built; this builds them: x"
-
-
-def test_for_reading(capsys: Any) -> None:
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(rf"^  latte +{latte.__version__}$", out, re.M) and "\nbackends\n" in out
-    assert "Traceback" not in out
 
 
 def test_what_fails_is_said_and_stops_nothing(monkeypatch: Any, capsys: Any) -> None:

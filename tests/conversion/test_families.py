@@ -142,16 +142,6 @@ def test_the_window_starts_at_the_probability_asked_for(latent_input):
     assert abs(torch.stack(shares).mean() - 0.9) < 0.02
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_gradients_reach_the_latents_of_every_layer(family):
-    model = converted(family).train()
-    ids = tokens()
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        if ".latents." in name:
-            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
 def test_gradient_checkpointing_changes_no_gradient():
     ids = tokens()
     gradients = []
@@ -195,10 +185,3 @@ def test_autocast_is_near_to_full_precision(family, option):
     for name, parameter in model.named_parameters():
         if ".latents." in name:
             assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
-
-
-@pytest.mark.parametrize("made", [kind for pair in FAMILIES.values() for kind in pair])
-def test_what_attention_can_do_is_said_of_ours_and_not_of_the_base(made):
-    assert made._supports_sdpa and not (made._supports_flash_attn or made._supports_flex_attn)
-    assert ("GenerationMixin" in str(made.__bases__)) == made.can_generate()
-    assert made._keep_in_fp32_modules_strict == {"latents"} and not made._can_compile_fullgraph

@@ -18,7 +18,6 @@ from latte.conversion.landmarks import (
     turned,
 )
 from latte.conversion.transfer import watch
-from latte.data.tokenizers import byte_tokenizer
 from latte.layers.latent_input import window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
@@ -185,21 +184,3 @@ def test_calibration_rows_are_of_one_length_and_begin_as_documents():
     assert len(calibration_rows(Words(), None)) == 8
     with pytest.raises(LatteError, match="calibration: expected some text, got none"):
         calibration_rows(Words(), "")
-
-
-def test_a_text_longer_than_the_base_reads_is_no_warning(monkeypatch):
-    from transformers import tokenization_utils_base
-    from transformers.utils import logging
-
-    said, before = [], logging.get_verbosity()
-    monkeypatch.setattr(
-        tokenization_utils_base.logger, "_log", lambda *args, **_: said.append(args)
-    )
-    tokenizer = byte_tokenizer()
-    tokenizer.model_max_length = 8
-    logging.set_verbosity_warning()
-    try:
-        assert len(calibration_rows(tokenizer, "a text " * 400)) == 2
-        assert not said and logging.get_verbosity() == logging.WARNING  # warnings are on again
-    finally:
-        logging.set_verbosity(before)

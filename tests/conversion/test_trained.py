@@ -103,13 +103,6 @@ def test_low_rank_updates_of_the_base_are_kept(folder, tmp_path, dtype):
     assert not (tmp_path / "low").exists()
 
 
-def test_the_base_may_be_loaded_in_another_dtype(folder, tmp_path):
-    file = tmp_path / "latents.safetensors"
-    save_latents(converted("qwen3", **FIELDS), file, base=folder)
-    found = apply_latents(folder, file, dtype=torch.bfloat16)
-    assert found.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
-
-
 def test_another_base_is_refused(folder, tmp_path):
     model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
     with torch.no_grad():  # as training of q, k, v and o does

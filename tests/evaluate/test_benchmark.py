@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from latte.cli import main
 from latte.errors import LatteError
-from latte.evaluate import benchmark as module
-from latte.evaluate.benchmark import COLUMNS, Case, Settings, benchmark, check
+from latte.evaluate.benchmark import COLUMNS, Settings, benchmark, check
 from latte.evaluate.benchmark_ops import OPS
 from latte.models.registry import find_model
 
@@ -50,18 +48,6 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path) -> None:
     assert row["peak_net_mb"] > 40 and row["note"] == ""
 
 
-def test_what_runs_out_of_memory_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(length: int) -> Any:
-        if length > 20:
-            raise torch.OutOfMemoryError("no room")
-        return lambda: None
-
-    cases = {Case("op", "softmax", "forward"): make, Case("op", "latte", "forward"): lambda n: int}
-    found = module._times(cases, 40, 1e-3)
-    assert [isinstance(value, str) for value in found.values()] == [True, False]
-    assert next(iter(found.values())) == "out of memory"
-
-
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_model("gla").missing()
@@ -69,15 +55,6 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check(Settings(models=("gla",), device="cpu"))
     with pytest.raises(LatteError, match="models: expected some of .*, got 'longformer'"):
         check(Settings(models=("longformer",), device="cpu"))
-
-
-def test_the_command(tmp_path: Path, capsys: Any) -> None:
-    sizes = ["--heads", "2", "--latents", "4", "--head-dim", "8", "--budget", "0.001"]
-    choice = ["--ops", "window", "--models", "none", "--modes", "forward", "--lengths", "20"]
-    output = ["--device", "cpu", "--no-memory", "--output", str(tmp_path / "out")]
-    assert main(["benchmark", *sizes, *choice, *output]) == 0
-    out = capsys.readouterr().out
-    assert "window" in out and f"written: {tmp_path / 'out' / 'benchmark.csv'}" in out
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

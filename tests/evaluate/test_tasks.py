@@ -169,22 +169,6 @@ def small_manager(include_defaults: bool = True, include_path: Any = None) -> An
 
 
 @needs_harness
-def test_the_recipe_names_tasks_of_the_harness() -> None:
-    import lm_eval.tasks
-    import yaml
-    from lm_eval.tasks.manager import TaskManager
-
-    members = yaml.safe_load((RECIPES / "table5.yaml").read_text())["task"]
-    names = [item if isinstance(item, str) else item["group"] for item in members]
-    folder = Path(lm_eval.tasks.__file__).parent
-    places = ["arc", "hellaswag", "lambada", "mmlu/default", "piqa", "super_glue"]
-    manager = TaskManager(
-        include_defaults=False, include_path=[folder / x for x in [*places, "winogrande"]]
-    )
-    assert len(names) == 8 and set(names) <= set(manager.task_index)
-
-
-@needs_harness
 @pytest.mark.parametrize(
     ("spec", "content", "message"),
     [

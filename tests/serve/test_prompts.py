@@ -1,14 +1,13 @@
 """Chats as tokens: those of the tokenizer itself, marked where other requests branch."""
 
 import random
-import types
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from latte.data.tokenizers import byte_tokenizer
-from latte.serve.prompts import LONG, Prompts, Splits
+from latte.serve.prompts import LONG, Prompts
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -79,16 +78,6 @@ def test_the_tokens_are_the_tokenizers_own(bpe, template):
         for _ in range(2):  # the second time from what is remembered
             assert ids_of(prompts.apply_chat_template(messages)) == own["input_ids"]
     assert prompts._splits._known
-
-
-def test_a_text_whose_parts_have_other_tokens_is_not_cut(bpe):
-    splits = Splits(bpe(CHATML))
-    splits.check("<|im_start|>user<|im_end|>")
-    assert splits._pattern is not None
-    splits._encoding = lambda part: types.SimpleNamespace(ids=[len(part)])
-    splits.check("<|im_start|>user<|im_end|>")
-    assert splits._pattern is None
-    assert splits.encode("<|im_start|>user<|im_end|>")[0].tolist() == [26]
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKS, STRICT, None])

@@ -270,14 +270,6 @@ def test_the_command_says_where_it_serves(folder, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"serving {folder} at http://localhost:")
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [("0", 0), ("4096", 4096), ("1GiB", 2**30), ("1.5kib", 1536), ("500 MB", 5 * 10**8)],
-)
-def test_sizes(text, wanted):
-    assert size(text) == wanted
-
-
 @pytest.mark.parametrize("text", ["lots", "-1", "1XB", "GiB", ""])
 def test_wrong_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected bytes, such as 1GiB"):

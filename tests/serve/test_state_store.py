@@ -23,7 +23,7 @@ from latte.serve.engine import Ahead, Engine, Request
 from latte.serve.reading import Reader
 from latte.serve.requests import BadRequest
 from latte.serve.state_folder import StateFolder
-from latte.serve.states import StateStore, pieces_of
+from latte.serve.states import StateStore
 from tests.conversion.bases import converted
 
 PIECE = 16
@@ -63,25 +63,6 @@ def continued(model, cache, tokens=20):
 
 
 # ---- names
-
-
-def test_a_name_says_which_tokens_were_read_and_how():
-    ids = text(50)
-
-    def names(ids, marks=(), root=b""):
-        return [(piece.end, piece.name) for piece in pieces_of(ids, root, PIECE, marks)]
-
-    assert [end for end, _ in names(ids, (20,))] == [16, 20, 32, 48, 50]
-    longer = np.concatenate([ids, text(30, 1)])
-    assert names(longer, (20,))[:4] == names(ids, (20,))[:4]
-    other = ids.copy()
-    other[17] += 1
-    assert names(other, (20,))[0] == names(ids, (20,))[0]
-    assert not set(names(other, (20,))[1:]) & set(names(ids, (20,)))
-    # Cut otherwise, the state has other bits.
-    assert names(ids, (20,))[2:] != names(ids)[1:]
-    assert not set(names(ids, root=b"another model")) & set(names(ids))
-    assert names(ids[:0]) == []
 
 
 def test_the_tokens_of_a_state_are_compared_one_by_one():

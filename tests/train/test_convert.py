@@ -198,29 +198,6 @@ def test_windows_are_hidden_at_a_falling_rate(base, small, tmp_path, monkeypatch
         check(stages["transfer"])
 
 
-def test_hidden_windows_come_back(converted):
-    from transformers import AutoModelForCausalLM
-
-    from latte.train.converted import attention_layers, hidden_windows
-
-    model = AutoModelForCausalLM.from_pretrained(converted, converted_layers=(0,))
-    layers = attention_layers(model)
-    before = [layer.mixing for layer in layers]
-    assert before == ["learned", "base"]
-    with pytest.raises(RuntimeError, match="on the way"), hidden_windows(model, 1.0, (0, 1)):
-        assert [layer.mixing for layer in layers] == ["hidden", "base"]
-        raise RuntimeError("on the way")
-    assert [layer.mixing for layer in layers] == before
-    with hidden_windows(model, 0.0, (0, 1)):
-        assert [layer.mixing for layer in layers] == before
-    choices = []
-    for step in (*range(20), *range(20)):
-        with hidden_windows(model, 0.5, (0, step)):
-            choices.append(layers[0].mixing)
-    assert choices[:20] == choices[20:]
-    assert 4 < choices[:20].count("hidden") < 16
-
-
 def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted, small, tmp_path):
     """Stopped in its first stage, and killed in its second; meanwhile nobody else goes on."""
     stopped = small("transfer.max_minutes=1e-6")

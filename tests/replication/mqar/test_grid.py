@@ -91,22 +91,6 @@ def test_accuracy_counts_right_answers_among_all_tokens(model: Any) -> None:
     assert model.training
 
 
-def test_every_example_is_read_once_an_epoch_in_an_order_of_the_seed(recipe_file: Path) -> None:
-    recipe = load(recipe_file, ["data.cells=null", "data.mixture=[[8,2,20],[16,4,9]]",
-                                "data.tests=[[8,2]]"])  # fmt: skip
-    run = runs(recipe)[0]
-    tables = {c.name: mqar_training.make_table(c, recipe.data, "train") for c in run.train}
-    sizes = {"8x2": 8, "16x4": 4}
-    batches = list(mqar_training._batches(run, tables, sizes, 2))
-    again = list(mqar_training._batches(run, tables, sizes, 2))
-    assert [(n, r.tolist()) for n, r in batches] == [(n, r.tolist()) for n, r in again]
-    for half in (batches[:6], batches[6:]):
-        for name, count in (("8x2", 20), ("16x4", 9)):
-            rows = [row for cell, part in half if cell == name for row in part.tolist()]
-            assert sorted(rows) == list(range(count))
-    assert [r.tolist() for _, r in batches[:6]] != [r.tolist() for _, r in batches[6:]]
-
-
 def tables_of(run: Any, recipe: Any) -> tuple[Any, Any]:
     train = {c.name: mqar_training.make_table(c, recipe.data, "train") for c in run.train}
     return train, {c.name: mqar_training.make_table(c, recipe.data, "test") for c in run.tests}
@@ -186,26 +170,6 @@ def test_a_grid_reports_and_resumes_run_by_run(
     assert done == ["8x2 window E16 lr 0.01 seed 0"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert json.loads(lost.read_text())["outcome"]["cells"] == before["outcome"]["cells"]
-
-
-def test_an_interrupted_grid_keeps_what_it_has(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    plain, calls = mqar_training.train_run, []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    monkeypatch.setattr(mqar_training, "train_run", interrupted)
-    assert main([str(recipe_file), "--quiet"]) == 130
-    assert "goes on after the last finished run" in capsys.readouterr().err
-    assert len(list((tmp_path / "out").rglob(RESULT_FILE))) == 2
-    assert len((tmp_path / "out" / "accuracy.csv").read_text().splitlines()) == 3
-    assert main([str(recipe_file), "--quiet"]) == 0
-    assert len(calls) == 3 + 6
 
 
 def test_a_run_that_another_process_does_is_passed_over(recipe_file: Path) -> None:
