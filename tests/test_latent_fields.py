@@ -166,14 +166,6 @@ def test_a_file_from_before_an_option_loads_with_the_default(kind, tmp_path):
         assert getattr(loaded, each.name) == each.default
 
 
-def test_values_for_the_configuration_have_its_names():
-    section = ConversionSection(window=5, keep_layers=[3, 1, 3], half_life_range=[2.0, 9.0])
-    values = section.fields()
-    assert values.keys() - {"keep_layers"} <= {each.name for each in options_of(MacchiatoFields)}
-    assert (values["local_window"], values["keep_layers"]) == (5, (1, 3))
-    assert values["half_life_range"] == (2.0, 9.0)
-
-
 def test_an_unknown_option_is_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
         convert("base", windw=4)

@@ -70,16 +70,6 @@ def test_training(tmp_path, quick, capfd):
     assert "tokens_per_s" in printed
 
 
-def test_a_resumed_table_keeps_the_rows_of_its_commit(tmp_path, monkeypatch):
-    records.Table(tmp_path / "rows.csv").add({"tokens": 1})
-    table = records.Table(tmp_path / "rows.csv", resume=True)
-    assert table.has(tokens=1) and not table.has(tokens=2)
-    table.add({"tokens": 2})
-    assert [row["tokens"] for row in records.read_rows(table.path)] == ["1", "2"]
-    monkeypatch.setattr(records, "commit", lambda: "another")
-    assert not records.Table(table.path, resume=True).rows
-
-
 def test_tables_go_into_a_page_between_the_marks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results: ops -->\nold\n<!-- /results -->\nafter\n")

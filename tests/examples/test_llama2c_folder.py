@@ -93,19 +93,12 @@ def token(index: int, text: str | bytes | None = None, score: float | None = Non
 
 BAD_CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "empty": (lambda data: b"", "header of 28 bytes, got 0 bytes"),
-    "header cut": (lambda data: data[:27], "header of 28 bytes, got 27 bytes"),
     "versioned": (lambda data: b"24ka" + struct.pack("<i", 2) + data, "export of version 2"),
     "cut": (lambda data: data[:-4], "expected 276228 bytes"),
-    "cut inside a number": (lambda data: data[:-1], "expected 276228 bytes"),
-    "longer": (lambda data: data + b"\0\0\0\0", "expected 276228 bytes"),
     "another sign": (header(vocabulary=-267), "expected 340308 bytes"),
     "absurd": (header(vocabulary=2**31 - 1, dim=6 * 2**28), "got 276228 bytes"),
     "no layers": (header(layers=0), "not a llama2.c model"),
-    "negative": (header(positions=-23), "not a llama2.c model"),
-    "no vocabulary": (header(vocabulary=0), "not a llama2.c model"),
     "heads do not divide": (header(heads=7), "not a llama2.c model"),
-    "groups do not divide": (header(kv_heads=4), "not a llama2.c model"),
-    "odd heads": (header(heads=12), "not a llama2.c model"),
     "not a number": (
         lambda data: data[:32] + struct.pack("<f", math.nan) + data[36:],
         "embedding has values that are not finite",
@@ -113,20 +106,14 @@ BAD_CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "text": (lambda data: b"Once upon a time, there was a little girl.", "not a llama2.c model"),
 }
 BAD_TOKENIZERS: dict[str, tuple[Change, str]] = {
-    "empty": (lambda data: b"", "got 0 bytes"),
     "only a header": (lambda data: data[:4], "expected token 3 to be <0x00>, got the end"),
     "cut in a token": (lambda data: data[:-1], "token 266 is cut short"),
-    "cut in a number": (lambda data: data[:-5], "token 266 is cut short"),
     "a token missing": (lambda data: data[:-9], "266 tokens; expected the model's 267"),
-    "one more": (token(267, "bb"), "268 tokens; expected the model's 267"),
-    "negative length": (lambda data: data[:8] + b"\xff" * 4 + data[12:], "token 0: expected"),
     "too long a token": (lambda data: b"\5\0\0\0" + data[4:], "1 to 5 bytes, got 0.0 and 6"),
-    "an empty token": (token(266, ""), "token 266: expected"),
     "no number": (token(266, score=math.nan), "token 266: expected a finite score"),
     "no UTF-8": (token(266, b"\xc3"), "token 266: expected UTF-8"),
     "another byte": (token(13, "<0x0a>"), "token 13 to be <0x0A>, got '<0x0a>'"),
     "twice": (token(266, "a"), "tokens 265 and 266 are both 'a'"),
-    "a special twice": (token(266, "</s>"), "tokens 2 and 266 are both '</s>'"),
     "no space": (token(264, "x"), "no token for the space"),
     "equal scores": (token(262, score=-2.0), "'ab' and 'ba' have the same score -2.0"),
 }

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -259,32 +258,6 @@ def test_directions_are_what_they_are() -> None:
         check_pairs(comparator_config("longformer", **SMALL, num_labels=2))
     both_ways = comparator_config("mega", is_causal=False, num_labels=7)
     assert (both_ways.is_causal, both_ways.num_labels) == (False, 7)
-
-
-def test_mqar_takes_comparators(tmp_path: Path) -> None:
-    from replication.mqar.recipe import load
-    from replication.mqar.run import MQARSweep
-
-    recipe: dict[str, Any] = {
-        "models": {name: {"preset": name} for name in ("h3", "mamba", "griffin")},
-        "shared": {
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "rglru_decay_range": [0.1, 0.999],  # Latte's own: passed over
-        },
-        "data": {"cells": [[8, 2]], "vocab_size": 32, "train_examples": 16, "test_examples": 8},
-        "widths": [16],
-        "mlp_ratio": 2.0,
-        "training": {"max_epochs": 1, "learning_rates": [1e-3], "batch_size": 8},
-        "output_dir": str(tmp_path / "runs"),
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    _, table = MQARSweep(load(tmp_path / "recipe.yaml"), quiet=True).sweep()
-    assert all(name in table for name in recipe["models"])
-    recipe["models"] = {"both-ways": {"preset": "linformer"}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(LatteError, match="models.both-ways: .*'linformer' reads both ways"):
-        MQARSweep(load(tmp_path / "recipe.yaml"))
 
 
 @pytest.mark.parametrize(

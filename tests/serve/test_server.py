@@ -406,22 +406,6 @@ def test_a_conversation_about_a_book_reads_the_book_once(client, tmp_path, monke
     assert printed.count("> ") == 2
 
 
-def test_states_survive_a_restart_of_the_server(folder, forgetful, tmp_path):
-    first, second = "kept on disk\n" * 50, "and then?"
-    wanted, _ = conversation(forgetful, first, second)
-    ask = {"model": folder, "messages": [{"role": "user", "content": first}], **GREEDY}
-    client = Client(folder, state_folder=tmp_path)
-    client.api.chat.completions.create(**ask)
-    client.close()
-    client = Client(folder, state_folder=tmp_path)
-    try:
-        usage = client.api.chat.completions.create(**ask).usage
-        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
-        assert conversation(client, first, second)[0] == wanted
-    finally:
-        client.close()
-
-
 # ---- requests that share a step
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from latte.errors import LatteError
 from latte.models import LatteForCausalLM, preset_config
-from latte.ops import default_backend, use_backend
+from latte.ops import use_backend
 from latte.ops.triton_backend import launch
 from latte.train import speed
 from latte.train.recipe import recipe_from_dict
@@ -39,17 +39,6 @@ def test_the_chunked_loss_is_for_own_models(monkeypatch):
     recipe.model.architecture = "llama"
     with pytest.raises(LatteError, match="serves Latte's own models"):
         speed.check_speed(recipe)
-
-
-def test_the_backend_holds_for_the_training_alone():
-    before = default_backend()
-    with speed.chosen_backend(a_recipe(backend="torch")):
-        assert default_backend() == "torch"
-    with speed.chosen_backend(a_recipe(backend="triton")):
-        assert default_backend() == "triton"
-    with speed.chosen_backend(a_recipe()):
-        assert default_backend() == before
-    assert default_backend() == before
 
 
 def make_model(preset="latte-r-swa++", **overrides):

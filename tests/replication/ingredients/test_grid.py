@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from latte.compare.grid import RunStatus
 from latte.errors import LatteError
 from latte.models import count_parameters
 from latte.models.registry import find_model
@@ -123,13 +122,6 @@ def test_the_plan_orders_the_runs_and_each_is_done_once(recipe_file):
     assert len(planned(load(recipe_file, twice))) == 1
 
 
-def test_rates_and_seeds_replace_the_recipes(recipe_file):
-    run = planned(load(recipe_file))[1]
-    training = run.recipe.training
-    assert (training.learning_rate, training.seed, training.max_steps) == (1e-2, 1, 4)
-    assert training.min_learning_rate == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -207,12 +199,3 @@ def test_differences_are_paired_by_seed():
     assert difference({0: 1.5, 1: 1.6, 2: 9.0}, {0: 1.6, 1: 1.7}) == "-0.1000 ± 0.0000"
     assert difference({0: 1.5}, {0: 1.6}) == "-0.1000"
     assert difference({0: 1.5}, {1: 1.6}) == ""
-
-
-def test_a_run_without_a_result_has_its_problem(recipe_file):
-    from replication.ingredients.report import row
-
-    run = planned(load(recipe_file))[0]
-    cells = row(RunStatus(run, None, "diverged: the loss is not finite"))
-    assert cells["problem"].startswith("diverged") and "parameters" not in cells
-    assert "output_gate=True" in cells["fields"]

@@ -53,34 +53,6 @@ def test_both_original_formats(tmp_path: Path, make: Any) -> None:
     assert "attention_mask" not in task.test.batch([0, 1])
 
 
-def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    image = pytest.importorskip("PIL.Image")
-    arrays = [p.reshape(3, 32, 32).transpose(1, 2, 0) for p in PLANES["test_batch"]]
-
-    def load_dataset(name: str, *_: Any, **__: Any) -> Any:
-        assert name == "uoft-cs/cifar10"
-        columns = {"img": [image.fromarray(a) for a in arrays], "label": LABELS}
-        columns |= {"name": ["cat"] * len(LABELS), "share": [0.5] * len(LABELS)}
-        kinds = {"label": "int64", "name": "string", "share": "float64"}
-        features = {name: datasets.Value(kind) for name, kind in kinds.items()}
-        return datasets.Dataset.from_dict(
-            columns, features=datasets.Features({"img": datasets.Image(), **features})
-        )
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = load_task("image", ImageOptions(validation_share=0.5), "unused")
-    assert (task.test.sequence(1) == grey(PLANES["test_batch"][1])).all()
-    assert task.validation.labels_N.tolist() == LABELS[2:]
-    with pytest.raises(LatteError, match="no column 'image'; there is 'img', 'label', 'name'"):
-        load_task("image", ImageOptions(image_column="image"), "unused")
-    with pytest.raises(LatteError, match="expected an image of 32 x 32 in column 'label'"):
-        load_task("image", ImageOptions(image_column="label"), "unused")
-    for column, found in (("name", "<U3"), ("share", "float64"), ("img", "images or lists")):
-        with pytest.raises(LatteError, match=f"in every row of column '{column}', found {found}"):
-            load_task("image", ImageOptions(label_column=column), "unused")
-
-
 class Evil:
     def __reduce__(self) -> Any:
         return (print, ("code was run",))

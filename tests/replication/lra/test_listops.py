@@ -179,9 +179,3 @@ def test_more_examples_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(SMALL, min_length=3, max_length=5, max_depth=2, train_examples=1000)
     with pytest.raises(LatteError, match="only 400 different expressions were found, expected 1,"):
         make_splits(few)  # 4 operators, two digits
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LatteError, match="cannot be kept here"):
-        load_task("listops", SMALL, tmp_path / "file")

@@ -99,12 +99,6 @@ def test_impossible_options(changes: dict, message: str, tmp_path: Path) -> None
         load_task("pathfinder", replace(SMALL, **changes), tmp_path)
 
 
-def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TRIES", 3)
-    with pytest.raises(LatteError, match="no room for two paths of contour_length 90 in 32 x 32"):
-        picture(replace(SMALL, contour_length=90), 0)
-
-
 # ---- the released files
 
 

@@ -21,7 +21,7 @@ from replication.lra import training as lra_training
 from replication.lra.data import Examples
 from replication.lra.recipe import LRATraining, load, runs
 from replication.lra.run import RESULT_FILE, LRASweep, load_data, main
-from replication.lra.training import LRAScore, Training, batches, score
+from replication.lra.training import Training, batches, score
 
 
 def train_all(recipe: Any) -> str:
@@ -160,33 +160,6 @@ def test_a_killed_run_goes_on_to_the_same_result(
     assert outcome_of(folder) == outcome_of(whole)
     for name in ("model.safetensors", "config.json"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
-
-
-def test_the_best_state_is_kept_and_test_is_scored_once(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load(recipe_file, ["select=[window]"])
-    plain, scored, weights = score, [], {}
-
-    def watched(model: Any, examples: Examples, *rest: Any) -> LRAScore:
-        scored.append(examples)
-        found = plain(model, examples, *rest)
-        if examples is task.validation and len(scored) <= 4:
-            weights[len(scored)] = model.score.weight.detach().clone()
-            return replace(found, correct=(3, 9, 9, 5)[len(scored) - 1])
-        return found
-
-    task = load_data(recipe, quiet=True)
-    monkeypatch.setattr("replication.lra.run.load_data", lambda *_: task)
-    monkeypatch.setattr(lra_training, "score", watched)
-    train_all(recipe)
-    assert sum(examples is task.test for examples in scored) == 1 and scored[-1] is task.test
-    folder = tmp_path / "out" / "window" / "seed0"
-    assert outcome_of(folder)["best_step"] == 4
-    from safetensors.torch import load_file
-
-    kept = load_file(folder / "model.safetensors")["score.weight"]
-    assert torch.equal(kept, weights[2]) and not torch.equal(kept, weights[4])
 
 
 def test_a_budget_of_minutes_ends_a_run_with_a_score(recipe_file: Path, tmp_path: Path) -> None:

@@ -59,28 +59,6 @@ def test_the_validation_split_goes_by_the_text_alone(options: TextOptions, tmp_p
     assert set(texts(other.validation)) != set(texts(task.validation))
 
 
-def test_a_part_of_the_reviews(options: TextOptions) -> None:
-    task = load_task("text", replace(options, max_train_examples=100, max_test_examples=8), "-")
-    assert len(task.train) + len(task.validation) == 100 and len(task.test) == 8
-    assert 30 < task.train.labels_N.sum() < 70  # not the first ones of a sorted file
-
-
-def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def load_dataset(name: str, config: Any, **arguments: Any) -> Any:
-        asked.append((name, arguments["split"]))
-        return datasets.Dataset.from_list(ROWS)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = load_task("text", TextOptions(max_length=30), "unused")
-    assert asked == [("stanfordnlp/imdb", "train"), ("stanfordnlp/imdb", "test")]
-    assert len(task.test) == 200 and len(task.train) + len(task.validation) == 200
-    with pytest.raises(LatteError, match="no column 'stars'; there is 'text', 'label'"):
-        load_task("text", TextOptions(label_field="stars"), "unused")
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -129,15 +107,6 @@ def test_batches_are_padded_to_their_own_longest_and_masked() -> None:
     assert batch["attention_mask"].tolist() == [[True, True, False], [True] * 3]
     assert batch["labels"].tolist() == [2, 0]
     assert "attention_mask" not in examples.batch([1, 3])
-
-
-def test_two_towers() -> None:
-    pieces = [np.full(n, n, dtype=np.uint8) for n in (1, 2, 3, 1)]
-    examples = Examples.pack(pieces, [1, 0], towers=2)
-    assert len(examples) == 2 and examples.lengths().tolist() == [2, 3]
-    batch = examples.batch([1, 0])
-    assert batch["input_ids"].tolist() == [[[3, 3, 3], [1, 0, 0]], [[1, 0, 0], [2, 2, 0]]]
-    assert batch["attention_mask"].sum(-1).tolist() == [[3, 1], [1, 2]]
 
 
 # ---- retrieval
