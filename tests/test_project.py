@@ -39,13 +39,3 @@ def test_the_citation_names_the_paper_of_readme():
     assert paper["title"] in readme and str(paper["year"]) in readme
     assert all(author["family-names"] in readme for author in paper["authors"])
     assert citation["license"] == "MIT" and citation["cff-version"] == "1.2.0"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [".pre-commit-config.yaml", *sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / ".github").rglob("*.yml")
-    )],
-)  # fmt: skip
-def test_it_is_yaml(path):
-    assert yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))

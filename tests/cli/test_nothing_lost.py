@@ -61,31 +61,6 @@ def test_an_evaluation_of_other_settings_has_another_folder(
     assert "weights is" in line
 
 
-def test_a_page_of_the_users_is_not_replaced(
-    run: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    (tmp_path / "index.html").write_text("mine")
-    line = refused("inspect", run, "--text", "abc", "--output", tmp_path)
-    assert f"{tmp_path / 'index.html'} exists" in line
-    assert (tmp_path / "index.html").read_text() == "mine"
-    for text in ("abc", "def"):
-        assert main(["inspect", str(run), "--text", text]) == 0
-    assert (run / "inspection-2" / "index.html").is_file()
-
-
-def test_a_benchmark_of_other_settings_is_refused(
-    tmp_path: Path, refused: Callable[..., str], capsys: Any
-) -> None:
-    options = ["benchmark", "--ops", "latte", "--models", "none", "--no-memory", "--budget", "1e-3"]
-    options += ["--modes", "forward", "--output", str(tmp_path), "--lengths"]
-    assert main([*options, "16"]) == 0
-    before = (tmp_path / "benchmark.csv").read_bytes()
-    assert "lengths is [16] there and [8] here" in refused(*options, "8")
-    assert (tmp_path / "benchmark.csv").read_bytes() == before
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"benchmark.csv", "benchmark.settings.json"}
-
-
 def test_a_comparison_of_other_settings_has_files_of_its_own(place: Any, tmp_path: Path) -> None:
     arguments = ["compare", str(place.recipe()), f"output_dir={tmp_path / 'both'}", "--quiet"]
     for presets in ("swa++", "latte++", "swa++"):

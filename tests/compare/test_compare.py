@@ -230,24 +230,6 @@ def test_what_fails_is_reported_and_costs_the_rest_nothing(
     assert "latte, seed 1" in list_runs(made_up)
 
 
-def test_what_another_process_finished_is_not_done_again(
-    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    mine, other = fake(dict(VALUES), done), fake(dict(VALUES), [])
-
-    def shared(run: PresetRun, section: Any, quiet: bool) -> None:
-        mine(run, section, quiet)
-        for seed in (1, 2):  # meanwhile, elsewhere
-            twin = next(r for r in module.runs_of(made_up) if (r.preset, r.seed) == ("latte", seed))
-            other(twin, section, quiet)
-
-    monkeypatch.setattr(module, "train_and_measure", shared)
-    statuses, text = compare(made_up)
-    assert len(done) == 10 and all(o.result is not None for o in statuses)
-    assert "Without a result" not in text
-
-
 def test_comparators_that_cannot_run_here_say_so(
     made_up: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,16 +314,6 @@ def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
     recipe.training.learning_rate = 1e-3  # as it advises: not the run that diverged
     with pytest.raises(LatteError, match=r"holds another run: training.learning_rate is 1e\+30 t"):
         compare(recipe, apart=True)
-
-
-def test_results_of_another_recipe_are_not_taken_for_this_one(make_recipe: Any) -> None:
-    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
-    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
-    compare(recipe)
-    recipe.training.max_steps = 3
-    for call in (list_runs, lambda r: compare(r, report_only=True)):
-        with pytest.raises(LatteError, match="holds another run: training.max_steps is 2 there"):
-            call(recipe)
 
 
 def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from latte.cli import main
 from latte.conversion import convert
 from latte.errors import LatteError
 from latte.evaluate.checkpoint import load_config
@@ -65,23 +64,6 @@ def test_a_converted_folder_loads_with_the_auto_classes(family, save_base, tmp_p
         if name in stored:  # a tied head is stored once
             assert torch.equal(stored[name], weight), name
     assert (out / "tokenizer.json").is_file()
-
-
-def test_a_control_is_chosen_when_loading(save_base, tmp_path):
-    out = tmp_path / "out"
-    convert(save_base("llama"), out, window=5, num_latents=8, dtype="float64")
-    ids = tokens()
-    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)(ids).logits
-    own = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64, mixing="base")(ids).logits
-    reference = base("llama")(ids, attention_mask=_causal(23)).logits
-    torch.testing.assert_close(own, reference, rtol=1e-9, atol=1e-9)
-    assert (plain - own).abs().max() > 1e-3
-
-
-def _causal(length):
-    from tests.conversion.bases import band
-
-    return band(length, None)
 
 
 def test_the_seed_decides_the_new_weights(save_base):
@@ -161,14 +143,6 @@ def test_layers_that_cannot_be_kept(family, keep, message, save_base, tmp_path):
     with pytest.raises(LatteError, match=message) as caught:
         convert(folder, tmp_path / "out", num_latents=8, keep_layers=keep)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-
-
-def test_the_command_keeps_layers(save_base, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = ["convert", str(save_base("llama")), str(out), "--latents", "8"]
-    assert main([*command, "--keep-layers", "0,2"]) == 0
-    assert "macchiato_llama, 2 of 4 layers converted, " in capsys.readouterr().out
-    assert AutoConfig.from_pretrained(out).keep_layers == (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from latte.train.converted import mixing
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 
 from latte.gguf import TRANSFORMERS, open_gguf  # noqa: E402
-from tests.conversion.gguf_files import TOKENIZER, TOKENS, small_base, write_gguf  # noqa: E402
+from tests.conversion.gguf_files import TOKENS, small_base, write_gguf  # noqa: E402
 
 VERSION = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
 pytestmark = pytest.mark.skipif(
@@ -126,17 +126,6 @@ def test_a_base_without_marks_of_chats_keeps_its_ends(tmp_path):
     assert document_ends(load_tokenizer(path)) == (1, 2)
     config = convert(path, num_latents=8).config
     assert (config.bos_token_id, config.eos_token_id) == (1, [2, 0])  # each ends a text
-
-
-def test_digits_are_split_as_the_file_says(tuned, tmp_path):
-    """Before the rest: else two spaces before a digit would be one token less."""
-    names = load_tokenizer(tuned).convert_ids_to_tokens(load_tokenizer(tuned).encode("a  12"))
-    assert names == ["a", "ĠĠ", "1", "2"]
-    other = write_gguf(
-        tmp_path / "a.gguf", small_base("llama"), tokenizer=TOKENIZER | {"pre": "gpt-2"}
-    )
-    names = load_tokenizer(other).convert_ids_to_tokens(load_tokenizer(other).encode("a  12"))
-    assert names == ["a", "Ġ", "Ġ", "1", "2"]
 
 
 def test_the_rotation_of_llama3(tmp_path):

@@ -415,6 +415,7 @@ BYTES_OF = {
      "eos_token_id": 0}, "a<｜begin▁of▁sentence｜>", ["a", "<｜begin▁of▁sentence｜>"]),
     "add_space_prefix is of others": ({"add_space_prefix": True}, "the", ["the"]),
     "smollm": ({}, "a  12", ["a", "ĠĠ", "1", "2"]),
+    "gpt-2": ({"pre": "gpt-2"}, "a  12", ["a", "Ġ", "Ġ", "1", "2"]),
 }  # fmt: skip
 
 

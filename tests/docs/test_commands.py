@@ -111,11 +111,6 @@ def test_python_snippets_run(document, tmp_path, monkeypatch):
     assert document.text.count("```python") == len(blocks)
 
 
-def test_the_tour_has_snippets(read):
-    counts = {name: len(read(name).blocks("python")) for name in ("docs/tour.md", "docs/guide.md")}
-    assert counts["docs/tour.md"] >= 8 and counts["docs/guide.md"] >= 8
-
-
 def test_the_figure_is_what_its_script_draws(root, script_of, tmp_path):
     """Fonts may differ from machine to machine, the picture does not."""
     script = script_of("docs/figures/weights.py")

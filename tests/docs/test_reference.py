@@ -143,18 +143,6 @@ def test_every_option_and_key_has_a_meaning(tables):
                 assert re.search(r"\w", re.split(r"(?<!\\)\|", line)[-2]), line
 
 
-def test_words_are_of_options_and_keys_that_exist(tables):
-    known = {
-        name: {n for action in parser._actions for n in tables.names(action)}
-        for name, parser in tables.commands().items()
-    }
-    for name, words in tables.OPTION_WORDS.items():
-        if name != "*":
-            assert words.keys() <= known[name], name
-    for name, words in tables.KEY_WORDS.items():
-        assert words.keys() <= {field.name for field in dataclasses.fields(tables.SECTIONS[name])}
-
-
 def test_every_backend_is_named_where_one_is_chosen(read):
     rows = [
         *re.findall(r"^\| `backend` .*", read("docs/reference/ops.md").text, re.M),

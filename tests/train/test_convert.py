@@ -18,7 +18,6 @@ from transformers import AutoConfig
 
 from latte.cli import main
 from latte.errors import LatteError
-from latte.evaluate.lengths import kept_note
 from latte.train.convert import convert_and_train, load_conversion_recipe
 from latte.train.recipe import ConversionSection, check, load_recipe
 from latte.train.run_folder import FolderInUse, lock_folder
@@ -239,20 +238,6 @@ def test_a_hybrid_is_trained_and_every_table_says_so(base, settings, tmp_path):
     assert "hybrid: layers 1 kept" in (out / "evaluation" / "evaluation.csv").read_text()
 
 
-def test_a_layer_that_is_kept_with_a_window_is_trained(base, small, tmp_path):
-    pytest.importorskip("peft")
-    given = ["conversion.keep_layers=[1]", "conversion.kept_window=9", "transfer=null"]
-    given += ["conversion.trainable=lora", "conversion.lora_rank=2"]
-    given += ["conversion.lora_targets=[q_proj]"]
-    out = convert_and_train(str(base), tmp_path / "out", small(*given), quiet=True)
-    config = AutoConfig.from_pretrained(out)
-    assert kept_note(config) == ", layers 1 kept with a window of 9"
-    assert config.kept_window == 9 and not config.state_grows(1)
-    before, after = weights(base), weights(out)
-    projections = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
-    assert not any(torch.equal(before[name], after[name]) for name in projections)
-
-
 def test_an_unfinished_run_with_low_rank_updates_says_so(base, small, tmp_path):
     from latte.evaluate.checkpoint import load_checkpoint
 
@@ -339,13 +324,6 @@ def test_a_teacher_that_is_trained_itself_is_a_mistake(base, small, tmp_path):
     with pytest.raises(LatteError, match="expected conversion.trainable=latents or lora, got all"):
         convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_something_else_is_left_alone(base, small, tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(LatteError, match="out exists; expected the name of a new folder"):
-        convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_recipes_load():

@@ -311,26 +311,6 @@ SMALL = [
 ]
 
 
-def test_a_plain_llama_is_trained_and_loads(tmp_path, words):
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
-    recipe = load_recipe(
-        RECIPE,
-        [
-            *SMALL,
-            *[f"data.{key}={value}" for key, value in words.items()],
-            "training.max_steps=2",
-            f"output_dir={tmp_path}/run",
-        ],
-    )
-    result = train(recipe, quiet=True)
-    assert result.finished
-    model = AutoModelForCausalLM.from_pretrained(result.folder)
-    assert isinstance(model, LlamaForCausalLM)
-    assert model.config.max_position_embeddings == 32
-    assert json.loads((result.folder / "recipe.json").read_text())["model"]["architecture"]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
