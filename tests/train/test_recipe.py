@@ -177,3 +177,13 @@ def test_a_missing_recipe_and_a_folder(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(LatteError, match="is a folder"):
         load_recipe(tmp_path)
+
+
+def test_openwebtext_takes_every_preset_at_paper_size() -> None:
+    from latte.models import PRESETS
+    from latte.train.run import model_config
+
+    for preset in PRESETS:
+        recipe = load_recipe(RECIPES / "openwebtext.yaml", [f"model.preset={preset}"])
+        config = model_config(recipe, {})
+        assert (config.hidden_size, config.vocab_size) == (768, 50267)

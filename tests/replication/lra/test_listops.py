@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from latte.errors import LatteError
 from replication.lra.data import ListOpsOptions, class_balance, load_task
-from replication.lra.data.examples import Examples
+from replication.lra.data.examples import Examples, in_order
 from replication.lra.data.listops import (
     TOKENS,
     expression,
@@ -153,6 +156,19 @@ def test_two_processes_make_the_same() -> None:
     for split, examples in one.items():
         assert sequences(examples) == sequences(two[split])
         assert (examples.labels_N == two[split].labels_N).all()
+
+
+def killed(index):
+    if index == 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_process_ends_the_work():
+    with pytest.raises(BrokenProcessPool):
+        for expected, found in zip(range(1000), in_order(killed, workers=2), strict=False):
+            assert found == expected
 
 
 @pytest.mark.parametrize(
