@@ -17,7 +17,6 @@ from latte.models import LatteForCausalLM, preset_config
 
 
 def test_work_apart_returns_fails_and_dies_alone(capfd: Any) -> None:
-    assert in_fresh_process(int, "3") == 3
     with pytest.raises(WorkFailed, match="ValueError: invalid literal"):
         in_fresh_process(int, "three")
     with pytest.raises(WorkFailed, match="killed by SIGABRT"):

@@ -16,8 +16,8 @@ from latte.cli.parser import parse
 
 SOURCES = Path(__file__).parents[2] / "src"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
-COMMANDS = ("", "train", "evaluate", "generate", "serve", "compare", "convert", "inspect", "benchmark",
-            "doctor")  # fmt: skip
+COMMANDS = ("", "train", "evaluate", "generate", "serve", "compare", "convert", "inspect",
+            "benchmark", "doctor")  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
