@@ -1,7 +1,5 @@
 """An option of latents is declared once: everything that shows or takes it has it from there."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -47,7 +45,7 @@ DEFAULTS = {
 }
 
 
-def plain(text: str) -> str:
+def plain(text):
     return " ".join(text.replace("`", "").lower().split())
 
 

@@ -1,7 +1,5 @@
 """Blocks and windows cut over two processes, as torchrun starts them, against one process."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
@@ -47,7 +45,7 @@ sys.exit(max(launch(*sys.argv[1:]).values()))
 """
 
 
-def scores(folder: Path) -> list[list[float]]:
+def scores(folder):
     rows: list[dict[str, str]] = []
     for name in ("evaluation.csv", "positions.csv"):
         with open(folder / name, newline="") as file:
@@ -56,7 +54,7 @@ def scores(folder: Path) -> list[list[float]]:
     return [[float(row[name]) for name in ("length", "tokens", "loss")] for row in rows]
 
 
-def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> None:
+def test_two_processes_train_and_score_as_one(place, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH, str(place.recipe()), str(tmp_path)],
         capture_output=True,
@@ -83,7 +81,7 @@ def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> Non
     assert done.stdout.count("written: ") == 2  # one process speaks
 
 
-def test_a_group_reads_the_same_blocks() -> None:
+def test_a_group_reads_the_same_blocks():
     """Four processes take batches of three by turns; groups of two are given the same ones."""
     shared: Any = SharedBlocks(list(range(12)), 3, 2)  # type: ignore[arg-type]
     batches = [[shared[3 * batch + i] for i in range(3)] for batch in range(len(shared) // 3)]

@@ -1,13 +1,10 @@
 """`latte doctor`: a report that never fails, for people and for programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +19,12 @@ SOURCES = Path(__file__).parents[2] / "src"
 
 
 @pytest.fixture
-def found(capsys: Any) -> dict[str, Any]:
+def found(capsys):
     assert main(["doctor", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_it_tells_versions_threads_malloc_and_gpu(found: dict[str, Any]) -> None:
+def test_it_tells_versions_threads_malloc_and_gpu(found):
     versions = found["versions"]
     assert versions["latte"] == latte.__version__ and versions["folder"] == str(SOURCES / "latte")
     assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
@@ -42,7 +39,7 @@ def test_it_tells_versions_threads_malloc_and_gpu(found: dict[str, Any]) -> None
     assert not [name for name, section in found.items() if "error" in section]
 
 
-def test_it_tells_which_backend_serves(found: dict[str, Any]) -> None:
+def test_it_tells_which_backend_serves(found):
     native = "cpu" if cpp_backend.ABSENT is None else "torch"
     backends = found["backends"]
     assert backends["default"]["cpu"] == default_backend()
@@ -51,7 +48,7 @@ def test_it_tells_which_backend_serves(found: dict[str, Any]) -> None:
     assert backends["linear_attention"]["cpu"] == "torch"
 
 
-def test_it_tells_of_the_native_library(monkeypatch: Any) -> None:
+def test_it_tells_of_the_native_library(monkeypatch):
     path = Path("/somewhere/native.so")
     monkeypatch.setattr(cpp_backend, "LIBRARY", path)
     monkeypatch.setattr(cpp_backend, "ABSENT", None)
@@ -65,8 +62,8 @@ def test_it_tells_of_the_native_library(monkeypatch: Any) -> None:
     assert native["why not"] == "they are not built; this builds them: x"
 
 
-def test_what_fails_is_said_and_stops_nothing(monkeypatch: Any, capsys: Any) -> None:
-    def broken() -> Any:
+def test_what_fails_is_said_and_stops_nothing(monkeypatch, capsys):
+    def broken():
         raise RuntimeError("no driver\nat all")
 
     monkeypatch.setattr(torch.cuda, "is_available", broken)
@@ -77,7 +74,7 @@ def test_what_fails_is_said_and_stops_nothing(monkeypatch: Any, capsys: Any) -> 
     assert "error  RuntimeError: no driver at all" in out and "\nthreads\n" in out
 
 
-def test_kernels_that_are_required_and_absent_are_an_error() -> None:
+def test_kernels_that_are_required_and_absent_are_an_error():
     """After the report, in one line; the same line stops every other command at once."""
     code = (
         "import platform, sys; platform.machine = lambda: 'riscv64'\n"

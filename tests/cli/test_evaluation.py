@@ -4,9 +4,7 @@ import csv
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is missing")
-def test_tasks_write_a_table_a_csv_and_a_record(
-    place: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_write_a_table_a_csv_and_a_record(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = ["evaluate", str(place.trained()), "--tasks", "recipes/lm_eval/local.yaml"]
     assert main([*arguments, "--limit", "3", "--output", str(tmp_path)]) == 0
@@ -29,9 +25,7 @@ def test_tasks_write_a_table_a_csv_and_a_record(
         assert [row["task"] for row in csv.DictReader(file)] == ["sums", "sums"]
 
 
-def test_generate_prints_no_prompt_before_its_error(
-    place: Any, refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_generate_prints_no_prompt_before_its_error(place, refused, tmp_path):
     """Nothing is on stdout where the error is one of the tokeniser's."""
     folder = tmp_path / "endless"
     shutil.copytree(place.trained(), folder)
@@ -43,13 +37,13 @@ def test_generate_prints_no_prompt_before_its_error(
     assert "has no eos token" in refused("generate", folder, "--prompt", "the latent")
 
 
-def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place: Any, capfd: Any) -> None:
+def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place, capfd):
     arguments = ["--prompt", "mean \udcff", "--max-new-tokens", "2", "--seed", "0"]
     assert main(["generate", str(place.trained()), *arguments]) == 0
     assert capfd.readouterr().out.startswith("mean \ufffd")
 
 
-def test_a_converted_model_and_its_controls(place: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_converted_model_and_its_controls(place, tmp_path, capsys):
     """Each mixing reaches the model, and its results have a folder of their own."""
     import transformers
 

@@ -1,10 +1,6 @@
 """`latte inspect` at work, and its mistakes: one line, and nothing written."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,9 +14,7 @@ WINDOW_FILES = {"window_share.csv", "window_share.png"}
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
-def test_inspect_writes_tables_figures_and_a_page(
-    place: Any, preset: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_inspect_writes_tables_figures_and_a_page(place, preset, tmp_path, capsys):
     arguments = ["inspect", str(place.trained(preset)), "--text", "latent mean of the state"]
     assert main([*arguments, "--output", str(tmp_path), "--layers", "1", "--at", "3,9"]) == 0
     out = capsys.readouterr().out
@@ -34,9 +28,7 @@ def test_inspect_writes_tables_figures_and_a_page(
         assert [row["layer"] for row in csv.DictReader(file)] == ["1", "1"]
 
 
-def test_inspect_reads_a_file_and_writes_beside_the_checkpoint(
-    place: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_inspect_reads_a_file_and_writes_beside_the_checkpoint(place, tmp_path, capsys):
     import shutil
 
     folder = tmp_path / "run"
@@ -49,5 +41,5 @@ def test_inspect_reads_a_file_and_writes_beside_the_checkpoint(
     assert names == FILES | LATENT_FILES | WINDOW_FILES | SETTINGS
 
 
-def test_layers_count_from_zero() -> None:
+def test_layers_count_from_zero():
     assert parse(["inspect", "run", "--text", "a", "--layers", "0,3"]).layers == [0, 3]

@@ -4,21 +4,16 @@ All of them are in `make test-all`; in `make test` those whose line is known, an
 run in this process: the seconds that `import torch` takes are not counted.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.many_mistakes import DAMAGES, FILES, SAID, Case, cases, damage, make_box, said
+from tests.cli.many_mistakes import DAMAGES, FILES, SAID, cases, damage, make_box, said
 
 CASES = cases()
 QUICK = CASES[:: len(CASES) // 30]
@@ -26,7 +21,7 @@ SECONDS = 5.0  # of this process on the CPU, whatever else the machine does
 
 
 @pytest.fixture(scope="module")
-def places(place: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def places(place, tmp_path_factory):
     """The trained run, and a base to convert with its tokenizer."""
     import torch
     import transformers
@@ -52,11 +47,11 @@ training: {{max_steps: 1, batch_size: 1}}
 class Box:
     """A working directory full of traps, and a trained run in it, for case after case."""
 
-    def __init__(self, place: Any, places: dict[str, Path], folder: Path) -> None:
+    def __init__(self, place, places, folder):
         self.place, self.places, self.folder = place, places, folder
         self.fill()
 
-    def fill(self) -> None:
+    def fill(self):
         """Make it all anew."""
         shutil.rmtree(self.folder, ignore_errors=True)
         run = self.folder / "runs" / "latte-r-swa++"
@@ -68,7 +63,7 @@ class Box:
         self.before = self.contents()
         self.folders = {path for path in self.folder.rglob("*") if path.is_dir()}
 
-    def contents(self) -> dict[str, tuple[int, int, int]]:
+    def contents(self):
         """Which file it is, its size and its time, of every file. Locks are nobody's data."""
         found = {}
         for folder in (self.folder, self.places["folder"], self.place.folder):
@@ -80,14 +75,12 @@ class Box:
 
 
 @pytest.fixture(scope="module")
-def shared_box(
-    place: Any, places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Box:
+def shared_box(place, places, tmp_path_factory):
     return Box(place, places, tmp_path_factory.mktemp("box"))
 
 
 @pytest.fixture
-def box(place: Any, shared_box: Box, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+def box(place, shared_box, monkeypatch):
     """The box, which the next case finds as this one did."""
     monkeypatch.chdir(shared_box.cwd)
     monkeypatch.setenv("LATTE_CACHE", str(place.folder / "cache"))
@@ -98,12 +91,12 @@ def box(place: Any, shared_box: Box, monkeypatch: pytest.MonkeyPatch) -> Iterato
         shared_box.fill()
 
 
-def filled(argument: str, names: dict[str, str]) -> str:
+def filled(argument, names):
     """With the box's paths in the place of their names; other braces are YAML's."""
     return re.sub(r"\{(\w+)\}", lambda name: names.get(name[1], name[0]), argument)
 
 
-def refuse(case: Case, box: Box, capsys: Any) -> str:
+def refuse(case, box, capsys):
     """Run a case, check what it left, and give its line."""
     from latte.cli import main
 
@@ -135,20 +128,20 @@ def refuse(case: Case, box: Box, capsys: Any) -> str:
 
 
 @pytest.mark.parametrize("case", list(said()), ids=lambda case: case.name)
-def test_what_the_line_says(case: Case, box: Box, capsys: Any) -> None:
+def test_what_the_line_says(case, box, capsys):
     if "--tasks" in case.name and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("lm-eval is missing")
     assert SAID[case.name] in refuse(case, box, capsys)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_a_mistake_is_one_line(case: Case, box: Box, capsys: Any) -> None:
+def test_a_mistake_is_one_line(case, box, capsys):
     refuse(case, box, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c not in QUICK], ids=lambda case: case.name)
-def test_every_mistake_is_one_line(case: Case, box: Box, capsys: Any) -> None:
+def test_every_mistake_is_one_line(case, box, capsys):
     refuse(case, box, capsys)
 
 
@@ -167,7 +160,7 @@ QUICK_ODD = [
 ]
 
 
-def open_odd(command: str, file: str, how: str, places: Any, folder: Path, capsys: Any) -> None:
+def open_odd(command, file, how, places, folder, capsys):
     """A folder with an odd file is used, or refused in one line."""
     from latte.cli import main
 
@@ -189,25 +182,19 @@ def open_odd(command: str, file: str, how: str, places: Any, folder: Path, capsy
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("command", "file", "how"), QUICK_ODD)
-def test_an_odd_file_is_one_line(
-    command: str, file: str, how: str, places: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_an_odd_file_is_one_line(command, file, how, places, tmp_path, capsys):
     open_odd(command, file, how, places, tmp_path, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("command", "file", "how"), [c for c in ODD if c not in QUICK_ODD])
-def test_every_odd_file_is_one_line(
-    command: str, file: str, how: str, places: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_every_odd_file_is_one_line(command, file, how, places, tmp_path, capsys):
     open_odd(command, file, how, places, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("layers", [50_000, 1_000_000])
-def test_a_config_that_its_weights_do_not_fit_builds_nothing(
-    layers: int, places: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_a_config_that_its_weights_do_not_fit_builds_nothing(layers, places, tmp_path, capsys):
     """It would take minutes for so many layers, and all of the memory."""
     from latte.cli import main
 

@@ -1,11 +1,6 @@
 """A command run again with other options replaces nothing that is there."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,16 +8,14 @@ from latte.cli import main
 
 
 @pytest.fixture
-def run(place: Any, tmp_path: Path) -> Path:
+def run(place, tmp_path):
     """A run folder to write into."""
     folder = tmp_path / "run"
     shutil.copytree(place.trained(), folder, ignore=shutil.ignore_patterns("checkpoint-*", ".lock"))
     return folder
 
 
-def test_a_state_replaces_no_file(
-    place: Any, run: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_a_state_replaces_no_file(place, run, tmp_path, refused):
     file = tmp_path / "precious.txt"
     file.write_text("mine")
     command = ["generate", str(run), "--prompt", "a", "--max-new-tokens", "0", "--save-state"]
@@ -38,9 +31,7 @@ def test_a_state_replaces_no_file(
     assert file.read_bytes() != state
 
 
-def test_an_evaluation_of_other_settings_has_another_folder(
-    run: Path, refused: Callable[..., str]
-) -> None:
+def test_an_evaluation_of_other_settings_has_another_folder(run, refused):
     for lengths in ("16", "32", "16"):
         assert main(["evaluate", str(run), "--lengths", lengths]) == 0
     tables = {
@@ -61,7 +52,7 @@ def test_an_evaluation_of_other_settings_has_another_folder(
     assert "weights is" in line
 
 
-def test_a_comparison_of_other_settings_has_files_of_its_own(place: Any, tmp_path: Path) -> None:
+def test_a_comparison_of_other_settings_has_files_of_its_own(place, tmp_path):
     arguments = ["compare", str(place.recipe()), f"output_dir={tmp_path / 'both'}", "--quiet"]
     for presets in ("swa++", "latte++", "swa++"):
         assert main([*arguments, "--presets", presets, "--lengths", "16"]) == 0

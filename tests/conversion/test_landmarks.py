@@ -1,7 +1,5 @@
 """Landmarks: the closed form against rotations one by one, and what they give every family."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

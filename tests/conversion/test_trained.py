@@ -1,7 +1,5 @@
 """Trained latents as a file: the same model from the base, and no other base."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -198,8 +198,7 @@ def test_nothing_of_the_base_is_kept_for_the_backward_pass():
 
 
 @pytest.mark.parametrize(
-    "option",
-    [{}, {"latent_input": "rglru", "delay_latents": True}, {"converted_layers": (1, 3)}],
+    "option", [{}, {"latent_input": "rglru", "delay_latents": True}, {"converted_layers": (1, 3)}]
 )
 def test_checkpointing_and_accumulation_change_no_gradient(option):
     plain, lean = latents_alone(**option), latents_alone(**option)

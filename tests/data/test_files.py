@@ -14,7 +14,7 @@ from latte.errors import LatteError
 TEXTS = ["one\ttext\n", "zwei Wörter 😀", "drei\r\nLines\n\nof it", "vier"]
 
 
-def compress(data: bytes, suffix: str) -> bytes:
+def compress(data, suffix):
     if suffix == ".zst":
         zstandard = pytest.importorskip("zstandard")
         half = len(data) // 2  # two frames, as parallel zstd writes them

@@ -1,8 +1,6 @@
 """What documents tell to run: commands could be typed (their targets, files, options and recipes
 exist), every Python snippet runs, and the figure is what its script draws."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

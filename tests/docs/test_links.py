@@ -1,7 +1,5 @@
 """What the documents point at exists: files, headings, images, recipes, functions, tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 

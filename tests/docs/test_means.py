@@ -1,7 +1,5 @@
 """The means on the results pages are those of the runs in the committed files."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 
@@ -31,7 +29,7 @@ def presets_by_mean(script):
     return found
 
 
-def preset_of(name: str) -> str:
+def preset_of(name):
     """A preset without the options that follow it after a comma."""
     return name.split(",")[0]
 

@@ -3,8 +3,6 @@
 Their code cells are run as they are, in one namespace: no Jupyter is needed.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path
@@ -17,12 +15,12 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs/notebooks").glob("*.ipynb"
 NAMES = [path.stem for path in NOTEBOOKS]
 
 
-def cells(path: Path, kind: str) -> list[str]:
+def cells(path, kind):
     body = json.loads(path.read_text(encoding="utf-8"))
     return ["".join(cell["source"]) for cell in body["cells"] if cell["cell_type"] == kind]
 
 
-def run(path: Path) -> dict[str, object]:
+def run(path):
     """The names that a notebook's cells leave."""
     namespace: dict[str, object] = {"__name__": "notebook"}
     with torch.random.fork_rng():

@@ -1,7 +1,5 @@
 """The five commands of the page "Your own text", run on a small text."""
 
-from __future__ import annotations
-
 import random
 import shlex
 

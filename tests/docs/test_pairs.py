@@ -1,7 +1,5 @@
 """The differences between models on the results pages are those of their runs."""
 
-from __future__ import annotations
-
 import csv
 import re
 
@@ -42,16 +40,16 @@ def pairs(root):
     return {(row["table"], row["left"], row["right"], row["part"]): row for row in rows}
 
 
-def name_of(cell: str) -> str:
+def name_of(cell):
     return NAMES.get(cell, cell.strip("`"))
 
 
-def shown(row: dict[str, str], digits: int, sign: int = 1) -> str:
+def shown(row, digits, sign=1):
     difference, half = sign * float(row["difference"]), float(row["half_width"])
     return f"{difference:+.{digits}f} ± {half:.{digits}f}"
 
 
-def table_with(page, *columns: str) -> list[list[dict[str, str]]]:
+def table_with(page, *columns):
     """The tables of a page whose head has these columns."""
     return [each for each in page.tables() if set(columns) <= set(each[0])]
 

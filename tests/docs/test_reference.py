@@ -1,7 +1,5 @@
 """The reference says what the code says: names, fields, presets, recipe keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The users' pages are short, and written in the words of the field."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

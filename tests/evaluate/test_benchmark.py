@@ -1,9 +1,6 @@
 """`latte benchmark` at tiny sizes: every case has a time, memory grows with the inputs."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
+def test_every_case_has_a_time(tmp_path, capsys):
     models = ("latte-r-swa++", "griffin")
     settings = Settings(ops=OPS, models=models, memory=False, **TINY)
     rows = benchmark(settings, tmp_path).rows
@@ -36,7 +33,7 @@ def test_every_case_has_a_time(tmp_path: Path, capsys: Any) -> None:
     assert float(row["tokens_per_second"]) == pytest.approx(1e3 / float(row["median_ms"]), rel=0.01)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_model("gla").missing()
     with pytest.raises(LatteError, match="comparator 'gla' needs .*a GPU"):
@@ -45,7 +42,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check(Settings(models=("longformer",), device="cpu"))
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(LatteError, match="take at least .* PB, and there are .* memory"):
         check(Settings(batch=10**9))
     with pytest.raises(LatteError, match="10,000,000,000,000 tokens take at least"):

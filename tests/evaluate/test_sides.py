@@ -1,7 +1,5 @@
 """Models side by side: names, overrides of a config, and whose weights they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -4,8 +4,6 @@ Shapes: B batch, T sequence, E hidden size, H query heads, G key/value heads, K 
 V vocabulary.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -15,11 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.llama2c import (
-    import_llama2c,
-    load_llama2c,
-    load_llama2c_tokenizer,
-)
+from examples.llama2c import import_llama2c, load_llama2c, load_llama2c_tokenizer
 from tests.examples.llama2c_reference import (
     Llama2cTokenizer,
     Sizes,
@@ -68,7 +62,7 @@ def test_model_computes_what_llama2c_does(tmp_path, sizes):
 # The tokenizer.
 
 
-def random_tokenizer(seed: int) -> tuple[list[str], list[str]]:
+def random_tokenizer(seed):
     """(pieces, alphabet): pieces of few characters, so that they overlap in every way."""
     rng = random.Random(seed)
     letters = rng.choice([["a"], ["a", "b"], ["a", "b", "é"], ["-", "日"]])

@@ -1,12 +1,9 @@
 """llama2.c imports: the folder that is written, and files that are refused."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ from tests.examples.llama2c_reference import (
 )
 
 
-def small_files(folder: Path) -> tuple[Path, Path]:
+def small_files(folder):
     texts, scores = vocabulary([" a", " b", "ab", "ba", "aa", " ", "a", "b"])
     sizes = replace(Sizes(), vocabulary=len(texts))
     checkpoint, tokenizer = folder / "model.bin", folder / "tok.bin"
@@ -66,21 +63,21 @@ Change = Callable[[bytes], bytes]
 GOOD_TEXTS, GOOD_SCORES = vocabulary([" a", " b", "ab", "ba", "aa", " ", "a", "b"])
 
 
-def header(**changed: int) -> Change:
+def header(**changed):
     """Write other sizes into the header."""
     names = ["dim", "hidden", "layers", "heads", "kv_heads", "vocabulary", "positions"]
 
-    def change(data: bytes) -> bytes:
+    def change(data):
         values = dict(zip(names, struct.unpack_from("<7i", data), strict=True)) | changed
         return struct.pack("<7i", *values.values()) + data[28:]
 
     return change
 
 
-def token(index: int, text: str | bytes | None = None, score: float | None = None) -> Change:
+def token(index, text=None, score=None):
     """Write another token in place of one, or append one."""
 
-    def change(_: bytes) -> bytes:
+    def change(_):
         texts: list[Any] = [*GOOD_TEXTS, ""]
         scores = [*GOOD_SCORES, -100.0]
         texts[index] = texts[index] if text is None else text
@@ -123,7 +120,7 @@ BAD_TOKENIZERS: dict[str, tuple[Change, str]] = {
 def refused(tmp_path, capsys):
     """refused(checkpoint, tokenizer, output): the one line of a refusal that writes nothing."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         before = sorted(tmp_path.rglob("*"))
         assert main([str(argument) for argument in arguments]) == 2
         captured = capsys.readouterr()
@@ -168,7 +165,7 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, refused, monkeypatch):
 
     from transformers import PreTrainedTokenizerFast
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)  # after the model's

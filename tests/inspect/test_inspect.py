@@ -3,8 +3,6 @@
 Shape suffixes: T tokens, P tokens shown, H heads, L latents, S states.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import json
@@ -17,13 +15,7 @@ import pytest
 import torch
 
 from latte.errors import LatteError
-from latte.inspect.mixing import (
-    Inspection,
-    LayerMixing,
-    share_rows,
-    summary_rows,
-    usage_rows,
-)
+from latte.inspect.mixing import Inspection, LayerMixing, share_rows, summary_rows, usage_rows
 from latte.inspect.report import (
     build_page,
     inspect_model,

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T tokens, P tokens shown, H query heads, G key/value heads.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 

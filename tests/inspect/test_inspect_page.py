@@ -4,8 +4,6 @@ It needs the Python package playwright and a Chromium: Debian's (`apt-get instal
 one of `playwright install chromium`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

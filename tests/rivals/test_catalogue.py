@@ -1,19 +1,13 @@
 """The models of the paper's tables, by name, in the same harness as our own."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
@@ -50,29 +44,29 @@ OF_TRANSFORMERS = [name for name in CAUSAL if COMPARATORS[name].library == "tran
 ON_A_GPU = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
 
 
-def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
+def comparator_config(name, size="tiny", **overrides):
     return find_model(name).config(size, **overrides)
 
 
-def build(name: str, kind: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
+def build(name, kind=AutoModelForCausalLM, **overrides):
     torch.manual_seed(0)
     return kind.from_config(comparator_config(name, **{**SMALL, **overrides}))
 
 
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits(model, ids):
     return model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.mark.parametrize("size", ["tiny", "paper"])
 @pytest.mark.parametrize("name", HERE)
-def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
+def test_parameters_match_those_of_transformer(name, size):
     target = count_parameters(preset_config("transformer++", size))
     found = COMPARATORS[name].count(comparator_config(name, size))
     assert found == pytest.approx(target, rel=0.03)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_the_future_cannot_change_the_past(name: str) -> None:
+def test_the_future_cannot_change_the_past(name):
     model = build(name).eval()
     ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
@@ -90,7 +84,7 @@ def test_the_future_cannot_change_the_past(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_few_steps_lower_the_loss(name: str) -> None:
+def test_a_few_steps_lower_the_loss(name):
     """In our own mixers every parameter has its share of it."""
     model = build(name).train()
     ids = torch.randint(3, 20, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -111,7 +105,7 @@ SEVERAL_CHUNKS = {"mamba2": {"chunk_size": 8}}  # of 37 tokens, the last one wit
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
+def test_scans_are_the_librarys_loops(name, monkeypatch):
     """Outputs and all gradients, and it is the scan that runs."""
     if name.startswith("mamba") and importlib.util.find_spec("mamba_ssm") is not None:
         pytest.skip("Mamba's own kernels are there")
@@ -124,7 +118,7 @@ def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
     for function in (scan, scan.looping):
         calls: list[int] = []
 
-        def counted(*arguments: Any, _run: Any = function, _calls: Any = calls, **rest: Any) -> Any:
+        def counted(*arguments, _run=function, _calls=calls, **rest):
             _calls.append(1)
             return _run(*arguments, **rest)
 
@@ -138,11 +132,11 @@ def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
+def test_dropout_is_where_ours_is(name, monkeypatch):
     """In training alone: of embeddings, and of all that the blocks add."""
     rates: list[float] = []
 
-    def all_of_it(x: torch.Tensor, rate: float) -> torch.Tensor:
+    def all_of_it(x, rate):
         rates.append(rate)
         return x * 0
 
@@ -171,7 +165,7 @@ def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", READS_BOTH_WAYS)
-def test_a_few_steps_teach_a_classifier(name: str) -> None:
+def test_a_few_steps_teach_a_classifier(name):
     model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
     ids = torch.randint(3, 300, (6, 16), generator=torch.Generator().manual_seed(1))
     labels = torch.arange(6) % 3
@@ -180,7 +174,7 @@ def test_a_few_steps_teach_a_classifier(name: str) -> None:
     assert found[-1] < found[0] - 0.2
 
 
-def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
+def test_recipes_take_comparators_beside_presets(make_recipe):
     """The same tokens in the same steps, whichever way a model keeps documents apart."""
     from latte.compare.compare import Comparison
     from latte.evaluate.checkpoint import load_checkpoint
@@ -207,7 +201,7 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
         generate(model, tokenizer, "of the", max_new_tokens=3, seed=0, stream=False)
 
 
-def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
+def test_documents_of_a_block_are_rows_of_their_own(make_recipe):
     """Packed or padded, a model that can do both computes the same loss."""
     from latte.data.preparing import prepare_text
     from latte.models import LatteForCausalLM
@@ -236,13 +230,13 @@ def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
         ("mamba", {"hidden_act": "nope"}, "'mamba': KeyError: 'nope'; got hidden_act='nope'$"),
     ],
 )
-def test_bad_fields_are_one_line(name: str, overrides: dict[str, Any], message: str) -> None:
+def test_bad_fields_are_one_line(name, overrides, message):
     with pytest.raises(LatteError, match=message) as error:
         comparator_config(name, **overrides)
     assert "\n" not in str(error.value)
 
 
-def test_directions_are_what_they_are() -> None:
+def test_directions_are_what_they_are():
     longformer = comparator_config("longformer", is_causal=False, max_position_embeddings=400)
     assert (longformer.vocab_size, longformer.pad_token_id) == (261, 260)  # 0 is a byte
     assert longformer.max_position_embeddings == 260 + 1 + 400
@@ -272,7 +266,7 @@ def test_directions_are_what_they_are() -> None:
         ("lightning", set()),
     ],
 )
-def test_weight_decay_is_for_matrices_in_every_optimiser(name: str, spared: set[str]) -> None:
+def test_weight_decay_is_for_matrices_in_every_optimiser(name, spared):
     model = build(name)
     decayed = set(decayed_names(model))
     assert (
@@ -289,7 +283,7 @@ def test_weight_decay_is_for_matrices_in_every_optimiser(name: str, spared: set[
     assert set(rates) == set(names.values())
 
 
-def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
+def test_a_multiplier_of_embeddings_holds_for_models_that_have_one():
     wanted = {**SMALL, "embedding_multiplier": 4.0, "embedding_initializer_range": 0.5}
     mega = comparator_config("mega", **wanted)
     assert (mega.embedding_scale, mega.embedding_initializer_range) == (4.0, 0.5)
@@ -297,7 +291,7 @@ def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
         assert not hasattr(comparator_config(name, **wanted), "embedding_multiplier")
 
 
-def test_a_model_says_itself_whether_it_carries_a_state() -> None:
+def test_a_model_says_itself_whether_it_carries_a_state():
     from latte.models import LatteForCausalLM
     from latte.models.registry import carries_state, entry_of_type
 
@@ -308,13 +302,13 @@ def test_a_model_says_itself_whether_it_carries_a_state() -> None:
     assert entry_of_type("latte") is None and entry_of_type("llama") is None
 
 
-def test_any_model_can_be_registered(monkeypatch: Any) -> None:
+def test_any_model_can_be_registered(monkeypatch):
     """A name that nobody knew stands for a model from then on, in recipes too."""
     from latte.models import registry
     from latte.train.recipe import ModelSection
 
     class Narrow(registry.ModelEntry):
-        def config(self, size: str, **overrides: Any) -> Any:
+        def config(self, size, **overrides):
             return preset_config("swa++", size, **{"hidden_size": 32, **overrides})
 
     monkeypatch.setattr(registry, "_models", {**registry.other_models()})
@@ -326,9 +320,7 @@ def test_any_model_can_be_registered(monkeypatch: Any) -> None:
         find_model("narrow").check(causal=True)
 
 
-def test_what_cannot_be_trained_says_why_before_anything_is_written(
-    make_recipe: Any, monkeypatch: Any
-) -> None:
+def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe, monkeypatch):
     from latte.models import registry
     from latte.train.run import train
 
@@ -347,9 +339,7 @@ def test_what_cannot_be_trained_says_why_before_anything_is_written(
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_a_missing_library_or_gpu_is_one_line(
-    name: str, monkeypatch: Any, make_recipe: Any
-) -> None:
+def test_a_missing_library_or_gpu_is_one_line(name, monkeypatch, make_recipe):
     from latte.train.run import train
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
@@ -366,7 +356,7 @@ def test_a_missing_library_or_gpu_is_one_line(
     assert not Path(recipe.output_dir).exists()
 
 
-def test_the_table_prints_what_there_is(capsys: Any) -> None:
+def test_the_table_prints_what_there_is(capsys):
     assert main(["tiny"]) == 0
     out = capsys.readouterr().out
     assert all(f"`{name}`" in out for name in COMPARATORS)

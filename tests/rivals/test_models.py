@@ -11,10 +11,7 @@ from transformers import (
 
 from latte.errors import LatteError
 from latte.rivals.config import ComparatorConfig
-from latte.rivals.modeling import (
-    ComparatorForCausalLM,
-    ComparatorModel,
-)
+from latte.rivals.modeling import ComparatorForCausalLM, ComparatorModel
 from tests.rivals.comparators import MIXERS, names
 
 SIZES = {

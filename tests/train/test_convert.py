@@ -1,7 +1,5 @@
 """`latte convert --recipe`: two stages from a base that was just trained, resumed, compared."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -29,7 +27,7 @@ STAGE = ["max_tokens=null", "max_steps=3", "batch_size=2", "warmup_steps=1", "lo
 
 
 @pytest.fixture(scope="session")
-def base(words, tmp_path_factory) -> Path:
+def base(words, tmp_path_factory):
     """A Llama of one page, trained for three steps on bytes."""
     from latte.train.run import train
 
@@ -47,7 +45,7 @@ def base(words, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def settings(words) -> list[str]:
+def settings(words):
     """Overrides that make the small recipe smaller."""
     found = [f"data.{key}={value}" for key, value in words.items()]
     found += ["data.block_length=32", "data.max_validation_tokens=64"]
@@ -63,7 +61,7 @@ def small(settings):
 
 
 @pytest.fixture(scope="session")
-def converted(base, settings, tmp_path_factory) -> Path:
+def converted(base, settings, tmp_path_factory):
     """What `latte convert` makes of the base by that recipe."""
     out = tmp_path_factory.mktemp("converted") / "out"
     recipe = ["--recipe", str(RECIPES / "small.yaml"), *settings]
@@ -71,7 +69,7 @@ def converted(base, settings, tmp_path_factory) -> Path:
     return out
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
@@ -346,7 +344,7 @@ def test_recipes_load():
             assert stages[wanted[1]].conversion.base == f"out/{wanted[0]}"
 
 
-def pieces(stage: Path) -> set[int]:
+def pieces(stage):
     """In how many pieces a sharded run's checkpoints hold the weights; none if it is not one."""
     folder = stage / "checkpoint-2" / SHARDS
     if not folder.exists():

@@ -1,7 +1,5 @@
 """The layer-wise stage of a conversion: from a recipe to a model, cut off and gone on with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,7 +17,7 @@ RECIPE = Path("recipes/conversion/smollm2.yaml")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("base"), byte_tokenizer()
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -31,7 +29,7 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings(words) -> list[str]:
+def settings(words):
     found = [f"data.{key}={value}" for key, value in words.items()]
     found += ["data.block_length=64", "data.max_validation_tokens=64"]
     found += ["conversion.window=8", "conversion.num_latents=8", "conversion.num_sinks=2"]
@@ -46,7 +44,7 @@ def recipe(settings):
 
 
 @pytest.fixture(scope="module")
-def result(base, recipe, tmp_path_factory) -> Path:
+def result(base, recipe, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "out"
     return convert_and_train(str(base), out, recipe("conversion.keep_layers=[1]"), quiet=True)
 

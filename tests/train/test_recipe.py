@@ -1,7 +1,5 @@
 """Recipes: what is read, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -21,19 +19,19 @@ SHIPPED = [
 ]
 
 
-def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+def write(folder, text, name="recipe.yaml"):
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def test_the_recipe_of_a_converted_model_is_whole() -> None:
+def test_the_recipe_of_a_converted_model_is_whole():
     recipe = load_recipe(RECIPES / "conversion/smollm2-kept.yaml")
     assert recipe.steps() == 280 and recipe.conversion.base == "runs/smollm2-layers"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipes_are_whole(name: str) -> None:
+def test_shipped_recipes_are_whole(name):
     from latte.train.run import model_config
 
     recipe = load_recipe(RECIPES / name)
@@ -50,7 +48,7 @@ def test_shipped_recipes_are_whole(name: str) -> None:
         assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
 
 
-def test_overrides_and_bases(tmp_path: Path) -> None:
+def test_overrides_and_bases(tmp_path):
     write(tmp_path, "training: {max_steps: 5, batch_size: 3}\nmodel: {size: small}", "base.yaml")
     path = write(tmp_path, "base: base.yaml\ntraining: {batch_size: 4}")
     recipe = load_recipe(
@@ -69,7 +67,7 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
     ("override", "steps", "tokens"),
     [("training.max_steps=7", 7, None), ("training.max_tokens=9000", None, 9000)],
 )
-def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens) -> None:
+def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens):
     """Every shipped recipe gives tokens; a newcomer overrides steps."""
     training = load_recipe(RECIPES / "demo.yaml", [override]).training
     assert (training.max_steps, training.max_tokens) == (steps, tokens)
@@ -89,7 +87,7 @@ def test_a_home_folder_in_the_output(tmp_path, monkeypatch):
     assert found.output_dir == str(tmp_path / "runs")
 
 
-def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
+def test_tokens_are_rounded_up_to_steps(tmp_path):
     path = write(tmp_path, "training: {max_tokens: 10001, batch_size: 10}")
     recipe = load_recipe(path, ["data.block_length=100"])
     assert recipe.steps() == 11
@@ -136,9 +134,7 @@ def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
         ("base: 3", [], "base: expected a path"),
     ],
 )
-def test_mistakes_are_one_clear_line(
-    tmp_path: Path, text: str, overrides: list[str], message: str
-) -> None:
+def test_mistakes_are_one_clear_line(tmp_path, text, overrides, message):
     if overrides == ["model.preset.x=3"] and not text:
         text = "model: {preset: latte++}"
     text = text or "training: {max_steps: 1}"
@@ -148,12 +144,12 @@ def test_mistakes_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_yaml_reads_numbers_as_people_write_them() -> None:
+def test_yaml_reads_numbers_as_people_write_them():
     values = read_yaml("a: 3e-4\nb: 1e6\nc: -2.5E+3\nd: 12", "here")
     assert values == {"a": 3e-4, "b": 1e6, "c": -2500.0, "d": 12}
 
 
-def test_what_looks_like_a_date_or_a_comment_is_text() -> None:
+def test_what_looks_like_a_date_or_a_comment_is_text():
     tree = read_yaml("a: 2001-02-03\nb: 2001-99-99\nc: {x: &x {k: 1}, y: {<<: *x, k: 2}}", "here")
     assert (tree["a"], tree["b"]) == ("2001-02-03", "2001-99-99")
     assert tree["c"]["y"] == {"k": 2}
@@ -164,7 +160,7 @@ def test_what_looks_like_a_date_or_a_comment_is_text() -> None:
     assert tree["b"] == "[" * 3001
 
 
-def test_identity_leaves_out_what_does_not_change_weights() -> None:
+def test_identity_leaves_out_what_does_not_change_weights():
     base = {"training": {"max_steps": 1}}
     one = build(Recipe, {**base, "output_dir": "a"})
     two = build(Recipe, {"training": {"max_steps": 1, "log_steps": 7}, "output_dir": "b"})
@@ -172,14 +168,14 @@ def test_identity_leaves_out_what_does_not_change_weights() -> None:
     assert one.identity() == two.identity() != other.identity()
 
 
-def test_a_missing_recipe_and_a_folder(tmp_path: Path) -> None:
+def test_a_missing_recipe_and_a_folder(tmp_path):
     with pytest.raises(LatteError, match="does not exist"):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(LatteError, match="is a folder"):
         load_recipe(tmp_path)
 
 
-def test_openwebtext_takes_every_preset_at_paper_size() -> None:
+def test_openwebtext_takes_every_preset_at_paper_size():
     from latte.models import PRESETS
     from latte.train.run import model_config
 

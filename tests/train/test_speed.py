@@ -1,8 +1,6 @@
 """Choices of speed: checked before anything starts; they compute the same model, and read nothing
 of the GPU's values."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from latte.train.run import train
 from latte.train.speed import compile_blocks
 
 
-def a_recipe(preset: str = "latte-r-swa++", **training: Any) -> Any:
+def a_recipe(preset="latte-r-swa++", **training):
     return recipe_from_dict({"model": {"preset": preset}, "training": {"max_steps": 1, **training}})
 
 

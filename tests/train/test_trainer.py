@@ -1,16 +1,12 @@
 """The Trainer's glue: losses, accumulation, divergence, schedules, resumes, reports."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,24 +21,24 @@ from latte.train.run_folder import checkpoints
 from latte.train.trainer import LatteTrainer, learning_rate_factor
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> None:
+def assert_same(a, b, atol):
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=atol, msg=name)
 
 
 @pytest.fixture(scope="session")
-def whole(recipe_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def whole(recipe_in, tmp_path_factory):
     """The run of a recipe as `make_recipe()` gives it, to be looked at or copied."""
     return train(recipe_in(tmp_path_factory.mktemp("whole") / "run"), quiet=True)
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
-def test_a_run_reports_and_exports(make_recipe: Any, preset: str, whole: Result) -> None:
+def test_a_run_reports_and_exports(make_recipe, preset, whole):
     own = preset == "latte-r-swa++"
     result = whole if own else train(make_recipe(preset), quiet=True)
     assert result.finished and result.steps == 6 and result.tokens == 6 * 2 * 32
@@ -62,14 +58,14 @@ def test_a_run_reports_and_exports(make_recipe: Any, preset: str, whole: Result)
 
 
 @pytest.mark.slow
-def test_a_compiled_run_learns_the_same(make_recipe: Any, whole: Result) -> None:
+def test_a_compiled_run_learns_the_same(make_recipe, whole):
     """`training.torch_compile`, packed documents included; the export has plain names."""
     compiled = train(make_recipe(name="compiled", torch_compile=True), quiet=True)
     assert compiled.steps == 6
     assert_same(weights(compiled.folder), weights(whole.folder), atol=2e-3)
 
 
-def test_a_finished_run_is_left_alone(make_recipe: Any, whole: Result) -> None:
+def test_a_finished_run_is_left_alone(make_recipe, whole):
     result = dataclasses.replace(whole, folder=Path(make_recipe().output_dir))
     shutil.copytree(whole.folder, result.folder)
     before = {p: p.stat().st_mtime_ns for p in result.folder.rglob("*") if p.name != ".lock"}
@@ -79,9 +75,7 @@ def test_a_finished_run_is_left_alone(make_recipe: Any, whole: Result) -> None:
 
 
 @pytest.mark.parametrize("which", ["corpus", "validation"])
-def test_a_stopped_run_goes_on_with_its_own_text_alone(
-    make_recipe: Any, words: dict[str, str], whole: Result, tmp_path: Path, which: str
-) -> None:
+def test_a_stopped_run_goes_on_with_its_own_text_alone(make_recipe, words, whole, tmp_path, which):
     file = tmp_path / "words.jsonl"
     text = Path(words[which]).read_text(encoding="utf-8")
     file.write_text(text, encoding="utf-8")
@@ -102,13 +96,13 @@ def test_a_stopped_run_goes_on_with_its_own_text_alone(
 
 
 @pytest.fixture
-def ctrl_c(monkeypatch: Any) -> Iterator[list[int]]:
+def ctrl_c(monkeypatch):
     """Steps in whose middle Ctrl-C is pressed, once each time that the step is listed."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     presses: list[int] = []
     step = LatteTrainer.training_step
 
-    def training_step(self: Any, *arguments: Any) -> torch.Tensor:
+    def training_step(self, *arguments):
         for _ in range(presses.count(self.state.global_step + 1)):
             signal.raise_signal(signal.SIGINT)
         return step(self, *arguments)
@@ -119,9 +113,7 @@ def ctrl_c(monkeypatch: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("at", [2, 6])
-def test_ctrl_c_saves_after_the_step(
-    make_recipe: Any, whole: Result, ctrl_c: list[int], capsys: Any, at: int
-) -> None:
+def test_ctrl_c_saves_after_the_step(make_recipe, whole, ctrl_c, capsys, at):
     ctrl_c[:] = [at]
     recipe = make_recipe(name="interrupted", save_steps=100, log_steps=5)
     with pytest.raises(KeyboardInterrupt):
@@ -137,7 +129,7 @@ def test_ctrl_c_saves_after_the_step(
     assert sum(record["step"] for record in logged) == {2: 2 + 5 + 6, 6: 5 + 6}[at]
 
 
-def test_ctrl_c_twice_stops_at_once(make_recipe: Any, ctrl_c: list[int]) -> None:
+def test_ctrl_c_twice_stops_at_once(make_recipe, ctrl_c):
     ctrl_c[:] = [2, 2]
     recipe = make_recipe(name="at-once", save_steps=100)
     with pytest.raises(KeyboardInterrupt):
@@ -147,7 +139,7 @@ def test_ctrl_c_twice_stops_at_once(make_recipe: Any, ctrl_c: list[int]) -> None
 
 
 @pytest.mark.parametrize("where", ["another thread", "a program with a handler"])
-def test_ctrl_c_is_the_program_s_own_elsewhere(make_recipe: Any, where: str) -> None:
+def test_ctrl_c_is_the_program_s_own_elsewhere(make_recipe, where):
     results: list[Result] = []
     recipe = make_recipe(max_steps=1)
     thread = threading.Thread(target=lambda: results.append(train(recipe, quiet=True)))
@@ -165,9 +157,7 @@ def test_ctrl_c_is_the_program_s_own_elsewhere(make_recipe: Any, where: str) -> 
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": 3}'])
-def test_a_damaged_mark_of_the_end_is_one_line(
-    make_recipe: Any, whole: Result, content: str
-) -> None:
+def test_a_damaged_mark_of_the_end_is_one_line(make_recipe, whole, content):
     folder = Path(make_recipe().output_dir)
     shutil.copytree(whole.folder, folder)
     (folder / "finished.json").write_text(content)
@@ -175,9 +165,7 @@ def test_a_damaged_mark_of_the_end_is_one_line(
         train(make_recipe(), quiet=True)
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    make_recipe: Any, whole: Result, capsys: Any
-) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(make_recipe, whole, capsys):
     folder = Path(make_recipe().output_dir)
     shutil.copytree(whole.folder, folder)
     for name in ("finished.json", "model.safetensors", "manifest.json"):
@@ -189,9 +177,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert_same(weights(whole.folder), weights(resumed.folder), atol=0)
 
 
-def test_a_cpu_without_bf16_computes_in_fp32_and_says_so(
-    make_recipe: Any, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_cpu_without_bf16_computes_in_fp32_and_says_so(make_recipe, monkeypatch, capsys):
     emulated = [True]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(speed, "emulates", lambda dtype: emulated[0] and dtype == torch.bfloat16)
@@ -204,7 +190,7 @@ def test_a_cpu_without_bf16_computes_in_fp32_and_says_so(
     assert "bf16" not in capsys.readouterr().err
 
 
-def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any) -> None:
+def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe):
     """Documents end within blocks, so micro-batches count different tokens."""
     settings = {"max_steps": 3, "warmup_steps": 0, "max_grad_norm": 0.0}
     big = train(make_recipe(name="big", batch_size=4, **settings), quiet=True)
@@ -217,7 +203,7 @@ def test_accumulation_over_uneven_batches_equals_one_big_batch(make_recipe: Any)
     assert norms == pytest.approx([r["grad_norm"] for r in theirs], rel=1e-3)
 
 
-def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe: Any, whole: Result) -> None:
+def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe, whole):
     """A log window of three steps weighs each step by its tokens."""
     three = train(make_recipe(name="three", log_steps=3), quiet=True)
     from latte.data.preparing import prepare_text
@@ -237,7 +223,7 @@ def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe: Any, whole: Resu
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "latte-r-swa-f++", "latte-gated"])
-def test_a_loss_that_is_not_finite_stops_the_run(make_recipe: Any, preset: str) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run(make_recipe, preset):
     recipe = make_recipe(preset, learning_rate=1e30, warmup_steps=0, max_grad_norm=0.0)
     with pytest.raises(LatteError, match=r"diverged: .* not finite at step \d .*1e\+30"):
         train(recipe, quiet=True)
@@ -245,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_recipe: Any, preset: str) 
         assert all(bool(w.isfinite().all()) for w in weights(checkpoint).values())
 
 
-def test_a_model_that_cannot_be_built_leaves_no_folder(make_recipe: Any) -> None:
+def test_a_model_that_cannot_be_built_leaves_no_folder(make_recipe):
     recipe = make_recipe()
     recipe.model.overrides["num_latents"] = 7
     with pytest.raises(LatteError, match="num_latents must be a multiple"):
@@ -253,7 +239,7 @@ def test_a_model_that_cannot_be_built_leaves_no_folder(make_recipe: Any) -> None
     assert not Path(recipe.output_dir).exists()
 
 
-def test_text_that_is_too_short_leaves_the_folder_free(make_recipe: Any) -> None:
+def test_text_that_is_too_short_leaves_the_folder_free(make_recipe):
     recipe = make_recipe(max_steps=1)
     recipe.data.block_length = 10**6
     with pytest.raises(LatteError, match="too few for a single block"):
@@ -262,9 +248,7 @@ def test_text_that_is_too_short_leaves_the_folder_free(make_recipe: Any) -> None
 
 
 @pytest.mark.parametrize(("bf16", "checkpointing"), [(False, True), (True, False)])
-def test_precision_and_checkpointing_train(
-    make_recipe: Any, bf16: bool, checkpointing: bool
-) -> None:
+def test_precision_and_checkpointing_train(make_recipe, bf16, checkpointing):
     settings = {"bf16": bf16, "gradient_checkpointing": checkpointing, "max_steps": 4}
     result = train(make_recipe(**settings), quiet=True)
     losses = [record["loss"] for record in read_metrics(result.folder, "train")]
@@ -272,8 +256,8 @@ def test_precision_and_checkpointing_train(
     assert all(w.dtype == torch.float32 for w in weights(result.folder).values())
 
 
-def test_learning_rate() -> None:
-    def at(step: int, schedule: str = "cosine", floor: float = 0.1) -> float:
+def test_learning_rate():
+    def at(step, schedule="cosine", floor=0.1):
         return learning_rate_factor(step, 110, warmup=10, schedule=schedule, floor=floor)
 
     assert at(0) == pytest.approx(1 / 11) and at(9) == pytest.approx(10 / 11)
@@ -283,7 +267,7 @@ def test_learning_rate() -> None:
     assert at(100, "constant") == 1.0
 
 
-def test_durations() -> None:
+def test_durations():
     assert [duration(s) for s in (9, 125, 3725)] == ["9s", "2m05s", "1h02m"]
 
 

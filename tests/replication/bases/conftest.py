@@ -1,10 +1,7 @@
 """A small random base of bytes, what it was converted to, and texts."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ CHAT = (
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(tmp_path_factory):
     """`base` in Hugging Face's format and `converted`, with window 8, two sinks, delayed latents;
     `texts`: five of some 300 tokens, one of 40.
     """
@@ -50,11 +47,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def measure(folders: dict[str, str], tmp_path: Path) -> Any:
+def measure(folders, tmp_path):
     """measure(command, *options) -> the folder of the results of base, converted and window."""
     from replication.bases.run import main
 
-    def run(command: str, *options: str, models: list[str] | None = None, code: int = 0) -> Path:
+    def run(command, *options, models=None, code=0):
         chosen = models or [
             f"base={folders['base']}",
             f"converted={folders['converted']}",

@@ -1,7 +1,5 @@
 """Greedy texts side by side, and what counts as repetition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

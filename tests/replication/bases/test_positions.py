@@ -1,7 +1,5 @@
 """Perplexity by position and by context: what is scored, resuming, and the tables."""
 
-from __future__ import annotations
-
 from math import exp
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Passkeys are what they say, and both probes run for several models."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The table of tasks beside the paper's, and a run of a task of the harness's from a file."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

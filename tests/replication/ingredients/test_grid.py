@@ -1,7 +1,5 @@
 """The grid of ingredients: equal parameters, its plan, and runs that are done once."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
+def recipe_file(tmp_path):
     path = tmp_path / "tiny.yaml"
     output = {"output_dir": str(tmp_path / "out")}
     data = TINY["data"] | {"cache_dir": str(tmp_path / "cache")}
@@ -56,7 +54,7 @@ def recipe_file(tmp_path: Path) -> Path:
     return path
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
+def rows(folder):
     with open(folder / "runs.csv", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -71,11 +69,7 @@ def test_models_have_equal_parameters(recipe_file):
     for name in recipe.models:
         config = model_config(make_run(recipe, name, 1e-3, 0).recipe, {})
         assert count_parameters(config) == pytest.approx(12_000, rel=0.02), name
-    assert set(recipe.overrides["alone"]) - set(SMALL) == {
-        "value_dim",
-        "mlp",
-        "value_skip",
-    }
+    assert set(recipe.overrides["alone"]) - set(SMALL) == {"value_dim", "mlp", "value_skip"}
 
 
 @pytest.mark.parametrize(
@@ -176,10 +170,10 @@ def test_runs_are_done_once_and_reported(recipe_file, monkeypatch, capsys):
     assert "holds another run: " in capsys.readouterr().err
 
 
-def forbidden_for(name: str) -> Any:
+def forbidden_for(name):
     real = IngredientsGrid.do
 
-    def do(self: IngredientsGrid, run: Any) -> None:
+    def do(self, run):
         assert run.preset != name, f"{run.label} was done again"
         real(self, run)
 

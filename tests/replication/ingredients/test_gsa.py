@@ -1,7 +1,5 @@
 """Gated slot attention: its op beside the recurrence, the mixer's laws, and its models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -29,7 +27,7 @@ PUBLISHED = [
 ]
 
 
-def given(length: int, strength: float = 4.0) -> list[torch.Tensor]:
+def given(length, strength=4.0):
     """q, k (2, T, 3, 4), v (2, T, 3, 6) and the log-decay (2, T, 3, 5), with gradients."""
     generator = torch.Generator().manual_seed(length)
     parts = [
@@ -40,7 +38,7 @@ def given(length: int, strength: float = 4.0) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in parts]
 
 
-def waves(width: int, start: int) -> torch.Tensor:
+def waves(width, start):
     """Sines of whole numbers, (1, 6, 2, width)."""
     return torch.arange(start, start + 12 * width, dtype=torch.float64).sin().view(1, 6, 2, width)
 
@@ -49,7 +47,7 @@ def recurrence_and_chunks(parts):
     return gated_slots_reference(*parts), gated_slots(*parts)[0]
 
 
-def gradients(out: torch.Tensor, parts: list[torch.Tensor]):
+def gradients(out, parts):
     generator = torch.Generator().manual_seed(0)
     return torch.autograd.grad(out, parts, torch.randn(out.shape, generator=generator).to(out))
 

@@ -1,7 +1,5 @@
 """Griffin's recurrent block: Transformers' block, the mixer's laws, and models of both kinds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import RecurrentGemmaConfig
@@ -47,7 +45,7 @@ def test_it_reads_the_past_alone():
         RecurrentBlock(16, 4, causal=False)
 
 
-def spread(weight: torch.Tensor) -> float:
+def spread(weight):
     return weight.std().item()
 
 

@@ -1,7 +1,5 @@
 """The trial's mixer: each part is what it says, and none breaks a mixer's laws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Raven: the published layer's output, the mixer's laws, and its models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,10 +1,5 @@
 """A Long Range Arena recipe that takes seconds."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 
@@ -22,13 +17,13 @@ TINY = {
 
 
 @pytest.fixture
-def tiny() -> dict[str, Any]:
+def tiny():
     """The recipe, to build others from."""
     return TINY
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
+def recipe_file(tmp_path):
     """The recipe's file; its runs and their data go into the same folder."""
     path = tmp_path / "tiny.yaml"
     folders = {"output_dir": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}

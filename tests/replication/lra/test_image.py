@@ -1,10 +1,6 @@
 """CIFAR-10 in grey from files made on the spot: both original formats, and a dataset."""
 
-from __future__ import annotations
-
 import pickle
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ LABELS = [3, 0, 9, 5]
 NAMES = (*TRAIN_FILES, *TEST_FILES)
 
 
-def pickled(folder: Path, protocol: int = 2) -> ImageOptions:
+def pickled(folder, protocol=2):
     """As the published files: bytes for keys, a list of labels."""
     inner = folder / "cifar-10-batches-py"
     inner.mkdir()
@@ -30,20 +26,20 @@ def pickled(folder: Path, protocol: int = 2) -> ImageOptions:
     return ImageOptions(source=str(folder), validation_share=0.2)
 
 
-def binary(folder: Path) -> ImageOptions:
+def binary(folder):
     for name in NAMES:
         rows = [bytes([label]) + p.tobytes() for label, p in zip(LABELS, PLANES[name], strict=True)]
         (folder / f"{name}.bin").write_bytes(b"".join(rows))
     return ImageOptions(source=str(folder), validation_share=0.2)
 
 
-def grey(planes: np.ndarray) -> np.ndarray:
+def grey(planes):
     red, green, blue = planes.astype(float).reshape(3, 1024)
     return np.round(0.2989 * red + 0.587 * green + 0.114 * blue).astype(np.uint8)
 
 
 @pytest.mark.parametrize("make", [pickled, binary])
-def test_both_original_formats(tmp_path: Path, make: Any) -> None:
+def test_both_original_formats(tmp_path, make):
     task = load_task("image", make(tmp_path), "unused")
     assert [len(examples) for examples in task.splits().values()] == [16, 4, 4]
     assert task.train.labels_N.tolist() == LABELS * 4
@@ -54,7 +50,7 @@ def test_both_original_formats(tmp_path: Path, make: Any) -> None:
 
 
 class Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (print, ("code was run",))
 
 
@@ -69,9 +65,7 @@ class Evil:
         (b"\x80\x02}", "expected a batch of CIFAR-10"),
     ],
 )
-def test_wrong_files_are_one_line_and_run_nothing(
-    tmp_path: Path, capsys: Any, content: bytes, message: str
-) -> None:
+def test_wrong_files_are_one_line_and_run_nothing(tmp_path, capsys, content, message):
     options = pickled(tmp_path)
     bad = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     bad.write_bytes(content)
@@ -80,7 +74,7 @@ def test_wrong_files_are_one_line_and_run_nothing(
     assert "\n" not in str(caught.value) and not capsys.readouterr().out
 
 
-def test_missing_and_truncated_files(tmp_path: Path) -> None:
+def test_missing_and_truncated_files(tmp_path):
     options = binary(tmp_path)
     (tmp_path / "test_batch.bin").write_bytes(b"x" * 100)
     with pytest.raises(LatteError, match="expected a multiple of 3073 bytes, found 100"):

@@ -1,7 +1,5 @@
 """Pairs of texts through one encoder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

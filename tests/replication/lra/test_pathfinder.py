@@ -1,9 +1,6 @@
 """Pathfinder: pictures that follow from the seed, dots that tell the truth, and released files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ SMALL = PathfinderOptions(
 )
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list:
+def watch(monkeypatch):
     """What is drawn: (ends of all dashes, places of the dots)."""
     drawn, plain = [], module._draw
     monkeypatch.setattr(
@@ -27,7 +24,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list:
     return drawn
 
 
-def test_dots_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dots_and_paths(monkeypatch):
     drawn = watch(monkeypatch)
     labels = [picture(SMALL, index)[1] for index in range(12)]
     assert set(labels) == {0, 1}
@@ -48,7 +45,7 @@ def test_dots_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dashes.real.min() >= 1 and dashes.imag.max() <= 31
 
 
-def test_dashes_of_different_paths_keep_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashes_of_different_paths_keep_their_distance(monkeypatch):
     drawn = watch(monkeypatch)
     for index in range(4):
         picture(SMALL, index)
@@ -63,7 +60,7 @@ def test_dashes_of_different_paths_keep_their_distance(monkeypatch: pytest.Monke
         assert np.isin(steps[long], (0, 2)).all() and (steps[~long] <= 1).all()
 
 
-def test_a_picture_depends_on_seed_and_index_alone() -> None:
+def test_a_picture_depends_on_seed_and_index_alone():
     one, label = picture(SMALL, 5)
     picture(SMALL, 2)
     again, same = picture(SMALL, 5)
@@ -73,7 +70,7 @@ def test_a_picture_depends_on_seed_and_index_alone() -> None:
     assert 0.03 < (one > 100).mean() < 0.35  # lines, on black
 
 
-def test_splits_are_kept_and_are_not_each_others(tmp_path: Path) -> None:
+def test_splits_are_kept_and_are_not_each_others(tmp_path):
     task = load_task("pathfinder", SMALL, tmp_path)
     again = load_task("pathfinder", SMALL, tmp_path)
     pictures = [e.sequence(i).tobytes() for e in task.splits().values() for i in range(len(e))]
@@ -94,7 +91,7 @@ def test_splits_are_kept_and_are_not_each_others(tmp_path: Path) -> None:
         ({"seed": -1}, "data.seed: expected 0 or more"),
     ],
 )
-def test_impossible_options(changes: dict, message: str, tmp_path: Path) -> None:
+def test_impossible_options(changes, message, tmp_path):
     with pytest.raises(LatteError, match=message):
         load_task("pathfinder", replace(SMALL, **changes), tmp_path)
 
@@ -103,7 +100,7 @@ def test_impossible_options(changes: dict, message: str, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def released(tmp_path: Path) -> Path:
+def released(tmp_path):
     """Two lists, one as text and one as an array, of 10 pictures each."""
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "curv_baseline"
@@ -123,7 +120,7 @@ def released(tmp_path: Path) -> Path:
     return folder
 
 
-def test_released_files(released: Path) -> None:
+def test_released_files(released):
     task = load_task("pathfinder", PathfinderOptions(source=str(released)), "unused")
     assert [len(examples) for examples in task.splits().values()] == [16, 2, 2]
     seen = []
@@ -137,8 +134,8 @@ def test_released_files(released: Path) -> None:
     assert (other.train.tokens_S != task.train.tokens_S).any()
 
 
-def test_wrong_released_files(released: Path) -> None:
-    def load() -> None:
+def test_wrong_released_files(released):
+    def load():
         load_task("pathfinder", PathfinderOptions(source=str(released)), "unused")
 
     listed = released / "metadata" / "0.npy"

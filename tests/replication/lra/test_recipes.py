@@ -1,12 +1,9 @@
 """Long Range Arena recipes: those of the repository, and mistakes in one's own."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +12,13 @@ import yaml
 from latte.models.config import preset_config
 from latte.train.recipe import load_recipe
 from replication.lra.data import load_task
-from replication.lra.recipe import LRARecipe, load, runs
+from replication.lra.recipe import load, runs
 from replication.lra.run import main
 
 ROOT = Path(__file__).parents[3]
 
 
-def check_beginning(recipe: LRARecipe) -> None:
+def check_beginning(recipe):
     """The language model that a recipe begins with is one of the recipes, of the same sizes."""
     assert recipe.initial is not None
     first = load_recipe(ROOT / "recipes" / f"{recipe.initial.removeprefix('runs/')}.yaml")
@@ -35,7 +32,7 @@ def check_beginning(recipe: LRARecipe) -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "recipes/lra").glob("*.yaml")), ids=lambda p: p.stem
 )
-def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
+def test_recipes_have_the_papers_models_and_the_controls(path):
     if path.stem == "base":
         pytest.skip("no task")
     recipe = load(path)
@@ -69,7 +66,7 @@ TABLE_8 = {  # heads, latents, width, learning rate, batch, weight decay, dropou
 
 
 @pytest.mark.parametrize("task", TABLE_8)
-def test_full_recipes_are_table_8(task: str) -> None:
+def test_full_recipes_are_table_8(task):
     recipe = load(ROOT / f"recipes/lra/{task}.yaml")
     section = recipe.training
     rates = section.learning_rate, section.batch_size, section.weight_decay
@@ -123,9 +120,7 @@ def test_documented_commands_could_be_typed(page, count):
         (["select=[neither]"], "no model is called 'neither'; expected some of both, window"),
     ],
 )
-def test_mistakes_are_one_line(
-    recipe_file: Path, tmp_path: Path, capsys: Any, overrides: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(recipe_file, tmp_path, capsys, overrides, message):
     code = main([str(recipe_file), *overrides, "--dry-run"])
     error = capsys.readouterr().err
     if not message:  # an override of the length replaces the recipe's
@@ -136,9 +131,7 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_files(
-    tiny: dict[str, Any], recipe_file: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_missing_files(tiny, recipe_file, tmp_path, capsys):
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert "does not exist" in capsys.readouterr().err
     recipe_file.write_text("models: {}")
@@ -152,9 +145,7 @@ def test_missing_files(
     assert "no.jsonl: no such file or folder" in capsys.readouterr().err
 
 
-def test_a_dry_run_and_the_balance_train_nothing(
-    recipe_file: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_dry_run_and_the_balance_train_nothing(recipe_file, tmp_path, capsys):
     assert main([str(recipe_file), "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("2 runs\n")
     assert main([str(recipe_file), "--balance"]) == 0

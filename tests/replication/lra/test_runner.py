@@ -1,13 +1,9 @@
 """The Long Range Arena runner, from a recipe to the report, on tasks that take seconds."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +20,12 @@ from replication.lra.run import RESULT_FILE, LRASweep, load_data, main
 from replication.lra.training import Training, batches, score
 
 
-def train_all(recipe: Any) -> str:
+def train_all(recipe):
     """Do what is due; the report."""
     return LRASweep(recipe, quiet=True).sweep()[1]
 
 
-def made(lengths: list[int]) -> Examples:
+def made(lengths):
     labels = [i % 2 for i in range(len(lengths))]
     return Examples.pack([np.full(n, i % 2, np.uint8) for i, n in enumerate(lengths)], labels)
 
@@ -37,7 +33,7 @@ def made(lengths: list[int]) -> Examples:
 # ---- what is computed
 
 
-def test_batches_read_every_example_once_an_epoch_and_go_on_anywhere() -> None:
+def test_batches_read_every_example_once_an_epoch_and_go_on_anywhere():
     examples = made([3 + (7 * i) % 50 for i in range(45)])
     section = LRATraining(batch_size=4, bucket_batches=6)
     stream = batches(examples, section, seed=3)
@@ -51,7 +47,7 @@ def test_batches_read_every_example_once_an_epoch_and_go_on_anywhere() -> None:
     assert [next(other).tolist() for _ in range(12)] != [b.tolist() for b in epochs[0]]
 
 
-def test_a_score_does_not_depend_on_batches_or_padding(recipe_file: Path) -> None:
+def test_a_score_does_not_depend_on_batches_or_padding(recipe_file):
     recipe = load(recipe_file)
     training = Training(runs(recipe)[0], load_data(recipe, quiet=True), torch.device("cpu"))
     examples, model = training.task.validation, training.model.eval()
@@ -74,7 +70,7 @@ def test_a_score_does_not_depend_on_batches_or_padding(recipe_file: Path) -> Non
     assert 2 <= score(model, by_label, training.section, limit=20).correct <= 18
 
 
-def to_inputs(examples: Examples, rows: list[int]) -> dict[str, torch.Tensor]:
+def to_inputs(examples, rows):
     batch = examples.batch(rows)
     del batch["labels"]
     return batch
@@ -83,7 +79,7 @@ def to_inputs(examples: Examples, rows: list[int]) -> dict[str, torch.Tensor]:
 # ---- runs
 
 
-def outcome_of(folder: Path) -> dict[str, Any]:
+def outcome_of(folder):
     outcome = json.loads((folder / RESULT_FILE).read_text())["outcome"]
     del outcome["seconds"]
     for point in outcome["curve"]:
@@ -91,9 +87,7 @@ def outcome_of(folder: Path) -> dict[str, Any]:
     return outcome
 
 
-def test_a_recipe_trains_reports_and_is_not_done_twice(
-    recipe_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_trains_reports_and_is_not_done_twice(recipe_file, tmp_path, capsys, monkeypatch):
     assert main([str(recipe_file)]) == 0
     out, printed = tmp_path / "out", capsys.readouterr().out
     assert "| train | 40 |" in printed and "[2/2] listops window seed 0" in printed
@@ -135,12 +129,12 @@ def test_a_recipe_trains_reports_and_is_not_done_twice(
 
 @pytest.mark.parametrize("killed_at", [1, 3])
 def test_a_killed_run_goes_on_to_the_same_result(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, killed_at: int
-) -> None:
+    recipe_file, tmp_path, monkeypatch, capsys, killed_at
+):
     train_all(load(recipe_file, ["select=[both]", f"output_dir={tmp_path / 'whole'}"]))
     plain, calls = loop.take_step, []
 
-    def killed(*arguments: Any) -> bool:
+    def killed(*arguments):
         calls.append(1)
         if len(calls) == 2 * killed_at + 2:  # a step after a checkpoint
             raise KeyboardInterrupt
@@ -162,19 +156,17 @@ def test_a_killed_run_goes_on_to_the_same_result(
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_a_budget_of_minutes_ends_a_run_with_a_score(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_budget_of_minutes_ends_a_run_with_a_score(recipe_file, tmp_path):
     train_all(load(recipe_file, ["select=[both]", "training.max_minutes=1e-9"]))
     outcome = outcome_of(tmp_path / "out" / "both" / "seed0")
     assert outcome["stopped"] == "minutes" and outcome["steps"] == 1
     assert outcome["test"]["examples"] == 16
 
 
-def test_a_step_that_is_not_finite_never_reaches_the_weights(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_not_finite_never_reaches_the_weights(recipe_file, tmp_path, monkeypatch):
     plain, calls = loop.take_step, []
 
-    def broken(model: Any, loss: torch.Tensor, *rest: Any) -> bool:
+    def broken(model, loss, *rest):
         calls.append(1)
         return plain(model, loss * float("nan") if len(calls) == bad else loss, *rest)
 
@@ -192,7 +184,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
         train_all(load(recipe_file, ["select=[window]", f"output_dir={tmp_path / 'at1'}"]))
 
 
-def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_may_begin_with_a_checkpoint(recipe_file, tmp_path, capsys):
     train_all(load(recipe_file, ["select=[both]"]))
     folder = tmp_path / "out" / "both" / "seed0"
     begin = ["select=[both]", f"initial={folder}", f"output_dir={tmp_path / 'next'}"]
@@ -210,7 +202,7 @@ def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, ca
     assert state["score.weight"].shape == (12, 16)
     assert torch.equal(state["model.norm.weight"], kept["model.norm.weight"])
 
-    def refused(*overrides: str) -> str:
+    def refused(*overrides):
         assert main([str(recipe_file), *begin, *overrides, "--quiet"]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and not (tmp_path / "next").exists()
@@ -230,9 +222,7 @@ def test_a_run_may_begin_with_a_checkpoint(recipe_file: Path, tmp_path: Path, ca
     assert "is not a checkpoint" in refused()
 
 
-def test_a_language_model_is_a_beginning_for_a_causal_classifier(
-    recipe_file: Path, tmp_path: Path
-) -> None:
+def test_a_language_model_is_a_beginning_for_a_causal_classifier(recipe_file, tmp_path):
     from latte.models import LatteForCausalLM, preset_config
     from replication.lra.initial import load_encoder
 
@@ -258,7 +248,7 @@ def test_a_language_model_is_a_beginning_for_a_causal_classifier(
             load_encoder(other, tmp_path / "lm")
 
 
-def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_pairs_of_texts(tiny, tmp_path):
     """Two towers, from files to the table: whether both texts are the same letter."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 64), ("eval", 16), ("test", 16)):
@@ -290,11 +280,11 @@ def test_pairs_of_texts(tiny: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_report_is_about_all_models_and_a_failed_run_costs_the_others_nothing(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    recipe_file, tmp_path, monkeypatch, capsys
+):
     train_all(load(recipe_file, ["select=[window]"]))
 
-    def short_of_memory(run: Any, *_: Any) -> None:
+    def short_of_memory(run, *_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     plain = lra_training.Training
@@ -312,9 +302,7 @@ def test_a_report_is_about_all_models_and_a_failed_run_costs_the_others_nothing(
 # ---- recipes
 
 
-def test_a_folder_with_another_run_or_another_kind_of_checkpoint(
-    recipe_file: Path, tmp_path: Path
-) -> None:
+def test_a_folder_with_another_run_or_another_kind_of_checkpoint(recipe_file, tmp_path):
     few = ["select=[window]"]
     train_all(load(recipe_file, few))
     folder = tmp_path / "out" / "window" / "seed0"

@@ -1,13 +1,9 @@
 """Reviews and pairs of papers by bytes, from files and datasets, and batches of them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from replication.lra.data.examples import Examples
 ROWS = [{"text": f"review {i} " + "ä good film " * (i % 5), "label": i % 2} for i in range(200)]
 
 
-def write(path: Path, rows: list[Any]) -> str:
+def write(path, rows):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with lzma.open(path, "wt", encoding="utf-8") as file:
         file.write(text)
@@ -27,7 +23,7 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> TextOptions:
+def options(tmp_path):
     return TextOptions(
         train=write(tmp_path / "train.jsonl.xz", ROWS),
         test=write(tmp_path / "test.jsonl.xz", ROWS[:10]),
@@ -35,11 +31,11 @@ def options(tmp_path: Path) -> TextOptions:
     )
 
 
-def texts(examples: Examples) -> list[bytes]:
+def texts(examples):
     return [examples.sequence(i).tobytes() for i in range(len(examples))]
 
 
-def test_bytes_and_labels(options: TextOptions) -> None:
+def test_bytes_and_labels(options):
     task = load_task("text", options, "unused")
     assert texts(task.test) == [row["text"].encode()[:30] for row in ROWS[:10]]
     assert task.test.labels_N.tolist() == [0, 1] * 5
@@ -47,7 +43,7 @@ def test_bytes_and_labels(options: TextOptions) -> None:
     assert sorted(both) == sorted(row["text"].encode()[:30] for row in ROWS)
 
 
-def test_the_validation_split_goes_by_the_text_alone(options: TextOptions, tmp_path: Path) -> None:
+def test_the_validation_split_goes_by_the_text_alone(options, tmp_path):
     task = load_task("text", options, "unused")
     assert 8 <= len(task.validation) <= 35  # a tenth of 200, more or less
     assert not set(texts(task.train)) & set(texts(task.validation))
@@ -70,13 +66,13 @@ def test_the_validation_split_goes_by_the_text_alone(options: TextOptions, tmp_p
         ([1], "line 11: expected a JSON object, found list"),
     ],
 )
-def test_a_wrong_row(options: TextOptions, tmp_path: Path, row: Any, message: str) -> None:
+def test_a_wrong_row(options, tmp_path, row, message):
     bad = write(tmp_path / "bad.jsonl.xz", [*ROWS[:10], row])
     with pytest.raises(LatteError, match=f"{bad}, {message}"):
         load_task("text", replace(options, train=bad), "unused")
 
 
-def test_mistakes(options: TextOptions, tmp_path: Path) -> None:
+def test_mistakes(options, tmp_path):
     with pytest.raises(LatteError, match="no such file"):
         load_task("text", replace(options, test=str(tmp_path / "none.jsonl")), "unused")
     one_class = write(tmp_path / "ones.jsonl.xz", [row for row in ROWS if row["label"]])
@@ -98,7 +94,7 @@ def test_mistakes(options: TextOptions, tmp_path: Path) -> None:
 # ---- batches
 
 
-def test_batches_are_padded_to_their_own_longest_and_masked() -> None:
+def test_batches_are_padded_to_their_own_longest_and_masked():
     pieces = [np.arange(1, n + 1, dtype=np.uint8) for n in (3, 5, 2, 5)]
     examples = Examples.pack(pieces, [0, 1, 2, 3])
     assert examples.lengths().tolist() == [3, 5, 2, 5]
@@ -114,14 +110,14 @@ def test_batches_are_padded_to_their_own_longest_and_masked() -> None:
 LINES = ["1.0\tP1\tP2\tb'first \"text'\ta second one", "0.0\tP3\tP4\tshort\täö", "0\ta\tb\t\tx"]
 
 
-def write_pairs(path: Path, lines: list[str]) -> str:
+def write_pairs(path, lines):
     data = "".join(line + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return str(path)
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> RetrievalOptions:
+def pairs(tmp_path):
     return RetrievalOptions(
         train=write_pairs(tmp_path / "train.tsv", LINES),
         validation=write_pairs(tmp_path / "eval.tsv.gz", LINES[:2]),
@@ -130,7 +126,7 @@ def pairs(tmp_path: Path) -> RetrievalOptions:
     )
 
 
-def test_pairs_in_bytes(pairs: RetrievalOptions) -> None:
+def test_pairs_in_bytes(pairs):
     task = load_task("retrieval", pairs, "unused")
     assert [len(examples) for examples in task.splits().values()] == [3, 2, 2]
     assert task.train.labels_N.tolist() == [1, 0, 0]
@@ -153,14 +149,14 @@ def test_pairs_in_bytes(pairs: RetrievalOptions) -> None:
         ("yes\ta\tb\tx\ty", "line 3: expected label 0 or 1 in the first field, found 'yes'"),
     ],
 )  # fmt: skip
-def test_a_malformed_line(pairs: RetrievalOptions, tmp_path: Path, line: str, message: str) -> None:
+def test_a_malformed_line(pairs, tmp_path, line, message):
     bad = write_pairs(tmp_path / "bad.tsv", [*LINES[:2], line])
     with pytest.raises(LatteError, match=f"{bad}, {message}") as caught:
         load_task("retrieval", replace(pairs, validation=bad), "unused")
     assert "\n" not in str(caught.value)
 
 
-def test_missing_empty_and_binary_files(pairs: RetrievalOptions, tmp_path: Path) -> None:
+def test_missing_empty_and_binary_files(pairs, tmp_path):
     with pytest.raises(LatteError, match="none.tsv: cannot be read .No such file"):
         load_task("retrieval", replace(pairs, test=str(tmp_path / "none.tsv")), "unused")
     with pytest.raises(LatteError, match="empty.tsv: expected pairs, found no line"):

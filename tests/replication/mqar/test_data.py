@@ -1,7 +1,5 @@
 """MQAR's published definition, held by laws; see replication.mqar.data for the source."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The MQAR grid, from a recipe to the report, on cells that take seconds."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -40,20 +38,20 @@ TINY: dict[str, Any] = {
 }
 
 
-def sweep(recipe: Any) -> str:
+def sweep(recipe):
     """Do what is due; the report."""
     return MQARSweep(recipe, quiet=True).sweep()[1]
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
+def recipe_file(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | {"output_dir": str(tmp_path / "out")}))
     return path
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     from latte.models import LatteForCausalLM, preset_config
 
     torch.manual_seed(0)
@@ -64,7 +62,7 @@ def model() -> Any:
 # ---- what is computed
 
 
-def test_query_logits_are_those_of_the_whole_model(model: Any) -> None:
+def test_query_logits_are_those_of_the_whole_model(model):
     """Gathering before the head gives the logits, and the loss, of the causal model itself."""
     data = MQAR(16, 3, examples=5, vocab_size=32)
     table = data.table()
@@ -78,7 +76,7 @@ def test_query_logits_are_those_of_the_whole_model(model: Any) -> None:
     torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), answers.flatten()), loss)
 
 
-def test_accuracy_counts_right_answers_among_all_tokens(model: Any) -> None:
+def test_accuracy_counts_right_answers_among_all_tokens(model):
     table = MQAR(16, 3, examples=7, vocab_size=32).table()
     said = model(input_ids=table.tokens_MT.long()).logits.argmax(-1)
     answers = said.gather(1, table.queries_MN.long()).int()
@@ -91,19 +89,17 @@ def test_accuracy_counts_right_answers_among_all_tokens(model: Any) -> None:
     assert model.training
 
 
-def tables_of(run: Any, recipe: Any) -> tuple[Any, Any]:
+def tables_of(run, recipe):
     train = {c.name: mqar_training.make_table(c, recipe.data, "train") for c in run.train}
     return train, {c.name: mqar_training.make_table(c, recipe.data, "test") for c in run.tests}
 
 
-def test_success_ends_a_run_only_when_all_examples_confirm_it(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_success_ends_a_run_only_when_all_examples_confirm_it(recipe_file, monkeypatch):
     recipe = load(recipe_file, ["training.quick_examples=4", "training.max_epochs=5"])
     run = runs(recipe)[0]
     lucky = {4: 1.0, 10: 0.5}  # the first examples pass, all together do not
 
-    def counted(model: Any, table: Any, *_: Any, **__: Any) -> tuple[int, int]:
+    def counted(model, table, *_, **__):
         return int(lucky[len(table)] * 20), 20
 
     monkeypatch.setattr(mqar_training, "count_correct", counted)
@@ -115,7 +111,7 @@ def test_success_ends_a_run_only_when_all_examples_confirm_it(
     assert outcome.cells[0]["accuracy"] == 1.0
 
 
-def test_embeddings_may_have_a_learning_rate_of_their_own(recipe_file: Path) -> None:
+def test_embeddings_may_have_a_learning_rate_of_their_own(recipe_file):
     recipe = load(recipe_file, ["training.embedding_rate=0.5", "shared.tie_word_embeddings=false"])
     run = runs(recipe)[0]
     training = mqar_training.Training(run, *tables_of(run, recipe), torch.device("cpu"))
@@ -135,9 +131,7 @@ def test_embeddings_may_have_a_learning_rate_of_their_own(recipe_file: Path) -> 
 # ---- the grid
 
 
-def test_a_grid_reports_and_resumes_run_by_run(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_grid_reports_and_resumes_run_by_run(recipe_file, tmp_path, monkeypatch, capsys):
     assert main([str(recipe_file)]) == 0
     out = tmp_path / "out"
     printed = capsys.readouterr().out
@@ -172,7 +166,7 @@ def test_a_grid_reports_and_resumes_run_by_run(
     assert json.loads(lost.read_text())["outcome"]["cells"] == before["outcome"]["cells"]
 
 
-def test_a_run_that_another_process_does_is_passed_over(recipe_file: Path) -> None:
+def test_a_run_that_another_process_does_is_passed_over(recipe_file):
     first, *others = runs(load(recipe_file))
     with claimed(first):
         assert main([str(recipe_file), "--quiet"]) == 0
@@ -180,16 +174,14 @@ def test_a_run_that_another_process_does_is_passed_over(recipe_file: Path) -> No
     assert all((run.folder / RESULT_FILE).exists() for run in others)
 
 
-def test_solved_cells_need_no_more_learning_rates(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_solved_cells_need_no_more_learning_rates(recipe_file, tmp_path, monkeypatch):
     monkeypatch.setattr(mqar_training, "count_correct", lambda *_, **__: (20, 20))
     sweep(load(recipe_file, ["select=[both]", "training.skip_solved=true"]))
     folders = sorted(path.parent.name for path in (tmp_path / "out").rglob(RESULT_FILE))
     assert folders == ["lr0.001-seed0"] * 2
 
 
-def test_a_mixture_and_a_sweep_over_latents(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_mixture_and_a_sweep_over_latents(recipe_file, tmp_path):
     overrides = [
         "data.cells=null",
         "data.mixture=[[8,2,20],[16,4,8]]",
@@ -203,7 +195,7 @@ def test_a_mixture_and_a_sweep_over_latents(recipe_file: Path, tmp_path: Path) -
     assert (tmp_path / "out" / "latents.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_shows_the_best_learning_rate_over_the_seeds(recipe_file: Path) -> None:
+def test_the_table_shows_the_best_learning_rate_over_the_seeds(recipe_file):
     recipe = load(recipe_file, ["training.seeds=[0,1]", "data.cells=[[8,2]]", "select=[window]"])
     accuracies = {(1e-3, 0): 0.9, (1e-3, 1): 0.2, (1e-2, 0): 0.6, (1e-2, 1): 0.7}
     results = {
@@ -228,7 +220,7 @@ def test_the_table_shows_the_best_learning_rate_over_the_seeds(recipe_file: Path
 
 
 @pytest.mark.parametrize("name", ["full", "based", "cpu", "cpu-512", "latents"])
-def test_recipes_have_runs_and_every_control(name: str) -> None:
+def test_recipes_have_runs_and_every_control(name):
     recipe = load(ROOT / "recipes" / "mqar" / f"{name}.yaml")
     grid = runs(recipe)
     assert all(run.config["num_hidden_layers"] == 2 for run in grid)
@@ -276,16 +268,14 @@ def test_recipes_have_runs_and_every_control(name: str) -> None:
         (["select=[]"], "select: expected at least one model"),
     ],
 )
-def test_mistakes_are_one_line(
-    recipe_file: Path, tmp_path: Path, capsys: Any, overrides: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(recipe_file, tmp_path, capsys, overrides, message):
     assert main([str(recipe_file), *overrides]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error and error.startswith("mqar: error: ")
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_arguments_are_one_line(capsys: Any) -> None:
+def test_wrong_arguments_are_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["recipe.yaml", "--reprot"])
     error = capsys.readouterr().err

@@ -1,10 +1,7 @@
 """The models of flash-linear-attention as our harness builds, trains, keeps and reads them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,18 +25,18 @@ SMALL = {
 pytestmark = pytest.mark.filterwarnings("ignore:According to Bo")
 
 
-def build(name: str) -> Any:
+def build(name):
     torch.manual_seed(0)
     return language_model(find_model(name).config("tiny", **SMALL))
 
 
-def some_ids(length: int) -> torch.Tensor:
+def some_ids(length):
     return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "paper", "400m"])
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
+def test_parameters_match_those_of_transformer(name, size):
     target = count_parameters(preset_config("transformer++", size))
     found = COMPARATORS[name].count(find_model(name).config(size))
     assert found == pytest.approx(target, rel=0.03)
@@ -47,7 +44,7 @@ def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
 
 @pytest.mark.parametrize("length", [40, 70])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_future_cannot_change_the_past(name: str, length: int) -> None:
+def test_the_future_cannot_change_the_past(name, length):
     model, ids = build(name).eval(), some_ids(length)
     other = ids.clone()
     other[:, length - 15 :] = 2
@@ -58,10 +55,10 @@ def test_the_future_cannot_change_the_past(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_few_steps_lower_the_loss(name: str) -> None:
+def test_a_few_steps_lower_the_loss(name):
     model, ids = build(name).train(), some_ids(12)
 
-    def loss() -> torch.Tensor:
+    def loss():
         return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
 
     found = losses(model, loss, steps=5, rate=1e-2)
@@ -70,7 +67,7 @@ def test_a_few_steps_lower_the_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_autocast_gives_finite_gradients(name: str) -> None:
+def test_autocast_gives_finite_gradients(name):
     """In fp16: of bf16 the interpreter makes nonsense."""
     model, ids = build(name).train(), some_ids(12)
     with torch.no_grad():
@@ -83,7 +80,7 @@ def test_autocast_gives_finite_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_trains_keeps_and_generates(name: str, make_recipe: Any) -> None:
+def test_a_recipe_trains_keeps_and_generates(name, make_recipe):
     from latte.evaluate.checkpoint import load_checkpoint
     from latte.evaluate.generate import generate
     from latte.train.metrics import read_metrics
@@ -104,7 +101,7 @@ def test_a_recipe_trains_keeps_and_generates(name: str, make_recipe: Any) -> Non
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mamba", "MambaConfig"), ("mamba2", "Mamba2Config")])
-def test_transformers_mambas_stay_its_own(name: str, kind: str, tmp_path: Path) -> None:
+def test_transformers_mambas_stay_its_own(name, kind, tmp_path):
     """This library has models of the same types, which it registers in their place."""
     import fla.models
 
@@ -133,7 +130,7 @@ def test_transformers_mambas_stay_its_own(name: str, kind: str, tmp_path: Path) 
         ({"is_causal": False}, "'gla' is causal, and cannot do otherwise"),
     ],
 )
-def test_bad_fields_are_one_line(fields: dict[str, Any], message: str) -> None:
+def test_bad_fields_are_one_line(fields, message):
     with pytest.raises(LatteError, match=message) as error:
         find_model("gla").config("tiny", **fields)
     assert "\n" not in str(error.value)
