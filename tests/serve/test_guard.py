@@ -31,9 +31,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(folder):
     limits = {"body": BODY, "messages": MESSAGES, "characters": CHARACTERS, "patience": 0.3}
-    client = Client(folder, hosts=HOSTS, **limits)
-    yield client
-    client.close()
+    with Client(folder, hosts=HOSTS, **limits) as client:
+        yield client
 
 
 def connected(client):

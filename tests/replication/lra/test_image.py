@@ -72,17 +72,3 @@ def test_wrong_files_are_one_line_and_run_nothing(tmp_path, capsys, content, mes
     with pytest.raises(LatteError, match=f"{bad}: .*{message}") as caught:
         load_task("image", options, "unused")
     assert "\n" not in str(caught.value) and not capsys.readouterr().out
-
-
-def test_missing_and_truncated_files(tmp_path):
-    options = binary(tmp_path)
-    (tmp_path / "test_batch.bin").write_bytes(b"x" * 100)
-    with pytest.raises(LatteError, match="expected a multiple of 3073 bytes, found 100"):
-        load_task("image", options, "unused")
-    (tmp_path / "data_batch_4.bin").unlink()
-    with pytest.raises(LatteError, match="no file data_batch_4 or data_batch_4.bin"):
-        load_task("image", options, "unused")
-    with pytest.raises(LatteError, match="none: no such folder"):
-        load_task("image", ImageOptions(source=str(tmp_path / "none")), "unused")
-    with pytest.raises(LatteError, match="data.validation_share: expected between 0 and 1"):
-        load_task("image", ImageOptions(validation_share=0), "unused")

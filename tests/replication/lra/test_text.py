@@ -138,33 +138,3 @@ def test_pairs_in_bytes(pairs):
     assert batch["attention_mask"].sum(-1).tolist() == [[12, 12], [0, 1]]
     few = load_task("retrieval", replace(pairs, max_examples=1), "unused")
     assert [len(examples) for examples in few.splits().values()] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("1\tP1\tP2\tonly one text", r"line 3: expected 5 fields between tabs \(label, id1, id2,"
-                                     r" text1, text2\), found 4"),
-        ("1\ta\tb\tx\ty\tz", "line 3: expected 5 fields .* found 6"),
-        ("yes\ta\tb\tx\ty", "line 3: expected label 0 or 1 in the first field, found 'yes'"),
-    ],
-)  # fmt: skip
-def test_a_malformed_line(pairs, tmp_path, line, message):
-    bad = write_pairs(tmp_path / "bad.tsv", [*LINES[:2], line])
-    with pytest.raises(LatteError, match=f"{bad}, {message}") as caught:
-        load_task("retrieval", replace(pairs, validation=bad), "unused")
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_empty_and_binary_files(pairs, tmp_path):
-    with pytest.raises(LatteError, match="none.tsv: cannot be read .No such file"):
-        load_task("retrieval", replace(pairs, test=str(tmp_path / "none.tsv")), "unused")
-    with pytest.raises(LatteError, match="empty.tsv: expected pairs, found no line"):
-        load_task(
-            "retrieval", replace(pairs, test=write_pairs(tmp_path / "empty.tsv", [])), "unused"
-        )
-    (tmp_path / "latin.tsv").write_bytes(LINES[1].encode("latin-1"))
-    with pytest.raises(LatteError, match="latin.tsv, line 1: expected UTF-8 text"):
-        load_task("retrieval", replace(pairs, test=str(tmp_path / "latin.tsv")), "unused")
-    with pytest.raises(LatteError, match="data.max_length: expected at least 1, got 0"):
-        load_task("retrieval", replace(pairs, max_length=0), "unused")
