@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import struct
 import sys
 from pathlib import Path
 
@@ -143,49 +142,13 @@ def test_the_rotation_of_llama3(tmp_path):
         load_checkpoint(path)
 
 
-def _broken(kind, folder):
-    path = write_gguf(folder / "base.gguf", small_base("llama"))
-    content = path.read_bytes()
-    if kind == "architecture":
-        path.write_bytes(content.replace(b"llama", b"lambs"))
-    elif kind == "magic":
-        path.write_bytes(b"PK" + content[2:])
-    elif kind == "version":
-        path.write_bytes(content[:4] + struct.pack("<I", 9) + content[8:])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "header":
-        path.write_bytes(content[:700])
-    elif kind == "counts":
-        path.write_bytes(content[:8] + struct.pack("<QQ", 2**61, 2**62) + content[24:])
-    elif kind == "weights":
-        path.write_bytes(content[:-20_000])
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("architecture", "is of architecture 'lambs', which is not supported; expected one of gem"),
-        ("magic", "is no GGUF file, or damaged or cut short: it does not begin with GGUF"),
-        ("version", "damaged or cut short: expected version 2 or 3 of the format, got 9"),
-        ("empty", "is no GGUF file, or damaged or cut short"),
-        ("header", "is no GGUF file, or damaged or cut short"),
-        ("counts", "is no GGUF file, or damaged or cut short"),
-        ("weights", "is cut short: expected at least [0-9,]+ bytes, got [0-9,]+"),
-    ],
-)
-def test_files_that_cannot_be_read(kind, message, tmp_path, capsys):
-    path = _broken(kind, tmp_path)
-    with pytest.raises(LatteError, match=message) as caught:
+def test_a_file_that_cannot_be_read_is_one_line_of_the_command(tmp_path, capsys):
+    """What else is one is in ``test_gguf_metadata.py``."""
+    path = write_gguf(tmp_path / "base.gguf", small_base("llama"))
+    path.write_bytes(path.read_bytes().replace(b"llama", b"lambs"))
+    with pytest.raises(LatteError, match="is of architecture 'lambs', which is not supported; ex"):
         convert(path, tmp_path / "out", num_latents=8)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(LatteError, match=message):
-        load_checkpoint(path)
-    assert (
-        main(["convert", str(path), str(tmp_path / "out"), "--latents", "8", "--initial", "random"])
-        == 2
-    )
+    assert main(["convert", str(path), str(tmp_path / "out"), "--initial", "random"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["base.gguf"]
 

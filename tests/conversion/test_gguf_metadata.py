@@ -331,6 +331,13 @@ def _bytes(path, change):
         (lambda x: _type_of(x, 28),
         "output_norm.weight is of type F64; expected one that the packag"),
         (lambda x: _type_of(x, 2), "output_norm.weight has shape|begins at byte"),
+        (lambda x: b"PK" + x[2:], "is no GGUF file, or damaged .*: it does not begin with GGUF"),
+        (lambda x: x[:4] + struct.pack("<I", 9) + x[8:],
+        "damaged or cut short: expected version 2 or 3 of the format, got 9"),
+        (lambda x: b"", "is no GGUF file, or damaged or cut short"),
+        (lambda x: x[:700], "is no GGUF file, or damaged or cut short"),
+        (lambda x: x[:8] + struct.pack("<QQ", 2**61, 2**62) + x[24:], "damaged or cut short"),
+        (lambda x: x[:-20_000], "is cut short: expected at least [0-9,]+ bytes, got [0-9,]+"),
     ],
 )  # fmt: skip
 def test_headers_that_are_refused(change, message, tmp_path):

@@ -13,7 +13,6 @@ import torch
 from latte.data import byte_tokenizer
 from latte.errors import LatteError
 from latte.evaluate import tasks as harness
-from latte.models import LatteForCausalLM, preset_config
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "lm_eval"
@@ -34,12 +33,8 @@ def offline(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 260}
-    config = preset_config("latte-r-swa++", "tiny", **sizes)
-    return LatteForCausalLM(config).eval()
+def model(make_model):
+    return make_model("latte-r-swa++")
 
 
 def likelihood(model, prompt, choice, start):

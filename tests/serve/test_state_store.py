@@ -25,6 +25,7 @@ from latte.serve.requests import BadRequest
 from latte.serve.state_folder import StateFolder
 from latte.serve.states import StateStore
 from tests.conversion.bases import converted
+from tests.serve.test_laws import read
 
 PIECE = 16
 
@@ -40,13 +41,6 @@ def build(preset="latte-r-swa++", seed=0):
 
 def text(length, seed=0):
     return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
-
-
-def read(reader, ids, marks=()):
-    reading = reader.begin(ids, marks)
-    while reading.left:
-        reading.read()
-    return reading
 
 
 @torch.no_grad()
