@@ -27,12 +27,6 @@ def _refuse():
     raise LatteError("expected presets, got none")
 
 
-def test_the_peak_of_memory_starts_anew():
-    big = bytearray(os.urandom(1)) * 200_000_000
-    high = machine.peak_memory_bytes()
-    del big
-    machine.reset_peak_memory()
-    assert high - machine.peak_memory_bytes() > 100_000_000
 
 
 def test_peak_memory_is_of_the_process_alone():

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 import latte
-from latte import doctor
 from latte.cli import main
 from latte.ops import cpp_backend, default_backend
 
@@ -46,20 +45,6 @@ def test_it_tells_which_backend_serves(found):
     if backends["named"] is None:
         assert backends["rg_lru"]["cpu"] == backends["latte_attention"]["cpu"] == native
     assert backends["linear_attention"]["cpu"] == "torch"
-
-
-def test_it_tells_of_the_native_library(monkeypatch):
-    path = Path("/somewhere/native.so")
-    monkeypatch.setattr(cpp_backend, "LIBRARY", path)
-    monkeypatch.setattr(cpp_backend, "ABSENT", None)
-    native = doctor.report()["native"]
-    assert native["kernels"] is True and native["library"] == str(path)
-    known = ("avx512, bf16 in pairs", "avx512", "avx2", "baseline")
-    assert native["instructions"] in known
-    monkeypatch.setattr(cpp_backend, "ABSENT", "they are not built; this builds them: x")
-    native = doctor.report()["native"]
-    assert native["kernels"] is False and "library" not in native
-    assert native["why not"] == "they are not built; this builds them: x"
 
 
 def test_what_fails_is_said_and_stops_nothing(monkeypatch, capsys):

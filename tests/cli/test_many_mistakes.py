@@ -20,6 +20,10 @@ QUICK = CASES[:: len(CASES) // 30]
 SECONDS = 5.0  # of this process on the CPU, whatever else the machine does
 
 
+def slow_unless(quick, *values):
+    return pytest.param(*values, marks=() if quick else pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def places(place, tmp_path_factory):
     """The trained run, and a base to convert with its tokenizer."""
@@ -134,13 +138,9 @@ def test_what_the_line_says(case, box, capsys):
     assert SAID[case.name] in refuse(case, box, capsys)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_a_mistake_is_one_line(case, box, capsys):
-    refuse(case, box, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if c not in QUICK], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [slow_unless(case in QUICK, case) for case in CASES], ids=lambda case: case.name
+)
 def test_every_mistake_is_one_line(case, box, capsys):
     refuse(case, box, capsys)
 
@@ -160,37 +160,27 @@ QUICK_ODD = [
 ]
 
 
-def open_odd(command, file, how, places, folder, capsys):
-    """A folder with an odd file is used, or refused in one line."""
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("command", "file", "how"), [slow_unless(case in QUICK_ODD, *case) for case in ODD]
+)
+def test_an_odd_file_is_used_or_one_line(command, file, how, places, tmp_path, capsys):
     from latte.cli import main
 
     source = places["run" if command == "generate" else "base"]
     kept = shutil.ignore_patterns("checkpoint-*", ".lock", "manifest.json", "tensorboard")
-    shutil.copytree(source, folder / "odd", ignore=kept)
-    damage(folder / "odd" / file, how)
+    shutil.copytree(source, tmp_path / "odd", ignore=kept)
+    damage(tmp_path / "odd" / file, how)
     arguments = {
         "generate": ("--prompt", "a", "--max-new-tokens", "1"),
-        "convert": (str(folder / "out"), "--window", "8"),
+        "convert": (str(tmp_path / "out"), "--window", "8"),
     }[command]
     capsys.readouterr()
-    code = main([command, str(folder / "odd"), *arguments])
+    code = main([command, str(tmp_path / "odd"), *arguments])
     lines = capsys.readouterr().err.splitlines()
     assert code in (0, 2) and (code == 0 or len(lines) == 1), lines
     if code == 2:
-        assert "error:" in lines[0] and not (folder / "out").exists()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("command", "file", "how"), QUICK_ODD)
-def test_an_odd_file_is_one_line(command, file, how, places, tmp_path, capsys):
-    open_odd(command, file, how, places, tmp_path, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("command", "file", "how"), [c for c in ODD if c not in QUICK_ODD])
-def test_every_odd_file_is_one_line(command, file, how, places, tmp_path, capsys):
-    open_odd(command, file, how, places, tmp_path, capsys)
+        assert "error:" in lines[0] and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("layers", [50_000, 1_000_000])

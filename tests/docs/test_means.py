@@ -56,13 +56,3 @@ def test_every_mean_is_one_of_runs(name, read, presets_by_mean):
         assert found & (named or found), f"{label} | {column}: {mean} is of no runs"
 
 
-def test_a_group_is_of_runs_that_differ_in_the_seed_alone(script, tmp_path, capsys, monkeypatch):
-    file = tmp_path / "runs.csv"
-    rows = ["a,64,1,2.0", "a,64,0,1.0", "a,256,0,5.0", "b,64,0,4.0", "b,64,,9.0"]
-    file.write_text("\n".join(["preset,length,seed,loss", *rows]))
-    first, longer, other = script.groups(file, "loss")
-    assert first.about == {"preset": "a", "length": "64"} and first.values == [1.0, 2.0]
-    assert longer.values == [5.0] and other.values == [4.0]
-    monkeypatch.setattr(script, "FIGURES", tmp_path)
-    script.main("runs.csv", "loss", "preset=a", "length=64")
-    assert capsys.readouterr().out == "preset=a length=64: 1.5000 ± 6.3531 (1.0000, 2.0000)\n"

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from latte.errors import LatteError
 from latte.models import LatteForCausalLM, load_state, preset_config
 from latte.models.state_file import read_state
-from latte.serve import engine as loop
 from latte.serve import state_folder
 from latte.serve.counters import Counters
 from latte.serve.engine import Ahead, Engine, Request
@@ -260,23 +259,6 @@ def alone(model, ids, tokens):
 LONG = 300  # tokens of an answer that is running while another request fails
 
 
-def test_a_request_that_cannot_join_ends_no_other(engine, monkeypatch):
-    running = Asked(engine, text(20), LONG)
-    assert running.began.wait(60)
-    join, failed = loop.joined, threading.Event()
-
-    def fails_once(config, caches):
-        if failed.is_set():
-            return join(config, caches)
-        failed.set()
-        raise Broken
-
-    monkeypatch.setattr(loop, "joined", fails_once)
-    with pytest.raises(Broken):
-        Asked(engine, text(20, seed=1)).answer()
-    model = engine.reader.model
-    assert Asked(engine, text(20, seed=2)).answer() == alone(model, text(20, seed=2), 3)
-    assert running.answer() == alone(model, text(20), LONG)
 
 
 def test_a_token_that_the_model_does_not_have_ends_no_other(engine):

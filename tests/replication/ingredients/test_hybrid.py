@@ -59,19 +59,6 @@ def test_initial_weights_are_those_of_every_other_layer():
         assert spread(layer.mixer.o_proj.weight) == pytest.approx(0.5 / 6**0.5, rel=0.15)
 
 
-def test_other_initial_weights_and_decays():
-    fields = {"output_range": 0.01, "mlp_range": 0.02, "small_recurrence": True}
-    decays = (0.2, 0.3)
-    model = model_of("trial", recurrent_layers=[0, 1], rglru_decay_range=decays, **fields)
-    for layer in model.model.layers:
-        assert spread(layer.mixer.o_proj.weight) == pytest.approx(0.01, rel=0.15)
-        for linear in layer.mlp.children():
-            assert spread(linear.weight) == pytest.approx(0.02, rel=0.15)
-    block = model.model.layers[1].mixer
-    assert spread(block.short_conv.weight) == pytest.approx(0.1 / TAPS**0.5, rel=0.25)
-    assert spread(block.rglru.input_gate.weight) == pytest.approx(0.1 / 8**0.5, rel=0.25)
-    decay = torch.exp(-8 * torch.nn.functional.softplus(block.rglru.theta))
-    assert 0.199 < decay.min() and decay.max() < 0.301
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], [0, 0]], ids=str)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from replication.ingredients.raven import STEPS, STRONGEST, Raven
-from tests.replication.ingredients.mixers import inputs, model_of, raven
+from tests.replication.ingredients.mixers import inputs, raven
 
 # The output for six tokens by the layer of flash-linear-attention, with its plain recurrence (the
 # commit of 2026-08-22). Its parameters are sines, in the order of `NAMES`.
@@ -67,7 +67,3 @@ def test_mistakes_are_named(count):
         Raven(16, 4, 12, written_slots=count)
 
 
-def test_a_new_model_begins_with_the_published_decays():
-    layer = model_of("raven").model.layers[0].mixer
-    assert layer.strength.exp().max() <= STRONGEST
-    assert torch.nn.functional.softplus(layer.decay_bias).max() <= STEPS[1] * 1.01

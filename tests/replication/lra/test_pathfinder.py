@@ -45,19 +45,6 @@ def test_dots_and_paths(monkeypatch):
         assert dashes.real.min() >= 1 and dashes.imag.max() <= 31
 
 
-def test_dashes_of_different_paths_keep_their_distance(monkeypatch):
-    drawn = watch(monkeypatch)
-    for index in range(4):
-        picture(SMALL, index)
-    for dashes, _ in drawn:
-        points = dashes[:, :1] + np.linspace(0, 1, 3) * (dashes[:, 1:] - dashes[:, :1])
-        near = np.abs(points[:, None, :, None] - points[None, :, None, :]).min((2, 3))
-        one, other = np.nonzero(near < SMALL.clearance - 1e-9)
-        steps = np.abs(one - other)
-        # A dash itself, the one before and after it: two apart in the two long paths, which grow
-        # in turns, and one apart in the short ones.
-        long = (one < 12) & (other < 12)
-        assert np.isin(steps[long], (0, 2)).all() and (steps[~long] <= 1).all()
 
 
 def test_a_picture_depends_on_seed_and_index_alone():
