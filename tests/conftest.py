@@ -103,3 +103,28 @@ def make_model():
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def save_llama():
+    """save_llama(folder, scale, **fields) -> the folder with a random Llama of Transformers, whose
+    weights are so many times larger, and with the tokenizer of bytes.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from latte.data import byte_tokenizer
+
+    def save(folder, scale=1.0, **fields):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "vocab_size": 259}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes | fields))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    return save

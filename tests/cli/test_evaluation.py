@@ -43,19 +43,12 @@ def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place, capfd):
     assert capfd.readouterr().out.startswith("mean \ufffd")
 
 
-def test_a_converted_model_and_its_controls(place, tmp_path, capsys):
+def test_a_converted_model_and_its_controls(save_llama, tmp_path, capsys):
     """Each mixing reaches the model, and its results have a folder of their own."""
-    import transformers
-
     from latte.conversion import convert
     from latte.evaluate.checkpoint import load_checkpoint
 
-    base, folder = tmp_path / "base", tmp_path / "converted"
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=16, vocab_size=259)
-    transformers.LlamaForCausalLM(config).save_pretrained(base)
-    for file in place.trained().glob("tokenizer*"):
-        shutil.copy(file, base)
+    base, folder = save_llama(tmp_path / "base"), tmp_path / "converted"
     convert(base, folder, window=8, num_latents=4)
     assert load_checkpoint(folder)[0].config.mixing == "learned"
     text = tmp_path / "text.txt"

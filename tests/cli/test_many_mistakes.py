@@ -25,18 +25,10 @@ def slow_unless(quick, *values):
 
 
 @pytest.fixture(scope="module")
-def places(place, tmp_path_factory):
+def places(place, save_llama, tmp_path_factory):
     """The trained run, and a base to convert with its tokenizer."""
-    import torch
-    import transformers
-
     folder = tmp_path_factory.mktemp("mistakes")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, vocab_size=259)
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
-    for file in place.trained().glob("tokenizer*"):
-        shutil.copy(file, folder / "base")
+    save_llama(folder / "base", num_hidden_layers=2)
     recipe = f"""
 data: {{corpus: '{place.folder}/train-*.txt', validation: '{place.folder}/held-out-*.txt',
   cache_dir: {place.folder}/cache, block_length: 32, respect_documents: false}}

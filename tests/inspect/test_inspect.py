@@ -13,6 +13,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from latte.errors import LatteError
 from latte.inspect.mixing import Inspection, LayerMixing, share_rows, summary_rows, usage_rows
@@ -126,11 +127,8 @@ def test_a_page_that_would_be_huge(seen, monkeypatch):
     seen("latte-r-swa++", shown=33, layers=[0])
 
 
-def test_a_model_of_another_kind(byte):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=260, num_attention_heads=2, **sizes))
+def test_a_model_of_another_kind(byte, save_llama, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path))
     with pytest.raises(LatteError, match="LlamaForCausalLM has no layer of Latte"):
         inspect_model(model, byte, TEXT)
 

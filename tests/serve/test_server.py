@@ -490,14 +490,8 @@ def test_penalties_are_of_what_the_answer_has_had(client, folder, frequency, pre
     assert answer.choices[0].text == tokenizer.decode(ids[prompt:], skip_special_tokens=True)
 
 
-def test_a_model_without_states_is_answered_one_by_one(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, initializer_range=0.4,
-    )  # fmt: skip
-    set_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+def test_a_model_without_states_is_answered_one_by_one(save_llama, tmp_path):
+    save_llama(tmp_path, initializer_range=0.4)
     model, tokenizer = load_checkpoint(tmp_path, "cpu")
     with Client(str(tmp_path)) as client:
         wanted = generate(model, tokenizer, "once", max_new_tokens=10, temperature=0, stream=False)

@@ -259,8 +259,6 @@ def alone(model, ids, tokens):
 LONG = 300  # tokens of an answer that is running while another request fails
 
 
-
-
 def test_a_token_that_the_model_does_not_have_ends_no_other(engine):
     running = Asked(engine, text(20), LONG)
     assert running.began.wait(60)

@@ -68,8 +68,6 @@ def test_the_text_is_the_tokenizers_own(kind):
         assert max(map(len, texts)) <= 3
 
 
-
-
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_tokens_that_are_no_text(kind):
     tokenizer, rng = TOKENIZERS[kind](), random.Random(1)

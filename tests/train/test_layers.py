@@ -6,26 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from latte import LatteError
 from latte.cli import main
-from latte.data.tokenizers import byte_tokenizer
 from latte.train.convert import convert_and_train, load_conversion_recipe
 
 RECIPE = Path("recipes/conversion/smollm2.yaml")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("base"), byte_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), **shape, **heads)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def base(save_llama, tmp_path_factory):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return save_llama(tmp_path_factory.mktemp("base"), **sizes, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")

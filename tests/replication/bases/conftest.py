@@ -5,8 +5,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from latte.conversion import convert
 from latte.data import byte_tokenizer
@@ -18,21 +16,16 @@ CHAT = (
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory):
+def folders(save_llama, tmp_path_factory):
     """`base` in Hugging Face's format and `converted`, with window 8, two sinks, delayed latents;
     `texts`: five of some 300 tokens, one of 40.
     """
     where = tmp_path_factory.mktemp("bases")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 260}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=257, eos_token_id=256)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # far from uniform, so that mistakes show
-            parameter.mul_(4)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes |= {"num_key_value_heads": 1, "bos_token_id": 257, "eos_token_id": 256}
+    save_llama(where / "base", 4, **sizes)  # far from uniform, so that mistakes show
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
-    model.save_pretrained(where / "base")
     tokenizer.save_pretrained(where / "base")
     shape: dict[str, Any] = {"window": 8, "num_latents": 8, "num_sinks": 2, "delay_latents": True}
     convert(where / "base", where / "converted", latent_input="none", **shape)

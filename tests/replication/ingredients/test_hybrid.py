@@ -59,8 +59,6 @@ def test_initial_weights_are_those_of_every_other_layer():
         assert spread(layer.mixer.o_proj.weight) == pytest.approx(0.5 / 6**0.5, rel=0.15)
 
 
-
-
 @pytest.mark.parametrize("layers", [[3], [-1], [0, 0]], ids=str)
 def test_layers_that_are_not_there_are_named(layers):
     with pytest.raises(LatteError, match="recurrent_layers"):

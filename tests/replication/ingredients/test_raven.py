@@ -65,5 +65,3 @@ def test_mistakes_are_named(count):
     message = f"Raven: written_slots must be from 1 to 3, .* got {count}"
     with pytest.raises(ValueError, match=message):
         Raven(16, 4, 12, written_slots=count)
-
-

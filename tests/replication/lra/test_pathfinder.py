@@ -45,8 +45,6 @@ def test_dots_and_paths(monkeypatch):
         assert dashes.real.min() >= 1 and dashes.imag.max() <= 31
 
 
-
-
 def test_a_picture_depends_on_seed_and_index_alone():
     one, label = picture(SMALL, 5)
     picture(SMALL, 2)
