@@ -72,3 +72,48 @@ def test_wrong_files_are_one_line_and_run_nothing(tmp_path, capsys, content, mes
     with pytest.raises(LatteError, match=f"{bad}: .*{message}") as caught:
         load_task("image", options, "unused")
     assert "\n" not in str(caught.value) and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "test_batch.bin").write_bytes(b"x" * 100), "a multiple of 3073 bytes, fou"),
+        (lambda f: (f / "data_batch_4.bin").unlink(), "no file data_batch_4 or data_batch_4.bin"),
+        (lambda f: f.rename(f.with_name("elsewhere")), "images: no such folder"),
+    ],
+)
+def test_missing_and_truncated_files(tmp_path, harm, message):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    options = binary(folder)
+    harm(folder)
+    with pytest.raises(LatteError, match=message):
+        load_task("image", options, "unused")
+
+
+def test_a_dataset_of_the_hub(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    image = pytest.importorskip("PIL.Image")
+    arrays = [p.reshape(3, 32, 32).transpose(1, 2, 0) for p in PLANES["test_batch"]]
+
+    def load_dataset(name, *_, **__):
+        assert name == "uoft-cs/cifar10"
+        columns = {"img": [image.fromarray(a) for a in arrays], "label": LABELS}
+        columns |= {"name": ["cat"] * len(LABELS), "share": [0.5] * len(LABELS)}
+        kinds = {"label": "int64", "name": "string", "share": "float64"}
+        features = {name: datasets.Value(kind) for name, kind in kinds.items()}
+        return datasets.Dataset.from_dict(
+            columns, features=datasets.Features({"img": datasets.Image(), **features})
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = load_task("image", ImageOptions(validation_share=0.5), "unused")
+    assert (task.test.sequence(1) == grey(PLANES["test_batch"][1])).all()
+    assert task.validation.labels_N.tolist() == LABELS[2:]
+    with pytest.raises(LatteError, match="no column 'image'; there is 'img', 'label', 'name'"):
+        load_task("image", ImageOptions(image_column="image"), "unused")
+    with pytest.raises(LatteError, match="expected an image of 32 x 32 in column 'label'"):
+        load_task("image", ImageOptions(image_column="label"), "unused")
+    for column, found in (("name", "<U3"), ("share", "float64"), ("img", "images or lists")):
+        with pytest.raises(LatteError, match=f"in every row of column '{column}', found {found}"):
+            load_task("image", ImageOptions(label_column=column), "unused")

@@ -187,3 +187,15 @@ def test_more_examples_than_there_are(monkeypatch):
     few = replace(SMALL, min_length=3, max_length=5, max_depth=2, train_examples=1000)
     with pytest.raises(LatteError, match="only 400 different expressions were found, expected 1,"):
         make_splits(few)  # 4 operators, two digits
+
+
+def test_a_length_that_no_tree_has(monkeypatch):
+    monkeypatch.setattr("replication.lra.data.listops.MAX_ATTEMPTS", 50)
+    with pytest.raises(LatteError, match="none of 50 expressions had a length between 1 and 3"):
+        expression(replace(SMALL, min_length=1, max_length=3), 0)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LatteError, match="cannot be kept here"):
+        load_task("listops", SMALL, tmp_path / "file")

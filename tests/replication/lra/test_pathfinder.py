@@ -117,3 +117,29 @@ def test_released_files(released):
     assert sorted(seen) == list(range(20))
     other = load_task("pathfinder", PathfinderOptions(source=str(released), seed=1), "unused")
     assert (other.train.tokens_S != task.train.tokens_S).any()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metadata/0.npy", b"imgs/0 a.png 3 x 1.8 6", "0.npy, line 1: expected folder, file, numb"),
+        ("metadata/1.npy", b"\x93NUMPY nonsense", "1.npy: not a list of pictures"),
+        ("imgs/0/sample_3.png", b"", "sample_3.png: damaged picture"),
+        ("imgs/0/sample_3.png", None, "sample_3.png: no such picture, though the list names it"),
+        ("metadata", None, "no metadata/.*npy in it"),
+        (".", None, "no such folder .expected 'generated'"),
+    ],
+)
+def test_wrong_released_files(released, file, content, message):
+    if content is not None:
+        (released / file).write_bytes(content)
+    else:
+        (released / file).rename(released.parent / "elsewhere")
+    with pytest.raises(LatteError, match=message):
+        load_task("pathfinder", PathfinderOptions(source=str(released)), "unused")
+
+
+def test_no_room(monkeypatch):
+    monkeypatch.setattr(module, "MAX_TRIES", 3)
+    with pytest.raises(LatteError, match="no room for two paths of contour_length 90 in 32 x 32"):
+        picture(replace(SMALL, contour_length=90), 0)

@@ -138,3 +138,37 @@ def test_pairs_in_bytes(pairs):
     assert batch["attention_mask"].sum(-1).tolist() == [[12, 12], [0, 1]]
     few = load_task("retrieval", replace(pairs, max_examples=1), "unused")
     assert [len(examples) for examples in few.splits().values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"1\tP1\tP2\tone text", r"line 1: expected 5 fields .*text1, text2\), found 4"),
+        (b"yes\ta\tb\tx\ty", "line 1: expected label 0 or 1 in the first field, found 'yes'"),
+        (LINES[1].encode("latin-1"), "line 1: expected UTF-8 text"),
+        (b"", "expected pairs, found no line"),
+        (None, "cannot be read .No such file"),
+    ],
+)
+def test_wrong_files_of_pairs(pairs, tmp_path, content, message):
+    bad = tmp_path / "bad.tsv"
+    if content is not None:
+        bad.write_bytes(content)
+    with pytest.raises(LatteError, match=f"{bad}.* {message}|{bad}: {message}"):
+        load_task("retrieval", replace(pairs, validation=str(bad)), "unused")
+
+
+def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, config, **arguments):
+        asked.append((name, arguments["split"]))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = load_task("text", TextOptions(max_length=30), "unused")
+    assert asked == [("stanfordnlp/imdb", "train"), ("stanfordnlp/imdb", "test")]
+    assert len(task.test) == 200 and len(task.train) + len(task.validation) == 200
+    with pytest.raises(LatteError, match="no column 'stars'; there is 'text', 'label'"):
+        load_task("text", TextOptions(label_field="stars"), "unused")
