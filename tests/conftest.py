@@ -10,14 +10,9 @@ import pytest
 os.environ["LATTE_KEEP_MEMORY"] = "0"
 
 MODEL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "num_latents": 8,
-    "sliding_window": 16,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 64, "num_latents": 8, "sliding_window": 16,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

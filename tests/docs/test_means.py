@@ -54,5 +54,3 @@ def test_every_mean_is_one_of_runs(name, read, presets_by_mean):
         named = {preset_of(x) for x in re.findall(r"`([^`]+)`", f"{label} {column}")} & presets
         found = presets_by_mean.get(mean, set())
         assert found & (named or found), f"{label} | {column}: {mean} is of no runs"
-
-

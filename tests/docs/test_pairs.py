@@ -19,12 +19,9 @@ NAMES = {
     "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
 }
 PAST_PARTS = {
-    "at 1,024": "1024",
-    "0 to 63": "1024: 0 to 63",
-    "64 to 255": "1024: 64 to 255",
-    "256 to 1,023": "1024: 256 to 1023",
-    "at 4,096": "4096",
-}
+    "at 1,024": "1024", "0 to 63": "1024: 0 to 63", "64 to 255": "1024: 64 to 255",
+    "256 to 1,023": "1024: 256 to 1023", "at 4,096": "4096",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -19,12 +19,9 @@ from latte.parallel import context_parallel, shard_batch
 
 HERE = Path(__file__).parent
 TINY: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
+    "vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16,
     "num_hidden_layers": 1,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

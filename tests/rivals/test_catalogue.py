@@ -29,14 +29,9 @@ from tests.rivals.training import losses, next_token_loss
 logging.set_verbosity_error()  # Mamba says that its kernels are not there
 
 SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "sliding_window": 8,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 64, "sliding_window": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 HERE = [name for name, comparator in COMPARATORS.items() if not comparator.missing()]
 CAUSAL = [name for name in HERE if COMPARATORS[name].causal]
 READS_BOTH_WAYS = [name for name in HERE if not COMPARATORS[name].causal]

@@ -15,15 +15,10 @@ from latte.rivals.modeling import ComparatorForCausalLM, ComparatorModel
 from tests.rivals.comparators import MIXERS, names
 
 SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 20,
-    "state_size": 8,
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 20, "state_size": 8,
     "initializer_range": 0.2,
-}
+}  # fmt: skip
 CAUSAL, BOTH_WAYS = (names(MIXERS, field) for field in ("causal", "both_ways"))
 
 

@@ -16,16 +16,10 @@ example = load_plugin(Path(__file__).parents[3] / "examples" / "exponential_aver
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 NARROW = {"value_dim": 3, "head_dim": 6, "num_key_value_heads": 2}
 ALL = {
-    "value_dim": 6,
-    "output_gate": True,
-    "value_skip": True,
-    "short_conv": "qkv",
-    "written_latents": 2,
-    "write_noise": 1.0,
-    "qk_norm": True,
-    "output_norm": True,
+    "value_dim": 6, "output_gate": True, "value_skip": True, "short_conv": "qkv",
+    "written_latents": 2, "write_noise": 1.0, "qk_norm": True, "output_norm": True,
     "one_softmax": True,
-}
+}  # fmt: skip
 ALONE = [{name: value} for name, value in ALL.items() if name != "write_noise"]
 PARTS = [{}, *ALONE, {"short_conv": "v"}, ALL]
 BASE = {"latent_input": "conv", "forgetting": "gated", "window": 4}

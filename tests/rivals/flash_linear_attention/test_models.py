@@ -16,12 +16,9 @@ from tests.rivals.training import losses, next_token_loss
 
 NAMES = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
 SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 64,
-}
+}  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:According to Bo")
 
 
