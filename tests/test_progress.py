@@ -81,3 +81,13 @@ def test_what_was_done_before_is_not_counted_into_the_speed():
     assert state.line() == "50 of 100 steps (50%) in 1 min"
     state.update(25)
     assert state.line().endswith("about 1 min left")
+
+
+def test_training_says_a_line_where_it_logs_seldom(often, capsys, make_recipe):
+    from latte.train.run import train
+
+    train(make_recipe(log_steps=100))
+    said = capsys.readouterr()
+    assert " of 6 steps (" in said.err
+    train(make_recipe(name="quiet", log_steps=100), quiet=True)
+    assert capsys.readouterr().err == ""

@@ -359,3 +359,24 @@ def test_a_run_stopped_by_its_minutes_goes_on(make_recipe):
     recipe.training.max_minutes = None
     statuses, _ = compare(recipe)
     assert statuses[0].result is not None and statuses[0].result.steps == 3
+
+
+def test_a_table_without_its_baseline_is_left_out(made_up, monkeypatch):
+    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    for seed in (0, 1, 2):
+        values["transformer++", seed] = WorkFailed("it was killed")
+    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
+    _, text = compare(made_up)
+    assert "Perplexity minus" not in text
+    assert "The order found, best first, by mean perplexity at" in text
+    order = text.split("(lower is better): ")[1].splitlines()[0].replace("`", "").split(", ")
+    means = {name: sum(v for (n, _), v in VALUES.items() if n == name) for name in order}
+    assert order == sorted(order, key=lambda name: means[name])
+
+
+def test_a_mistake_is_not_a_failed_run(made_up, monkeypatch):
+    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    values["latte", 0] = LatteError("output folder holds another run")
+    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
+    with pytest.raises(LatteError, match="holds another run"):
+        compare(made_up)

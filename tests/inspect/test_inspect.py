@@ -342,3 +342,11 @@ def test_the_page_is_whole_and_harmless(seen, byte):
     assert not re.search(r'(?:src|href)="(?!data:,")|https?://|@import|url\(', page)
     data = re.search(r'id="data">(.*?)</script>', page, re.S)[1]
     assert json.loads(data)["tokens"][0] == hostile
+
+
+def test_sources_of_even_weights():
+    T = 9
+    (row,) = summary_rows(inspection_of(mixture(torch.ones(T, 1))))
+    mean_entropy = sum(math.log(t + 1) for t in range(T)) / T
+    assert row.effective_sources == pytest.approx(math.exp(mean_entropy))
+    assert row.mean_distance == pytest.approx(sum(t / 2 for t in range(T)) / T)

@@ -9,8 +9,9 @@ import re
 import shutil
 
 import pytest
+import torch
 
-from latte.inspect.mixing import summary_rows
+from latte.inspect.mixing import Inspection, LayerMixing, summary_rows
 from latte.inspect.report import build_page, inspect_model
 
 SHOWN, WINDOW = 48, 16
@@ -194,3 +195,28 @@ def test_a_model_without_latents_says_so(opened, preset):
     assert page.locator("#no-latents").is_visible() and page.locator("#states-sum").is_hidden()
     assert page.locator("#states .state").count() == 1
     check_sources(page, inspection.layers[0].source_weights(0, SHOWN)[40])
+
+
+def test_latents_that_are_fed_late(opened):
+    """As in a converted model: until the first token has left the window they see nothing."""
+    T, L, delay = 20, 3, 5
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(T, 1, L + 1, generator=generator).softmax(-1)
+    states[:delay] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    keys = torch.randn(T, 1, L, generator=generator)
+    seen = torch.ones(T, T, dtype=torch.bool).tril() & ~torch.ones(T, T, dtype=torch.bool).tril(-5)
+    logits = torch.randn(1, T, T, generator=generator)
+    window = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    mixing = LayerMixing(states, keys, window, width=5, delay=delay)
+    late = Inspection("late", [f"{n} " for n in range(T)], T, {7: mixing})
+    page, _ = opened(late, "#layer=7&token=3&state=2")
+    wait_until_shown(page, token=3, state=2)
+    assert "latent 2 sees nothing yet" in page.inner_text("#status")
+    assert sources(page) == {} and max(shades(page)) == 0
+    page.locator("#text .token").nth(12).click()
+    wait_until_shown(page, token=12)
+    check_sources(page, mixing.latent_weights(0, T)[1, 12])
+    assert set(sources(page)) == set(range(8))
+    page.locator("#states .state").nth(0).click()
+    wait_until_shown(page, state=-1)
+    check_sources(page, mixing.source_weights(0, T)[12])

@@ -353,3 +353,17 @@ def test_the_table_prints_what_there_is(capsys):
     assert main(["huge"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and "expected one of the sizes tiny" in told.err
+
+
+def test_a_run_gives_the_libraries_models_its_dropout(make_recipe):
+    from latte.train.run import train
+
+    first = {}
+    for rate in (0.0, 0.5):
+        recipe = make_recipe("mamba2", name=str(rate), max_steps=1)
+        for field in ("num_latents", "sliding_window"):
+            recipe.model.overrides.pop(field, None)
+        recipe.model.overrides["hidden_dropout"] = rate
+        train(recipe, quiet=True)
+        first[rate] = read_metrics(Path(recipe.output_dir), "train")[0]["grad_norm"]
+    assert first[0.0] != first[0.5]

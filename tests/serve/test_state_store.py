@@ -490,3 +490,13 @@ def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
     assert reading.reused == 40
     anew = read(Reader(model, PIECE), text(40))
     assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
+
+
+def test_a_state_larger_than_the_room_removes_no_other(tmp_path):
+    model = build("transformer++")
+    folder = StateFolder(tmp_path, model, 8000)
+    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    read(reader, text(8))
+    read(reader, text(200, seed=1))
+    folder.close()
+    assert len(folder) == len(list(tmp_path.rglob("*.safetensors"))) == 1

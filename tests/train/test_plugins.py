@@ -175,3 +175,12 @@ def test_files_are_found_beside_the_recipe_or_here(tmp_path, monkeypatch):
     assert load_recipe(path, ["plugins=[b.py]"]).plugins == [str(here)]
     with pytest.raises(LatteError, match="plugins: expected a list of text"):
         load_recipe(path, ["plugins=b.py"])
+
+
+def test_a_run_is_identified_by_the_names_of_its_plugins():
+    values = {"training": {"max_steps": 1}}
+    one = recipe_from_dict({**values, "plugins": ["/a/mine.py", "b.c"]})
+    moved = recipe_from_dict({**values, "plugins": ["/d/mine.py", "b.c"]})
+    other = recipe_from_dict({**values, "plugins": ["/a/other.py", "b.c"]})
+    assert one.identity() == moved.identity() != other.identity()
+    assert recipe_from_dict(one.as_dict()) == one

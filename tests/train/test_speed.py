@@ -7,7 +7,7 @@ from torch import nn
 
 from latte.errors import LatteError
 from latte.models import LatteForCausalLM, preset_config
-from latte.ops import use_backend
+from latte.ops import default_backend, use_backend
 from latte.ops.triton_backend import launch
 from latte.train import speed
 from latte.train.recipe import recipe_from_dict
@@ -163,3 +163,14 @@ def test_a_training_step_on_a_gpu_reads_nothing_back(preset, packed, monkeypatch
         with pytest.raises(RuntimeError, match="meta"):
             loss.item()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_backend_holds_for_the_training_alone():
+    before = default_backend()
+    with speed.chosen_backend(a_recipe(backend="torch")):
+        assert default_backend() == "torch"
+    with speed.chosen_backend(a_recipe(backend="triton")):
+        assert default_backend() == "triton"
+    with speed.chosen_backend(a_recipe()):
+        assert default_backend() == before
+    assert default_backend() == before
