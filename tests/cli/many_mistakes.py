@@ -13,7 +13,7 @@ import os
 import random
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -328,9 +328,29 @@ SAID = {
 }  # fmt: skip
 
 
-def said() -> Iterator[Case]:
-    """The cases of SAID, by their commands."""
-    for line in SAID:
+# Commands as those of SAID, whose lines may say what they will.
+UNSAID = (
+    "retrain alone", "train training", "train =3", "train .=3", "train training.=3",
+    "train training.max_steps.x=3", "train nothing=1", "train a.b.c=1",
+    "train output_dir={run} training.seed=9", "compare --baseline swa++", "compare --dry-run",
+    "compare output_dir={runs} --presets latte-r-swa++ training.seed=9",
+    "generate alone {run} --state {none} --prompt ''", "generate --save-state {box}/a/b/c",
+    "serve alone {none} --compile", "convert conversion.window=8",
+    *(f"convert --recipe {{conversion}} {override}" for override in (
+        "layers.steps=0", "layers.rows=-1", "layers.held_out_rows=1000000", "layers.processes=0",
+        "conversion.window=0", "conversion.num_latents=3", "conversion.keep_layers=[9]",
+        "data.corpus={none}", "data.respect_documents=true", "evaluation.lengths=[0]", "nothing=1",
+        "training.max_steps=0", "plugins=[none.py]", "conversion.base=x", "--window 8",
+    )),
+    *(f"convert alone {{base}} {output} {recipe}"
+      for output in ("{text}", "{folder}", "{run}", "{text}/in", "/proc/latte", "{long}", "''")
+      for recipe in ("", "--recipe {conversion}")),
+)  # fmt: skip
+
+
+def commands(lines: Iterable[str]) -> Iterator[Case]:
+    """The cases of lines such as those of SAID."""
+    for line in lines:
         command, *rest = shlex.split(line)
         if rest[:1] == ["alone"]:
             yield Case(line, (command, *rest[1:]))
@@ -357,7 +377,8 @@ def cases() -> list[Case]:
         *_of_fields(),
         *_of_conversions(),
         *FULL,
-        *_others(),
+        Case("nothing", ()),
+        *commands(UNSAID),
     ]
     random.Random(0).shuffle(found)
     return found
@@ -465,41 +486,6 @@ def _of_conversions() -> Iterator[Case]:
             full = f"{section}.{key}"
             for value in _wrong_values(of_key)[:2]:
                 yield Case(f"convert {full}={value}", (*start, f"{full}={value}"))
-    for override in ("layers.steps=0", "layers.rows=-1", "layers.held_out_rows=1000000",
-                     "layers.processes=0", "conversion.window=0", "conversion.num_latents=3",
-                     "conversion.keep_layers=[9]", "data.corpus={none}",
-                     "data.respect_documents=true", "evaluation.lengths=[0]", "nothing=1",
-                     "training.max_steps=0", "plugins=[none.py]", "conversion.base=x"):  # fmt: skip
-        yield Case(f"convert {override}", (*start, override))
-    yield Case("convert, overrides without a recipe", (*START["convert"], "conversion.window=8"))
-    yield Case("convert --window with a recipe", (*start, "--window", "8"))
-    for output in ("{text}", "{folder}", "{run}", "{text}/in", "/proc/latte", "{long}", ""):
-        yield Case(f"convert into {output!r}", ("convert", "{base}", output))
-        yield Case(f"convert --recipe into {output!r}",
-                   ("convert", "{base}", output, "--recipe", "{conversion}"))  # fmt: skip
-
-
-def _others() -> Iterator[Case]:
-    yield Case("nothing", ())
-    yield Case("no such command", ("retrain",))
-    for text in ("training", "=3", ".=3", "training.=3", "training.max_steps.x=3", "nothing=1",
-                 "training.max_stepz=3", "a.b.c=1"):  # fmt: skip
-        yield Case(f"train override {text!r}", (*START["train"], text))
-    for option in ("--baseline", "--report", "--dry-run"):
-        given = (option, "swa++") if option == "--baseline" else (option,)
-        yield Case(f"compare {option} without --seeds", (*START["compare"], *given))
-    yield Case("generate of nothing after a state",
-               ("generate", "{run}", "--state", "{none}", "--prompt", ""))  # fmt: skip
-    yield Case("generate --save-state of a comparator's kind",
-               ("generate", "{run}", "--save-state", "{box}/a/b/c"))  # fmt: skip
-    yield Case("evaluate --tasks --context-parallel",
-               (*START["evaluate"], "--tasks", "a", "--context-parallel", "2"))  # fmt: skip
-    yield Case("serve --compile of no model", ("serve", "{none}", "--compile"))
-    yield Case("train into another run",
-               ("train", "{recipe}", "output_dir={run}", "training.seed=9"))  # fmt: skip
-    yield Case("compare over another run",
-               ("compare", "{recipe}", "output_dir={runs}", "--presets", "latte-r-swa++",
-                "training.seed=9"))  # fmt: skip
 
 
 # ---- folders whose files are not what they should be

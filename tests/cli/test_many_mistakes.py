@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.cli.many_mistakes import DAMAGES, FILES, SAID, cases, damage, make_box, said
+from tests.cli.many_mistakes import DAMAGES, FILES, SAID, cases, commands, damage, make_box
 
 CASES = cases()
 QUICK = CASES[:: len(CASES) // 30]
@@ -123,7 +123,7 @@ def refuse(case, box, capsys):
     return line
 
 
-@pytest.mark.parametrize("case", list(said()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(commands(SAID)), ids=lambda case: case.name)
 def test_what_the_line_says(case, box, capsys):
     if "--tasks" in case.name and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("lm-eval is missing")

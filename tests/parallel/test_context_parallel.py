@@ -80,10 +80,7 @@ def test_bytes_do_not_depend_on_the_length(found):
         ("use_cache", "use_cache goes with whole sequences alone"),
         ("tuple", "expected return_dict=True, got a tuple"),
         ("attentions", "output_attentions goes with whole sequences alone"),
-        (
-            "rows",
-            "expected parts of the same rows, of at least one token, on every process, got 1 x 1",
-        ),
+        ("rows", "expected parts of the same rows, of at least one token, on every process, got 1"),
         ("none", "of at least one token, on every process, got 2 x 0; 2 x 5"),
         ("tokens", "2 processes cannot share 1 tokens; expected at least one token each"),
         ("unknown", "cannot tell whether token_type_ids (2, 23) is to be cut"),
